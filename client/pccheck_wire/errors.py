@@ -1,0 +1,119 @@
+"""One tree of errors for client, daemon and command line: code, message, hint, retryable."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PccheckError(Exception):
+    """Anything PCcheck refuses or fails at. `hint` names the fix; `retryable` says whether trying
+    again later can help. `exit_code` is what `pccheckctl` exits with."""
+
+    code: ClassVar[str] = "ERROR"
+    exit_code: ClassVar[int] = 1
+    default_retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, hint: str = "", retryable: bool | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.retryable = self.default_retryable if retryable is None else retryable
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class UsageError(PccheckError):
+    """An argument, a flag or a value that cannot be."""
+
+    code = "USAGE"
+    exit_code = 2
+
+
+class UnsupportedStateError(UsageError):
+    """A value in the state that cannot be represented; the message names its path in the tree."""
+
+    code = "UNSUPPORTED_STATE"
+
+
+class StateMismatchError(UsageError):
+    """What was recovered does not fit what was attached; the message names the path."""
+
+    code = "STATE_MISMATCH"
+
+
+class DaemonUnreachableError(PccheckError):
+    code = "DAEMON_UNREACHABLE"
+    exit_code = 12
+    default_retryable = True
+
+
+class ProtocolError(PccheckError):
+    """The peer speaks another protocol version, or not this protocol at all."""
+
+    code = "PROTOCOL"
+
+
+class RefusedError(PccheckError):
+    """The daemon may not or will not: another owner, a live duplicate, a limit."""
+
+    code = "REFUSED"
+
+
+class NoStoreError(PccheckError):
+    """No such storage directory, or none that holds or can hold volumes."""
+
+    code = "NO_STORE"
+    exit_code = 10
+
+
+class StoreLockedError(PccheckError):
+    code = "STORE_LOCKED"
+    exit_code = 11
+
+
+class StorageFullError(PccheckError):
+    code = "STORAGE_FULL"
+
+
+class NoCheckpointError(PccheckError):
+    """There are no checkpoints, or none of them is valid."""
+
+    code = "NO_CHECKPOINT"
+    exit_code = 13
+
+
+class DamagedError(PccheckError):
+    """Data on the disk does not fit its checksums."""
+
+    code = "DAMAGED"
+    exit_code = 14
+
+
+class CheckpointFailedError(PccheckError):
+    """A checkpoint ended failed, skipped or abandoned; it will never be durable."""
+
+    code = "CHECKPOINT_FAILED"
+
+
+class WaitTimeoutError(PccheckError, TimeoutError):
+    code = "TIMEOUT"
+    default_retryable = True
+
+
+class InternalError(PccheckError):
+    """A fault of ours; the daemon's log has the traceback."""
+
+    code = "INTERNAL"
+
+
+def _tree(root: type[PccheckError]) -> list[type[PccheckError]]:
+    return [root, *(found for child in root.__subclasses__() for found in _tree(child))]
+
+
+ERRORS_BY_CODE: dict[str, type[PccheckError]] = {error.code: error for error in _tree(PccheckError)}
+
+
+def error_from_wire(code: str, message: str, hint: str, retryable: bool) -> PccheckError:
+    """The exception for a `Failure` message; an unknown code becomes a plain `PccheckError`."""
+    return ERRORS_BY_CODE.get(code, PccheckError)(message, hint=hint, retryable=retryable)

@@ -1,0 +1,288 @@
+"""The messages between a process and the daemon. PROTOCOL.md is their prose.
+
+Attach socket (AF_UNIX, SOCK_SEQPACKET): `Hello` -> `Welcome` | `Failure`. An observer then sends
+`Request`s over the same socket; a trainer sends them over ZeroMQ to `Welcome.endpoint`.
+Every message is one msgpack map with the key "t" naming its type. Fields with defaults may be
+missing; unknown fields are refused within one protocol version.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+PROTOCOL_VERSION = 1
+
+#: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
+DEFAULT_SOCKET = "/run/pccheck/attach.sock"
+
+JOB_BYTES_MAX = 128
+#: A job name becomes a directory name: these characters only, not starting with a dot.
+JOB_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+RANKS_MAX = 65536
+
+
+class CheckpointState(enum.IntEnum):
+    """DESIGN: requested -> copying -> copied -> writing -> durable -> global, or an end."""
+
+    REQUESTED = 0
+    COPYING = 1
+    COPIED = 2
+    WRITING = 3
+    DURABLE = 4
+    GLOBAL = 5
+    SUPERSEDED = 6
+    SKIPPED = 7
+    FAILED = 8
+
+
+class Role(enum.StrEnum):
+    """What a connection is for."""
+
+    TRAINER = "trainer"  # owns the volume of (uid, job, rank) while it lives
+    READER = "reader"  # may Open and Read any volume of its uid (root: of any uid); saves nothing
+    OBSERVER = "observer"  # requests over the attach socket only; no session page
+
+
+# -- attach ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First packet of every connection. The daemon compares `protocol` before all else."""
+
+    TAG: ClassVar[str] = "hello"
+    protocol: int
+    role: Role
+    version: str
+    pid: int
+    job: str = ""
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    #: Equal for all ranks of one start of the job, different for the next (torchrun's run id and
+    #: restart count); "" lets the daemon decide.
+    launch: str = ""
+    fresh: bool = False
+    solo: bool = False
+    #: uid whose job a READER wants (root only); -1 = its own.
+    uid: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The handshake's success; carries the session page's descriptor (not for observers)."""
+
+    TAG: ClassVar[str] = "welcome"
+    protocol: int
+    version: str
+    session: int
+    token: bytes  # 16 random bytes; in every Request of this session
+    endpoint: str  # ipc:// address for a trainer's requests
+    pid: int  # the daemon's
+    incarnation: int = 0
+    chunk_bytes: int = 0
+    transfer: str = "push"
+    transfer_reason: str = ""
+    #: The newest durable step of this volume, when it has one (P7).
+    newest_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong: of a Hello, of a Request. The client raises it as a `PccheckError`."""
+
+    TAG: ClassVar[str] = "failure"
+    code: str
+    message: str
+    hint: str = ""
+    retryable: bool = False
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Makes room: a volume whose slots hold `payload_bytes`, and DRAM. -> `Registered`."""
+
+    TAG: ClassVar[str] = "register"
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    TAG: ClassVar[str] = "registered"
+    slots: int
+    keep: int
+    in_flight: int  # N
+    granted_bytes: int  # DRAM of this session so far; more may follow
+    effective_in_flight: float  # about 1 + M/m, at most N
+    volume: str  # path, for the log
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Asks for admission of a snapshot whose word is REQUESTED. One way: the answer is the word."""
+
+    TAG: ClassVar[str] = "begin"
+    snapshot: int
+    step: int
+    payload_bytes: int
+    tree_offset: int
+    tree_bytes: int
+    on_busy: str = "wait"  # or "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Why a snapshot is in its state. -> `Described`."""
+
+    TAG: ClassVar[str] = "describe"
+    snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    TAG: ClassVar[str] = "described"
+    snapshot: int
+    state: CheckpointState
+    sequence: int
+    step: int
+    reason: str = ""
+    hint: str = ""
+    newer_sequence: int = 0
+    newer_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that recovery passed over, and why."""
+
+    TAG: ClassVar[str] = "skipped"
+    sequence: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Chooses the checkpoint to recover: the newest valid one, of `step` if given, and older than
+    sequence `before` if given. -> `Opened` | `Empty` | `Failure`."""
+
+    TAG: ClassVar[str] = "open"
+    step: int | None = None
+    before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    TAG: ClassVar[str] = "opened"
+    sequence: int
+    step: int
+    incarnation: int
+    payload_bytes: int
+    tree_offset: int
+    tree_bytes: int
+    source: str  # "dram" or "volume"
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """The volume was read and holds nothing (or there is none)."""
+
+    TAG: ClassVar[str] = "empty"
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Sends checked payload [offset, offset+length) of the opened sequence through the page.
+    -> `Done` at once; the page's END message says how it went. A damaged sequence is flagged, and
+    the client asks `Open(before=sequence)` next."""
+
+    TAG: ClassVar[str] = "read"
+    load: int
+    sequence: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The state of `sequence` is in place (0: the volume was empty). Ends P7's protection."""
+
+    TAG: ClassVar[str] = "restored"
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Orderly end; with `done` the volume is trimmed to its newest checkpoint. -> `Done`."""
+
+    TAG: ClassVar[str] = "goodbye"
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    TAG: ClassVar[str] = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """-> `Report` with the document that `pccheckctl status --json` prints."""
+
+    TAG: ClassVar[str] = "status"
+
+
+@dataclass(frozen=True, slots=True)
+class ListVolumes:
+    """-> `Report`: checkpoints of the peer's uid (root: of all), optionally of one job."""
+
+    TAG: ClassVar[str] = "list"
+    job: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Reads and checks one checkpoint (sequence 0: every one) of a volume. -> `Report`."""
+
+    TAG: ClassVar[str] = "verify"
+    job: str
+    rank: int = 0
+    sequence: int = 0
+    uid: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A JSON-able document; its own "schema" key versions it."""
+
+    TAG: ClassVar[str] = "report"
+    document: dict[str, object]
+
+
+RequestBody = (
+    Register | Begin | Describe | Open | Read | Restored | Goodbye | Status | ListVolumes | Verify
+)
+ReplyBody = Registered | Described | Opened | Empty | Done | Report | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The envelope of a request; `number` comes back in the reply; 0 means no reply wanted."""
+
+    TAG: ClassVar[str] = "request"
+    number: int
+    token: bytes
+    body: RequestBody
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    TAG: ClassVar[str] = "reply"
+    number: int
+    body: ReplyBody

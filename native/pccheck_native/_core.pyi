@@ -1,0 +1,157 @@
+"""Types of the compiled module. Every call that blocks or moves bytes releases the GIL.
+
+Failures raise OSError (kernel errors) or NativeError (ours; .code_name is e.g. "DAMAGED").
+Sizes are bytes, times are CLOCK_MONOTONIC nanoseconds, deadlines are absolute ones.
+"""
+from collections.abc import Buffer  # noqa: typing only
+from typing import NamedTuple
+
+class NativeError(Exception):
+    code: int
+    code_name: str
+
+FORMAT_VERSION: int
+SNAPSHOTS: int
+
+class SlotEntry(NamedTuple):
+    slot: int
+    flags: int  # 1 global, 2 pinned, 4 quarantined, 8 damaged
+    sequence: int  # 0 = no durable checkpoint here
+    step: int
+    incarnation: int
+    world_size: int
+    payload_bytes: int
+    manifest_bytes: int
+    tree_offset: int
+    tree_bytes: int
+    wall_ns: int
+
+class VolumeInfo(NamedTuple):
+    uuid: bytes
+    job: str
+    uid: int
+    rank: int
+    world_size: int
+    slots: int
+    keep: int
+    block_bytes: int
+    slot_bytes: int
+    payload_capacity: int  # largest payload that a slot takes
+    volume_bytes: int
+    record_number: int
+    boot_epoch: int
+    next_sequence: int
+    incarnation: int
+    created_wall_ns: int
+    done: bool
+    stopped: bool
+    free_slots: int
+    valid_replicas: int
+    repaired_replicas: int
+    damaged_records: int
+
+def volume_bytes_for(payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...) -> int: ...
+def create_volume(
+    path: str, *, uid: int, job: str, rank: int, world_size: int, slots: int, keep: int,
+    payload_capacity: int, next_sequence: int = 1, incarnation: int = 0, block_bytes: int = ...,
+    record_stride: int = ..., allow_buffered: bool = False,
+) -> None: ...
+
+class Volume:
+    def __init__(self, path: str, *, writable: bool, allow_buffered: bool = False, bytes_per_second: int = 0) -> None: ...
+    def info(self) -> VolumeInfo: ...
+    def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
+    def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
+    def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...
+    def finish(self, keep: int) -> None: ...
+    def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
+    def read_into(self, sequence: int, ranges: bytes, threads: int = 2, chunk_bytes: int = ...) -> None:
+        """Verified, parallel read into memory; ranges as for Link.submit."""
+    def verify(self, sequence: int, threads: int = 2) -> None: ...  # NativeError DAMAGED
+    def close(self) -> None: ...
+
+class Pool:
+    def __init__(self, budget_bytes: int) -> None: ...
+    def usage(self) -> tuple[int, int]: ...  # budget, used
+    def close(self) -> None: ...
+
+class SaveTimes(NamedTuple):
+    begin: int
+    first_write: int
+    sealed: int
+    written: int
+    flushed: int
+    durable: int
+
+class Event(NamedTuple):
+    kind: str  # copied writing durable superseded failed load_ended bad_peer detached
+    channel: int
+    session: int
+    id: int
+    sequence: int
+    slot: int
+    error: int  # 0 or negative code
+    error_name: str  # "" or e.g. "EIO", "ABORTED"
+    stage: str  # "" or write, flush, publish, copy
+    rehomed: int
+    times: SaveTimes
+
+class Events:
+    def __init__(self, capacity: int = 4096) -> None: ...
+    def fileno(self) -> int: ...
+    def take(self) -> list[Event]: ...
+    def close(self) -> None: ...
+
+class ChannelUsage(NamedTuple):
+    bytes: int
+    free_chunks: int
+    granted_chunks: int
+    full_chunks: int
+    cached_chunks: int
+    lent_chunks: int
+    in_flight: int
+
+class Channel:
+    def __init__(
+        self, pool: Pool, events: Events, *, id: int, chunk_bytes: int, block_bytes: int,
+        chunk_capacity: int, lanes: int, writers: int,
+    ) -> None: ...
+    def bind(self, volume: Volume) -> None: ...
+    def unbind(self, volume: Volume) -> None: ...
+    def attach(self, socket_fd: int, session: int) -> int: ...  # page fd, the caller's
+    def detach(self) -> None: ...
+    def grow(self, bytes: int) -> int: ...
+    def release_memory(self) -> None: ...
+    def begin(
+        self, snapshot: int, *, step: int, incarnation: int, world_size: int, payload_bytes: int,
+        tree_offset: int, tree_bytes: int,
+    ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
+    def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
+    def set_outcome(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
+    def load(self, volume: Volume, sequence: int, offset: int, length: int, load_id: int) -> None: ...
+    def cached(self, sequence: int) -> bool: ...
+    def usage(self) -> ChannelUsage: ...
+    def close(self) -> None: ...
+
+class LinkState(NamedTuple):
+    word: int
+    outcome: int
+    sequence: int
+    source_read: bool
+
+class Link:
+    """The client's end. `ranges` are packed little-endian u64 triples (address, offset, length)."""
+    def __init__(self, socket_fd: int, page_fd: int) -> None: ...
+    def alive(self) -> bool: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    def request(self, snapshot: int) -> None: ...  # BlockingIOError (EBUSY is OSError) when its entry is taken
+    def submit(self, snapshot: int, ranges: bytes, inline_ranges: bytes, tail: bytes, tail_offset: int) -> None: ...
+    def wait_read(self, snapshot: int, deadline_ns: int) -> bool: ...  # False = deadline passed
+    def wait_copied(self, snapshot: int, deadline_ns: int) -> bool: ...
+    def wait_durable(self, snapshot: int, deadline_ns: int) -> bool: ...
+    def abandon(self, snapshot: int) -> bool: ...
+    def state(self, snapshot: int) -> LinkState | None: ...
+    def load_start(self, load_id: int, ranges: bytes) -> None: ...
+    def load_wait(self, load_id: int, deadline_ns: int) -> int: ...  # 0 or the daemon's code; TimeoutError
+    def close(self) -> None: ...

@@ -1,0 +1,113 @@
+/* The daemon's end of push: one channel per (uid, job, rank). It owns the segments and what each
+ * chunk holds, feeds the savers, and outlives the trainer: a detached channel keeps its cached
+ * chunks for recovery from DRAM.
+ *
+ * A chunk is FREE -> GRANTED (a FREE message is out) -> FULL (validated, with the saver) -> CACHED
+ * (written; re-used oldest first) -> FREE; loads borrow FREE or CACHED chunks (LENT). The drain
+ * thread, one per attached session, is the only consumer of to_daemon; everything the client says is
+ * checked against this table.
+ *
+ * Events go to the daemon's loop through a bounded ring and an eventfd (pcc_events). */
+#ifndef PCC_CHANNEL_H
+#define PCC_CHANNEL_H
+
+#include "pcc_load.h"
+#include "pcc_pool.h"
+#include "pcc_save.h"
+#include "pcc_shared.h"
+
+enum pcc_event_kind {
+    PCC_EVENT_COPIED = 1,    /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_WRITING,       /* its first chunk goes to the disk */
+    PCC_EVENT_DURABLE,
+    PCC_EVENT_SUPERSEDED,
+    PCC_EVENT_FAILED,        /* stage and error say why; "copy"/ABORTED: trainer died or let go */
+    PCC_EVENT_LOAD_ENDED,    /* id is the load id */
+    PCC_EVENT_BAD_PEER,      /* the session broke the protocol of the page; detach it */
+    PCC_EVENT_DETACHED,      /* the ring is drained and every copy judged */
+};
+
+struct pcc_event {
+    uint32_t kind;
+    int32_t error;
+    uint64_t channel;        /* the id given at open */
+    uint64_t session;
+    uint64_t id;             /* snapshot or load */
+    uint64_t sequence;
+    uint32_t slot;
+    uint32_t rehomed;
+    const char *stage;       /* static string or NULL */
+    struct pcc_save_times times;
+};
+
+struct pcc_events;
+PCC_MUST_CHECK int pcc_events_open(uint32_t capacity, struct pcc_events **out);
+void pcc_events_close(struct pcc_events *events);
+int pcc_events_fd(const struct pcc_events *events);
+void pcc_events_put(struct pcc_events *events, const struct pcc_event *event); /* waits when full */
+uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint32_t capacity);
+
+struct pcc_channel;
+
+struct pcc_channel_spec {
+    uint64_t id;
+    uint32_t chunk_bytes;
+    uint32_t block_bytes;
+    uint32_t chunk_capacity;    /* of all segments together */
+    uint32_t lanes;             /* N per volume */
+    uint32_t writers_per_lane;  /* p */
+};
+
+/* Borrows pool and events. */
+PCC_MUST_CHECK int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events,
+                                    const struct pcc_channel_spec *spec, struct pcc_channel **out);
+void pcc_channel_close(struct pcc_channel *channel); /* drains sealed saves; returns segments */
+
+/* New saves go to `volume`; saves in flight on the volume before go on. Borrows volume. */
+PCC_MUST_CHECK int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume);
+/* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves. */
+PCC_MUST_CHECK int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume);
+
+/* A trainer connected: a fresh page, every segment granted again over socket_fd (duplicated).
+ * page_fd_out is the caller's to send and close. -EBUSY when one is attached. */
+PCC_MUST_CHECK int pcc_channel_attach(struct pcc_channel *channel, int socket_fd,
+                                      uint64_t session, int *page_fd_out);
+/* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
+ * takes granted chunks back. DETACHED follows as an event. Blocks for the drain only. */
+void pcc_channel_detach(struct pcc_channel *channel);
+/* Adds segments until the channel has at least `bytes` of chunks or the budget ends; what it now
+ * has goes to *granted_out. 0 also when less was granted. Blocks (page faults). */
+PCC_MUST_CHECK int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes,
+                                    uint64_t *granted_out);
+/* Detached and idle only: gives every segment back; -EBUSY otherwise. */
+PCC_MUST_CHECK int pcc_channel_release_memory(struct pcc_channel *channel);
+
+/* Admission: takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out
+ * chunks. Codes of pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already. */
+PCC_MUST_CHECK int pcc_channel_begin(struct pcc_channel *channel, uint64_t snapshot,
+                                     const struct pcc_save_request *request,
+                                     uint64_t *sequence_out);
+/* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. */
+void pcc_channel_refuse(struct pcc_channel *channel, uint64_t snapshot, enum pcc_outcome outcome,
+                        uint64_t sequence);
+/* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
+ * channel sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
+void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,
+                             enum pcc_outcome outcome, uint64_t sequence);
+
+/* Sends checked payload [offset, +length) of `sequence` to the attached client as DATA messages,
+ * from cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it.
+ * One load at a time per channel (-EBUSY). Returns at once. */
+PCC_MUST_CHECK int pcc_channel_load(struct pcc_channel *channel, struct pcc_volume *volume,
+                                    uint64_t sequence, uint64_t offset_bytes,
+                                    uint64_t length_bytes, uint64_t load_id);
+/* True when every chunk of `sequence` is cached: it can be recovered from DRAM. */
+bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence);
+
+struct pcc_channel_usage {
+    uint64_t bytes, free_chunks, granted_chunks, full_chunks, cached_chunks, lent_chunks;
+    uint32_t in_flight;
+};
+void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *out);
+
+#endif

@@ -1,0 +1,38 @@
+/* Loads: verified, parallel reads of one durable checkpoint. The one place that checks data against
+ * its checksums, used by the daemon and without it alike.
+ *
+ * Opening holds the slot (no recycling) and verifies the manifest. Blocks while reading. */
+#ifndef PCC_LOAD_H
+#define PCC_LOAD_H
+
+#include "pcc_volume.h"
+
+struct pcc_load;
+
+/* -ENOENT (no such durable sequence), -PCC_E_DAMAGED (manifest), -errno. Borrows volume. */
+PCC_MUST_CHECK int pcc_load_open(struct pcc_volume *volume, uint64_t sequence,
+                                 struct pcc_load **out);
+void pcc_load_close(struct pcc_load *load); /* accepts NULL */
+const struct pcc_slot_entry *pcc_load_entry(const struct pcc_load *load);
+uint32_t pcc_load_block_bytes(const struct pcc_load *load);
+const uint64_t *pcc_load_checksums(const struct pcc_load *load, uint64_t *count_out); /* borrows */
+
+/* Checks bytes (from the pool, say) that claim to be payload [offset, offset+length); offset is
+ * block aligned, length too unless it ends the payload. 0 or -PCC_E_DAMAGED. */
+PCC_MUST_CHECK int pcc_load_check(const struct pcc_load *load, const void *bytes,
+                                  uint64_t offset_bytes, uint64_t length_bytes);
+/* Reads and checks one chunk into an aligned buffer with room for length rounded up to
+ * PCC_IO_ALIGN. A read error counts as damage (-PCC_E_DAMAGED). */
+PCC_MUST_CHECK int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
+                                  uint64_t length_bytes);
+
+/* Streams payload [offset, offset+length) through `threads` readers with `depth` buffers of
+ * chunk_bytes in all; sink is called from them, for disjoint parts in any order, with checked bytes
+ * cut to the range. Non-zero from sink stops it and is returned. threads = 0: in the caller. */
+typedef int (*pcc_load_sink)(void *context, const void *bytes, uint64_t offset_bytes,
+                             uint64_t length_bytes);
+PCC_MUST_CHECK int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes,
+                                   uint64_t length_bytes, uint32_t chunk_bytes, uint32_t threads,
+                                   pcc_load_sink sink, void *context);
+
+#endif

@@ -1,0 +1,114 @@
+/* What a trainer and the daemon see of each other: the session page and the descriptors that pass
+ * over the attach socket. The daemon makes every memfd, sealed against resizing.
+ *
+ * Either side may be killed, stopped or hostile at any instruction. The daemon copies what it reads
+ * once, checks it against state of its own, and never takes an offset, an index or a length from
+ * here unchecked. A client that scribbles harms its own checkpoints only.
+ *
+ *   struct pcc_page | ring to_client | ring to_daemon | checksum table
+ *
+ * Both rings are single producer, single consumer, with room for every chunk plus the loads, so that
+ * an honest peer never finds one full. Bells are futex words: the side that produced something
+ * increments the other's bell and wakes it (FUTEX_WAKE, shared); a waiter reads the bell, looks for
+ * work, and sleeps only on the value it read. */
+#ifndef PCC_SHARED_H
+#define PCC_SHARED_H
+
+#include <stdatomic.h>
+
+#include "pcc_base.h"
+
+#define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
+#define PCC_PAGE_VERSION 1u
+#define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
+
+/* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
+ *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
+ *   daemon: REQUESTED -> COPYING (admitted), COPYING -> COPIED, REQUESTED|COPYING -> REFUSED
+ * so that a watchdog's release and a late daemon cannot both be right (P4). */
+enum pcc_word_state {
+    PCC_WORD_IDLE = 0,
+    PCC_WORD_REQUESTED = 1,
+    PCC_WORD_COPYING = 2,
+    PCC_WORD_COPIED = 3,
+    PCC_WORD_ABANDONED = 4,
+    PCC_WORD_REFUSED = 5, /* skipped, failed or the copy broke: `outcome` says which */
+};
+
+/* The outcome is (snapshot id << 8 | checkpoint state), written by the daemon only. Numbers are
+ * those of the wire's CheckpointState. */
+enum pcc_outcome {
+    PCC_OUTCOME_REQUESTED = 0,
+    PCC_OUTCOME_COPYING = 1,
+    PCC_OUTCOME_COPIED = 2,
+    PCC_OUTCOME_WRITING = 3,
+    PCC_OUTCOME_DURABLE = 4,
+    PCC_OUTCOME_GLOBAL = 5,
+    PCC_OUTCOME_SUPERSEDED = 6,
+    PCC_OUTCOME_SKIPPED = 7,
+    PCC_OUTCOME_FAILED = 8,
+};
+
+struct pcc_snapshot {
+    _Atomic uint64_t word;
+    _Atomic uint64_t outcome;
+    _Atomic uint64_t sequence;  /* its own, or for SUPERSEDED the newer one's */
+    uint64_t reserved[5];
+};
+_Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
+
+struct pcc_ring_index { /* own cache lines for producer and consumer; free-running, mod capacity */
+    _Alignas(64) _Atomic uint32_t head; /* consumer */
+    _Alignas(64) _Atomic uint32_t tail; /* producer */
+};
+
+enum pcc_message_kind {
+    PCC_MSG_FREE = 1,  /* to client: this chunk is yours to fill */
+    PCC_MSG_FULL = 2,  /* to daemon: chunk holds payload [offset, +length) of snapshot id */
+    PCC_MSG_DATA = 3,  /* to client: chunk holds checked payload of load id; give it back */
+    PCC_MSG_TAKEN = 4, /* to daemon: load data copied out; also FREE chunks handed back unused */
+    PCC_MSG_END = 5,   /* to client: load id has ended; result holds 0 or a negative code */
+};
+
+struct pcc_message {
+    uint32_t kind;
+    uint32_t chunk;
+    uint64_t id;                /* snapshot or load */
+    uint64_t offset_bytes;      /* within the payload */
+    uint32_t length_bytes;
+    int32_t result;
+};
+_Static_assert(sizeof(struct pcc_message) == 32, "ring message");
+
+struct pcc_page {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t page_bytes;        /* of the whole mapping; up to 4 GiB */
+    uint32_t chunk_bytes;
+    uint32_t block_bytes;
+    uint32_t chunk_capacity;    /* chunk indices are below this */
+    uint32_t ring_capacity;     /* power of two, > 2 * chunk_capacity */
+    uint64_t session;
+    _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
+    _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
+    _Alignas(64) _Atomic uint64_t ready;       /* trainer -> daemon: newest snapshot submitted */
+    _Alignas(64) _Atomic uint64_t done;        /* newest snapshot whose source was read */
+    struct pcc_ring_index to_client;
+    struct pcc_ring_index to_daemon;
+    _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];
+};
+
+/* Segments come over the attach socket (SOCK_SEQPACKET) in packets of their own, daemon to client,
+ * one descriptor each. Told from the msgpack handshake by the magic. */
+#define PCC_GRANT_MAGIC 0x31544e5247434350ull /* "PCCGRNT1" */
+enum pcc_grant_kind { PCC_GRANT_ADD = 1 };
+struct pcc_grant {
+    uint64_t magic;
+    uint32_t kind;
+    uint32_t segment;
+    uint32_t first_chunk;
+    uint32_t chunk_count;
+    uint64_t bytes;             /* chunk_count * chunk_bytes */
+};
+
+#endif

@@ -1,0 +1,91 @@
+/* A volume: the storage of one (uid, job, rank); its slot table, its free slots and its publisher.
+ *
+ * Two tables: `durable` is what the newest record on the media says; `staged` is what the next one
+ * will say. A slot leaves the free queue when a checkpoint takes it and comes back when the newest
+ * record, both replicas durable, does not mention it. Policy flags are staged at once and reach the
+ * media with the next record.
+ *
+ * Any thread. publish() is serialised inside; the free queue is lock-free. */
+#ifndef PCC_VOLUME_H
+#define PCC_VOLUME_H
+
+#include "pcc_format.h"
+#include "pcc_io.h"
+
+struct pcc_volume;
+
+struct pcc_volume_spec { /* what a new volume is made from */
+    uint64_t payload_capacity_bytes;
+    uint64_t record_stride_bytes;
+    uint32_t slot_count;
+    uint32_t keep;
+    uint32_t block_bytes;
+    uint32_t uid;
+    uint32_t rank;
+    uint32_t world_size;
+    const char *job;
+    uint64_t next_sequence;     /* a grown volume goes on where the old one stood */
+    uint64_t incarnation;
+};
+
+/* Writes the first records (number 1, empty table) through io, durably. io spans the volume. */
+PCC_MUST_CHECK int pcc_volume_format(struct pcc_io *io, const struct pcc_volume_spec *spec);
+
+/* Temporary name, all room taken, formatted, made durable, renamed to path, directory synced.
+ * Never replaces an existing file (-EEXIST). */
+PCC_MUST_CHECK int pcc_volume_create(const char *path, const struct pcc_volume_spec *spec,
+                                     bool allow_buffered);
+
+struct pcc_volume_health { /* of the records, as found at open */
+    uint32_t valid_replicas;    /* of the newest record */
+    uint32_t repaired_replicas;
+    uint32_t damaged_records;   /* present but not acceptable */
+};
+
+/* Reads the records (highest valid number wins, never promotes what was not published), checks the
+ * size. Writable: bumps the boot epoch in a fresh record, which also repairs bad replicas.
+ * Takes io on success and on failure. */
+PCC_MUST_CHECK int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out);
+/* open + flock (writable) + fsync before anything read is trusted + pcc_volume_open_io. bandwidth
+ * 0 means unlimited. */
+PCC_MUST_CHECK int pcc_volume_open(const char *path, bool writable, bool allow_buffered,
+                                   uint64_t bytes_per_second, struct pcc_volume **out);
+void pcc_volume_close(struct pcc_volume *volume); /* takes; accepts NULL */
+
+/* Snapshots under the lock. */
+void pcc_volume_record(struct pcc_volume *volume, struct pcc_record *durable_out);
+struct pcc_volume_health pcc_volume_health(struct pcc_volume *volume);
+struct pcc_geometry pcc_volume_geometry(const struct pcc_volume *volume);
+struct pcc_io *pcc_volume_io(struct pcc_volume *volume); /* borrows */
+uint32_t pcc_volume_free_slots(struct pcc_volume *volume);
+bool pcc_volume_stopped(struct pcc_volume *volume); /* a record write failed */
+
+/* Set or clear policy flags of the durable checkpoint `sequence`; -ENOENT. Staged; with `now`
+ * a record is published at once (damage found, quarantine). */
+PCC_MUST_CHECK int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set,
+                                   uint32_t clear, bool now);
+/* Identity that moves with time. Published at once. */
+PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
+                                                uint32_t world_size);
+/* close(done=True): keep only the newest `keep` checkpoints, say done. Published at once. */
+PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);
+
+/* -- used by pcc_save -- */
+uint64_t pcc_volume_next_sequence(struct pcc_volume *volume); /* takes one */
+/* -PCC_E_NO_SLOT or -PCC_E_STOPPED. */
+PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
+void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
+void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
+/* The publisher: newest wins. The data and the manifest in entry's slot must be flushed. On 0 the
+ * record is durable in both replicas, superseded slots are free; *superseded_out says that a newer
+ * sequence was durable before, nothing was written and the slot is free again. Any error is sticky
+ * (the volume stops publishing). `on_durable` (may be NULL) is called between replica A and B. */
+PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
+                                      const struct pcc_slot_entry *entry, bool *superseded_out,
+                                      void (*on_durable)(void *context), void *context);
+/* Readers hold a slot so that it is not recycled under them. -ENOENT. */
+PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence,
+                                   uint32_t *slot_out, struct pcc_slot_entry *entry_out);
+void pcc_volume_release(struct pcc_volume *volume, uint32_t slot);
+
+#endif
