@@ -1,21 +1,43 @@
 """Types of the compiled module. Every call that blocks or moves bytes releases the GIL.
 
 Failures raise OSError (kernel errors) or NativeError (ours; .code_name is e.g. "DAMAGED").
-Sizes are bytes, times are CLOCK_MONOTONIC nanoseconds, deadlines are absolute ones.
+Sizes are bytes, times are CLOCK_MONOTONIC nanoseconds, deadlines are absolute ones. Ranges are
+packed little-endian u64 triples (address, offset, length), ascending and disjoint by offset.
+
+`close()` may be called again and again. It forbids new calls (ValueError); what is closed goes when
+the calls that run in other threads, and the channels that borrow it, have let go. A forked child
+may not use what its parent opened (ValueError).
 """
-from collections.abc import Buffer  # noqa: typing only
-from typing import NamedTuple
+
+import os
+from typing import NamedTuple, final
+
+_Path = str | bytes | os.PathLike[str]
+_Packed = bytes | bytearray | memoryview
 
 class NativeError(Exception):
-    code: int
+    code: int  # negative, as in Event.error
     code_name: str
 
 FORMAT_VERSION: int
 SNAPSHOTS: int
+SLOTS_MAX: int
+JOB_BYTES_MAX: int
+BLOCK_BYTES_DEFAULT: int
+SLOT_GLOBAL: int
+SLOT_PINNED: int
+SLOT_QUARANTINED: int
+SLOT_DAMAGED: int
+WORD_IDLE: int
+WORD_REQUESTED: int
+WORD_COPYING: int
+WORD_COPIED: int
+WORD_ABANDONED: int
+WORD_REFUSED: int
 
 class SlotEntry(NamedTuple):
     slot: int
-    flags: int  # 1 global, 2 pinned, 4 quarantined, 8 damaged
+    flags: int  # SLOT_*
     sequence: int  # 0 = no durable checkpoint here
     step: int
     incarnation: int
@@ -50,26 +72,50 @@ class VolumeInfo(NamedTuple):
     repaired_replicas: int
     damaged_records: int
 
-def volume_bytes_for(payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...) -> int: ...
+def volume_bytes_for(
+    payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...
+) -> int: ...
 def create_volume(
-    path: str, *, uid: int, job: str, rank: int, world_size: int, slots: int, keep: int,
-    payload_capacity: int, next_sequence: int = 1, incarnation: int = 0, block_bytes: int = ...,
-    record_stride: int = ..., allow_buffered: bool = False,
+    path: _Path,
+    *,
+    uid: int,
+    job: str,
+    rank: int,
+    world_size: int,
+    slots: int,
+    keep: int,
+    payload_capacity: int,
+    next_sequence: int = 1,
+    incarnation: int = 0,
+    block_bytes: int = ...,
+    record_stride: int = ...,
+    allow_buffered: bool = False,
 ) -> None: ...
 
+@final
 class Volume:
-    def __init__(self, path: str, *, writable: bool, allow_buffered: bool = False, bytes_per_second: int = 0) -> None: ...
+    def __init__(
+        self,
+        path: _Path,
+        *,
+        writable: bool,
+        allow_buffered: bool = False,
+        bytes_per_second: int = 0,
+    ) -> None: ...
     def info(self) -> VolumeInfo: ...
     def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
     def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...
     def finish(self, keep: int) -> None: ...
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
-    def read_into(self, sequence: int, ranges: bytes, threads: int = 2, chunk_bytes: int = ...) -> None:
+    def read_into(
+        self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
+    ) -> None:
         """Verified, parallel read into memory; ranges as for Link.submit."""
     def verify(self, sequence: int, threads: int = 2) -> None: ...  # NativeError DAMAGED
     def close(self) -> None: ...
 
+@final
 class Pool:
     def __init__(self, budget_bytes: int) -> None: ...
     def usage(self) -> tuple[int, int]: ...  # budget, used
@@ -96,6 +142,7 @@ class Event(NamedTuple):
     rehomed: int
     times: SaveTimes
 
+@final
 class Events:
     def __init__(self, capacity: int = 4096) -> None: ...
     def fileno(self) -> int: ...
@@ -111,10 +158,19 @@ class ChannelUsage(NamedTuple):
     lent_chunks: int
     in_flight: int
 
+@final
 class Channel:
     def __init__(
-        self, pool: Pool, events: Events, *, id: int, chunk_bytes: int, block_bytes: int,
-        chunk_capacity: int, lanes: int, writers: int,
+        self,
+        pool: Pool,
+        events: Events,
+        *,
+        id: int,
+        chunk_bytes: int,
+        block_bytes: int,
+        chunk_capacity: int,
+        lanes: int,
+        writers: int,
     ) -> None: ...
     def bind(self, volume: Volume) -> None: ...
     def unbind(self, volume: Volume) -> None: ...
@@ -123,35 +179,55 @@ class Channel:
     def grow(self, bytes: int) -> int: ...
     def release_memory(self) -> None: ...
     def begin(
-        self, snapshot: int, *, step: int, incarnation: int, world_size: int, payload_bytes: int,
-        tree_offset: int, tree_bytes: int,
+        self,
+        snapshot: int,
+        *,
+        step: int,
+        incarnation: int,
+        world_size: int,
+        payload_bytes: int,
+        tree_offset: int,
+        tree_bytes: int,
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
     def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def set_outcome(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
-    def load(self, volume: Volume, sequence: int, offset: int, length: int, load_id: int) -> None: ...
+    def load(
+        self, volume: Volume, sequence: int, offset: int, length: int, load_id: int
+    ) -> None: ...
     def cached(self, sequence: int) -> bool: ...
     def usage(self) -> ChannelUsage: ...
     def close(self) -> None: ...
 
 class LinkState(NamedTuple):
-    word: int
+    word: int  # WORD_*
     outcome: int
     sequence: int
     source_read: bool
 
+@final
 class Link:
-    """The client's end. `ranges` are packed little-endian u64 triples (address, offset, length)."""
+    """The client's end. `close()` returns with its thread gone."""
+
     def __init__(self, socket_fd: int, page_fd: int) -> None: ...
     def alive(self) -> bool: ...
     @property
     def chunk_bytes(self) -> int: ...
-    def request(self, snapshot: int) -> None: ...  # BlockingIOError (EBUSY is OSError) when its entry is taken
-    def submit(self, snapshot: int, ranges: bytes, inline_ranges: bytes, tail: bytes, tail_offset: int) -> None: ...
+    def request(self, snapshot: int) -> None: ...  # OSError EBUSY when its entry is taken
+    def submit(
+        self,
+        snapshot: int,
+        ranges: _Packed,
+        inline_ranges: _Packed,
+        tail: _Packed,
+        tail_offset: int,
+    ) -> None: ...
     def wait_read(self, snapshot: int, deadline_ns: int) -> bool: ...  # False = deadline passed
     def wait_copied(self, snapshot: int, deadline_ns: int) -> bool: ...
     def wait_durable(self, snapshot: int, deadline_ns: int) -> bool: ...
     def abandon(self, snapshot: int) -> bool: ...
     def state(self, snapshot: int) -> LinkState | None: ...
-    def load_start(self, load_id: int, ranges: bytes) -> None: ...
-    def load_wait(self, load_id: int, deadline_ns: int) -> int: ...  # 0 or the daemon's code; TimeoutError
+    def load_start(self, load_id: int, ranges: _Packed) -> None: ...
+    def load_wait(self, load_id: int, deadline_ns: int) -> int:
+        """0 or the daemon's code; TimeoutError, ConnectionResetError. However it ends, nothing
+        writes to the ranges afterwards."""
     def close(self) -> None: ...

@@ -18,7 +18,7 @@
 
 enum pcc_event_kind {
     PCC_EVENT_COPIED = 1,    /* the snapshot is complete in our memory and the word says COPIED */
-    PCC_EVENT_WRITING,       /* its first chunk goes to the disk */
+    PCC_EVENT_WRITING,       /* its first chunk went to the disk; told after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
     PCC_EVENT_FAILED,        /* stage and error say why; "copy"/ABORTED: trainer died or let go */
@@ -40,6 +40,8 @@ struct pcc_event {
     struct pcc_save_times times;
 };
 
+/* Put while a channel is locked: `capacity` (a power of two) must have room for what can happen
+ * between two takes, 4 events per checkpoint in flight and a few per session. */
 struct pcc_events;
 PCC_MUST_CHECK int pcc_events_open(uint32_t capacity, struct pcc_events **out);
 void pcc_events_close(struct pcc_events *events);
@@ -68,8 +70,9 @@ PCC_MUST_CHECK int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volu
 /* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves. */
 PCC_MUST_CHECK int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume);
 
-/* A trainer connected: a fresh page, every segment granted again over socket_fd (duplicated).
- * page_fd_out is the caller's to send and close. -EBUSY when one is attached. */
+/* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
+ * granted over socket_fd (duplicated) by the next grow or before they are first used, so that the
+ * handshake's answer comes before them. -EBUSY when one is attached. */
 PCC_MUST_CHECK int pcc_channel_attach(struct pcc_channel *channel, int socket_fd,
                                       uint64_t session, int *page_fd_out);
 /* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
@@ -87,7 +90,8 @@ PCC_MUST_CHECK int pcc_channel_release_memory(struct pcc_channel *channel);
 PCC_MUST_CHECK int pcc_channel_begin(struct pcc_channel *channel, uint64_t snapshot,
                                      const struct pcc_save_request *request,
                                      uint64_t *sequence_out);
-/* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. */
+/* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. A copy in
+ * progress is given up; its FAILED event follows. */
 void pcc_channel_refuse(struct pcc_channel *channel, uint64_t snapshot, enum pcc_outcome outcome,
                         uint64_t sequence);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The

@@ -151,6 +151,8 @@ PCC_MUST_CHECK int pcc_manifest_accept(const void *manifest, const struct pcc_re
                                        uint32_t slot, const struct pcc_slot_entry *entry);
 
 uint32_t pcc_crc32c(uint32_t crc, const void *bytes, size_t length_bytes);
+/* The same without the processor's instruction; for the test that compares them. */
+uint32_t pcc_crc32c_portable(uint32_t crc, const void *bytes, size_t length_bytes);
 uint64_t pcc_block_checksum(const void *bytes, size_t length_bytes); /* XXH3-64, unseeded */
 
 #endif

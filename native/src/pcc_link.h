@@ -21,7 +21,8 @@ struct pcc_range { /* payload [offset, offset+length) lives at `address` in this
 /* Duplicates both descriptors; maps the page; starts the thread. -PCC_E_BAD_PEER when the page is
  * not one. */
 PCC_MUST_CHECK int pcc_link_open(int socket_fd, int page_fd, struct pcc_link **out);
-void pcc_link_close(struct pcc_link *link); /* stops at once; what was not handed over is lost */
+/* Stops at once; what was not handed over is lost. Waiters return -ECONNRESET first. */
+void pcc_link_close(struct pcc_link *link);
 bool pcc_link_alive(struct pcc_link *link); /* poll of the socket, about 1 us */
 uint32_t pcc_link_chunk_bytes(const struct pcc_link *link);
 
@@ -47,7 +48,8 @@ enum pcc_wait_for {
 PCC_MUST_CHECK int pcc_link_wait(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_for what,
                                  uint64_t deadline_ns);
 /* REQUESTED|COPYING -> ABANDONED. True when this call won; the thread stops reading the source
- * before it returns. False: it was COPIED, refused or read already. */
+ * before it returns. False: it was COPIED or refused, or it is COPYING and the source was read
+ * already, so that there is nothing to let go of. */
 bool pcc_link_abandon(struct pcc_link *link, uint64_t snapshot);
 
 struct pcc_link_state {
@@ -62,10 +64,14 @@ PCC_MUST_CHECK int pcc_link_state(struct pcc_link *link, uint64_t snapshot,
 
 /* Takes the DATA messages of `load_id` and scatters them into ranges (ascending, disjoint; payload
  * outside of them is dropped) until END. Call before the daemon is asked for the load
- * (pcc_link_load_start), then wait. Result: 0, the daemon's code, -ETIMEDOUT, -ECONNRESET. */
+ * (pcc_link_load_start; -EBUSY while one is open), then wait. Result: 0, the daemon's code,
+ * -ETIMEDOUT, -ECONNRESET; whichever, the load is closed and nothing writes to the ranges any more. */
 PCC_MUST_CHECK int pcc_link_load_start(struct pcc_link *link, uint64_t load_id,
                                        const struct pcc_range *ranges, uint64_t range_count);
 PCC_MUST_CHECK int pcc_link_load_wait(struct pcc_link *link, uint64_t load_id,
                                       uint64_t deadline_ns);
+/* Waits up to until_ns and leaves the load open: for callers that must look up now and then. True
+ * when pcc_link_load_wait would return at once. */
+bool pcc_link_load_ended(struct pcc_link *link, uint64_t load_id, uint64_t until_ns);
 
 #endif

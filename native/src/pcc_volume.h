@@ -71,6 +71,10 @@ PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint6
 PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);
 
 /* -- used by pcc_save -- */
+/* The newest undamaged durable sequence; 0 when there is none. */
+uint64_t pcc_volume_newest(struct pcc_volume *volume);
+/* Writes a record of what is staged (quarantine, flags). */
+PCC_MUST_CHECK int pcc_volume_publish_staged(struct pcc_volume *volume);
 uint64_t pcc_volume_next_sequence(struct pcc_volume *volume); /* takes one */
 /* -PCC_E_NO_SLOT or -PCC_E_STOPPED. */
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);

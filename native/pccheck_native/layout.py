@@ -1,0 +1,191 @@
+"""Names and places in a storage directory.
+
+    <storage>/.pccheckd.lock                          the daemon's flock
+    <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
+    <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
+
+A volume whose state outgrew its slots is followed by one of the next generation. Names are built
+from checked parts only, and links are never followed, so that nothing here leaves the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCK_NAME = ".pccheckd.lock"
+TEMPORARY_SUFFIX = ".tmp"
+UID_MAX = 2**32 - 2  # (uid_t)-1 means "nobody in particular" to the kernel
+RANK_MAX = 65535
+GENERATION_MAX = 10**9 - 1
+
+#: A job is a directory name: these characters only, not starting with a dot. As on the wire.
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_NUMBER = r"(0|[1-9][0-9]{0,9})"
+_UID = re.compile(_NUMBER)
+_VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
+_TEMPORARY = re.compile(r"rank-.*\.tmp|\.?rank-.*\.tmp", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VolumeFile:
+    """A volume by its name; says nothing about what is in the file. Ordered by its key."""
+
+    uid: int
+    job: str
+    rank: int
+    generation: int
+    path: Path
+
+
+def check_job(job: str) -> str:
+    """Returns `job`; ValueError unless it can be a directory name on every file system."""
+    if _JOB.fullmatch(job) is None:
+        raise ValueError(
+            f"job name {job!r}: 1 to 128 of A-Z a-z 0-9 . _ -, not starting with . or -"
+        )
+    return job
+
+
+def _check_number(what: str, value: int, highest: int) -> int:
+    if not 0 <= value <= highest:
+        raise ValueError(f"{what} {value} is not within 0..{highest}")
+    return value
+
+
+def lock_path(storage: str | os.PathLike[str]) -> Path:
+    """The file whose flock makes a daemon the only one on this storage."""
+    return Path(storage) / LOCK_NAME
+
+
+def job_directory(storage: str | os.PathLike[str], uid: int, job: str) -> Path:
+    """Where the volumes of one job lie."""
+    return Path(storage) / str(_check_number("uid", uid, UID_MAX)) / check_job(job)
+
+
+def volume_path(
+    storage: str | os.PathLike[str], uid: int, job: str, rank: int, generation: int = 0
+) -> Path:
+    """The file of one (uid, job, rank) and generation."""
+    _check_number("rank", rank, RANK_MAX)
+    _check_number("generation", generation, GENERATION_MAX)
+    return job_directory(storage, uid, job) / f"rank-{rank}.{generation}.pcc"
+
+
+def parse_volume_path(storage: str | os.PathLike[str], path: str | os.PathLike[str]) -> VolumeFile:
+    """The inverse of `volume_path`; ValueError for any other path, also one that is not under
+    `storage` or takes a detour."""
+    try:
+        parts = Path(path).relative_to(storage).parts
+    except ValueError:
+        parts = ()
+    found = _parse(Path(storage), *parts) if len(parts) == 3 else None
+    if found is None:
+        raise ValueError(f"{os.fspath(path)!r} is not the path of a volume in {storage}")
+    return found
+
+
+def _parse(storage: Path, uid: str, job: str, name: str) -> VolumeFile | None:
+    match = _VOLUME.fullmatch(name)
+    if _UID.fullmatch(uid) is None or _JOB.fullmatch(job) is None or match is None:
+        return None
+    rank, generation = int(match[1]), int(match[2])
+    if int(uid) > UID_MAX or rank > RANK_MAX or generation > GENERATION_MAX:
+        return None
+    return VolumeFile(int(uid), job, rank, generation, storage / uid / job / name)
+
+
+def _directories(parent: Path, only: str | None) -> Iterator[os.DirEntry[str]]:
+    try:
+        entries = sorted(os.scandir(parent), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return  # a job that was dropped while we looked
+    for entry in entries:
+        if only in (None, entry.name) and entry.is_dir(follow_symlinks=False):
+            yield entry
+
+
+def _files(
+    storage: str | os.PathLike[str], uid: int | None, job: str | None
+) -> Iterator[tuple[str, str, os.DirEntry[str]]]:
+    """Regular files two levels down, with the names of the levels."""
+    root = Path(storage)
+    if not root.is_dir():
+        raise FileNotFoundError(f"no storage directory {root}")
+    for owner in _directories(root, None if uid is None else str(uid)):
+        if _UID.fullmatch(owner.name) is None:
+            continue
+        for run in _directories(Path(owner.path), job):
+            if _JOB.fullmatch(run.name) is None:
+                continue
+            with os.scandir(run.path) as entries:
+                for entry in entries:
+                    if entry.is_file(follow_symlinks=False):
+                        yield owner.name, run.name, entry
+
+
+def list_volumes(
+    storage: str | os.PathLike[str],
+    *,
+    uid: int | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+) -> list[VolumeFile]:
+    """Every volume by name, ordered by (uid, job, rank, generation); None means any.
+
+    Raises FileNotFoundError without a storage directory, PermissionError for one of others.
+    """
+    found = (
+        _parse(Path(storage), owner, run, entry.name)
+        for owner, run, entry in _files(storage, uid, job)
+    )
+    return sorted(file for file in found if file and (rank is None or file.rank == rank))
+
+
+def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
+    """Files of volumes whose making was interrupted: nobody's, while no daemon runs."""
+    return sorted(
+        Path(entry.path)
+        for _, _, entry in _files(storage, None, None)
+        if _TEMPORARY.fullmatch(entry.name)
+    )
+
+
+def rank_files(
+    storage: str | os.PathLike[str], uid: int, job: str, rank: int
+) -> list[tuple[int, Path]]:
+    """(generation, path) of every volume of one rank, oldest generation first."""
+    check_job(job)
+    files = list_volumes(storage, uid=uid, job=job, rank=rank)
+    return [(file.generation, file.path) for file in files]
+
+
+def next_generation(storage: str | os.PathLike[str], uid: int, job: str, rank: int) -> int:
+    """The generation that no volume of this rank has had while its followers lie there."""
+    files = rank_files(storage, uid, job, rank)
+    return files[-1][0] + 1 if files else 0
+
+
+def make_directories(path: Path) -> None:
+    """Makes the directories of a volume, 0700, and makes their names durable: a volume whose
+    directory is lost in a crash is lost with it."""
+    storage = path.parents[2]
+    for directory in (path.parents[1], path.parent):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            if directory.is_symlink() or not directory.is_dir():
+                raise
+    for directory in (path.parent, path.parents[1], storage):
+        _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,252 @@
+#include "channel.h"
+
+static void channel_close(void *handle)
+{
+    pcc_channel_close(handle);
+}
+
+/* One more user of `object`, with a reference. False with ValueError when it is closed. */
+static bool borrow(PyObject *object)
+{
+    if (pcc_py_enter((struct pcc_py_object *)object) == NULL) {
+        return false;
+    }
+    Py_INCREF(object);
+    return true;
+}
+
+static void give_back(PyObject *object) /* accepts NULL */
+{
+    if (object != NULL) {
+        pcc_py_leave((struct pcc_py_object *)object);
+        Py_DECREF(object);
+    }
+}
+
+/* -- open and close ---------------------------------------------------------------------------- */
+
+static PyObject *channel_open(PyTypeObject *type, PyObject *pool, PyObject *events,
+                              const struct pcc_channel_spec *spec)
+{
+    struct pcc_pool *borrowed_pool = pcc_py_enter((struct pcc_py_object *)pool);
+    if (borrowed_pool == NULL) {
+        return NULL;
+    }
+    PyObject *bound = PyList_New(0);
+    struct pcc_events *borrowed_events = pcc_py_enter((struct pcc_py_object *)events);
+    if (bound == NULL || borrowed_events == NULL) {
+        goto leave_pool;
+    }
+    struct pcc_channel *channel = NULL;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_channel_open(borrowed_pool, borrowed_events, spec, &channel));
+    if (result < 0) {
+        pcc_py_raise(pcc_py_state_of(type), result, NULL);
+        goto leave_events;
+    }
+    PyObject *self = pcc_py_object_new(type, "Channel", channel, channel_close);
+    if (self != NULL) {
+        struct pcc_py_channel *made = (struct pcc_py_channel *)self;
+        made->bound = bound;
+        made->pool = Py_NewRef(pool);
+        made->events = Py_NewRef(events);
+        return self;
+    }
+leave_events:
+    pcc_py_leave((struct pcc_py_object *)events);
+leave_pool:
+    pcc_py_leave((struct pcc_py_object *)pool);
+    Py_XDECREF(bound);
+    return NULL;
+}
+
+static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"pool",           "events", "id",      "chunk_bytes", "block_bytes",
+                            "chunk_capacity", "lanes",  "writers", NULL};
+    struct pcc_py_state *state = pcc_py_state_of(type);
+    struct pcc_channel_spec spec = {0};
+    PyObject *pool;
+    PyObject *events;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!O!|$O&O&O&O&O&O&:Channel", names, state->pool_type, &pool,
+            state->events_type, &events, pcc_py_u64, &spec.id, pcc_py_u32, &spec.chunk_bytes,
+            pcc_py_u32, &spec.block_bytes, pcc_py_u32, &spec.chunk_capacity, pcc_py_u32,
+            &spec.lanes, pcc_py_u32, &spec.writers_per_lane) ||
+        !pcc_py_require(kwargs, &names[2], 6)) {
+        return NULL;
+    }
+    return channel_open(type, pool, events, &spec);
+}
+
+/* What it borrows goes only after the C channel has gone. */
+static void channel_settle(struct pcc_py_channel *channel)
+{
+    if (channel->base.lease.handle != NULL || channel->base.lease.users > 0) {
+        return;
+    }
+    PyObject *borrowed[] = {channel->loading, channel->pool, channel->events};
+    PyObject *bound = channel->bound;
+    channel->loading = channel->pool = channel->events = channel->bound = NULL;
+    for (Py_ssize_t i = 0; bound != NULL && i < PyList_Size(bound); i++) {
+        pcc_py_leave((struct pcc_py_object *)PyList_GetItem(bound, i));
+    }
+    Py_XDECREF(bound);
+    for (size_t i = 0; i < sizeof(borrowed) / sizeof(borrowed[0]); i++) {
+        give_back(borrowed[i]);
+    }
+}
+
+struct pcc_channel *pcc_py_channel_enter(PyObject *self)
+{
+    return pcc_py_enter((struct pcc_py_object *)self);
+}
+
+void pcc_py_channel_leave(PyObject *self)
+{
+    pcc_py_leave((struct pcc_py_object *)self);
+    channel_settle((struct pcc_py_channel *)self);
+}
+
+PyObject *pcc_py_channel_leave_with(PyObject *self, int result)
+{
+    pcc_py_channel_leave(self);
+    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+}
+
+PyObject *pcc_py_channel_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    pcc_py_close((struct pcc_py_object *)self);
+    channel_settle((struct pcc_py_channel *)self);
+    Py_RETURN_NONE;
+}
+
+static void channel_dealloc(PyObject *self)
+{
+    pcc_py_close((struct pcc_py_object *)self);
+    channel_settle((struct pcc_py_channel *)self);
+    pcc_py_object_dealloc(self);
+}
+
+/* -- volumes ----------------------------------------------------------------------------------- */
+
+PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"volume", NULL};
+    struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
+    PyObject *volume;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:bind", names, state->volume_type, &volume)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    PyObject *bound = ((struct pcc_py_channel *)self)->bound;
+    if (!borrow(volume)) {
+        pcc_py_channel_leave(self);
+        return NULL;
+    }
+    int result;
+    struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
+    PCC_PY_UNLOCKED(result = pcc_channel_bind(channel, handle));
+    int known = result < 0 ? 1 : PySequence_Contains(bound, volume);
+    if (known == 0 && PyList_Append(bound, volume) == 0) {
+        Py_DECREF(volume); /* the list holds the reference, `bound` stands for the use */
+    } else if (known == 1) {
+        give_back(volume);
+    } /* else memory is out: the volume stays open, for C has bound it */
+    pcc_py_channel_leave(self);
+    return known < 0 || PyErr_Occurred() ? NULL : pcc_py_none_or_raise(state, result);
+}
+
+static void forget(PyObject *self, PyObject *volume)
+{
+    struct pcc_py_channel *channel = (struct pcc_py_channel *)self;
+    for (Py_ssize_t i = 0; i < PyList_Size(channel->bound); i++) {
+        if (PyList_GetItem(channel->bound, i) == volume) {
+            PyList_SetSlice(channel->bound, i, i + 1, NULL);
+            pcc_py_leave((struct pcc_py_object *)volume);
+            break;
+        }
+    }
+    if (channel->loading == volume) {
+        channel->loading = NULL;
+        give_back(volume);
+    }
+}
+
+PyObject *pcc_py_channel_unbind(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"volume", NULL};
+    struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
+    PyObject *volume;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:unbind", names, state->volume_type,
+                                     &volume)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    int result = 0;
+    struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
+    if (handle != NULL) { /* a closed volume is nobody's any more */
+        PCC_PY_UNLOCKED(result = pcc_channel_unbind(channel, handle));
+    }
+    if (result == 0) {
+        forget(self, volume);
+    }
+    return pcc_py_channel_leave_with(self, result);
+}
+
+PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"volume", "sequence", "offset", "length", "load_id", NULL};
+    struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
+    PyObject *volume;
+    uint64_t sequence, offset_bytes, length_bytes, load_id;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&:load", names, state->volume_type,
+                                     &volume, pcc_py_u64, &sequence, pcc_py_u64, &offset_bytes,
+                                     pcc_py_u64, &length_bytes, pcc_py_u64, &load_id)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    if (!borrow(volume)) {
+        pcc_py_channel_leave(self);
+        return NULL;
+    }
+    int result;
+    struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
+    PCC_PY_UNLOCKED(
+        result = pcc_channel_load(channel, handle, sequence, offset_bytes, length_bytes, load_id));
+    PyObject *unused = volume;
+    if (result == 0) { /* one load at a time: the one before has ended */
+        unused = ((struct pcc_py_channel *)self)->loading;
+        ((struct pcc_py_channel *)self)->loading = volume;
+    }
+    give_back(unused);
+    return pcc_py_channel_leave_with(self, result);
+}
+
+PyTypeObject *pcc_py_channel_type(PyObject *module)
+{
+    PyType_Slot slots[] = {
+        {Py_tp_new, (void *)channel_new},
+        {Py_tp_dealloc, (void *)channel_dealloc},
+        {Py_tp_methods, pcc_py_channel_methods},
+        {Py_tp_doc, (void *)(uintptr_t) "The daemon's end of push for one (uid, job, rank)."},
+        {0, NULL},
+    };
+    PyType_Spec spec = {
+        .name = "pccheck_native._core.Channel",
+        .basicsize = (int)sizeof(struct pcc_py_channel),
+        .flags = Py_TPFLAGS_DEFAULT,
+        .slots = slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
+}

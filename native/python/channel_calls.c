@@ -1,0 +1,214 @@
+#include "channel.h"
+
+/* -- its trainer ------------------------------------------------------------------------------- */
+
+static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"socket_fd", "session", NULL};
+    PyObject *socket;
+    uint64_t session;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&:attach", names, &socket, pcc_py_u64,
+                                     &session)) {
+        return NULL;
+    }
+    int socket_fd = PyObject_AsFileDescriptor(socket);
+    struct pcc_channel *channel = socket_fd < 0 ? NULL : pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    int page_fd = -1;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_channel_attach(channel, socket_fd, session, &page_fd));
+    pcc_py_channel_leave(self);
+    if (result < 0) {
+        return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
+    }
+    return PyLong_FromLong(page_fd);
+}
+
+static PyObject *channel_detach(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_channel_detach(channel));
+    return pcc_py_channel_leave_with(self, 0);
+}
+
+/* -- its memory -------------------------------------------------------------------------------- */
+
+static PyObject *channel_grow(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"bytes", NULL};
+    uint64_t bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:grow", names, pcc_py_u64, &bytes)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    uint64_t granted_bytes = 0;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_channel_grow(channel, bytes, &granted_bytes));
+    pcc_py_channel_leave(self);
+    if (result < 0) {
+        return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
+    }
+    return PyLong_FromUnsignedLongLong(granted_bytes);
+}
+
+static PyObject *channel_release_memory(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_channel_release_memory(channel));
+    return pcc_py_channel_leave_with(self, result);
+}
+
+static PyObject *channel_usage(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    struct pcc_channel_usage usage;
+    PCC_PY_UNLOCKED(pcc_channel_usage(channel, &usage));
+    pcc_py_channel_leave(self);
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
+                         Py_BuildValue("(KKKKKKI)", usage.bytes, usage.free_chunks,
+                                       usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
+                                       usage.lent_chunks, usage.in_flight));
+}
+
+static PyObject *channel_cached(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", NULL};
+    uint64_t sequence;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:cached", names, pcc_py_u64, &sequence)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    bool cached;
+    PCC_PY_UNLOCKED(cached = pcc_channel_cached(channel, sequence));
+    pcc_py_channel_leave(self);
+    return PyBool_FromLong(cached);
+}
+
+/* -- its checkpoints --------------------------------------------------------------------------- */
+
+static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot",      "step",        "incarnation", "world_size",
+                            "payload_bytes", "tree_offset", "tree_bytes",  NULL};
+    struct pcc_save_request request = {0};
+    uint64_t snapshot;
+    long long step = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$LO&O&O&O&O&:begin", names, pcc_py_u64,
+                                     &snapshot, &step, pcc_py_u64, &request.incarnation, pcc_py_u32,
+                                     &request.world_size, pcc_py_u64, &request.payload_bytes,
+                                     pcc_py_u64, &request.tree_offset_bytes, pcc_py_u64,
+                                     &request.tree_bytes) ||
+        !pcc_py_require(kwargs, &names[1], 6)) {
+        return NULL;
+    }
+    request.tag = snapshot;
+    request.step = step;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    uint64_t sequence = 0;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_channel_begin(channel, snapshot, &request, &sequence));
+    pcc_py_channel_leave(self);
+    if (result < 0) {
+        return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
+    }
+    return PyLong_FromUnsignedLongLong(sequence);
+}
+
+struct verdict {
+    uint64_t snapshot;
+    uint64_t sequence;
+    uint32_t outcome;
+};
+
+static bool verdict_parse(PyObject *args, PyObject *kwargs, struct verdict *out)
+{
+    static char *names[] = {"snapshot", "outcome", "sequence", NULL};
+    *out = (struct verdict){0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &out->snapshot,
+                                     pcc_py_u32, &out->outcome, pcc_py_u64, &out->sequence)) {
+        return false;
+    }
+    if (out->outcome > PCC_OUTCOME_FAILED) {
+        PyErr_SetString(PyExc_ValueError, "outcome is no checkpoint state");
+        return false;
+    }
+    return true;
+}
+
+static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    struct verdict verdict;
+    if (!verdict_parse(args, kwargs, &verdict)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_channel_refuse(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
+                                       verdict.sequence));
+    return pcc_py_channel_leave_with(self, 0);
+}
+
+static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    struct verdict verdict;
+    if (!verdict_parse(args, kwargs, &verdict)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_channel_set_outcome(channel, verdict.snapshot,
+                                            (enum pcc_outcome)verdict.outcome, verdict.sequence));
+    return pcc_py_channel_leave_with(self, 0);
+}
+
+#define KEYWORDS (METH_VARARGS | METH_KEYWORDS)
+
+PyMethodDef pcc_py_channel_methods[] = {
+    {"bind", PCC_PY_METHOD(pcc_py_channel_bind), KEYWORDS, "New saves go to this volume."},
+    {"unbind", PCC_PY_METHOD(pcc_py_channel_unbind), KEYWORDS,
+     "Lets go of a volume; EBUSY while it has saves."},
+    {"attach", PCC_PY_METHOD(channel_attach), KEYWORDS,
+     "A trainer connected; the page's descriptor, the caller's."},
+    {"detach", channel_detach, METH_NOARGS, "The trainer is gone; blocks for the drain."},
+    {"grow", PCC_PY_METHOD(channel_grow), KEYWORDS, "Takes memory; the bytes it now has."},
+    {"release_memory", channel_release_memory, METH_NOARGS,
+     "Gives every segment back; EBUSY unless detached and idle."},
+    {"begin", PCC_PY_METHOD(channel_begin), KEYWORDS, "Admits a snapshot; its sequence."},
+    {"refuse", PCC_PY_METHOD(channel_refuse), KEYWORDS, "Refuses a snapshot."},
+    {"set_outcome", PCC_PY_METHOD(channel_set_outcome), KEYWORDS,
+     "Tells the trainer what became of a snapshot."},
+    {"load", PCC_PY_METHOD(pcc_py_channel_load), KEYWORDS,
+     "Sends a checkpoint to the trainer; returns at once."},
+    {"cached", PCC_PY_METHOD(channel_cached), KEYWORDS, "Whether all of it is still in DRAM."},
+    {"usage", channel_usage, METH_NOARGS, "What its chunks are used for."},
+    {"close", pcc_py_channel_close, METH_NOARGS, "Drains sealed saves, then goes."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,117 @@
+/* What the files of the binding share: module state, the lease on a C object, conversions.
+ *
+ * The binding translates and nothing more: no I/O and no locks of its own. Counters and flags in
+ * here are guarded by the GIL, which is released around whatever blocks or moves bytes. */
+#ifndef PCC_PY_CORE_H
+#define PCC_PY_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <sys/types.h>
+
+#include "pcc_link.h"
+
+enum pcc_py_result { /* the named tuples of _core.pyi */
+                     PCC_PY_SLOT_ENTRY,
+                     PCC_PY_VOLUME_INFO,
+                     PCC_PY_SAVE_TIMES,
+                     PCC_PY_EVENT,
+                     PCC_PY_CHANNEL_USAGE,
+                     PCC_PY_LINK_STATE,
+                     PCC_PY_RESULT_COUNT,
+};
+
+struct pcc_py_state {
+    PyObject *native_error;
+    PyTypeObject *volume_type;
+    PyTypeObject *pool_type;
+    PyTypeObject *events_type;
+    PyObject *results[PCC_PY_RESULT_COUNT];
+};
+
+/* -- the lease: when the C object behind a Python object may go -------------------------------- */
+
+/* Running calls and other objects that borrow it count as users. close() forbids new ones; the last
+ * user to leave closes the C object, so that it never goes under a call or under its borrower. */
+struct pcc_py_lease {
+    void *handle;                /* NULL once closed */
+    void (*close)(void *handle); /* may block; called without the GIL */
+    const char *name;
+    uint32_t users;
+    bool closed;
+    pid_t owner; /* a forked child has neither its threads nor its segments */
+};
+
+struct pcc_py_object { /* every type of ours starts like this */
+    PyObject_HEAD struct pcc_py_lease lease;
+};
+
+struct pcc_py_state *
+pcc_py_state_of(PyTypeObject *type); /* borrows; our types have no subclasses */
+/* A new object of `type` that takes `handle`; closes it and returns NULL when memory is out. */
+PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
+                            void (*close)(void *handle));
+/* The handle, and one more user; NULL with ValueError when closed or in a forked child. */
+void *pcc_py_enter(struct pcc_py_object *object);
+void pcc_py_leave(struct pcc_py_object *object); /* keeps a raised exception */
+void pcc_py_close(struct pcc_py_object *object);
+void pcc_py_object_dealloc(PyObject *self);
+PyObject *pcc_py_object_close(PyObject *self, PyObject *unused); /* the method */
+
+/* -- errors: the one place where a code becomes an exception ----------------------------------- */
+
+/* -errno to OSError (with path, when there is one), -PCC_E_* to NativeError. Returns NULL. */
+PyObject *pcc_py_raise(struct pcc_py_state *state, int code, PyObject *path);
+PyObject *pcc_py_none_or_raise(struct pcc_py_state *state, int code);
+int pcc_py_errors_add(PyObject *module, struct pcc_py_state *state);
+
+/* -- named tuples ------------------------------------------------------------------------------ */
+
+int pcc_py_results_add(PyObject *module, struct pcc_py_state *state);
+/* Takes `values` (a tuple, or NULL with an exception set, which is passed on). */
+PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyObject *values);
+
+/* -- arguments --------------------------------------------------------------------------------- */
+
+/* "O&" converters that refuse what does not fit instead of cutting it. */
+int pcc_py_u32(PyObject *object, void *out);
+int pcc_py_u64(PyObject *object, void *out);
+
+/* True when the first `count` of these keyword-only arguments were given; else TypeError. (The
+ * format strings of PyArg_ParseTupleAndKeywords know optional ones only.) */
+bool pcc_py_require(PyObject *kwargs, char *const *names, size_t count);
+
+#define PCC_PY_RANGES_MAX (1u << 24)
+
+struct pcc_py_ranges {
+    Py_buffer view; /* keeps the memory as it is until pcc_py_ranges_done() */
+    const struct pcc_range *items;
+    uint64_t count;
+};
+
+/* "O&" converter of packed <QQQ triples: whole triples, ascending, disjoint, no sum overflows.
+ * A zeroed struct may be passed to pcc_py_ranges_done(). */
+int pcc_py_ranges(PyObject *object, void *out);
+void pcc_py_ranges_done(struct pcc_py_ranges *ranges);
+
+/* -- types ------------------------------------------------------------------------------------- */
+
+PyTypeObject *pcc_py_volume_type(PyObject *module);
+PyTypeObject *pcc_py_pool_type(PyObject *module);
+PyTypeObject *pcc_py_events_type(PyObject *module);
+PyTypeObject *pcc_py_channel_type(PyObject *module);
+PyTypeObject *pcc_py_link_type(PyObject *module);
+
+PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
+
+#define PCC_PY_METHOD(function) ((PyCFunction)(void (*)(void))(function))
+/* For statements that block or move bytes. */
+#define PCC_PY_UNLOCKED(statement)                                                                 \
+    do {                                                                                           \
+        Py_BEGIN_ALLOW_THREADS statement;                                                          \
+        Py_END_ALLOW_THREADS                                                                       \
+    } while (0)
+
+#endif

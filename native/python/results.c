@@ -1,0 +1,53 @@
+#include "core.h"
+
+static const struct {
+    const char *name;
+    const char *fields;
+} shapes[PCC_PY_RESULT_COUNT] = {
+    [PCC_PY_SLOT_ENTRY] = {"SlotEntry",
+                           "slot flags sequence step incarnation world_size payload_bytes "
+                           "manifest_bytes tree_offset tree_bytes wall_ns"},
+    [PCC_PY_VOLUME_INFO] = {"VolumeInfo",
+                            "uuid job uid rank world_size slots keep block_bytes slot_bytes "
+                            "payload_capacity volume_bytes record_number boot_epoch next_sequence "
+                            "incarnation created_wall_ns done stopped free_slots valid_replicas "
+                            "repaired_replicas damaged_records"},
+    [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable"},
+    [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
+                               "rehomed times"},
+    [PCC_PY_CHANNEL_USAGE] = {"ChannelUsage", "bytes free_chunks granted_chunks full_chunks "
+                                              "cached_chunks lent_chunks in_flight"},
+    [PCC_PY_LINK_STATE] = {"LinkState", "word outcome sequence source_read"},
+};
+
+/* collections.namedtuple and not PyStructSequence: callers rely on the type's keywords, _replace
+ * and _asdict, which the .pyi promises. */
+int pcc_py_results_add(PyObject *module, struct pcc_py_state *state)
+{
+    PyObject *collections = PyImport_ImportModule("collections");
+    PyObject *make = collections ? PyObject_GetAttrString(collections, "namedtuple") : NULL;
+    PyObject *keywords = Py_BuildValue("{s:s}", "module", "pccheck_native._core");
+    int result = make != NULL && keywords != NULL ? 0 : -1;
+    for (int kind = 0; result == 0 && kind < PCC_PY_RESULT_COUNT; kind++) {
+        PyObject *args = Py_BuildValue("(ss)", shapes[kind].name, shapes[kind].fields);
+        state->results[kind] = args ? PyObject_Call(make, args, keywords) : NULL;
+        Py_XDECREF(args);
+        result = state->results[kind] == NULL
+                     ? -1
+                     : PyModule_AddObjectRef(module, shapes[kind].name, state->results[kind]);
+    }
+    Py_XDECREF(keywords);
+    Py_XDECREF(make);
+    Py_XDECREF(collections);
+    return result;
+}
+
+PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyObject *values)
+{
+    if (values == NULL) {
+        return NULL;
+    }
+    PyObject *result = PyObject_Call(state->results[kind], values, NULL);
+    Py_DECREF(values);
+    return result;
+}

@@ -1,0 +1,365 @@
+/* A channel's life: opening, volumes, the attached session, admission, what it tells. */
+#include "pcc_channel.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "pcc_channel_private.h"
+#include "pcc_futex.h"
+#include "pcc_thread.h"
+
+int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events,
+                     const struct pcc_channel_spec *spec, struct pcc_channel **out)
+{
+    struct pcc_page_geometry geometry;
+    const int error =
+        pcc_page_plan(spec->chunk_bytes, spec->block_bytes, spec->chunk_capacity, &geometry);
+
+    if (error != 0)
+        return error;
+    struct pcc_channel *channel = calloc(1, sizeof(*channel));
+    if (channel == NULL)
+        return -ENOMEM;
+    channel->chunks = calloc(spec->chunk_capacity, sizeof(*channel->chunks));
+    channel->segments = calloc(spec->chunk_capacity, sizeof(*channel->segments));
+    channel->checksums = calloc(geometry.blocks_per_chunk, sizeof(*channel->checksums));
+    if (channel->chunks == NULL || channel->segments == NULL || channel->checksums == NULL) {
+        free(channel->checksums);
+        free(channel->segments);
+        free(channel->chunks);
+        free(channel);
+        return -ENOMEM;
+    }
+    (void)pthread_mutex_init(&channel->control, NULL); /* cannot fail with default attributes */
+    (void)pthread_mutex_init(&channel->growing, NULL);
+    (void)pthread_mutex_init(&channel->lock, NULL);
+    (void)pthread_cond_init(&channel->chunk_back, NULL);
+    channel->pool = pool;
+    channel->events = events;
+    channel->spec = *spec;
+    channel->geometry = geometry;
+    channel->bound = PCC_CHANNEL_VOLUMES;
+    channel->socket_fd = -1;
+    *out = channel;
+    return 0;
+}
+
+void pcc_channel_close(struct pcc_channel *channel)
+{
+    if (channel == NULL)
+        return;
+    pcc_channel_detach(channel);
+    for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++) {
+        if (channel->bindings[i].volume != NULL)
+            pcc_saver_close(channel->bindings[i].saver);
+    }
+    for (uint32_t i = 0; i < channel->segment_count; i++)
+        pcc_pool_return(channel->pool, &channel->segments[i].memory);
+    for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++)
+        free(channel->saves[i].seen);
+    (void)pthread_cond_destroy(&channel->chunk_back);
+    (void)pthread_mutex_destroy(&channel->lock);
+    (void)pthread_mutex_destroy(&channel->growing);
+    (void)pthread_mutex_destroy(&channel->control);
+    free(channel->checksums);
+    free(channel->segments);
+    free(channel->chunks);
+    free(channel);
+}
+
+/* PCC_CHANNEL_VOLUMES when there is none; NULL finds an unused one. */
+static uint32_t binding_find(const struct pcc_channel *channel, const struct pcc_volume *volume)
+{
+    uint32_t i = 0;
+
+    while (i < PCC_CHANNEL_VOLUMES && channel->bindings[i].volume != volume)
+        i++;
+    return i;
+}
+
+int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume)
+{
+    const struct pcc_saver_spec spec = {.lanes = channel->spec.lanes,
+                                        .writers_per_lane = channel->spec.writers_per_lane,
+                                        .chunk_bytes = channel->spec.chunk_bytes,
+                                        .events = &pcc_channel_save_events,
+                                        .owner = channel};
+    struct pcc_saver *saver = NULL;
+    int error = 0;
+
+    if (pcc_volume_geometry(volume).block_bytes != channel->spec.block_bytes)
+        return -EINVAL; /* the client's checksums would not be the volume's */
+    (void)pthread_mutex_lock(&channel->control);
+    uint32_t index = binding_find(channel, volume);
+    if (index == PCC_CHANNEL_VOLUMES) {
+        index = binding_find(channel, NULL);
+        error = index == PCC_CHANNEL_VOLUMES ? -EBUSY : pcc_saver_open(volume, &spec, &saver);
+    }
+    if (error == 0) {
+        pcc_channel_lock(channel);
+        if (saver != NULL)
+            channel->bindings[index] =
+                (struct pcc_channel_binding){.volume = volume, .saver = saver};
+        channel->bound = index;
+        pcc_channel_unlock(channel);
+    }
+    (void)pthread_mutex_unlock(&channel->control);
+    return error;
+}
+
+int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume)
+{
+    struct pcc_saver *saver = NULL;
+    int error = 0;
+
+    (void)pthread_mutex_lock(&channel->control);
+    pcc_channel_lock(channel);
+    const uint32_t index = binding_find(channel, volume);
+    if (channel->load.active && channel->load.volume == volume) {
+        error = -EBUSY;
+    } else if (index < PCC_CHANNEL_VOLUMES) {
+        struct pcc_channel_binding *binding = &channel->bindings[index];
+        if (binding->active > 0) {
+            error = -EBUSY;
+        } else {
+            saver = binding->saver;
+            *binding = (struct pcc_channel_binding){0};
+            if (channel->bound == index)
+                channel->bound = PCC_CHANNEL_VOLUMES;
+        }
+    }
+    pcc_channel_unlock(channel);
+    if (saver != NULL)
+        pcc_saver_close(saver);
+    (void)pthread_mutex_unlock(&channel->control);
+    return error;
+}
+
+static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, int *page_fd_out)
+{
+    int page_fd;
+    void *bytes;
+    const int socket_copy = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
+
+    if (socket_copy < 0)
+        return -errno;
+    int error = pcc_memfd_make("pccheck-page", channel->geometry.page_bytes, &page_fd, &bytes);
+    if (error != 0)
+        goto fail;
+    pcc_channel_lock(channel);
+    pcc_page_make(bytes, &channel->geometry, session, &channel->view);
+    channel->session = session;
+    channel->socket_fd = socket_copy;
+    channel->broken = false;
+    atomic_store_explicit(&channel->stopping, false, memory_order_relaxed);
+    for (uint32_t i = 0; i < channel->segment_count; i++)
+        channel->segments[i].granted = false;
+    channel->attached = true;
+    pcc_channel_unlock(channel);
+
+    error = pcc_thread_start(&channel->drain, pcc_channel_drain_run, channel, "pcc-drain");
+    if (error == 0) {
+        *page_fd_out = page_fd;
+        return 0;
+    }
+    pcc_channel_lock(channel);
+    channel->attached = false;
+    pcc_channel_unlock(channel);
+    (void)munmap(bytes, channel->geometry.page_bytes);
+    (void)close(page_fd);
+fail:
+    (void)close(socket_copy);
+    return error;
+}
+
+int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t session,
+                       int *page_fd_out)
+{
+    (void)pthread_mutex_lock(&channel->control);
+    const int error =
+        channel->attached ? -EBUSY : attach(channel, socket_fd, session, page_fd_out);
+    (void)pthread_mutex_unlock(&channel->control);
+    return error;
+}
+
+/* With the lock held, after the ring was drained: nothing of the session goes on but copied saves. */
+static void session_end(struct pcc_channel *channel)
+{
+    for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {
+        if (channel->saves[i].session == channel->session)
+            pcc_channel_give_up(channel, &channel->saves[i], -PCC_E_ABORTED);
+    }
+    for (uint32_t i = 0; i < channel->chunk_count; i++) {
+        struct pcc_channel_chunk *chunk = &channel->chunks[i];
+        if (chunk->state == PCC_CHUNK_LENT && chunk->lent_cached) {
+            chunk->state = PCC_CHUNK_CACHED;
+            chunk->lent_cached = false;
+        } else if (chunk->state == PCC_CHUNK_LENT || chunk->state == PCC_CHUNK_GRANTED) {
+            pcc_channel_chunk_free(channel, i);
+        }
+    }
+    channel->granted_count = 0;
+    channel->load.lent = 0;
+    channel->attached = false;
+}
+
+void pcc_channel_detach(struct pcc_channel *channel)
+{
+    (void)pthread_mutex_lock(&channel->control);
+    if (channel->attached) {
+        /* Release pairs with the drain thread's acquire. */
+        atomic_store_explicit(&channel->stopping, true, memory_order_release);
+        pcc_bell_ring(&channel->view.page->daemon_bell);
+        (void)pthread_join(channel->drain, NULL);
+        pcc_channel_load_stop(channel);
+
+        pcc_channel_lock(channel);
+        session_end(channel);
+        const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = channel->session};
+        pcc_channel_put(channel, &event);
+        void *page = channel->view.page;
+        channel->view.page = NULL;
+        pcc_channel_unlock(channel);
+        (void)munmap(page, channel->geometry.page_bytes);
+        (void)close(channel->socket_fd);
+        channel->socket_fd = -1;
+    }
+    (void)pthread_mutex_unlock(&channel->control);
+}
+
+/* An entry never used, else the one that ended longest ago: a message that is under way when its
+ * save ends still finds it. */
+static struct pcc_channel_save *save_take(struct pcc_channel *channel, uint32_t chunk_count)
+{
+    struct pcc_channel_save *best = NULL;
+    const uint32_t words = (uint32_t)pcc_ceil_div(chunk_count, 64);
+
+    for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {
+        struct pcc_channel_save *save = &channel->saves[i];
+        if (save->save == NULL && (best == NULL || save->tag < best->tag))
+            best = save;
+    }
+    if (best == NULL)
+        return NULL;
+    if (best->seen_words < words) { /* only until every entry has seen the largest payload */
+        uint64_t *seen = realloc(best->seen, words * sizeof(*seen));
+        if (seen == NULL)
+            return NULL;
+        best->seen = seen;
+        best->seen_words = words;
+    }
+    memset(best->seen, 0, words * sizeof(*best->seen));
+    return best;
+}
+
+/* 0 when the word of `snapshot` says REQUESTED. */
+static int requested(const struct pcc_channel *channel, uint64_t snapshot)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, snapshot);
+    /* Acquire pairs with the client's release of the word. */
+    const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+
+    if (word == pcc_word(snapshot, PCC_WORD_ABANDONED))
+        return -PCC_E_ABORTED;
+    return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ? 0 : -PCC_E_BAD_PEER;
+}
+
+static int begin(struct pcc_channel *channel, uint64_t snapshot,
+                 const struct pcc_save_request *request, uint64_t *sequence_out)
+{
+    struct pcc_save_request tagged = *request;
+    struct pcc_save *saved;
+    uint64_t sequence;
+
+    if (!channel->attached || channel->broken)
+        return -ENOTCONN;
+    if (channel->bound == PCC_CHANNEL_VOLUMES)
+        return -ENODEV;
+    const uint64_t chunk_count = pcc_ceil_div(request->payload_bytes, channel->spec.chunk_bytes);
+    if (chunk_count == 0 || chunk_count > UINT32_MAX)
+        return -EINVAL;
+    int error = pcc_channel_find(channel, snapshot) != NULL ? -PCC_E_BAD_PEER
+                                                            : requested(channel, snapshot);
+    if (error != 0)
+        return error;
+    struct pcc_channel_binding *binding = &channel->bindings[channel->bound];
+    struct pcc_channel_save *save = save_take(channel, (uint32_t)chunk_count);
+    if (save == NULL)
+        return -ENOMEM;
+    const uint64_t tag = ++channel->serial << 8 | (uint64_t)(save - channel->saves);
+    tagged.tag = tag;
+    error = pcc_save_begin(binding->saver, &tagged, &saved, &sequence);
+    if (error != 0)
+        return error;
+
+    uint64_t *seen = save->seen;
+    const uint32_t seen_words = save->seen_words;
+    *save = (struct pcc_channel_save){.tag = tag,
+                                      .snapshot = snapshot,
+                                      .session = channel->session,
+                                      .sequence = sequence,
+                                      .payload_bytes = request->payload_bytes,
+                                      .binding = channel->bound,
+                                      .chunk_count = (uint32_t)chunk_count,
+                                      .save = saved,
+                                      .seen = seen,
+                                      .seen_words = seen_words};
+    binding->active++;
+    channel->missing += chunk_count;
+    if (!pcc_word_move(pcc_page_snapshot(&channel->view, snapshot), snapshot, PCC_WORD_REQUESTED,
+                       PCC_WORD_COPYING)) {
+        save->silent = true;
+        pcc_channel_give_up(channel, save, -PCC_E_ABORTED);
+        return -PCC_E_ABORTED;
+    }
+    pcc_channel_outcome(channel, snapshot, PCC_OUTCOME_COPYING, sequence);
+    pcc_channel_hand_out(channel);
+    pcc_channel_wake_client(channel);
+    *sequence_out = sequence;
+    return 0;
+}
+
+int pcc_channel_begin(struct pcc_channel *channel, uint64_t snapshot,
+                      const struct pcc_save_request *request, uint64_t *sequence_out)
+{
+    pcc_channel_lock(channel);
+    const int error = begin(channel, snapshot, request, sequence_out);
+    pcc_channel_unlock(channel);
+    return error;
+}
+
+void pcc_channel_refuse(struct pcc_channel *channel, uint64_t snapshot, enum pcc_outcome outcome,
+                        uint64_t sequence)
+{
+    pcc_channel_lock(channel);
+    if (channel->attached) {
+        struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, snapshot);
+        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
+            word == pcc_word(snapshot, PCC_WORD_COPYING)) {
+            /* The outcome first: whoever sees REFUSED finds the reason. */
+            pcc_channel_outcome(channel, snapshot, outcome, sequence);
+            if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
+                struct pcc_channel_save *save = pcc_channel_find(channel, snapshot);
+                if (save != NULL)
+                    pcc_channel_give_up(channel, save, -PCC_E_ABORTED);
+            } else {
+                (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
+            }
+            pcc_channel_wake_client(channel);
+        }
+    }
+    pcc_channel_unlock(channel);
+}
+
+void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,
+                             enum pcc_outcome outcome, uint64_t sequence)
+{
+    pcc_channel_lock(channel);
+    pcc_channel_outcome(channel, snapshot, outcome, sequence);
+    pcc_channel_wake_client(channel);
+    pcc_channel_unlock(channel);
+}

@@ -1,0 +1,151 @@
+/* A channel's memory: segments taken from the pool and given back, and what its chunks hold. */
+#include <stdlib.h>
+
+#include "pcc_channel_private.h"
+
+static void segment_add(struct pcc_channel *channel, const struct pcc_segment *segment)
+{
+    const uint32_t chunk_bytes = channel->spec.chunk_bytes;
+
+    pcc_channel_lock(channel);
+    const uint32_t index = channel->segment_count++;
+    struct pcc_channel_segment *added = &channel->segments[index];
+    *added = (struct pcc_channel_segment){.memory = *segment};
+    added->memory.first_chunk = channel->chunk_count;
+    added->memory.chunk_count = (uint32_t)(segment->length_bytes / chunk_bytes);
+    for (uint32_t i = 0; i < added->memory.chunk_count; i++) {
+        channel->chunks[channel->chunk_count++] = (struct pcc_channel_chunk){
+            .bytes = segment->bytes + (size_t)i * chunk_bytes, .segment = index};
+    }
+    pcc_channel_grant_segments(channel);
+    pcc_channel_hand_out(channel);
+    if (channel->load.waiting > 0)
+        (void)pthread_cond_broadcast(&channel->chunk_back);
+    pcc_channel_unlock(channel);
+}
+
+/* The next segment's length: what is wanted, cut to a segment, to the table and to the budget. */
+static uint64_t segment_length(struct pcc_channel *channel, uint64_t wanted_bytes)
+{
+    const uint64_t chunk_bytes = channel->spec.chunk_bytes;
+    uint64_t budget, used;
+
+    pcc_pool_usage(channel->pool, &budget, &used);
+    uint64_t chunks = pcc_ceil_div(wanted_bytes, chunk_bytes);
+    const uint64_t most = PCC_SEGMENT_BYTES_MAX / chunk_bytes;
+    if (chunks > (most > 0 ? most : 1))
+        chunks = most > 0 ? most : 1;
+    if (chunks > channel->spec.chunk_capacity - channel->chunk_count)
+        chunks = channel->spec.chunk_capacity - channel->chunk_count;
+    if (chunks > (budget - used) / chunk_bytes)
+        chunks = (budget - used) / chunk_bytes;
+    return chunks * chunk_bytes;
+}
+
+int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes, uint64_t *granted_out)
+{
+    int error = 0;
+
+    (void)pthread_mutex_lock(&channel->growing);
+    /* Only a grower changes chunk_count upwards, and release waits for us. */
+    uint64_t have = (uint64_t)channel->chunk_count * channel->spec.chunk_bytes;
+    while (have < bytes) {
+        struct pcc_segment segment;
+        const uint64_t length = segment_length(channel, bytes - have);
+        if (length == 0)
+            break;
+        error = pcc_pool_take(channel->pool, length, &segment);
+        if (error == -PCC_E_NO_MEMORY)
+            continue; /* another channel was faster: ask for what is left */
+        if (error != 0)
+            break;
+        segment_add(channel, &segment);
+        have += length;
+    }
+    pcc_channel_lock(channel);
+    pcc_channel_grant_segments(channel); /* those of a session before, too */
+    pcc_channel_unlock(channel);
+    (void)pthread_mutex_unlock(&channel->growing);
+    if (error == -PCC_E_NO_MEMORY || error == -ENOMEM)
+        error = 0;
+    if (error == 0)
+        *granted_out = have;
+    return error;
+}
+
+int pcc_channel_release_memory(struct pcc_channel *channel)
+{
+    bool busy;
+
+    (void)pthread_mutex_lock(&channel->control);
+    (void)pthread_mutex_lock(&channel->growing);
+    pcc_channel_lock(channel);
+    busy = channel->attached || channel->load.active;
+    for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++)
+        busy = busy || channel->bindings[i].active > 0;
+    if (!busy) {
+        for (uint32_t i = 0; i < channel->segment_count; i++)
+            pcc_pool_return(channel->pool, &channel->segments[i].memory);
+        channel->segment_count = 0;
+        channel->chunk_count = 0;
+    }
+    pcc_channel_unlock(channel);
+    (void)pthread_mutex_unlock(&channel->growing);
+    (void)pthread_mutex_unlock(&channel->control);
+    return busy ? -EBUSY : 0;
+}
+
+static bool holds_content(const struct pcc_channel_chunk *chunk)
+{
+    return chunk->state == PCC_CHUNK_CACHED ||
+           ((chunk->state == PCC_CHUNK_READING || chunk->state == PCC_CHUNK_LENT) &&
+            chunk->lent_cached);
+}
+
+bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence)
+{
+    uint32_t held = 0, of = 0;
+
+    pcc_channel_lock(channel);
+    for (uint32_t i = 0; i < channel->chunk_count; i++) {
+        const struct pcc_channel_chunk *chunk = &channel->chunks[i];
+        if (chunk->sequence != sequence || !holds_content(chunk))
+            continue;
+        held++;
+        of = chunk->payload_chunks;
+    }
+    pcc_channel_unlock(channel);
+    return sequence != 0 && held > 0 && held == of;
+}
+
+void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *out)
+{
+    struct pcc_channel_usage usage = {0};
+
+    pcc_channel_lock(channel);
+    usage.bytes = (uint64_t)channel->chunk_count * channel->spec.chunk_bytes;
+    for (uint32_t i = 0; i < channel->chunk_count; i++) {
+        switch (channel->chunks[i].state) {
+        case PCC_CHUNK_FREE:
+            usage.free_chunks++;
+            break;
+        case PCC_CHUNK_GRANTED:
+            usage.granted_chunks++;
+            break;
+        case PCC_CHUNK_FULL:
+            usage.full_chunks++;
+            break;
+        case PCC_CHUNK_CACHED:
+            usage.cached_chunks++;
+            break;
+        case PCC_CHUNK_READING:
+        case PCC_CHUNK_LENT:
+            usage.lent_chunks++;
+            break;
+        }
+    }
+    for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++)
+        usage.in_flight += channel->bindings[i].active;
+    pcc_channel_unlock(channel);
+    *out = usage;
+}

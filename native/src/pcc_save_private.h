@@ -1,0 +1,128 @@
+/* The inside of a saver, shared by pcc_save.c (what owners call, and the threads) and pcc_save_work.c
+ * (what is done with a save's bytes, in which order).
+ *
+ * A lane has p threads, one work queue and two places for saves: the lane takes the next save while
+ * the end of the last one is still being reported.
+ *
+ * Work comes as items: write one chunk, or one step that happens alone (write the manifest, flush,
+ * publish, move to another slot, end). `pending` counts the items that were queued and are not
+ * finished; when it falls to zero the next step is chosen and queued, so that a step never runs
+ * beside a write of the same save, and a save never ends while a write of it is under way.
+ *
+ * Locks, outermost first: a save's lock -> the volume's. The saver's lock stands alone: inside a
+ * save's it is never taken. Owners' callbacks run without any of them. */
+#ifndef PCC_SAVE_PRIVATE_H
+#define PCC_SAVE_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "pcc_queue.h"
+#include "pcc_save.h"
+
+#define PCC_SAVE_MOVES_MAX 2u
+#define PCC_SAVES_PER_LANE 2u
+
+enum pcc_save_chunk_state {
+    PCC_SAVE_CHUNK_ABSENT = 0, /* not handed over yet */
+    PCC_SAVE_CHUNK_HELD,       /* handed over, neither queued nor on the disk: waits for a move */
+    PCC_SAVE_CHUNK_QUEUED,     /* one item names it */
+    PCC_SAVE_CHUNK_WRITING,
+    PCC_SAVE_CHUNK_WRITTEN,    /* in the present slot */
+};
+
+struct pcc_save_piece {
+    const void *bytes;
+    uint32_t length_bytes;
+    uint32_t index;            /* the owner's name */
+    uint8_t state;
+    bool announced;            /* chunk_written was called */
+    bool uncached;             /* the owner has re-used the memory */
+};
+
+enum pcc_save_step {           /* what happens alone */
+    PCC_SAVE_STEP_NONE = 0,
+    PCC_SAVE_STEP_MANIFEST,
+    PCC_SAVE_STEP_FLUSH,
+    PCC_SAVE_STEP_PUBLISH,
+    PCC_SAVE_STEP_MOVE,
+    PCC_SAVE_STEP_END,
+};
+
+struct pcc_lane;
+
+struct pcc_save {
+    struct pcc_lane *lane;
+    uint32_t place;            /* which of its lane's */
+    bool used;                 /* guarded by the saver's lock; until `ended` has returned */
+    uint8_t *manifest;         /* header, then the checksums where they are collected */
+    struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
+
+    pthread_mutex_t lock;      /* everything below */
+    bool active;               /* from begin to the moment its end is decided */
+    struct pcc_save_request request;
+    uint64_t sequence;
+    uint32_t slot;
+    bool has_slot;
+    uint32_t piece_count;
+    uint32_t handed_over;
+    uint32_t written;
+    uint32_t uncached;
+    uint32_t pending;
+    enum pcc_save_step last_step; /* the last step that succeeded in the present slot */
+    bool sealed;
+    bool superseded;
+    bool slot_failed;          /* a write or flush failed here: the slot is not used again */
+    bool slot_doubtful;        /* another save's flush failed: written again from the start */
+    bool durable;              /* replica A names it: whatever follows, it is durable */
+    bool quarantined;          /* this save took a slot out of use */
+    int error;                 /* 0 or why it failed or has to move */
+    const char *stage;
+    bool failed;               /* for good; ends when nothing is pending */
+    uint32_t moves;
+    uint64_t flush_failures;   /* the saver's count when this slot's first byte was written */
+    struct pcc_slot_entry entry;
+    struct pcc_save_times times;
+};
+
+struct pcc_lane {
+    struct pcc_saver *saver;
+    struct pcc_queue work;
+    struct pcc_save saves[PCC_SAVES_PER_LANE];
+    struct pcc_save *current;  /* guarded by the saver's lock; NULL when the lane is free */
+    pthread_t *threads;
+    uint32_t thread_count;
+};
+
+struct pcc_saver {
+    struct pcc_volume *volume;
+    struct pcc_geometry geometry;
+    struct pcc_saver_spec spec;
+    uint64_t manifest_capacity_bytes;
+    uint32_t piece_capacity;
+    struct pcc_record identity; /* uuid and geometry, for manifests */
+
+    pthread_mutex_t lock;
+    pthread_cond_t ended;      /* a place became free */
+    uint32_t in_flight;
+    bool closing;
+
+    pthread_mutex_t flushing;  /* one flush at a time: who meets an error knows whom it concerns */
+    _Atomic uint64_t flush_failures;
+
+    struct pcc_lane *lanes;
+};
+
+/* -- pcc_save_work.c -- */
+/* With the save's lock held: queues one piece, or the next step when nothing is pending. */
+void pcc_save_queue_piece(struct pcc_save *save, uint32_t position);
+void pcc_save_advance(struct pcc_save *save);
+/* Does what one item of the lane's queue says. */
+void pcc_save_work(struct pcc_lane *lane, uint64_t item);
+
+/* -- pcc_save.c -- */
+/* The lane may take the next save; the place itself is free when `ended` has returned. */
+void pcc_save_leave_lane(struct pcc_save *save);
+void pcc_save_leave_place(struct pcc_save *save);
+
+#endif

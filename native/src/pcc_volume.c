@@ -1,0 +1,400 @@
+#include "pcc_volume.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "pcc_volume_private.h"
+
+/* -- making one -- */
+
+static int first_record(struct pcc_record *record, const struct pcc_volume_spec *spec)
+{
+    struct pcc_geometry geometry;
+    const size_t job_bytes = strlen(spec->job);
+
+    if (spec->keep == 0 || spec->keep >= spec->slot_count || job_bytes > PCC_JOB_BYTES_MAX ||
+        spec->next_sequence == 0)
+        return -EINVAL;
+    int result = pcc_geometry_plan(spec->payload_capacity_bytes, spec->slot_count,
+                                   spec->block_bytes, spec->record_stride_bytes, &geometry);
+    if (result != 0)
+        return result;
+    memset(record, 0, sizeof *record);
+    record->magic = PCC_RECORD_MAGIC;
+    record->format_version = PCC_FORMAT_VERSION;
+    record->record_bytes = PCC_RECORD_BYTES;
+    record->record_number = 1;
+    record->volume_bytes = geometry.volume_bytes;
+    record->record_stride_bytes = geometry.record_stride_bytes;
+    record->slot_stride_bytes = geometry.slot_stride_bytes;
+    record->slot_count = geometry.slot_count;
+    record->block_bytes = geometry.block_bytes;
+    record->checksum_algorithm = PCC_CHECKSUM_XXH3_64;
+    record->keep = spec->keep;
+    record->uid = spec->uid;
+    record->rank = spec->rank;
+    record->world_size = spec->world_size;
+    record->job_bytes = (uint32_t)job_bytes;
+    memcpy(record->job, spec->job, job_bytes);
+    record->created_wall_ns = pcc_wall_ns();
+    record->next_sequence = spec->next_sequence;
+    record->incarnation = spec->incarnation;
+    if (getrandom(record->volume_uuid, sizeof record->volume_uuid, 0) !=
+        (ssize_t)sizeof record->volume_uuid)
+        return -EIO;
+    return 0;
+}
+
+int pcc_volume_format(struct pcc_io *io, const struct pcc_volume_spec *spec)
+{
+    struct pcc_record *record = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
+    struct pcc_record *blank = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
+    int result = record && blank ? first_record(record, spec) : -ENOMEM;
+
+    if (result == 0 && io->size_bytes < record->volume_bytes)
+        result = -EINVAL;
+    if (result == 0) {
+        const struct pcc_geometry geometry = pcc_record_geometry(record);
+        memset(blank, 0, PCC_RECORD_BYTES);
+        /* Whatever the other generation's place held before must not outnumber ours. */
+        for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++)
+            result =
+                pcc_io_write_durable_all(io, blank, PCC_RECORD_BYTES,
+                                         pcc_geometry_record_offset(&geometry, 0, replica));
+        for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++) {
+            pcc_record_seal(record, 1, replica);
+            PCC_ASSERT(pcc_record_accept(record, record->offset_bytes) == 0);
+            result = pcc_io_write_durable_all(io, record, PCC_RECORD_BYTES, record->offset_bytes);
+        }
+    }
+    free(blank);
+    free(record);
+    return result;
+}
+
+/* -- opening and closing -- */
+
+static void fill_free_queue(struct pcc_volume *volume)
+{
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &volume->durable.slots[slot];
+        if (entry->state == PCC_SLOT_FREE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            PCC_ASSERT(pcc_queue_push(&volume->free_slots, slot));
+    }
+}
+
+int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out)
+{
+    struct pcc_commit_found found;
+    struct pcc_volume *volume = calloc(1, sizeof *volume);
+    int result = -ENOMEM;
+
+    if (!volume) {
+        pcc_io_close(io);
+        return result;
+    }
+    volume->io = io;
+    volume->writable = writable;
+    (void)pthread_mutex_init(&volume->publishing, NULL);
+    (void)pthread_mutex_init(&volume->lock, NULL);
+    volume->buffer = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
+    if (!volume->buffer || pcc_queue_init(&volume->free_slots, PCC_SLOTS_MAX) != 0)
+        goto fail;
+    result = pcc_commit_find(io, &found);
+    if (result != 0)
+        goto fail;
+    volume->geometry = pcc_record_geometry(&found.record);
+    volume->durable = volume->staged = found.record;
+    volume->health.valid_replicas = (uint32_t)found.good[0] + (uint32_t)found.good[1];
+    volume->health.damaged_records = found.damaged_records;
+    atomic_init(&volume->next_sequence, found.record.next_sequence);
+    atomic_init(&volume->newest, pcc_commit_newest(&found.record));
+    if (writable) {
+        result = pcc_commit_opening(volume, &found);
+        if (result != 0)
+            goto fail;
+        fill_free_queue(volume);
+    }
+    *out = volume;
+    return 0;
+fail:
+    pcc_volume_close(volume);
+    return result;
+}
+
+void pcc_volume_close(struct pcc_volume *volume)
+{
+    if (!volume)
+        return;
+    pcc_io_close(volume->io);
+    pcc_queue_destroy(&volume->free_slots);
+    (void)pthread_mutex_destroy(&volume->publishing);
+    (void)pthread_mutex_destroy(&volume->lock);
+    free(volume->buffer);
+    free(volume);
+}
+
+/* -- looking -- */
+
+void pcc_volume_record(struct pcc_volume *volume, struct pcc_record *durable_out)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    *durable_out = volume->durable;
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+struct pcc_volume_health pcc_volume_health(struct pcc_volume *volume)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const struct pcc_volume_health health = volume->health;
+    (void)pthread_mutex_unlock(&volume->lock);
+    return health;
+}
+
+struct pcc_geometry pcc_volume_geometry(const struct pcc_volume *volume)
+{
+    return volume->geometry;
+}
+
+struct pcc_io *pcc_volume_io(struct pcc_volume *volume)
+{
+    return volume->io;
+}
+
+uint32_t pcc_volume_free_slots(struct pcc_volume *volume)
+{
+    return (uint32_t)pcc_queue_count(&volume->free_slots);
+}
+
+bool pcc_volume_stopped(struct pcc_volume *volume)
+{
+    /* Acquire: pairs with the release where a record write failed. */
+    return atomic_load_explicit(&volume->stopped, memory_order_acquire);
+}
+
+uint64_t pcc_volume_newest(struct pcc_volume *volume)
+{
+    /* Acquire: pairs with the release after replica A. */
+    return atomic_load_explicit(&volume->newest, memory_order_acquire);
+}
+
+static int find_sequence(const struct pcc_record *record, uint64_t sequence, uint32_t *slot_out)
+{
+    for (uint32_t slot = 0; slot < record->slot_count; slot++) {
+        if (record->slots[slot].state == PCC_SLOT_DURABLE &&
+            record->slots[slot].sequence == sequence) {
+            *slot_out = slot;
+            return 0;
+        }
+    }
+    return -ENOENT;
+}
+
+/* -- policy -- */
+
+int pcc_volume_publish_staged(struct pcc_volume *volume)
+{
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->publishing);
+    const int result = pcc_commit_staged(volume, NULL, NULL);
+    (void)pthread_mutex_unlock(&volume->publishing);
+    return result;
+}
+
+int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, uint32_t clear,
+                    bool now)
+{
+    const uint32_t allowed = PCC_SLOT_GLOBAL | PCC_SLOT_PINNED | PCC_SLOT_DAMAGED;
+    uint32_t slot, staged_slot;
+
+    if (!volume->writable)
+        return -EROFS;
+    if (((set | clear) & ~allowed) != 0 || (set & clear) != 0)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&volume->lock);
+    int result = find_sequence(&volume->durable, sequence, &slot);
+    /* One that the record under way lets go is no longer there to be kept. */
+    if (result == 0)
+        result = find_sequence(&volume->staged, sequence, &staged_slot);
+    if (result == 0) {
+        PCC_ASSERT(slot == staged_slot);
+        struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        entry->flags = (entry->flags | set) & ~clear;
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result == 0 && now ? pcc_volume_publish_staged(volume) : result;
+}
+
+int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
+                                 uint32_t world_size)
+{
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->staged.incarnation = incarnation;
+    volume->staged.world_size = world_size;
+    volume->staged.done = 0;
+    (void)pthread_mutex_unlock(&volume->lock);
+    return pcc_volume_publish_staged(volume);
+}
+
+/* -- slots; with `lock` held where the name says so -- */
+
+static void push_free(struct pcc_volume *volume, uint32_t slot)
+{
+    /* The queue has room for every slot: a full one means that a slot was freed twice. */
+    PCC_ASSERT(pcc_queue_push(&volume->free_slots, slot));
+}
+
+/* The slots of `mask` leave the staged table; the record that says so is not durable yet. */
+static void drop_locked(struct pcc_volume *volume, uint32_t mask)
+{
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++)
+        if ((mask >> slot & 1u) != 0)
+            memset(&volume->staged.slots[slot], 0, sizeof volume->staged.slots[slot]);
+}
+
+/* Both replicas of a record without them are durable. */
+static void free_dropped(struct pcc_volume *volume, uint32_t mask)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        if ((mask >> slot & 1u) == 0)
+            continue;
+        if (volume->holds[slot] > 0)
+            volume->free_on_release[slot] = true;
+        else
+            push_free(volume, slot);
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
+{
+    if (!volume->writable)
+        return -EROFS;
+    if (keep == 0)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&volume->publishing);
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->staged.done = 1;
+    const uint32_t dropped = pcc_commit_expendable(&volume->staged, keep, PCC_SLOT_GLOBAL);
+    drop_locked(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->lock);
+    const int result = pcc_commit_staged(volume, NULL, NULL);
+    if (result == 0)
+        free_dropped(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->publishing);
+    return result;
+}
+
+uint64_t pcc_volume_next_sequence(struct pcc_volume *volume)
+{
+    return atomic_fetch_add_explicit(&volume->next_sequence, 1, memory_order_relaxed);
+}
+
+int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
+{
+    uint64_t slot;
+
+    if (!volume->writable)
+        return -EROFS;
+    if (pcc_volume_stopped(volume))
+        return -PCC_E_STOPPED;
+    if (!pcc_queue_pop(&volume->free_slots, &slot))
+        return -PCC_E_NO_SLOT;
+    PCC_ASSERT(slot < volume->geometry.slot_count);
+    *slot_out = (uint32_t)slot;
+    return 0;
+}
+
+void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot)
+{
+    PCC_ASSERT(slot < volume->geometry.slot_count);
+    push_free(volume, slot);
+}
+
+void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
+{
+    PCC_ASSERT(slot < volume->geometry.slot_count);
+    (void)pthread_mutex_lock(&volume->lock);
+    PCC_ASSERT(volume->staged.slots[slot].state == PCC_SLOT_FREE);
+    volume->staged.slots[slot].flags |= PCC_SLOT_QUARANTINED;
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+/* -- the publisher -- */
+
+int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pcc_slot_entry *entry,
+                       bool *superseded_out, void (*on_durable)(void *context), void *context)
+{
+    uint32_t dropped = 0;
+    int result = 0;
+
+    PCC_ASSERT(volume->writable && slot < volume->geometry.slot_count);
+    PCC_ASSERT(entry->state == PCC_SLOT_DURABLE && entry->sequence > 0);
+    (void)pthread_mutex_lock(&volume->publishing);
+    if (pcc_volume_stopped(volume)) {
+        (void)pthread_mutex_unlock(&volume->publishing);
+        return -PCC_E_STOPPED;
+    }
+    (void)pthread_mutex_lock(&volume->lock);
+    /* Both tables hold the same checkpoints now that no other record is under way, but a damage flag
+     * may be in one of them only. */
+    const bool superseded = pcc_commit_newest(&volume->durable) > entry->sequence ||
+                            pcc_commit_newest(&volume->staged) > entry->sequence;
+    if (superseded) {
+        push_free(volume, slot);
+        (void)pthread_mutex_unlock(&volume->lock);
+    } else {
+        struct pcc_slot_entry *const place = &volume->staged.slots[slot];
+        PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
+        *place = *entry;
+        place->wall_ns = pcc_wall_ns();
+        dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep,
+                                        PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
+        PCC_ASSERT((dropped >> slot & 1u) == 0);
+        drop_locked(volume, dropped);
+        (void)pthread_mutex_unlock(&volume->lock);
+        result = pcc_commit_staged(volume, on_durable, context);
+        if (result == 0)
+            free_dropped(volume, dropped);
+    }
+    (void)pthread_mutex_unlock(&volume->publishing);
+    if (result == 0)
+        *superseded_out = superseded;
+    return result;
+}
+
+/* -- readers -- */
+
+int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out,
+                    struct pcc_slot_entry *entry_out)
+{
+    uint32_t slot;
+
+    (void)pthread_mutex_lock(&volume->lock);
+    const int result = find_sequence(&volume->durable, sequence, &slot);
+    if (result == 0) {
+        volume->holds[slot]++;
+        *slot_out = slot;
+        *entry_out = volume->durable.slots[slot];
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result;
+}
+
+void pcc_volume_release(struct pcc_volume *volume, uint32_t slot)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    PCC_ASSERT(slot < volume->geometry.slot_count && volume->holds[slot] > 0);
+    volume->holds[slot]--;
+    /* It left the table while it was held: whoever lets go last frees it. */
+    if (volume->holds[slot] == 0 && volume->free_on_release[slot]) {
+        volume->free_on_release[slot] = false;
+        push_free(volume, slot);
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+}

@@ -1,0 +1,148 @@
+/* Volumes as files: how one comes into being whole or not at all, and how one is opened. */
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "pcc_volume.h"
+
+/* The directory's name ends before the last slash; "." when there is none. */
+static int open_directory(const char *path)
+{
+    char directory[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+    const size_t length = slash ? (size_t)(slash - path) : 0;
+
+    if (length >= sizeof directory)
+        return -ENAMETOOLONG;
+    memcpy(directory, path, length);
+    directory[length] = '\0';
+    const char *name = !slash ? "." : length == 0 ? "/" : directory;
+    const int fd = open(name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    return fd < 0 ? -errno : fd;
+}
+
+static int sync_directory(const char *path)
+{
+    const int fd = open_directory(path);
+
+    if (fd < 0)
+        return fd;
+    const int result = fsync(fd) == 0 ? 0 : -errno;
+    (void)close(fd);
+    return result;
+}
+
+static int temporary_name(const char *path, char *out, size_t size)
+{
+    uint64_t random;
+
+    if (getrandom(&random, sizeof random, 0) != (ssize_t)sizeof random)
+        return -EIO;
+    const int length = snprintf(out, size, "%s.%016llx.tmp", path, (unsigned long long)random);
+    return length > 0 && (size_t)length < size ? 0 : -ENAMETOOLONG;
+}
+
+/* All room is taken now, so that a disk cannot fill up in mid-training. Takes nothing of fd. */
+static int take_room_and_format(int fd, const struct pcc_volume_spec *spec, bool allow_buffered)
+{
+    struct pcc_geometry geometry;
+    struct pcc_io *io;
+    int result = pcc_geometry_plan(spec->payload_capacity_bytes, spec->slot_count,
+                                   spec->block_bytes, spec->record_stride_bytes, &geometry);
+
+    if (result != 0)
+        return result;
+    do {
+        result = fallocate(fd, 0, 0, (off_t)geometry.volume_bytes) == 0 ? 0 : -errno;
+    } while (result == -EINTR);
+    if (result != 0)
+        return result == -EOPNOTSUPP ? -PCC_E_UNSUPPORTED : result;
+    const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (own < 0)
+        return -errno;
+    result = pcc_io_pwrite_open(own, allow_buffered, &io);
+    if (result != 0)
+        return result;
+    result = pcc_volume_format(io, spec);
+    pcc_io_close(io);
+    /* The size and the extents, too, not only the bytes. */
+    if (result == 0 && fsync(fd) != 0)
+        result = -errno;
+    return result;
+}
+
+static int rename_without_replacing(const char *from, const char *to)
+{
+    if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0)
+        return 0;
+    if (errno != EINVAL && errno != ENOSYS)
+        return -errno;
+    if (link(from, to) != 0)
+        return -errno;
+    (void)unlink(from); /* a left-over name ends in .tmp and is removed at the next start */
+    return 0;
+}
+
+int pcc_volume_create(const char *path, const struct pcc_volume_spec *spec, bool allow_buffered)
+{
+    char temporary[PATH_MAX];
+    int result = temporary_name(path, temporary, sizeof temporary);
+
+    if (result != 0)
+        return result;
+    if (access(path, F_OK) == 0)
+        return -EEXIST; /* before the room is taken; the rename decides */
+    const int fd = open(temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0)
+        return -errno;
+    result = take_room_and_format(fd, spec, allow_buffered);
+    (void)close(fd);
+    if (result == 0)
+        result = rename_without_replacing(temporary, path);
+    if (result != 0) {
+        (void)unlink(temporary);
+        return result;
+    }
+    result = sync_directory(path);
+    if (result != 0)
+        (void)unlink(path); /* nobody has used it; a second try must not meet it */
+    return result;
+}
+
+/* Locks for writing; and before anything is trusted, what a crashed writer left in the cache goes to
+ * the media, so that no record is believed that a power cut could still take back. */
+static int lock_and_sync(int fd, bool writable)
+{
+    if (writable && flock(fd, LOCK_EX | LOCK_NB) != 0)
+        return errno == EWOULDBLOCK ? -PCC_E_LOCKED : -errno;
+    if (fsync(fd) == 0)
+        return 0;
+    /* A reader may stand on a read-only file system, where nothing is left to be written. */
+    return !writable && (errno == EROFS || errno == EINVAL) ? 0 : -errno;
+}
+
+int pcc_volume_open(const char *path, bool writable, bool allow_buffered,
+                    uint64_t bytes_per_second, struct pcc_volume **out)
+{
+    struct pcc_io *io;
+    const int fd =
+        open(path, (writable ? O_RDWR | O_NOFOLLOW : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+
+    if (fd < 0)
+        return -errno;
+    int result = lock_and_sync(fd, writable);
+    if (result != 0) {
+        (void)close(fd);
+        return result;
+    }
+    result = pcc_io_pwrite_open(fd, allow_buffered, &io);
+    if (result == 0 && bytes_per_second > 0)
+        result = pcc_io_throttle_open(io, bytes_per_second, &io);
+    return result == 0 ? pcc_volume_open_io(io, writable, out) : result;
+}

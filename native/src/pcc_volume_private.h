@@ -1,0 +1,61 @@
+/* The inside of a volume, shared by pcc_volume.c (tables, slots, holds) and pcc_commit.c (records:
+ * finding, repairing, publishing).
+ *
+ * Locks, outermost first: publishing (held over record I/O) -> lock (tables and holds; held for
+ * microseconds, never over I/O). The free queue needs neither. */
+#ifndef PCC_VOLUME_PRIVATE_H
+#define PCC_VOLUME_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "pcc_queue.h"
+#include "pcc_volume.h"
+
+_Static_assert((PCC_SLOTS_MAX & (PCC_SLOTS_MAX - 1)) == 0, "the free queue's capacity");
+
+struct pcc_volume {
+    struct pcc_io *io;
+    bool writable;
+    struct pcc_geometry geometry;
+    struct pcc_queue free_slots; /* room for every slot, and each is in it at most once */
+
+    pthread_mutex_t publishing;
+    struct pcc_record *buffer; /* aligned; guarded by publishing */
+
+    pthread_mutex_t lock;
+    struct pcc_record durable; /* sealed as replica A */
+    struct pcc_record staged;  /* slots, incarnation, world_size and done count; the rest is stale */
+    uint32_t holds[PCC_SLOTS_MAX];
+    bool free_on_release[PCC_SLOTS_MAX];
+    struct pcc_volume_health health;
+
+    _Atomic uint64_t next_sequence;
+    _Atomic uint64_t newest; /* newest undamaged durable sequence; 0 = none */
+    _Atomic bool stopped;
+};
+
+/* -- pcc_commit.c -- */
+/* Finds the newest acceptable record; it goes to *record_out as if read from replica A. `good` says
+ * per replica of its generation whether it was acceptable there. */
+struct pcc_commit_found {
+    struct pcc_record record;
+    bool good[PCC_REPLICAS];
+    uint32_t damaged_records;
+    uint32_t unreadable[PCC_GENERATIONS]; /* replicas that a read error hides */
+    int read_error;
+};
+PCC_MUST_CHECK int pcc_commit_find(struct pcc_io *io, struct pcc_commit_found *out);
+/* Writes missing replicas of the newest record, then the record of this opening. */
+PCC_MUST_CHECK int pcc_commit_opening(struct pcc_volume *volume,
+                                      const struct pcc_commit_found *found);
+/* With `publishing` held: the staged table becomes the next record. on_durable may be NULL. */
+PCC_MUST_CHECK int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *context),
+                                     void *context);
+/* The newest undamaged durable sequence of a table; 0 = none. */
+uint64_t pcc_commit_newest(const struct pcc_record *record);
+/* Bit s is set for each durable slot that a table with this keep rule lets go. */
+uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
+                               uint32_t keeping_flags);
+
+#endif
