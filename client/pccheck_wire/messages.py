@@ -12,10 +12,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-PROTOCOL_VERSION = 1
-
-#: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
-DEFAULT_SOCKET = "/run/pccheck/attach.sock"
+from .basics import DEFAULT_SOCKET as DEFAULT_SOCKET
+from .basics import PROTOCOL_VERSION as PROTOCOL_VERSION
 
 JOB_BYTES_MAX = 128
 #: A job name becomes a directory name: these characters only, not starting with a dot.

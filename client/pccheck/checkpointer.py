@@ -1,0 +1,389 @@
+"""PCcheckClient: what training scripts use."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    PccheckError,
+    UnsupportedStateError,
+    UsageError,
+)
+from pccheck_wire.messages import CheckpointState, Goodbye, Opened, Skipped
+
+from . import lifetime
+from .arguments import check_step, metadata_node, one_of
+from .autostart import PrivateDaemon, private_daemon
+from .gating import Gating
+from .handle import Checkpoint
+from .inplace import Placement
+from .naming import identify
+from .plan import RNG, AttachedPlan, Snapshot, plan_state
+from .restore import Found, RestoreResult, payload_loader, read_newest, whole_state
+from .saver import Saver
+from .session import Session
+from .transport import Connection
+from .warn import LOG, Warner
+
+#: How long `close()` waits for checkpoints in flight.
+DRAIN_LIMIT_S = 60.0
+_GOODBYE_LIMIT_S = 30.0
+
+
+class PCcheckClient:
+    """Checkpoints of one rank of one job, by the daemon of this node.
+
+    Args:
+        job: name of the training run; default PCCHECK_JOB, else the script's name. The checkpoints
+            are kept under (uid, job, rank).
+        rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
+        socket: the daemon's; default PCCHECK_SOCKET, else where a pccheckd listens by default.
+        transfer: how bytes reach the daemon; CPU tensors are pushed.
+        gate: "auto": an attached optimizer's step waits for the copy. "manual": the script calls
+            `gate()` before every update. Without either `checkpoint()` returns when copied.
+        on_busy: "wait" for a free slot (up to `stall_limit_s`), or "skip" the checkpoint.
+        on_error: "warn" once and train on, or "raise".
+        stall_limit_s: the longest that anything here holds training up.
+        fresh: this is a new beginning; checkpoints of an earlier run may be overwritten.
+        solo: only this rank saves, whatever the world size (plain DDP, rank 0).
+        autostart, storage: start a private daemon on this directory when none runs.
+
+    Everything but waiting on handles is meant for one thread, the one that trains. In a forked child
+    (a data loader's worker) a client does nothing.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+        transfer: Literal["auto", "push"] = "auto",
+        gate: Literal["auto", "manual"] = "auto",
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["warn", "raise"] = "warn",
+        stall_limit_s: float = 30,
+        fresh: bool = False,
+        solo: bool = False,
+        autostart: bool = False,
+        storage: str | os.PathLike[str] | None = None,
+    ) -> None:
+        one_of("transfer", transfer, ("auto", "push"))
+        one_of("gate", gate, ("auto", "manual"))
+        one_of("on_busy", on_busy, ("wait", "skip"))
+        one_of("on_error", on_error, ("warn", "raise"))
+        if not 0 < stall_limit_s < 1e6:
+            raise UsageError(f"stall_limit_s={stall_limit_s!r} is not a number of seconds above 0")
+        identity = identify(job, rank, world_size)
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._mode = gate
+        self._raises = on_error == "raise"
+        self._attached: dict[str, Any] = {}
+        self._plan: AttachedPlan | None = None
+        self._hooks: list[Any] = []
+        self._step = 0
+        self._torn = ""  # what is wrong with the attached state after a restore that broke off
+        self._closed = False
+        self._warner = Warner()
+        self._private: PrivateDaemon | None = None
+        if autostart:
+            self._private = private_daemon(storage, socket)
+        self._session = Session(
+            identity, self._private.socket if self._private else Path(socket) if socket else None,
+            fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
+        )  # fmt: skip
+        self._saver = Saver(
+            self._session, self._warner, on_busy=on_busy, stall_limit_s=stall_limit_s
+        )
+        lifetime.watch(self)
+        self._first_connect()
+
+    def _first_connect(self) -> None:
+        try:
+            if self._private is not None:
+                self._private.ensure()
+            self._session.require()
+        except PccheckError as error:
+            if self._raises:
+                raise
+            if self._session.error is None:
+                self._warner.once("daemon", f"training goes on WITHOUT checkpoints: {error}")
+            else:
+                self._session.complain()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a daemon serves this client now."""
+        return not self._inert() and self._session.current() is not None
+
+    def attach(
+        self,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        rng: bool = False,
+        **more: Any,
+    ) -> None:
+        """Says what a checkpoint consists of: modules, optimizers, anything with `state_dict` and
+        `load_state_dict`, and with rng=True the generators of Python, NumPy and torch.
+
+        With gate="auto" the step of every attached optimizer waits until a snapshot was read.
+        Attaching a name again replaces it. Raises UsageError.
+        """
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        things = {name: thing for name, thing in given.items() if thing is not None} | more
+        for name, thing in things.items():
+            if name == RNG or not all(
+                callable(getattr(thing, method, None))
+                for method in ("state_dict", "load_state_dict")
+            ):
+                raise UsageError(
+                    f"attach({name}=...): a {type(thing).__name__} has no state_dict and "
+                    "load_state_dict", hint="pass plain values to checkpoint(state) instead",
+                )  # fmt: skip
+        with self._lock:
+            self._saver.gate()
+            self._attached.update(things)
+            if rng:
+                self._attached[RNG] = True
+            self._plan = None
+            self._hook_optimizers()
+
+    def _hook_optimizers(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._mode != "auto":
+            return
+        client = weakref.ref(self)
+
+        def before_step(_optimizer: object, _args: object, _kwargs: object) -> None:
+            held = client()
+            if held is not None:
+                held.gate()
+
+        for thing in self._attached.values():
+            if isinstance(thing, torch.optim.Optimizer):
+                self._hooks.append(thing.register_step_pre_hook(before_step))
+
+    def gate(self) -> None:
+        """Call it before changing what a checkpoint may still be reading (gate="manual").
+
+        Returns at once when nothing is read, and after stall_limit_s at the latest.
+        """
+        if not self._inert():
+            self._saver.gate()
+
+    def checkpoint(
+        self, state: Any = None, *, step: int | None = None, metadata: Any = None
+    ) -> Checkpoint:
+        """Takes a snapshot of the attached state, or of `state`: a dict, list or nested state.
+
+        Returns at once when a gate holds the next update back, else when the copy is complete. The
+        tensors may be changed after `gate()` or an attached optimizer's step let go; module buffers
+        and all that no gate guards are copied before this returns.
+
+        Args:
+            step: recorded with the checkpoint; default one more than the last one's, or than the
+                restored one's; 1 for the first.
+            metadata: JSON-like values, shown by pccheckctl and returned by recover().
+
+        Raises UnsupportedStateError for what cannot be stored, by its path; with on_error="raise"
+        also what the daemon and the storage failed at. Otherwise the handle says so.
+        """
+        if self._inert():
+            return Checkpoint.ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
+        with self._lock:
+            number = self._next_step(step)
+            self._step = number
+            try:
+                made = self._checkpoint(state, number, metadata)
+            except UnsupportedStateError:
+                raise
+            except (PccheckError, OSError) as error:
+                return self._failed(number, error)
+        if self._raises and made.state is CheckpointState.FAILED:
+            raise CheckpointFailedError(f"the checkpoint of step {number} failed: {made.reason}")
+        return made
+
+    def _checkpoint(self, state: Any, step: int, metadata: Any) -> Checkpoint:
+        if self._closed:
+            raise UsageError("the client is closed")
+        if self._torn:
+            raise CheckpointFailedError(self._torn, hint="restore() again, or restart")
+        connection = self._saver.ready(step)
+        self._session.warn_if_unrestored()
+        mode = self._gating_mode()
+        snapshot = self._snapshot(state, step, metadata_node(metadata), mode)
+        return self._saver.submit(connection, step, snapshot, wait_copied=mode == "sync")
+
+    def _gating_mode(self) -> str:
+        if self._mode == "manual" or self._hooks:
+            return self._mode
+        return "sync"
+
+    def _snapshot(self, state: Any, step: int, metadata: tree.Node, mode: str) -> Snapshot:
+        if state is not None:
+            gating = Gating(self._attached.values(), mode)
+            return plan_state(state, gating, step, metadata)
+        if not self._attached:
+            raise UnsupportedStateError(
+                "checkpoint() has nothing to save",
+                hint="call attach(model=..., optimizer=...) first, or checkpoint(state)",
+            )
+        if self._plan is None or self._plan.mode != mode:
+            self._plan = AttachedPlan(self._attached, mode=mode)
+        return self._plan.snapshot(step, metadata)
+
+    def _next_step(self, step: int | None) -> int:
+        return self._step + 1 if step is None else check_step(step)
+
+    def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
+        """Trouble with daemon or storage: an exception or one warning, as the user chose."""
+        if self._raises or isinstance(error, UsageError):
+            raise error
+        busy = isinstance(error, CheckpointFailedError)
+        if not busy and self._session.current() is not None:
+            self._saver.tell_failed(step, str(error))
+        elif self._torn:
+            self._warner.once("torn", self._torn)
+        elif not busy:
+            self._session.complain()
+        LOG.debug("step %d: %s", step, error)
+        state = CheckpointState.SKIPPED if busy and not self._torn else CheckpointState.FAILED
+        return Checkpoint.ended(step, state, str(error))
+
+    def restore(self) -> RestoreResult:
+        """Puts the newest valid checkpoint in place into what was attached, tensors directly.
+
+        Returns what it did; a falsy result only when the volume was read and holds nothing. Raises
+        DaemonUnreachableError and the like when that is not known, StateMismatchError by path when
+        the checkpoint does not fit (nothing is changed then), DamagedError and NoCheckpointError when
+        no checkpoint is valid.
+        """
+        if not self._attached:
+            raise UsageError("restore() has nothing to restore into", hint="call attach() first")
+        with self._lock:
+            connection = self._connection()
+
+            def use(opened: Opened, described: tree.Tree) -> None:
+                placement = Placement(described, self._attached)
+                self._torn = (
+                    f"the attached state is a mix, because restoring step {opened.step} broke off"
+                )
+                placement.load(payload_loader(connection, opened))
+                self._torn = ""
+
+            found = read_newest(connection, None, use)
+            self._plan = None
+            if isinstance(found, list):
+                self._session.took_over(connection, 0)
+                return RestoreResult(skipped=found)
+            opened, described, _, skipped = found
+            self._took_over(connection, opened, skipped)
+            return RestoreResult(
+                opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
+            )
+
+    def recover(self, step: int | None = None) -> Found:
+        """The newest valid checkpoint, or that of `step`, as the structure that went in.
+
+        Falsy when the volume was read and holds nothing. Without `step` it counts as restored: the
+        newest checkpoint of the run before need not be protected any longer.
+        """
+        if step is not None:
+            step = check_step(step)
+        with self._lock:
+            connection = self._connection()
+            found = read_newest(connection, step, whole_state(connection))
+            if isinstance(found, list):
+                return Found(skipped=found)
+            opened, described, state, skipped = found
+            if step is None:
+                self._took_over(connection, opened, skipped)
+            return Found(
+                opened.step, opened.sequence, opened.source, skipped,
+                tree.plain(described.metadata), state,
+            )  # fmt: skip
+
+    def _connection(self) -> Connection:
+        if self._inert():
+            raise UsageError("this client belongs to the parent process", hint="make one here")
+        if self._closed:
+            raise UsageError("the client is closed")
+        self._saver.gate()  # nothing may still be reading what is written now
+        if self._session.broken() is not None:
+            self._saver.leave()
+        if self._private is not None and self._session.current() is None:
+            self._private.ensure()
+        return self._session.require()
+
+    def _took_over(self, connection: Connection, opened: Opened, skipped: list[Skipped]) -> None:
+        self._session.took_over(connection, opened.sequence)
+        self._step = max(0, opened.step)
+        for item in skipped:
+            if item.sequence:
+                self._warner.once(
+                    f"damaged {item.sequence}",
+                    f"the checkpoint of step {item.step} was passed over: {item.reason}; "
+                    f"step {opened.step} is used",
+                )
+
+    def close(self, *, done: bool = False) -> None:
+        """Waits until what is in flight is durable (at most a minute) and says goodbye.
+
+        With `done` the job is finished: its volume is trimmed to the newest checkpoint.
+        """
+        if self._inert() or self._closed:
+            return
+        with self._lock:
+            self._closed = True
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._plan = None
+            self._saver.gate()
+            self._saver.drain(DRAIN_LIMIT_S)
+            connection = self._session.current()
+            if connection is not None:
+                try:
+                    connection.request(Goodbye(done), timeout_s=_GOODBYE_LIMIT_S)
+                except PccheckError as error:
+                    if self._raises:
+                        raise
+                    LOG.warning("close: %s", error)
+            self._saver.leave()
+            self._session.close()
+            if self._private is not None:
+                self._private.release()
+
+    def _inert(self) -> bool:
+        return os.getpid() != self._pid
+
+    def forget_in_child(self) -> None:
+        """Runs in a forked child: lets go of the sockets, so that the daemon notices our end."""
+        self._session.forget_in_child()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

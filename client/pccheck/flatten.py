@@ -1,0 +1,306 @@
+"""A state -> nodes of the tree, and views on memory; views -> extents of the payload.
+
+Nothing is copied here. What cannot be represented is refused by its path in the state.
+"""
+
+from __future__ import annotations
+
+import collections
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.tree import ITEM_BYTES, Node, Tag
+
+#: Extents start here within the payload (PCC_TENSOR_ALIGN).
+EXTENT_ALIGN = 64
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)
+}
+_FACTORIES: dict[object, str] = {
+    None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float", str: "str",
+    tuple: "tuple", bool: "bool", bytes: "bytes", complex: "complex", frozenset: "frozenset",
+    collections.Counter: "Counter", collections.OrderedDict: "OrderedDict",
+}  # fmt: skip
+_ARRAY_KINDS = "biufcSUmM"
+_KEY_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
+@dataclass(slots=True)
+class View:
+    """A tensor or an array: where its bytes are, and the node that will say so."""
+
+    path: str
+    node: tree.Tensor | tree.Array
+    address: int
+    nbytes: int
+    storage: int  # address of the memory that it is a view on
+    owner: object  # keeps that memory
+    volatile: bool = False
+
+
+class Flattener:
+    """Collects nodes and views of one state or of several."""
+
+    def __init__(self) -> None:
+        self.views: list[View] = []
+        self._open: set[int] = set()  # containers that we are inside of
+
+    def node(self, value: object, path: str) -> Node:
+        """The node of a value; its tensors are added to `views`.
+
+        Raises UnsupportedStateError that names the path of what cannot be represented.
+        """
+        make = _MAKERS.get(type(value))
+        if make is not None:
+            return make(self, value, path)
+        if isinstance(value, np.generic):
+            return _scalar(value, path)
+        raise _unsupported(value, path)
+
+    def _items(self, container: Iterable[object], path: str, owner: object) -> list[Node]:
+        self._enter(owner, path)
+        nodes = [self.node(item, tree.join(path, index)) for index, item in enumerate(container)]
+        self._open.discard(id(owner))
+        return nodes
+
+    def _enter(self, owner: object, path: str) -> None:
+        if id(owner) in self._open:
+            raise UnsupportedStateError(f"{path}: the container holds itself")
+        if len(self._open) >= tree.DEPTH_MAX - 4:
+            raise UnsupportedStateError(f"{path}: nested more than {tree.DEPTH_MAX - 4} deep")
+        self._open.add(id(owner))
+
+    def sequence(self, value: Any, path: str) -> Node:
+        if set(map(type, value)) <= _KEY_TYPES:  # long lists of numbers: parameter ids, generators
+            return tree.Sequence(_SEQUENCE_TAGS[type(value)], list(value))
+        return tree.Sequence(_SEQUENCE_TAGS[type(value)], self._items(value, path, value))
+
+    def hashed(self, value: Any, path: str) -> Node:
+        return tree.Sequence(
+            _SEQUENCE_TAGS[type(value)], [_key(item, f"{path}{{...}}") for item in value]
+        )
+
+    def mapping(self, value: Any, path: str) -> Node:
+        self._enter(value, path)
+        items: list[tuple[Node, Node]] = []
+        for key, item in value.items():
+            key_node = _key(key, path)
+            items.append((key_node, self.node(item, tree.join(path, key))))
+        factory, attributes = "", None
+        if type(value) is collections.defaultdict:
+            if value.default_factory not in _FACTORIES:
+                raise UnsupportedStateError(
+                    f"{path}: a defaultdict whose factory {value.default_factory!r} has no plain name",
+                    hint=f"plain ones are {', '.join(name for name in tree.FACTORIES if name)}",
+                )
+            factory = _FACTORIES[value.default_factory]
+        elif type(value) is collections.OrderedDict and hasattr(value, "_metadata"):
+            attributes = self.node(value._metadata, f"{path}._metadata")
+        self._open.discard(id(value))
+        return tree.Mapping(_MAPPING_TAGS[type(value)], items, factory, attributes)
+
+    def tensor(self, value: Any, path: str) -> Node:
+        _check_tensor(value, path)
+        flags = tree.REQUIRES_GRAD if value.requires_grad else 0
+        if type(value) is torch.nn.Parameter:
+            flags |= tree.PARAMETER
+        elif getattr(value, "_is_buffer", False):
+            flags |= tree.BUFFER
+        node = tree.Tensor(list(value.shape), list(value.stride()), DTYPE_NAMES[value.dtype], flags)
+        nbytes = tree.span_bytes(node.shape, node.strides, ITEM_BYTES[node.dtype])
+        if nbytes:
+            storage = value.untyped_storage()
+            self.views.append(
+                View(path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage)
+            )
+        return node
+
+    def array(self, value: Any, path: str) -> Node:
+        if value.dtype.kind not in _ARRAY_KINDS:
+            raise UnsupportedStateError(f"{path}: a NumPy array of dtype {value.dtype}")
+        order = "C" if value.flags.c_contiguous else "F"
+        if not value.flags.forc:
+            value = np.ascontiguousarray(value)
+            order = "C"
+        node = tree.Array(value.dtype.str, list(value.shape), order, value.nbytes)
+        if value.nbytes:
+            address = value.__array_interface__["data"][0]
+            self.views.append(View(path, node, address, value.nbytes, address, value))
+        return node
+
+
+def _plain(_flattener: Flattener, value: Any, _path: str) -> Node:
+    node: Node = value
+    return node
+
+
+def _dtype(_flattener: Flattener, value: Any, path: str) -> Node:
+    if value not in DTYPE_NAMES:
+        raise UnsupportedStateError(f"{path}: {value} is not a dtype that can be stored")
+    return tree.Named(Tag.DTYPE, DTYPE_NAMES[value])
+
+
+def _device(_flattener: Flattener, value: Any, _path: str) -> Node:
+    return tree.Named(Tag.DEVICE, str(value))
+
+
+_SEQUENCE_TAGS = {
+    list: Tag.LIST, tuple: Tag.TUPLE, set: Tag.SET, frozenset: Tag.FROZENSET,
+    torch.Size: Tag.SIZE,
+}  # fmt: skip
+_MAPPING_TAGS = {
+    dict: Tag.DICT, collections.OrderedDict: Tag.ORDERED, collections.Counter: Tag.COUNTER,
+    collections.defaultdict: Tag.DEFAULT,
+}  # fmt: skip
+_MAKERS: dict[type, Callable[[Flattener, Any, str], Node]] = {
+    **dict.fromkeys(_KEY_TYPES, _plain),
+    **dict.fromkeys((list, tuple, torch.Size), Flattener.sequence),
+    **dict.fromkeys((set, frozenset), Flattener.hashed),
+    **dict.fromkeys(_MAPPING_TAGS, Flattener.mapping),
+    **dict.fromkeys((torch.Tensor, torch.nn.Parameter), Flattener.tensor),
+    np.ndarray: Flattener.array,
+    torch.dtype: _dtype,
+    torch.device: _device,
+}
+
+
+def _key(value: object, path: str) -> Node:
+    """A key of a mapping or an item of a set: a scalar, or a tuple or frozenset of such."""
+    if type(value) in _KEY_TYPES:
+        return value  # type: ignore[return-value]
+    if type(value) in (tuple, frozenset):
+        items = [_key(item, path) for item in value]  # type: ignore[attr-defined]
+        return tree.Sequence(_SEQUENCE_TAGS[type(value)], items)
+    raise UnsupportedStateError(
+        f"{path}: a key or an item of a set of type {_name(value)}",
+        hint="keys may be int, str, float, bool, None, bytes, complex, and tuples of those",
+    )
+
+
+def _scalar(value: Any, path: str) -> Node:
+    if value.dtype.kind not in _ARRAY_KINDS:
+        raise UnsupportedStateError(f"{path}: a NumPy scalar of dtype {value.dtype}")
+    return tree.Scalar(value.dtype.str, value.tobytes())
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _unsupported(value: object, path: str) -> UnsupportedStateError:
+    where = path or "the state"
+    if isinstance(value, torch.Tensor):
+        return UnsupportedStateError(
+            f"{where}: a tensor subclass, {_name(value)}",
+            hint="pass its plain tensors (a DTensor's .to_local()), or leave it out",
+        )
+    return UnsupportedStateError(
+        f"{where}: a value of type {_name(value)} cannot be stored",
+        hint="convert it to plain Python values, tensors or NumPy arrays, or leave it out",
+    )
+
+
+def _check_tensor(value: torch.Tensor, path: str) -> None:
+    why = hint = ""
+    if value.is_nested:
+        why = "a nested tensor"
+    elif value.layout is not torch.strided:
+        why = f"a tensor of layout {value.layout}"
+        hint = "store its indices and values"
+    elif value.device.type == "meta":
+        why = "a tensor on the meta device, which has no data"
+    elif value.device.type != "cpu":
+        why = f"a tensor on {value.device}; this version copies CPU tensors"
+        hint = "pass tensor.cpu()"
+    elif value.is_quantized or value.dtype not in DTYPE_NAMES:
+        why = f"a tensor of dtype {value.dtype}"
+    elif value.is_conj() or value.is_neg():
+        why = "a lazily conjugated or negated view"
+        hint = "call .resolve_conj() or .resolve_neg()"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(value):
+        why = "a tensor inside of a functorch transform"
+    if why:
+        raise UnsupportedStateError(f"{path or 'the state'}: {why} cannot be stored", hint=hint)
+
+
+# -- extents -----------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """Payload [offset, offset + nbytes) lies at `address`; as the native link packs them."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+def pack(ranges: Iterable[Range]) -> bytes:
+    return b"".join(struct.pack("<QQQ", *item) for item in ranges)
+
+
+@dataclass(slots=True)
+class Layout:
+    """Extents for a set of views: first those that the gate protects, then the volatile ones."""
+
+    extents: list[tree.Extent] = field(default_factory=list)
+    gated: list[Range] = field(default_factory=list)
+    volatile: list[Range] = field(default_factory=list)
+    owners: list[object] = field(default_factory=list)
+    end: int = 0
+
+
+def lay_out(views: list[View], *, start: int = 0, first_extent: int = 0) -> Layout:
+    """Gives every view its extent (numbered from `first_extent`) and its place in it.
+
+    Views that overlap in memory, or touch within one storage, share an extent, so that aliases
+    survive. The order is that of first appearance in the state: equal states give equal payloads.
+    """
+    groups = _groups(views)
+    groups.sort(key=lambda group: (any(views[i].volatile for i in group), min(group)))
+    layout = Layout(end=start)
+    for number, group in enumerate(groups, first_extent):
+        first = views[group[0]]
+        nbytes = max(views[i].address + views[i].nbytes for i in group) - first.address
+        offset = -(-layout.end // EXTENT_ALIGN) * EXTENT_ALIGN
+        lead = (first.address - first.storage) % tree.LEAD_ALIGN
+        for i in group:
+            _place(views[i], number, views[i].address - first.address, lead)
+        layout.extents.append(tree.Extent(offset, nbytes, lead))
+        volatile = any(views[i].volatile for i in group)
+        (layout.volatile if volatile else layout.gated).append(Range(first.address, offset, nbytes))
+        layout.owners.extend(views[i].owner for i in group)
+        layout.end = offset + nbytes
+    return layout
+
+
+def _groups(views: list[View]) -> list[list[int]]:
+    """Indices of views that belong together, each group by ascending address."""
+    groups: list[list[int]] = []
+    end, storage = -1, -1
+    for i in sorted(range(len(views)), key=lambda i: (views[i].address, -views[i].nbytes)):
+        view = views[i]
+        if view.address < end or (view.address == end and view.storage == storage):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        end = max(end, view.address + view.nbytes)
+        storage = view.storage
+    return groups
+
+
+def _place(view: View, extent: int, offset: int, lead: int) -> None:
+    node = view.node
+    if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
+        raise UnsupportedStateError(
+            f"{view.path}: it overlaps another tensor at an address that does not suit {node.dtype}",
+            hint="pass a clone of it",
+        )
+    node.extent, node.offset = extent, offset

@@ -1,0 +1,224 @@
+"""A checkpoint that was asked for: its state, and waiting for it."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, Protocol
+
+from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED
+from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
+from pccheck_wire.messages import CheckpointState, Describe, Described
+
+from .transport import Connection
+
+_DESCRIBE_LIMIT_S = 2.0
+_FOREVER_NS = 2**63 - 1
+_FINAL = frozenset(
+    (
+        CheckpointState.DURABLE,
+        CheckpointState.GLOBAL,
+        CheckpointState.SUPERSEDED,
+        CheckpointState.SKIPPED,
+        CheckpointState.FAILED,
+    )  # fmt: skip
+)
+_SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
+_LOST = "the daemon ended before the checkpoint was durable"
+
+
+class Durable(NamedTuple):
+    """What is durable: the checkpoint itself, or the newer one that superseded it."""
+
+    sequence: int
+    step: int | None
+
+
+class _WaitCall(Protocol):
+    def __call__(self, snapshot: int, deadline_ns: int) -> bool: ...
+
+
+class Checkpoint:
+    """What `checkpoint()` returns. Any thread may ask and wait; nothing here stops training."""
+
+    def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
+        self.step = step  #: as it was when `checkpoint()` was called
+        self.snapshot = snapshot
+        self._connection = connection
+        self._state = CheckpointState.REQUESTED
+        self._sequence = 0
+        self._newer = Durable(0, None)
+        self._reason = ""
+        self._described = False
+        self._settled = False  # its entry in the page is another snapshot's by now
+
+    @classmethod
+    def ended(cls, step: int, state: CheckpointState, reason: str) -> Checkpoint:
+        """One that the daemon never heard of."""
+        made = cls(step)
+        made.end(state, reason)
+        return made
+
+    def end(self, state: CheckpointState, reason: str) -> None:
+        """The client itself knows how it ended; the page is not asked any more."""
+        self._state, self._reason, self._described = state, reason, True
+        self._connection = None
+
+    @property
+    def state(self) -> CheckpointState:
+        """Where it is now; ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
+        connection = self._connection
+        if connection is not None and not self._settled:
+            self._look(connection)
+        return self._state
+
+    @property
+    def sequence(self) -> int:
+        """Its place in the order of checkpoints of the volume; 0 before it was admitted."""
+        if self.state is CheckpointState.SUPERSEDED and self._sequence == 0:
+            self._describe()
+        return self._sequence
+
+    @property
+    def reason(self) -> str:
+        """Why it was skipped or failed, or what superseded it; "" otherwise."""
+        if self.state in (
+            CheckpointState.SKIPPED, CheckpointState.FAILED, CheckpointState.SUPERSEDED,
+        ):  # fmt: skip
+            self._describe()
+        return self._reason
+
+    @property
+    def source_read(self) -> bool:
+        """Whether the tensors may be changed: they were read, or never will be."""
+        connection = self._connection
+        if connection is None or self._state in _FINAL:
+            return True
+        try:
+            now = connection.link.state(self.snapshot)
+        except (ValueError, OSError):
+            return True
+        return now is None or now.source_read or not connection.alive()
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Returns once the daemon has a complete copy, which outlives this process.
+
+        Raises CheckpointFailedError when it never will, WaitTimeoutError after `timeout` seconds.
+        """
+        self._wait("wait_copied", timeout)
+        if self._state in (CheckpointState.SKIPPED, CheckpointState.FAILED):
+            raise self._failed()
+        if self._state < CheckpointState.COPIED:
+            raise WaitTimeoutError(f"the checkpoint of step {self.step} is not copied yet")
+
+    def wait_durable(self, timeout: float | None = None) -> Durable:
+        """Returns once it, or a newer one, will be found after power loss; says which.
+
+        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after `timeout`.
+        """
+        self._wait("wait_durable", timeout)
+        if self._state is CheckpointState.SUPERSEDED:
+            self._describe()
+            return self._newer
+        if self._state in _SAFE:
+            return Durable(self._sequence, self.step)
+        if self._state in _FINAL:
+            raise self._failed()
+        raise WaitTimeoutError(f"the checkpoint of step {self.step} is not durable yet")
+
+    def _wait(self, what: str, timeout: float | None) -> None:
+        deadline_ns = _FOREVER_NS
+        if timeout is not None:
+            deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
+        connection = self._connection
+        if connection is not None and self.state not in _FINAL:
+            wait: _WaitCall = getattr(connection.link, what)
+            try:
+                wait(self.snapshot, deadline_ns)
+            except (ValueError, OSError):  # the link was closed, or the daemon has ended
+                pass
+        _ = self.state
+
+    def settle(self) -> None:
+        """Before its entry in the page is used again, or the link is closed."""
+        connection = self._connection
+        if connection is None or self._settled:
+            return
+        if self.state not in _FINAL:
+            self.end(CheckpointState.FAILED, _LOST)
+        elif self._state in (CheckpointState.SKIPPED, CheckpointState.FAILED):
+            self.describe_later()
+        self._settled = True
+
+    def _look(self, connection: Connection) -> None:
+        alive = connection.alive()  # asked first: what a daemon wrote before it ended still counts
+        try:
+            now = connection.link.state(self.snapshot)
+        except (ValueError, OSError):
+            now = None
+        if now is None:
+            if self._state not in _FINAL:
+                self.end(CheckpointState.FAILED, _LOST)
+            return
+        state = self._state_of(now.word, now.outcome)
+        self._state = state
+        if state is CheckpointState.SUPERSEDED:
+            self._newer = Durable(now.sequence, None)
+        elif now.sequence:
+            self._sequence = now.sequence
+        if not alive and state not in _FINAL:
+            self.end(CheckpointState.FAILED, _LOST)
+
+    @staticmethod
+    def _state_of(word: int, outcome: int) -> CheckpointState:
+        if word == WORD_ABANDONED:
+            return CheckpointState.FAILED
+        if word == WORD_REFUSED:
+            return CheckpointState.SKIPPED if outcome == CheckpointState.SKIPPED else (
+                CheckpointState.FAILED
+            )  # fmt: skip
+        if word == WORD_COPIED:
+            return CheckpointState(max(outcome, CheckpointState.COPIED))
+        return CheckpointState.COPYING if word == WORD_COPYING else CheckpointState.REQUESTED
+
+    def _describe(self) -> None:
+        connection = self._connection
+        if self._described or connection is None:
+            return
+        if not connection.alive():
+            self._reason = self._reason or _LOST
+            return
+        try:
+            self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
+        except PccheckError as error:
+            self._reason = self._reason or f"unknown: {error.message}"
+
+    def describe_later(self) -> None:
+        """The reason arrives with a later answer; nobody waits for it."""
+        connection = self._connection
+        if connection is not None and not self._described:
+            try:
+                connection.ask(Describe(self.snapshot), self._take)
+            except PccheckError:
+                self._reason = "unknown: the daemon did not answer"
+
+    @property
+    def known_reason(self) -> str | None:
+        """The reason if it is known without asking."""
+        return self._reason if self._described else None
+
+    def _take(self, answer: object) -> None:
+        if isinstance(answer, Described):
+            self._described = True
+            self._reason = f"{answer.reason} ({answer.hint})" if answer.hint else answer.reason
+            if answer.state is CheckpointState.SUPERSEDED:
+                self._newer = Durable(answer.newer_sequence, answer.newer_step)
+            self._sequence = self._sequence or answer.sequence
+
+    def _failed(self) -> CheckpointFailedError:
+        reason = self.reason or "for an unknown reason"
+        return CheckpointFailedError(
+            f"the checkpoint of step {self.step} was {self._state.name.lower()}: {reason}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self.state.name.lower()}>"

@@ -1,0 +1,258 @@
+"""Puts a recovered state in place: straight into the tensors that are attached, where they fit.
+
+Everything is compared first; not a byte is written when something does not fit. Tensors of the same
+shape and dtype keep their memory: an optimizer's fp32 moments stay fp32 (torch's own
+`Optimizer.load_state_dict` would cast them to the dtype of a bf16 parameter).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import StateMismatchError
+from pccheck_wire.tree import ITEM_BYTES
+
+from .flatten import Range, pack
+from .plan import RNG
+from .rebuild import Memory, state_of
+from .rng import restore_rng
+from .watch import ModuleWatch, OptimizerWatch
+
+_SHOWN = 5
+
+
+class Placement:
+    """Where each extent goes, and what is done when it is there."""
+
+    def __init__(self, described: tree.Tree, attached: Mapping[str, Any]) -> None:
+        """Compares. Raises StateMismatchError by path."""
+        self._tree = described
+        self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
+        self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
+        self._after: list[Callable[[Memory], None]] = []
+        for name, node, thing in _named(described, attached):
+            if isinstance(thing, torch.nn.Module) and ModuleWatch.loads_plainly(thing):
+                self._module(name, node, thing)
+            elif isinstance(thing, torch.optim.Optimizer) and OptimizerWatch.loads_plainly(thing):
+                self._optimizer(name, node, thing)
+            else:
+                self._whole(name, node, thing)
+
+    def load(self, load: Callable[[bytes], None]) -> None:
+        """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
+        direct = self._direct()
+        copied = {node.extent for node, _ in self._pairs if node.extent >= 0} - direct.keys()
+        memory = Memory(self._tree.extents, self._rebuilt | copied)
+        ranges = [*direct.values(), *memory.range_list()]
+        load(pack(sorted(ranges, key=lambda item: item.offset)))
+        with torch.no_grad():
+            for node, live in self._pairs:
+                if node.extent >= 0 and node.extent not in direct:
+                    live.copy_(memory.tensor(node).detach())
+        for finish in self._after:
+            finish(memory)
+
+    def _direct(self) -> dict[int, Range]:
+        """Extents that can be loaded into the attached tensors themselves: all views on one lie there
+        as they did when it was saved, without holes, and no two extents go to the same memory."""
+        bases: dict[int, int | None] = {}
+        for node, live in self._pairs:
+            if node.extent < 0 or node.extent in self._rebuilt:
+                continue
+            base = live.data_ptr() - node.offset if _fits(node, live) else None
+            if bases.setdefault(node.extent, base) != base:
+                bases[node.extent] = None
+        ranges: dict[int, Range] = {}
+        end = 0
+        for base, index in sorted((base, index) for index, base in bases.items() if base):
+            extent = self._tree.extents[index]
+            if base >= end:
+                ranges[index] = Range(base, extent.offset, extent.nbytes)
+                end = base + extent.nbytes
+        return ranges
+
+    def _module(self, name: str, node: tree.Node, module: torch.nn.Module) -> None:
+        saved = _mapping(node, name)
+        live = module.state_dict(keep_vars=True)
+        _same_keys(name, saved.keys(), live.keys())
+        for key, value in saved.items():
+            self._tensor(tree.join(name, key), value, live[key])
+
+    def _tensor(self, path: str, node: tree.Node, live: object) -> None:
+        if not isinstance(node, tree.Tensor) or not isinstance(live, torch.Tensor):
+            raise StateMismatchError(f"{path}: a tensor on one side only")
+        if not _alike(node, live):
+            raise StateMismatchError(
+                f"{path}: the checkpoint has {node.dtype} {node.shape}, attached is "
+                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}",
+                hint="build the model as it was, or take what you need from recover()",
+            )
+        self._pairs.append((node, live))
+
+    def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
+        """Something with a load_state_dict of its own: gets the state as it was."""
+        self._want(node)
+
+        def finish(memory: Memory) -> None:
+            state = state_of(memory, node)
+            if name == RNG and thing is True:
+                restore_rng(state)
+                return
+            try:
+                thing.load_state_dict(state)
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise StateMismatchError(f"{name}: load_state_dict refused: {error}") from error
+
+        self._after.append(finish)
+
+    def _want(self, node: tree.Node) -> None:
+        for _, item in tree.walk(node):
+            if isinstance(item, (tree.Tensor, tree.Array)) and item.extent >= 0:
+                self._rebuilt.add(item.extent)
+
+    def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
+        parts = _mapping(node, name)
+        groups = parts.get("param_groups")
+        if not isinstance(groups, tree.Sequence) or "state" not in parts:
+            raise StateMismatchError(f"{name}: the checkpoint holds no optimizer under this name")
+        saved_groups = [_mapping(item, f"{name}.param_groups") for item in groups.items]
+        parameters = _numbered(name, saved_groups, optimizer)
+        entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
+        for number, entry in _mapping(parts["state"], f"{name}.state").items():
+            if number not in parameters:
+                raise StateMismatchError(f"{name}.state.{number}: there is no such parameter")
+            path = tree.join(f"{name}.state", number)
+            entries[parameters[number]] = self._entry(path, entry, optimizer, parameters[number])
+        for group in saved_groups:
+            for key, value in group.items():
+                if key != "params":
+                    self._want(value)
+
+        def finish(memory: Memory) -> None:
+            _set_groups(optimizer, saved_groups, memory)
+            made: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+            for parameter, entry in entries.items():
+                made[parameter] = {
+                    key: value if isinstance(value, torch.Tensor) else state_of(memory, value)
+                    for key, value in entry.items()
+                }
+            optimizer.state = made
+
+        self._after.append(finish)
+
+    def _entry(
+        self, path: str, node: tree.Node, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+    ) -> dict[str, tree.Node | torch.Tensor]:
+        """The state of one parameter: live tensors where they fit, else nodes to make new ones of."""
+        live = optimizer.state.get(parameter, {})
+        entry: dict[str, tree.Node | torch.Tensor] = {}
+        for key, value in _mapping(node, path).items():
+            now = live.get(key) if isinstance(live, dict) else None
+            if isinstance(value, tree.Tensor) and isinstance(now, torch.Tensor) and _alike(
+                value, now
+            ):  # fmt: skip
+                self._pairs.append((value, now))
+                entry[key] = now
+            else:
+                self._want(value)
+                entry[key] = value
+        return entry
+
+
+def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str, tree.Node, Any]]:
+    if not described.attached:
+        raise StateMismatchError(
+            "the checkpoint was made of a state given to checkpoint(state), not of what was attached",
+            hint="get it with recover()",
+        )
+    saved = _mapping(described.root, "")
+    _same_keys("what was attached", saved.keys(), attached.keys())
+    return [(name, saved[name], thing) for name, thing in attached.items()]
+
+
+def _mapping(node: tree.Node, path: str) -> dict[Any, tree.Node]:
+    if not isinstance(node, tree.Mapping):
+        raise StateMismatchError(f"{path}: the checkpoint holds no mapping there")
+    return {tree.plain(key): value for key, value in node.items}
+
+
+def _same_keys(path: str, saved: Any, live: Any) -> None:
+    missing, extra = sorted(map(str, saved - live)), sorted(map(str, live - saved))
+    if missing or extra:
+        parts = []
+        if missing:
+            parts.append(f"only in the checkpoint: {_some(missing)}")
+        if extra:
+            parts.append(f"only attached: {_some(extra)}")
+        raise StateMismatchError(
+            f"{path}: {'; '.join(parts)}",
+            hint="attach the same things under the same names, or take what you need from recover()",
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _alike(node: tree.Tensor, live: torch.Tensor) -> bool:
+    return (
+        live.layout is torch.strided
+        and live.device.type == "cpu"
+        and str(live.dtype) == f"torch.{node.dtype}"
+        and list(live.shape) == node.shape
+    )
+
+
+def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
+    """Whether the bytes of the extent are exactly those of the live tensor, in the same order."""
+    item_bytes = ITEM_BYTES[node.dtype]
+    dense = tree.span_bytes(node.shape, node.strides, item_bytes) == live.numel() * item_bytes
+    return (
+        dense and list(live.stride()) == node.strides and not live.is_conj() and not live.is_neg()
+    )
+
+
+def _numbered(
+    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
+) -> dict[Any, torch.Tensor]:
+    """The parameters by the numbers that they had in the checkpoint."""
+    numbers: dict[Any, torch.Tensor] = {}
+    if len(saved) != len(optimizer.param_groups):
+        raise StateMismatchError(
+            f"{name}.param_groups: {len(saved)} in the checkpoint, {len(optimizer.param_groups)} attached"
+        )
+    for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        ids = group.get("params")
+        if not isinstance(ids, tree.Sequence) or len(ids.items) != len(live["params"]):
+            count = len(ids.items) if isinstance(ids, tree.Sequence) else 0
+            raise StateMismatchError(
+                f"{name}.param_groups.{index}.params: {count} in the checkpoint, "
+                f"{len(live['params'])} attached"
+            )
+        numbers.update(zip(map(tree.plain, ids.items), live["params"], strict=True))
+    return numbers
+
+
+def _set_groups(
+    optimizer: torch.optim.Optimizer, saved: list[dict[Any, tree.Node]], memory: Memory
+) -> None:
+    """Hyper-parameters from the checkpoint; what only this version of torch has stays."""
+    for live, group in zip(optimizer.param_groups, saved, strict=True):
+        for key, node in group.items():
+            if key == "params":
+                continue
+            value, now = state_of(memory, node), live.get(key)
+            if (
+                isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+                and isinstance(node, tree.Tensor) and _alike(node, now)
+            ):  # fmt: skip
+                with torch.no_grad():
+                    now.copy_(value)  # schedulers and captured graphs hold this tensor
+            else:
+                live[key] = value

@@ -1,0 +1,223 @@
+"""What `checkpoint()` has to hand over: built once for attached state, checked at every checkpoint.
+
+The check compares, without building anything, which tensors there are (by identity), where they lie,
+their sizes, strides and dtypes; any difference means a new plan. It costs about 0.4 us per tensor.
+Modules and optimizers that make their state dict in their own way take the slow path, which asks them
+every time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import torch
+
+from pccheck_wire import tree
+
+from .flatten import EXTENT_ALIGN, Flattener, Layout, View, lay_out, pack
+from .gating import Gating
+from .rng import capture_rng
+from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
+
+#: The name under which `attach(rng=True)` keeps the generators' states.
+RNG = "rng"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything the native link needs for one checkpoint. `owners` keep the memory behind ranges."""
+
+    ranges: bytes
+    volatile: bytes
+    tree: bytes
+    tree_offset: int
+    owners: list[object]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.tree_offset + len(self.tree)
+
+
+def plan_state(state: object, gating: Gating, step: int, metadata: tree.Node) -> Snapshot:
+    """A snapshot of a state that was given to `checkpoint(state)`."""
+    flattener = Flattener()
+    root = flattener.node(state, "")
+    gating.mark(flattener.views)
+    return _slow(flattener, root, step, metadata, attached=False)
+
+
+def _slow(
+    flattener: Flattener, root: tree.Node, step: int, metadata: tree.Node, *, attached: bool
+) -> Snapshot:
+    layout = lay_out(flattener.views)
+    data = tree.encode(tree.Tree(step, metadata, attached, layout.extents, root))
+    return Snapshot(
+        pack(layout.gated), pack(layout.volatile), data, _aligned(layout.end), layout.owners
+    )
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // EXTENT_ALIGN) * EXTENT_ALIGN
+
+
+def dynamic_state(name: str, thing: Any) -> object:
+    """The state of something attached that is asked every time."""
+    return capture_rng() if name == RNG and thing is True else thing.state_dict()
+
+
+class AttachedPlan:
+    """The plan for everything that was attached, under its names. Calling thread only."""
+
+    def __init__(self, attached: Mapping[str, Any], *, mode: str) -> None:
+        self._attached = dict(attached)
+        self.mode = mode
+        self._fast: _FastPlan | None = None
+        self.rebuilt = 0  #: how often the plan was made anew
+
+    def snapshot(self, step: int, metadata: tree.Node) -> Snapshot:
+        """The state as it is now. Raises UnsupportedStateError by path."""
+        if self._fast is None or not self._fast.holds():
+            self._fast = None  # its tensors may go now
+            self.rebuilt += 1
+            if all(map(_is_plain, self._attached.values())):
+                self._fast = _FastPlan(self._attached, self._gating())
+        if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
+            return made
+        return self._slow(step, metadata)
+
+    def _gating(self) -> Gating:
+        return Gating(self._attached.values(), self.mode)
+
+    def _slow(self, step: int, metadata: tree.Node) -> Snapshot:
+        flattener = Flattener()
+        gating = self._gating()
+        items: list[tuple[tree.Node, tree.Node]] = []
+        for name, thing in self._attached.items():
+            first = len(flattener.views)
+            items.append((name, flattener.node(dynamic_state(name, thing), name)))
+            own = isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+            gating.mark(flattener.views[first:], promised=own)
+        root = tree.Mapping(tree.Tag.DICT, items)
+        return _slow(flattener, root, step, metadata, attached=True)
+
+
+def _is_plain(thing: Any) -> bool:
+    if isinstance(thing, torch.nn.Module):
+        return ModuleWatch.suits(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return OptimizerWatch.suits(thing)
+    return True
+
+
+class _FastPlan:
+    """Static tensors of plain modules and optimizers, with their part of the tree encoded already."""
+
+    def __init__(self, attached: Mapping[str, Any], gating: Gating) -> None:
+        flattener = Flattener()
+        self._parts: list[tuple[bytes, Callable[[], bytes] | None, str]] = []
+        self._attached = attached
+        self._watches: list[ModuleWatch | OptimizerWatch] = []
+        encoders: list[Callable[[], Callable[[], bytes] | None]] = []
+        tensors: list[torch.Tensor] = []
+        for name, thing in attached.items():
+            encoders.append(self._static_part(name, thing, flattener, tensors))
+        gating.mark(flattener.views)
+        layout = lay_out(flattener.views)
+        for (name, _), encoder in zip(attached.items(), encoders, strict=True):
+            self._parts.append((tree.encode_node(name), encoder(), name))
+        self._gating = gating
+        self._geometry = GeometryWatch(tensors)
+        self._keep(layout, flattener.views)
+
+    def _static_part(
+        self, name: str, thing: Any, flattener: Flattener, tensors: list[torch.Tensor]
+    ) -> Callable[[], Callable[[], bytes] | None]:
+        """Adds the part's tensors; returns what makes its encoder once extents are known."""
+        watch: ModuleWatch | OptimizerWatch
+        if isinstance(thing, torch.nn.Module):
+            watch = ModuleWatch(thing)
+            node = flattener.node(thing.state_dict(), name)
+            tensors += watch.tensors
+
+            def encode_module() -> Callable[[], bytes]:
+                data = tree.encode_node(node)
+                return lambda: data
+
+            self._watches.append(watch)
+            return encode_module
+        if isinstance(thing, torch.optim.Optimizer):
+            watch = OptimizerWatch(thing, flattener, name)
+            tensors += watch.tensors
+            self._watches.append(watch)
+            return watch.encoder
+        return lambda: None
+
+    def _keep(self, layout: Layout, views: list[View]) -> None:
+        self._gated = pack(layout.gated)
+        self._volatile = pack(layout.volatile)
+        self._owners = layout.owners
+        self._end = layout.end
+        self._extent_count = len(layout.extents)
+        self._extents = b"".join(map(_pack_extent, layout.extents))
+        spans = sorted((view.address, view.address + view.nbytes) for view in views)
+        self._starts = [start for start, _ in spans]
+        self._ends: list[int] = []
+        for _, end in spans:  # running maximum: the farthest end of all that start before
+            self._ends.append(max(end, self._ends[-1]) if self._ends else end)
+
+    def holds(self) -> bool:
+        """Whether all is where it was. Identity first: geometry is of the same tensors."""
+        return (
+            all(watch.holds() for watch in self._watches)
+            and self._geometry.holds()
+            and self._gating.holds()
+        )
+
+    def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
+        """None when something that is asked every time shares memory with the static tensors."""
+        flattener = Flattener()
+        nodes: dict[str, tree.Node] = {}
+        for _, encoder, name in self._parts:
+            if encoder is None:
+                nodes[name] = flattener.node(dynamic_state(name, self._attached[name]), name)
+        self._take_groups(flattener)
+        if any(map(self._overlaps, flattener.views)):
+            return None
+        self._gating.mark(flattener.views, promised=False)
+        layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
+        root = [_ROOT_HEAD(2), _ROOT_PACK(tree.Tag.DICT), _ROOT_HEAD(2 * len(self._parts))]
+        for key, encoder, name in self._parts:
+            root.append(key)
+            root.append(encoder() if encoder else tree.encode_node(nodes[name]))
+        data = tree.assemble(
+            step, tree.encode_node(metadata), True,
+            self._extents + b"".join(map(_pack_extent, layout.extents)), b"".join(root),
+        )  # fmt: skip
+        ranges, volatile = self._gated, self._volatile
+        if layout.extents:
+            volatile += pack(layout.gated) + pack(layout.volatile)
+        return Snapshot(ranges, volatile, data, _aligned(layout.end), [self._owners, layout.owners])
+
+    def _take_groups(self, flattener: Flattener) -> None:
+        """Optimizers put what is in their param_groups into this call's flattener."""
+        for watch in self._watches:
+            if isinstance(watch, OptimizerWatch):
+                watch.take_groups(flattener)
+
+    def _overlaps(self, view: View) -> bool:
+        before = bisect.bisect_left(self._starts, view.address + view.nbytes)
+        return before > 0 and self._ends[before - 1] > view.address
+
+
+def _pack_extent(extent: tree.Extent) -> bytes:
+    return extent.offset.to_bytes(8, "little") + extent.nbytes.to_bytes(8, "little") + (
+        extent.lead.to_bytes(8, "little")
+    )  # fmt: skip
+
+
+_ROOT_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
+_ROOT_HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header

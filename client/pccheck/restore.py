@@ -1,0 +1,162 @@
+"""Getting a checkpoint back: the newest valid one, the one before on damage, and saying so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import Empty, Open, Opened, Read, Restored, Skipped
+
+from .rebuild import state_of_tree
+from .transport import Connection
+
+#: `Open` may wait for the run before to become durable, or for other ranks.
+OPEN_LIMIT_S = 120.0
+_READ_LIMIT_S = 60.0
+_SLOWEST_BYTES_PER_S = 16 << 20
+_DAMAGED = -10001  # -PCC_E_DAMAGED
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """What `restore()` did. Falsy when the volume was read and holds nothing."""
+
+    step: int = 0
+    sequence: int = 0
+    source: str = ""  # "dram" or "volume"
+    skipped: list[Skipped] = field(default_factory=list)  #: passed over as damaged: step and reason
+    metadata: Any = None
+
+    def __bool__(self) -> bool:
+        return self.sequence > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found(RestoreResult):
+    """What `recover()` found; `state` has the very structure that went in."""
+
+    state: Any = None
+
+
+def read_newest(
+    connection: Connection, step: int | None, use: Callable[[Opened, tree.Tree], Any]
+) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
+    """Opens checkpoints, newest first, until `use` got through one without meeting damage.
+
+    Returns what was used and what was passed over; a list alone when the volume holds nothing.
+    Raises NoCheckpointError when there are some, but none that is valid.
+    """
+    skipped: dict[int, Skipped] = {}
+    before: int | None = None
+    while True:
+        try:
+            opened = connection.request(Open(step, before), timeout_s=OPEN_LIMIT_S)
+        except PccheckError as error:
+            if skipped and before is not None:
+                raise DamagedError(
+                    f"{_said(skipped.values())}; and then: {error.message}", hint=error.hint
+                ) from error
+            raise
+        if isinstance(opened, (Opened, Empty)):
+            skipped.update({item.sequence: item for item in opened.skipped})
+        if isinstance(opened, Empty):
+            if step is not None or before is not None:
+                raise NoCheckpointError(f"there is no valid checkpoint of step {step}")
+            return list(skipped.values())
+        assert isinstance(opened, Opened)
+        try:
+            described = _read_tree(connection, opened)
+            used = use(opened, described)
+        except DamagedError as error:
+            skipped[opened.sequence] = Skipped(opened.sequence, opened.step, error.message)
+            before = opened.sequence
+            continue
+        return opened, described, used, sorted(skipped.values(), key=lambda item: -item.sequence)
+
+
+def _said(skipped: Iterable[Skipped]) -> str:
+    return "; ".join(f"step {item.step}: {item.reason}" for item in skipped)
+
+
+def whole_state(connection: Connection) -> Callable[[Opened, tree.Tree], Any]:
+    """For `read_newest`: the state as a value."""
+
+    def use(opened: Opened, described: tree.Tree) -> Any:
+        return state_of_tree(described, payload_loader(connection, opened))
+
+    return use
+
+
+def payload_loader(connection: Connection, opened: Opened) -> Callable[[bytes], None]:
+    """Loads the payload in front of the tree into packed ranges, in one streaming pass."""
+
+    def load(ranges: bytes) -> None:
+        if ranges:
+            _read(connection, opened, 0, opened.tree_offset, ranges)
+
+    return load
+
+
+def _read_tree(connection: Connection, opened: Opened) -> tree.Tree:
+    end = opened.tree_offset + opened.tree_bytes
+    if not 0 < opened.tree_bytes <= tree.TREE_BYTES_MAX or end > opened.payload_bytes:
+        raise DamagedError(f"a tree of {opened.tree_bytes} bytes at {opened.tree_offset}")
+    room = torch.empty(opened.tree_bytes, dtype=torch.uint8)
+    target = b"".join(
+        number.to_bytes(8, "little")
+        for number in (room.data_ptr(), opened.tree_offset, opened.tree_bytes)
+    )
+    _read(connection, opened, opened.tree_offset, opened.tree_bytes, target)
+    return tree.decode(room.numpy().tobytes(), opened.tree_offset)
+
+
+def _read(connection: Connection, opened: Opened, offset: int, length: int, ranges: bytes) -> None:
+    """Raises DamagedError when a block does not fit its checksum."""
+    load = connection.next_load()
+    limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
+    deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
+    try:
+        connection.link.load_start(load, ranges)
+        try:
+            connection.request(Read(load, opened.sequence, offset, length), timeout_s=_READ_LIMIT_S)
+        except BaseException:
+            _cancel(connection, load)
+            raise
+        code = connection.link.load_wait(load, deadline_ns)
+    except TimeoutError as error:
+        if isinstance(error, PccheckError):
+            raise
+        raise WaitTimeoutError(
+            f"reading {length} bytes took longer than {limit_s:.0f} s"
+        ) from error
+    except (ConnectionError, ValueError) as error:
+        raise connection.gone() from error
+    if code == _DAMAGED:
+        raise DamagedError(f"the data of step {opened.step} does not fit its checksums")
+    if code != 0:
+        raise DaemonUnreachableError(f"the daemon could not read the checkpoint (code {code})")
+
+
+def _cancel(connection: Connection, load: int) -> None:
+    """Makes sure that a late answer writes nothing."""
+    try:
+        connection.link.load_wait(load, 1)
+    except (OSError, ValueError):
+        pass
+
+
+def say_restored(connection: Connection, sequence: int) -> None:
+    """Ends the daemon's protection of the run before (P7)."""
+    connection.request(Restored(sequence), timeout_s=OPEN_LIMIT_S)

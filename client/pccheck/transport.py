@@ -1,0 +1,216 @@
+"""The one place that speaks to the daemon: attach, the native link, and ZeroMQ for requests."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from pccheck_native import Link
+from pccheck_wire import attach, codec
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    PccheckError,
+    ProtocolError,
+    WaitTimeoutError,
+    error_from_wire,
+)
+from pccheck_wire.messages import Failure, Hello, Reply, ReplyBody, Request, RequestBody
+
+BACKOFF_FIRST_S = 0.1
+BACKOFF_LAST_S = 5.0
+#: After a daemon that is there but does not answer: an attempt costs training time.
+BACKOFF_SLOW_S = 30.0
+RETRY_CONNECT_S = 2.0
+_POLL_MS = 50
+_WAITING_MAX = 64
+
+Callback = Callable[[ReplyBody], None]
+
+
+class Connection:
+    """One session with one daemon. Its parts end together; methods are thread-safe."""
+
+    def __init__(self, attachment: attach.Attachment) -> None:
+        self.welcome = attachment.welcome
+        self.path = attachment.path
+        self.pid = os.getpid()
+        self._attachment = attachment
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Callback] = {}
+        self._snapshots = itertools.count(1)
+        self._loads = itertools.count(1)
+        self.link = Link(attachment.link_fd, attachment.page_fd)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(attachment.welcome.endpoint)
+
+    def next_snapshot(self) -> int:
+        return next(self._snapshots)
+
+    def next_load(self) -> int:
+        return next(self._loads)
+
+    def alive(self) -> bool:
+        """About a microsecond; False once the daemon or this session has ended."""
+        return os.getpid() == self.pid and self.link.alive()
+
+    def request(self, body: RequestBody, *, timeout_s: float) -> ReplyBody:
+        """Waits for the answer. Raises the daemon's failure, WaitTimeoutError,
+        DaemonUnreachableError when it ends meanwhile."""
+        answers: list[ReplyBody] = []
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            number = self._send(body, answers.append)
+            while not answers:
+                if not self.alive():
+                    self._waiting.pop(number, None)
+                    raise self.gone()
+                if time.monotonic() >= deadline:
+                    self._waiting.pop(number, None)
+                    raise WaitTimeoutError(
+                        f"the daemon (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
+                        hint="is it stopped or overloaded? its log tells",
+                    )
+                self._socket.poll(_POLL_MS)
+                self.pump()
+        if isinstance(answers[0], Failure):
+            found = answers[0]
+            raise error_from_wire(found.code, found.message, found.hint, found.retryable)
+        return answers[0]
+
+    def post(self, body: RequestBody) -> None:
+        """Sends without wanting an answer. Never blocks."""
+        with self._lock:
+            self._send(body, None)
+
+    def ask(self, body: RequestBody, callback: Callback) -> None:
+        """Sends; the callback runs in a later `pump`, if an answer comes. Never blocks."""
+        with self._lock:
+            while len(self._waiting) >= _WAITING_MAX:  # answers that will not come any more
+                self._waiting.pop(next(iter(self._waiting)))
+            self._send(body, callback)
+
+    def pump(self) -> None:
+        """Takes the answers that have arrived."""
+        with self._lock:
+            while True:
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                reply = codec.decode(frames[-1], Reply, bytes_max=codec.REPLY_BYTES_MAX)
+                callback = self._waiting.pop(reply.number, None)
+                if callback is not None:
+                    callback(reply.body)
+
+    def _send(self, body: RequestBody, callback: Callback | None) -> int:
+        number = next(self._numbers) if callback else 0
+        data = codec.encode(Request(number, self.welcome.token, body))
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise WaitTimeoutError("the daemon does not take requests any more") from error
+        except zmq.ZMQError as error:
+            raise self.gone() from error
+        if callback is not None:
+            self._waiting[number] = callback
+        return number
+
+    def gone(self) -> DaemonUnreachableError:
+        return DaemonUnreachableError(
+            f"the pccheckd at {self.path} (pid {self.welcome.pid}) has ended",
+            hint=attach.START_HINT,
+        )
+
+    def close(self) -> None:
+        """Ends the session. What the link had not handed over is lost."""
+        with self._lock:
+            self.link.close()
+            self._socket.close(0)
+            self._context.term()
+            self._attachment.close()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: lets the sockets go, so that the parent's end is noticed."""
+        with contextlib.suppress(OSError):
+            os.close(self._attachment.socket.detach())
+            os.close(self._attachment.link_fd)
+            os.close(self._attachment.page_fd)
+
+
+class Transport:
+    """Keeps a connection; connects again with back-off when it broke."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        hello: Callable[[], Hello],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = attach.socket_path(path)
+        self.error: PccheckError | None = None  #: why there is no connection
+        self._hello = hello
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._delay_s = BACKOFF_FIRST_S
+        self._next_try = 0.0
+
+    def current(self) -> Connection | None:
+        """The connection, if it lives."""
+        connection = self._connection
+        return connection if connection is not None and connection.alive() else None
+
+    def broken(self) -> Connection | None:
+        """The connection, if it has died and is not closed yet."""
+        connection = self._connection
+        return connection if connection is not None and not connection.alive() else None
+
+    def drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self.error = connection.gone()
+            connection.close()
+
+    def may_try(self) -> bool:
+        return self._clock() >= self._next_try
+
+    def connect(self, *, timeout_s: float) -> Connection:
+        """Connects now. Raises PccheckError, and remembers it and when to try again."""
+        self.drop()
+        try:
+            self._connection = Connection(
+                attach.connect(self._hello(), self.path, timeout_s=timeout_s)
+            )
+        except (PccheckError, OSError, zmq.ZMQError) as error:
+            self.error = _as_ours(error)
+            slow = not isinstance(self.error, DaemonUnreachableError)
+            self._next_try = self._clock() + (BACKOFF_SLOW_S if slow else self._delay_s)
+            self._delay_s = min(2 * self._delay_s, BACKOFF_LAST_S)
+            if self.error is error:
+                raise
+            raise self.error from error
+        self.error = None
+        self._delay_s, self._next_try = BACKOFF_FIRST_S, 0.0
+        return self._connection
+
+    def forget_in_child(self) -> None:
+        if self._connection is not None:
+            self._connection.forget_in_child()
+
+
+def _as_ours(error: Exception) -> PccheckError:
+    if isinstance(error, PccheckError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return DaemonUnreachableError(f"the daemon hung up: {error}", hint=attach.START_HINT)
+    return ProtocolError(f"the session could not be set up: {error}")

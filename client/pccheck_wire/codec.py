@@ -1,0 +1,303 @@
+"""msgpack bytes <-> the dataclasses of messages.py. Input is hostile: size and depth limits, no
+extension types, no duplicate keys, then strict conversion by each field's annotation."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgpack  # type: ignore[import-untyped]
+
+from . import messages
+from .errors import ProtocolError
+
+REQUEST_BYTES_MAX = 64 * 1024
+REPLY_BYTES_MAX = 16 * 1024 * 1024
+#: A reply longer than this goes over the attach socket in several packets.
+PACKET_BYTES = 64 * 1024
+STRING_BYTES_MAX = 4096
+ITEMS_MAX = 65536
+DEPTH_MAX = 24
+
+_I64 = range(-(2**63), 2**63)
+_NATURAL = range(2**63)
+#: Ranges by field name; every other int is natural.
+_RANGES: Mapping[str, range] = {
+    "step": _I64,
+    "newer_step": _I64,
+    "newest_step": _I64,
+    "uid": range(-1, 2**32 - 1),
+    "rank": range(messages.RANKS_MAX),
+    "world_size": range(1, messages.RANKS_MAX + 1),
+    "local_world_size": range(1, messages.RANKS_MAX + 1),
+}
+
+
+class Message(Protocol):
+    """Any dataclass of messages.py."""
+
+    TAG: typing.ClassVar[str]
+
+
+_M = TypeVar("_M")
+_Convert = Callable[[object, str], object]
+
+
+def encode(message: Message) -> bytes:
+    """The msgpack map of a message; enums by value, nested messages with their tags."""
+    return typing.cast(bytes, msgpack.packb(_to_plain(message), use_bin_type=True))
+
+
+def decode(data: bytes | memoryview, kind: type[_M], *, bytes_max: int = REQUEST_BYTES_MAX) -> _M:
+    """The message in `data`, which must be of class `kind`. Raises ProtocolError with the path."""
+    return from_plain(unpack(data, bytes_max=bytes_max), kind)
+
+
+def decode_any(
+    data: bytes | memoryview, *kinds: type[Message], bytes_max: int = REPLY_BYTES_MAX
+) -> Message:
+    """Like decode, for a message that may be of several classes."""
+    return typing.cast(Message, _by_tag(kinds)(unpack(data, bytes_max=bytes_max), "$"))
+
+
+def from_plain(plain: object, kind: type[_M]) -> _M:
+    """Typed conversion alone, of what `unpack` or a `Reassembler` returned."""
+    return typing.cast(_M, _by_tag((kind,))(plain, "$"))
+
+
+def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> object:
+    """Plain msgpack within the limits, untyped. Raises ProtocolError."""
+    if len(data) > bytes_max:
+        raise ProtocolError(f"$: a message of {len(data)} bytes, the limit is {bytes_max}")
+    try:
+        plain: object = msgpack.unpackb(data, **_limits(bytes_max))
+    except ProtocolError:
+        raise
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"$: not a message: {_reason(error)}") from error
+    return plain
+
+
+class Reassembler:
+    """Puts together a reply that came in several packets; the msgpack map says where it ends."""
+
+    def __init__(self, *, bytes_max: int = REPLY_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._unpacker = msgpack.Unpacker(max_buffer_size=bytes_max, **_limits(bytes_max))
+        self._bytes = 0
+
+    def feed(self, packet: bytes) -> object | None:
+        """The plain message when this packet completes it, else None. Raises ProtocolError."""
+        self._bytes += len(packet)
+        if self._bytes > self._bytes_max:
+            raise ProtocolError(f"$: a message of more than {self._bytes_max} bytes")
+        try:
+            self._unpacker.feed(packet)
+            plain: object = self._unpacker.unpack()
+        except msgpack.OutOfData:
+            return None
+        except ProtocolError:
+            raise
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"$: not a message: {_reason(error)}") from error
+        if self._unpacker.tell() != self._bytes:
+            raise ProtocolError("$: bytes behind the end of the message")
+        return plain
+
+
+def packets(data: bytes) -> list[bytes]:
+    """A message cut for the attach socket."""
+    return [data[at : at + PACKET_BYTES] for at in range(0, len(data), PACKET_BYTES)]
+
+
+# -- the limits of msgpack itself --------------------------------------------------------------
+
+
+def _limits(bytes_max: int) -> dict[str, object]:
+    return {
+        "raw": False,
+        "strict_map_key": True,
+        "object_pairs_hook": _unique,
+        "max_str_len": bytes_max if bytes_max > REQUEST_BYTES_MAX else STRING_BYTES_MAX,
+        "max_bin_len": STRING_BYTES_MAX,
+        "max_array_len": ITEMS_MAX,
+        "max_map_len": ITEMS_MAX,
+        "max_ext_len": 0,
+        "ext_hook": _no_extensions,
+        "timestamp": 0,
+    }
+
+
+def _unique(pairs: list[tuple[object, object]]) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for key, value in pairs:
+        if not isinstance(key, str):
+            raise ProtocolError("$: a map key that is not a string")
+        if key in made:
+            raise ProtocolError(f"$: the key {key[:40]!r} comes twice")
+        made[key] = value
+    return made
+
+
+def _no_extensions(code: int, _data: bytes) -> object:
+    raise ProtocolError(f"$: extension type {code}")
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:120]
+
+
+# -- typed conversion --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    convert: _Convert
+    required: bool
+
+
+def _to_plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain: dict[str, object] = {"t": typing.cast(Message, value).TAG}
+        for item in dataclasses.fields(value):
+            plain[item.name] = _to_plain(getattr(value, item.name))
+        return plain
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    return value
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        _Field(
+            item.name,
+            _converter(hints[item.name], item.name),
+            item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING,
+        )
+        for item in dataclasses.fields(kind)
+    )
+
+
+def _dataclass_from(plain: Mapping[str, object], kind: type, path: str) -> object:
+    fields = _fields(kind)
+    unknown = plain.keys() - {item.name for item in fields} - {"t"}
+    if unknown:
+        raise ProtocolError(f"{path}.{min(unknown)[:40]}: no such field")
+    values: dict[str, object] = {}
+    for item in fields:
+        if item.name in plain:
+            values[item.name] = item.convert(plain[item.name], f"{path}.{item.name}")
+        elif item.required:
+            raise ProtocolError(f"{path}.{item.name}: missing")
+    return kind(**values)
+
+
+def _by_tag(kinds: tuple[type, ...]) -> _Convert:
+    tags = {typing.cast(Message, kind).TAG: kind for kind in kinds}
+
+    def convert(value: object, path: str) -> object:
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{path}: a map is expected, not {type(value).__name__}")
+        tag = value.get("t")
+        if not isinstance(tag, str) or tag not in tags:
+            raise ProtocolError(f"{path}.t: one of {', '.join(sorted(tags))} is expected")
+        return _dataclass_from(value, tags[tag], path)
+
+    return convert
+
+
+def _converter(hint: object, name: str) -> _Convert:
+    """The check for one annotation: scalars, enums, optionals, lists, messages, documents."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is int:
+        return _integer(_RANGES.get(name, _NATURAL))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _member(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _by_tag((hint,))
+    if hint in (bool, float, str, bytes):
+        return _scalar(typing.cast(type, hint))
+    if origin in (types.UnionType, typing.Union):
+        others = tuple(item for item in arguments if item is not types.NoneType)
+        if all(dataclasses.is_dataclass(item) for item in others):
+            return _by_tag(others)
+        return _optional(_converter(others[0], name))
+    if origin is list:
+        return _list(_converter(arguments[0], name))
+    if origin is dict:
+        return _document
+    raise TypeError(f"no conversion for {hint}")
+
+
+def _integer(allowed: range) -> _Convert:
+    def convert(value: object, path: str) -> object:
+        if type(value) is not int:
+            raise ProtocolError(f"{path}: an integer is expected, not {type(value).__name__}")
+        if value not in allowed:
+            raise ProtocolError(f"{path}: {value} is outside {allowed.start} to {allowed.stop - 1}")
+        return value
+
+    return convert
+
+
+def _member(kind: type[enum.Enum]) -> _Convert:
+    def convert(value: object, path: str) -> object:
+        if type(value) in (int, str):  # bool would compare equal to 0 and 1
+            for member in kind:
+                if member.value == value:
+                    return member
+        raise ProtocolError(f"{path}: not a {kind.__name__}")
+
+    return convert
+
+
+def _scalar(kind: type) -> _Convert:
+    def convert(value: object, path: str) -> object:
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise ProtocolError(f"{path}: {kind.__name__} is expected, not {type(value).__name__}")
+        return value
+
+    return convert
+
+
+def _optional(inner: _Convert) -> _Convert:
+    return lambda value, path: None if value is None else inner(value, path)
+
+
+def _list(inner: _Convert) -> _Convert:
+    def convert(value: object, path: str) -> object:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{path}: a list is expected, not {type(value).__name__}")
+        return [inner(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+    return convert
+
+
+def _document(value: object, path: str, depth: int = 0) -> object:
+    """A JSON-able document: maps, lists and scalars, no bytes, bounded depth."""
+    if depth == 0 and not isinstance(value, dict):
+        raise ProtocolError(f"{path}: a map is expected, not {type(value).__name__}")
+    if depth > DEPTH_MAX:
+        raise ProtocolError(f"{path}: nested more than {DEPTH_MAX} deep")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _document(item, f"{path}.{key[:40]}", depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _document(item, f"{path}[{index}]", depth + 1)
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise ProtocolError(f"{path}: {type(value).__name__} is not allowed here")
+    return value

@@ -1,0 +1,385 @@
+"""The tree: which bytes of a payload are which tensor, and every Python value of the state.
+
+msgpack made by the client and opaque to the daemon; the last bytes of a payload. Needs neither torch
+nor NumPy, so that the command line can show a checkpoint on any machine. Equal states give equal bytes.
+
+    tree    = [MAGIC, VERSION, step, metadata, attached, extents, root]
+    extents = one packed (offset, bytes, lead) of little-endian u64 per extent
+    node    = nil | bool | int | float | str | bin           the value itself
+            | [tag, ...]                                      everything else, see `Tag`
+
+An extent is the union of all views on one piece of memory. `lead` (below 16) is how far the first byte
+lies behind a 16-byte boundary of its storage, so that views keep an address that suits their dtype.
+Maps, extension types, unknown tags, views outside of their extent and too deep nesting are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+import msgpack  # type: ignore[import-untyped]
+
+from .errors import UnsupportedStateError
+
+MAGIC = "pccheck-tree"
+VERSION = 1
+DEPTH_MAX = 100
+DIMENSIONS_MAX = 64
+TREE_BYTES_MAX = 512 << 20
+LEAD_ALIGN = 16
+
+#: Bytes per element of every torch dtype that can be stored, by its name.
+ITEM_BYTES: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}  # fmt: skip
+
+#: What a defaultdict may make; "" stands for no factory.
+FACTORIES = ("", "list", "dict", "set", "int", "float", "str", "tuple", "bool", "bytes", "complex",
+             "frozenset", "Counter", "OrderedDict")  # fmt: skip
+
+REQUIRES_GRAD, PARAMETER, BUFFER = 1, 2, 4
+
+
+class Tag(IntEnum):
+    """The first item of every node that is an array. Numbers are never used again."""
+
+    LIST = 1  # items
+    TUPLE = 2  # items
+    SET = 3  # items, ordered by their bytes
+    FROZENSET = 4
+    SIZE = 5  # items: torch.Size
+    DICT = 6  # [key, value, key, value, ...]
+    ORDERED = 7  # the same, and perhaps its attribute `_metadata` (a module's state dict)
+    COUNTER = 8
+    DEFAULT = 9  # the same, and the factory's name
+    INT = 10  # bin: two's complement, little-endian
+    COMPLEX = 11  # bin: two doubles
+    TEXT = 12  # bin: a str that is not valid Unicode (surrogates)
+    DTYPE = 13  # name
+    DEVICE = 14  # name
+    TENSOR = 15  # extent, byte offset in it, shape, strides, dtype, flags
+    ARRAY = 16  # extent, byte offset in it, bytes, NumPy's dtype string, shape, "C" or "F"
+    SCALAR = 17  # NumPy's dtype string, bin
+
+
+SEQUENCES = (Tag.LIST, Tag.TUPLE, Tag.SET, Tag.FROZENSET, Tag.SIZE)
+MAPPINGS = (Tag.DICT, Tag.ORDERED, Tag.COUNTER, Tag.DEFAULT)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A container of `tag` in SEQUENCES."""
+
+    tag: Tag
+    items: list[Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A container of `tag` in MAPPINGS; keys are scalars and tuples of them."""
+
+    tag: Tag
+    items: list[tuple[Node, Node]]
+    factory: str = ""
+    attributes: Node = None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A torch.dtype or torch.device."""
+
+    tag: Tag
+    name: str
+
+
+@dataclass(slots=True)
+class Tensor:
+    """A view on an extent (-1: it has no elements). Extent and offset are set when extents are known."""
+
+    shape: list[int]
+    strides: list[int]
+    dtype: str
+    flags: int = 0
+    extent: int = -1
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Array:
+    """A NumPy array, contiguous in `order`, that is a whole extent or a part of it."""
+
+    dtype: str
+    shape: list[int]
+    order: str
+    nbytes: int
+    extent: int = -1
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A NumPy scalar."""
+
+    dtype: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A node that is encoded already; never comes out of `decode`."""
+
+    data: bytes
+
+
+Node: TypeAlias = (
+    None | bool | int | float | complex | str | bytes
+    | Sequence | Mapping | Named | Tensor | Array | Scalar | Fragment
+)  # fmt: skip
+
+
+class Extent(NamedTuple):
+    """`nbytes` of the payload at `offset`."""
+
+    offset: int
+    nbytes: int
+    lead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """`attached`: root is a dict of what was attached, by name; else whatever was given."""
+
+    step: int
+    metadata: Node
+    attached: bool
+    extents: list[Extent]
+    root: Node
+
+
+# -- encoding ----------------------------------------------------------------------------------
+
+_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
+_HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header
+_NATIVE = {type(None), bool, float, str, bytes}
+_NATIVE_INT = _NATIVE | {int}
+
+
+def encode(tree: Tree) -> bytes:
+    """The bytes of a tree. Raises UnsupportedStateError when it is too deep or too large."""
+    packed = b"".join(struct.pack("<QQQ", *extent) for extent in tree.extents)
+    return assemble(
+        tree.step, encode_node(tree.metadata), tree.attached, packed, encode_node(tree.root)
+    )
+
+
+def assemble(step: int, metadata: bytes, attached: bool, extents: bytes, root: bytes) -> bytes:
+    """A tree of parts that are encoded already (the fast path keeps what did not change)."""
+    data = b"".join(
+        (
+            _HEAD(7),
+            _PACK(MAGIC),
+            _PACK(VERSION),
+            _PACK(step),
+            metadata,
+            _PACK(attached),
+            _PACK(extents),
+            root,
+        )  # fmt: skip
+    )
+    if len(data) > TREE_BYTES_MAX:
+        raise UnsupportedStateError(
+            f"the Python values of the state take {len(data)} bytes, the limit is {TREE_BYTES_MAX}",
+            hint="put large data into tensors or NumPy arrays",
+        )
+    return data
+
+
+def encode_node(node: Node) -> bytes:
+    out: list[bytes] = []
+    _encode(node, out.append, 0)
+    return b"".join(out)
+
+
+def _encode(node: Node, put: Callable[[bytes], None], depth: int) -> None:
+    kind = type(node)
+    if kind in _NATIVE:
+        put(_text(node) if kind is str else _PACK(node))
+    elif kind is int:
+        put(_int(node))  # type: ignore[arg-type]
+    elif isinstance(node, Tensor):
+        put(_PACK([Tag.TENSOR, node.extent, node.offset, node.shape, node.strides, node.dtype,
+                   node.flags]))  # fmt: skip
+    elif isinstance(node, Sequence):
+        _encode_sequence(node, put, depth)
+    elif isinstance(node, Mapping):
+        put(_HEAD(2 + (node.tag in (Tag.ORDERED, Tag.DEFAULT))))
+        put(_PACK(node.tag))
+        put(_HEAD(2 * len(node.items)))
+        for key, value in node.items:
+            _encode(key, put, depth + 1)
+            _encode(value, put, depth + 1)
+        if node.tag is Tag.ORDERED:
+            _encode(node.attributes, put, depth + 1)
+        elif node.tag is Tag.DEFAULT:
+            put(_PACK(node.factory))
+    elif isinstance(node, Fragment):
+        put(node.data)
+    elif isinstance(node, complex):
+        put(_PACK([Tag.COMPLEX, struct.pack("<dd", node.real, node.imag)]))
+    elif isinstance(node, Named):
+        put(_PACK([node.tag, node.name]))
+    elif isinstance(node, Array):
+        put(_PACK([Tag.ARRAY, node.extent, node.offset, node.nbytes, node.dtype, node.shape,
+                   node.order]))  # fmt: skip
+    elif isinstance(node, Scalar):
+        put(_PACK([Tag.SCALAR, node.dtype, node.data]))
+    else:
+        raise TypeError(f"not a node: {kind}")
+
+
+def _encode_sequence(node: Sequence, put: Callable[[bytes], None], depth: int) -> None:
+    items = node.items
+    if node.tag in (Tag.SET, Tag.FROZENSET):
+        put(_HEAD(2) + _PACK(node.tag) + _HEAD(len(items)))
+        for data in sorted(encode_node(item) for item in items):
+            put(data)
+        return
+    if set(map(type, items)) <= _NATIVE_INT:  # the common long list of numbers, at C speed
+        try:
+            put(_PACK([node.tag, items]))
+            return
+        except (OverflowError, UnicodeEncodeError):
+            pass
+    put(_HEAD(2) + _PACK(node.tag) + _HEAD(len(items)))
+    for item in items:
+        _encode(item, put, depth + 1)
+
+
+def _int(value: int) -> bytes:
+    if -(2**63) <= value < 2**64:
+        return _PACK(value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return _PACK([Tag.INT, data])
+
+
+def _text(value: object) -> bytes:
+    try:
+        return _PACK(value)
+    except UnicodeEncodeError:
+        assert isinstance(value, str)
+        return _PACK([Tag.TEXT, value.encode("utf-8", "surrogatepass")])
+
+
+# -- decoding ----------------------------------------------------------------------------------
+
+
+def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
+    """The tree in `data`; everything in it is checked against everything else.
+
+    With `payload_bytes` extents must lie inside it. Raises ProtocolError for what a newer PCcheck
+    wrote, DamagedError for all else that is wrong: block checksums have vouched for these bytes, so
+    only a foreign or a faulty writer made them.
+    """
+    from .tree_decode import decode_tree  # split off for length; one door for callers
+
+    return decode_tree(data, payload_bytes)
+
+
+# -- views for the command line ----------------------------------------------------------------
+
+
+class TensorEntry(NamedTuple):
+    """`offset`: of its first byte in the payload; `nbytes`: from its first to its last byte."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class LeafEntry(NamedTuple):
+    path: str
+    kind: str
+    text: str
+
+
+def span_bytes(shape: list[int], strides: list[int], item_bytes: int) -> int:
+    """From the first byte of a view to its last one."""
+    if 0 in shape:
+        return 0
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (reach + 1) * item_bytes
+
+
+def tensor_entries(tree: Tree) -> list[TensorEntry]:
+    """Every tensor and NumPy array with elements or without, in the order of the state."""
+    entries = []
+    for path, node in walk(tree.root):
+        if isinstance(node, Tensor):
+            nbytes = span_bytes(node.shape, node.strides, ITEM_BYTES[node.dtype])
+            dtype, strides = node.dtype, tuple(node.strides)
+        elif isinstance(node, Array):
+            nbytes, dtype, strides = node.nbytes, f"numpy {node.dtype}", ()
+        else:
+            continue
+        offset = tree.extents[node.extent].offset + node.offset if node.extent >= 0 else 0
+        entries.append(TensorEntry(path, dtype, tuple(node.shape), strides, offset, nbytes))
+    return entries
+
+
+def leaf_entries(tree: Tree) -> list[LeafEntry]:
+    """Every value that is neither a container nor a tensor."""
+    entries = []
+    for path, node in walk(tree.root):
+        if isinstance(node, Named):
+            entries.append(LeafEntry(path, f"torch.{node.tag.name.lower()}", node.name))
+        elif isinstance(node, Scalar):
+            entries.append(LeafEntry(path, f"numpy {node.dtype}", node.data.hex()))
+        elif not isinstance(node, (Sequence, Mapping, Tensor, Array, Fragment)):
+            entries.append(LeafEntry(path, type(node).__name__, repr(node)))
+    return entries
+
+
+def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
+    """The node and all below it, with dotted paths."""
+    yield path, node
+    if isinstance(node, Sequence):
+        for index, item in enumerate(node.items):
+            yield from walk(item, join(path, index))
+    elif isinstance(node, Mapping):
+        for key, value in node.items:
+            yield from walk(value, join(path, plain(key)))
+
+
+def join(path: str, key: object) -> str:
+    """`path` extended by a key of a mapping or an index."""
+    text = key if isinstance(key, str) else repr(key)
+    return f"{path}.{text}" if path else text
+
+
+def plain(node: Node) -> object:
+    """Metadata and keys as Python values: for nodes without tensors and torch's own types."""
+    if isinstance(node, Sequence):
+        items = [plain(item) for item in node.items]
+        made: Callable[[list[object]], object] = {
+            Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset, Tag.SIZE: tuple,
+        }.get(node.tag, list)  # fmt: skip
+        return made(items)
+    if isinstance(node, Mapping):
+        return {plain(key): plain(value) for key, value in node.items}
+    if isinstance(node, Named):
+        return node.name
+    return node

@@ -1,0 +1,249 @@
+"""A storage directory read without a daemon, or beside a running one: read-only, no lock taken.
+
+Whatever is damaged is told, never repaired or flagged: nothing here writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pccheck_native import _core, catalog, layout
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    NoStoreError,
+    PccheckError,
+    RefusedError,
+    UsageError,
+)
+
+from .output import Document
+
+if TYPE_CHECKING:
+    from .reading import FileReader
+
+_WHY = {
+    "NOT_A_VOLUME": "it holds no valid commit record",
+    "DAMAGED": "its commit records are damaged",
+    "TRUNCATED": "it is shorter than its records say",
+    "NEWER_FORMAT": "it was written by a newer version; upgrade pccheck",
+    "EACCES": "permission denied",
+}
+
+
+class Storage:
+    """The volumes below one directory."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises NoStoreError when there is no such directory."""
+        self.path = Path(path).absolute()
+        if not self.path.is_dir():
+            raise NoStoreError(
+                f"there is no storage directory {self.path}",
+                hint="name the directory that pccheckd was started with",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def scan(
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+    ) -> catalog.Catalog:
+        """The records of all matching volumes. Raises RefusedError, NoStoreError."""
+        try:
+            if job:
+                layout.check_job(job)
+            found = catalog.scan(self.path, uid=uid, job=job or None, rank=rank)
+            known = layout.lock_path(self.path).exists() or layout.list_volumes(self.path)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        except PermissionError as error:
+            raise denied(error.filename or self.path) from error
+        except OSError as error:
+            raise NoStoreError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if not known:
+            raise NoStoreError(
+                f"{self.path} holds no volumes of pccheckd",
+                hint="name the directory that pccheckd was started with",
+            )
+        return found
+
+    def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
+        from .reading import FileReader  # the tree's classes are not needed to list
+
+        return FileReader(checkpoint)
+
+    def listing(self, job: str = "", *, uid: int | None = None) -> Document:
+        """What `list --json` prints; the daemon's document has the same keys."""
+        found = self.scan(uid=uid, job=job)
+        return {
+            "schema": 1,
+            "storage": str(self.path),
+            "volumes": [_volume(path, info) for path, info in sorted(found.volumes.items())],
+            "checkpoints": [describe(one) for one in found.checkpoints],
+            "unreadable": [
+                {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
+                for item in found.unreadable
+            ],
+        }
+
+    def status(self, *, uid: int | None = None) -> Document:
+        """What `status --json` prints without a daemon: the keys of the daemon's document that
+        the volumes can fill, and no daemon."""
+        found = self.scan(uid=uid)
+        warnings = [f"{item.file.path}: {reason_of(item)}" for item in found.unreadable]
+        warnings += [
+            f"{one.volume_path}: the checkpoint of step {one.step} is damaged"
+            for one in found.checkpoints
+            if one.is_damaged
+        ]
+        disk = os.statvfs(self.path)
+        return {
+            "schema": 1,
+            "daemon": None,
+            "storage": {
+                "path": str(self.path),
+                "total_bytes": disk.f_blocks * disk.f_frsize,
+                "free_bytes": disk.f_bavail * disk.f_frsize,
+            },
+            "sessions": [],
+            "ranks": _ranks(found),
+            "warnings": warnings,
+        }
+
+
+def denied(place: object) -> PccheckError:
+    return RefusedError(
+        f"{place} may not be read by uid {os.geteuid()}",
+        hint="volumes belong to the user that runs pccheckd: run this as that user or as root, "
+        "or ask the daemon (without --storage)",
+    )
+
+
+def reason_of(item: catalog.Unreadable) -> str:
+    return _WHY.get(item.code_name, item.reason)
+
+
+def error_of(item: catalog.Unreadable) -> PccheckError:
+    """The error for a volume that is all there is, and cannot be read."""
+    if item.code_name in ("EACCES", "EPERM"):
+        return denied(item.file.path)
+    kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
+    return (kind or PccheckError)(f"the volume {item.file.path} cannot be read: {reason_of(item)}")
+
+
+def describe(one: catalog.Checkpoint) -> Document:
+    """One checkpoint in a list."""
+    return {
+        "uid": one.uid,
+        "job": one.job,
+        "rank": one.rank,
+        "sequence": one.sequence,
+        "step": one.step,
+        "incarnation": one.incarnation,
+        "world_size": one.world_size,
+        "payload_bytes": one.payload_bytes,
+        "wall_ns": one.wall_ns,
+        "global": one.is_global,
+        "pinned": one.is_pinned,
+        "damaged": one.is_damaged,
+        "volume": str(one.volume_path),
+    }
+
+
+def _volume(path: Path, info: _core.VolumeInfo) -> Document:
+    return {
+        "path": str(path),
+        "uid": info.uid,
+        "job": info.job,
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "slots": info.slots,
+        "keep": info.keep,
+        "volume_bytes": info.volume_bytes,
+        "payload_capacity": info.payload_capacity,
+        "free_slots": info.free_slots,
+        "incarnation": info.incarnation,
+        "done": info.done,
+        "stopped": info.stopped,
+        "valid_replicas": info.valid_replicas,
+    }
+
+
+def _ranks(found: catalog.Catalog) -> list[Document]:
+    """One entry per (uid, job, rank), with its newest undamaged checkpoint."""
+    ranks: dict[tuple[int, str, int], Document] = {}
+    for path, info in sorted(found.volumes.items()):
+        ranks[info.uid, info.job, info.rank] = {
+            "uid": info.uid,
+            "job": info.job,
+            "rank": info.rank,
+            "connected": False,
+            "incarnation": info.incarnation,
+            "newest": None,
+            "volume": _volume(path, info),
+            "checkpoints": [],
+            "warnings": [],
+        }
+    for one in reversed(found.checkpoints):  # newest last, so that it stays
+        if not one.is_damaged:
+            newest = {"sequence": one.sequence, "step": one.step, "wall_ns": one.wall_ns}
+            ranks[one.uid, one.job, one.rank]["newest"] = newest
+    return list(ranks.values())
+
+
+# -- choosing ----------------------------------------------------------------------------------
+
+
+def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
+    """The checkpoints of one job by rank, newest first. Raises with what there is instead."""
+    mine = [one for one in found.checkpoints if one.job == job]
+    uids = sorted({one.uid for one in mine})
+    if len(uids) > 1:
+        raise UsageError(
+            f"job {job!r} exists for uids {', '.join(map(str, uids))}", hint="choose with --uid"
+        )
+    if mine:
+        return catalog.by_rank(mine)
+    for item in found.unreadable:
+        if item.file.job == job:
+            raise error_of(item)
+    known = sorted({info.job for info in found.volumes.values()})
+    raise NoCheckpointError(
+        f"there is no checkpoint of job {job!r} in {storage}",
+        hint=f"jobs there: {', '.join(known[:8])}" if known else "",
+    )
+
+
+def matching(
+    checkpoints: Iterable[catalog.Checkpoint], *, step: int | None, sequence: int | None = None
+) -> list[catalog.Checkpoint]:
+    return [
+        one for one in checkpoints if step in (None, one.step) and sequence in (None, one.sequence)
+    ]
+
+
+def missing(job: str, rank: int, *, step: int | None, sequence: int | None) -> PccheckError:
+    what = (
+        f"with sequence {sequence} " if sequence is not None
+        else f"of step {step} " if step is not None
+        else ""
+    )  # fmt: skip
+    return NoCheckpointError(
+        f"job {job!r} rank {rank} has no valid checkpoint {what}".rstrip(),
+        hint=f"see: pccheckctl list {job}",
+    )
+
+
+def ranks_of(by_rank: dict[int, list[catalog.Checkpoint]]) -> int:
+    """The size of the group that made the newest checkpoints."""
+    newest = max(
+        (found[0] for found in by_rank.values()), key=lambda one: (one.incarnation, one.wall_ns)
+    )
+    return newest.world_size

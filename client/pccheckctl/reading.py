@@ -1,0 +1,138 @@
+"""Reading one checkpoint: its tree and its bytes, checked on the way. One code path for `show`,
+`recover` and `verify`, whether the bytes come from the file or through the daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from pccheck_native import _core, catalog
+from pccheck_wire import tree
+from pccheck_wire.errors import DamagedError, PccheckError
+
+
+class RecycledError(PccheckError):
+    """A running daemon wrote a newer checkpoint into this slot while we read it."""
+
+    code = "RECYCLED"
+    default_retryable = True
+
+
+class Reader(Protocol):
+    """Checked reads of one checkpoint."""
+
+    checkpoint: catalog.Checkpoint
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        """Offset and bytes of the tree in the payload."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytes: ...
+    def read_into(self, ranges: bytes) -> None: ...
+    def verify(self) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def read_tree(reader: Reader) -> tree.Tree:
+    """The decoded tree of a checkpoint. Raises DamagedError."""
+    return tree.decode(reader.read(*reader.tree_place), reader.checkpoint.payload_bytes)
+
+
+class Store(Protocol):
+    """Where checkpoints are: a storage directory, or what the daemon shows of it."""
+
+    path: Path
+
+    def scan(
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+    ) -> catalog.Catalog: ...
+    def reader(self, checkpoint: catalog.Checkpoint) -> Reader: ...
+
+
+class FileReader:
+    """Reads from the volume file."""
+
+    def __init__(self, checkpoint: catalog.Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        try:
+            self._volume = _core.Volume(checkpoint.volume_path, writable=False, allow_buffered=True)
+        except FileNotFoundError as error:
+            raise _recycled(checkpoint) from error
+        except _core.NativeError as error:
+            raise DamagedError(f"{checkpoint.volume_path}: {error}") from error
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self.checkpoint.tree_offset, self.checkpoint.tree_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        try:
+            return self._volume.read(self.checkpoint.sequence, offset, length)
+        except (_core.NativeError, OSError) as error:
+            raise self._told(error) from error
+
+    def read_into(self, ranges: bytes) -> None:
+        try:
+            self._volume.read_into(self.checkpoint.sequence, ranges)
+        except (_core.NativeError, OSError) as error:
+            raise self._told(error) from error
+
+    def verify(self) -> None:
+        try:
+            self._volume.verify(self.checkpoint.sequence)
+        except (_core.NativeError, OSError) as error:
+            raise self._told(error) from error
+
+    def close(self) -> None:
+        self._volume.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _told(self, error: BaseException) -> PccheckError:
+        """Damage, unless the slot was given to a newer checkpoint meanwhile. A kernel error on
+        reading is as good as damage: recovery goes on with the one before."""
+        one = self.checkpoint
+        if not _still_there(one):
+            return _recycled(one)
+        return DamagedError(
+            f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank}) is "
+            f"damaged: {error}"
+        )
+
+
+def _recycled(one: catalog.Checkpoint) -> PccheckError:
+    return RecycledError(
+        f"the checkpoint of step {one.step} (sequence {one.sequence}) was replaced by a newer one",
+        hint="try again",
+    )
+
+
+def _still_there(one: catalog.Checkpoint) -> bool:
+    try:
+        volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
+    except FileNotFoundError:
+        return False
+    except (OSError, _core.NativeError):
+        return True
+    try:
+        return any(entry.sequence == one.sequence for entry in volume.table())
+    finally:
+        volume.close()

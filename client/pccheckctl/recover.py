@@ -1,0 +1,265 @@
+"""`pccheckctl recover`: writes checkpoints to files, whole or not at all; never mixes steps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from pccheck_native import catalog
+from pccheck_wire.errors import DamagedError, NoCheckpointError, UsageError
+
+from . import offline, render, safetensors_file
+from .output import Document, note, print_json
+from .output_file import OutputFile
+from .reading import RecycledError, Store, read_tree
+from .source import files
+
+#: How often a running daemon may take a checkpoint away under our hands.
+ATTEMPTS = 8
+NAMED_MAX = 8
+
+Ranks = dict[int, list[catalog.Checkpoint]]
+Chosen = dict[int, catalog.Checkpoint]
+
+
+@dataclass(slots=True)
+class Written:
+    checkpoint: catalog.Checkpoint
+    path: Path
+    format: str
+    bytes: int = 0
+    changed: list[str] = field(default_factory=list)  # what the format cannot hold as it was
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    checkpoint: catalog.Checkpoint
+    reason: str
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, or 14 when damaged checkpoints were passed over on the way to the one written."""
+    storage = files(arguments)
+    output = Path(arguments.output)
+    skipped: list[Skipped] = []
+    for _ in range(ATTEMPTS):
+        found = storage.scan(uid=arguments.uid, job=arguments.job)
+        ranks = offline.of_job(found, arguments.job, storage.path)
+        chosen = choose(ranks, arguments, {key_of(one.checkpoint) for one in skipped})
+        try:
+            with _terminable():
+                written = write(storage, chosen, output, arguments)
+        except RecycledError:
+            continue
+        except _DamageError as damage:
+            skipped.append(damage.skipped)
+            continue
+        return _tell(arguments, written, [*_flagged(ranks, chosen), *skipped])
+    if skipped:
+        raise DamagedError(skipped[-1].reason)
+    raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
+
+
+# -- choosing ----------------------------------------------------------------------------------
+
+
+def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
+    return one.rank, one.sequence
+
+
+def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, int]]) -> Chosen:
+    """One checkpoint for each rank that is written. Raises NoCheckpointError, UsageError."""
+    world_size = offline.ranks_of(ranks)
+    usable = {
+        rank: [
+            one
+            for one in offline.matching(checkpoints, step=arguments.step)
+            if not one.is_damaged and key_of(one) not in without
+        ]
+        for rank, checkpoints in ranks.items()
+    }
+    common = catalog.common_step(usable, world_size) if world_size > 1 else None
+    if arguments.all_ranks:
+        if world_size == 1:
+            return {rank: _newest(usable, rank, arguments) for rank in ranks}
+        if common is None:
+            raise NoCheckpointError(
+                f"there is no step that all {world_size} ranks of job {arguments.job!r} have "
+                f"valid here; {_having(usable)}",
+                hint="bring the volumes of all ranks together, or choose one with --rank",
+            )
+        return common.checkpoints
+    if arguments.rank is None and len(ranks) > 1:
+        shared = f"; the newest step of all is {common.step}" if common else ""
+        raise UsageError(
+            f"job {arguments.job!r} has ranks {_named(list(ranks))}{shared}",
+            hint="choose one with --rank R, or all with --all-ranks",
+        )
+    rank = next(iter(ranks)) if arguments.rank is None else arguments.rank
+    if common is not None and rank in common.checkpoints:
+        return {rank: common.checkpoints[rank]}
+    if world_size > 1:
+        note(f"not all {world_size} ranks have this step here: it may not fit the other ranks'")
+    return {rank: _newest(usable, rank, arguments)}
+
+
+def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:
+    for one in usable.get(rank, ()):
+        return one
+    raise offline.missing(arguments.job, rank, step=arguments.step, sequence=None)
+
+
+def _having(usable: Ranks) -> str:
+    newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
+    return f"newest steps: {', '.join(newest[:NAMED_MAX]) or 'none'}"
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) <= NAMED_MAX:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
+
+
+def _flagged(ranks: Ranks, chosen: Chosen) -> list[Skipped]:
+    """Newer ones that a reader had found damaged before."""
+    return [
+        Skipped(one, "a reader found it damaged before")
+        for rank, taken in chosen.items()
+        for one in ranks[rank]
+        if one.is_damaged and one.sequence > taken.sequence
+    ]
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+class _DamageError(Exception):
+    def __init__(self, skipped: Skipped) -> None:
+        super().__init__(skipped.reason)
+        self.skipped = skipped
+
+
+def write(
+    storage: Store, chosen: Chosen, output: Path, arguments: argparse.Namespace
+) -> list[Written]:
+    """Writes all files, then gives all their names: a damaged rank leaves none behind.
+
+    Raises RecycledError, or _DamageError with the checkpoint that is damaged.
+    """
+    written = []
+    with ExitStack() as stack:
+        outputs = []
+        for rank, one in chosen.items():
+            target = _target(output, rank) if arguments.all_ranks else output
+            file = stack.enter_context(OutputFile(target, force=arguments.force))
+            outputs.append(file)
+            kind = arguments.format or _format_of(target)
+            try:
+                written.append(_write_one(storage, one, file, kind))
+            except DamagedError as error:
+                raise _DamageError(Skipped(one, error.message)) from error
+        for file in outputs:
+            file.commit()
+    return written
+
+
+def _write_one(storage: Store, one: catalog.Checkpoint, file: OutputFile, kind: str) -> Written:
+    made = Written(one, file.target, kind)
+    with storage.reader(one) as reader:
+        content = read_tree(reader)
+        if kind == "safetensors":
+            plan = safetensors_file.plan(content, _about(one))
+            safetensors_file.write(reader, plan, file)
+            made.changed = [f"{path} is left out" for path in plan.left_out]
+        else:
+            from . import torch_file  # imports torch when used
+
+            made.changed = torch_file.write(reader, content, file)
+    made.bytes = file.size()
+    return made
+
+
+def _about(one: catalog.Checkpoint) -> dict[str, str]:
+    return {
+        "pccheck.job": one.job,
+        "pccheck.rank": str(one.rank),
+        "pccheck.world_size": str(one.world_size),
+        "pccheck.step": str(one.step),
+        "pccheck.sequence": str(one.sequence),
+    }
+
+
+def _format_of(path: Path) -> str:
+    return "safetensors" if path.suffix == ".safetensors" else "torch"
+
+
+def _target(output: Path, rank: int) -> Path:
+    if "{rank}" in output.name:
+        return output.with_name(output.name.replace("{rank}", str(rank)))
+    return output.with_name(f"{output.stem}.rank-{rank}{output.suffix}")
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends like an error does: temporary files go."""
+
+    def terminated(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- telling -----------------------------------------------------------------------------------
+
+
+def _tell(arguments: argparse.Namespace, written: list[Written], skipped: list[Skipped]) -> int:
+    if arguments.json:
+        print_json(_document(written, skipped))
+    else:
+        for skip in skipped:
+            one = skip.checkpoint
+            note(
+                f"passed over the checkpoint of step {one.step} (sequence {one.sequence}, rank "
+                f"{one.rank}): {skip.reason}"
+            )
+        for item in written:
+            print(
+                f"{item.path}: step {item.checkpoint.step} of job {item.checkpoint.job} rank "
+                f"{item.checkpoint.rank}, {render.size(item.bytes)}, {item.format}"
+            )
+            for change in item.changed[:NAMED_MAX]:
+                note(f"{item.path.name}: {change}")
+            if len(item.changed) > NAMED_MAX:
+                note(f"{item.path.name}: {len(item.changed) - NAMED_MAX} more; --json has all")
+    return DamagedError.exit_code if skipped else 0
+
+
+def _document(written: list[Written], skipped: list[Skipped]) -> Document:
+    """What `recover --json` prints."""
+    return {
+        "schema": 1,
+        "written": [
+            {
+                "path": str(item.path),
+                "format": item.format,
+                "bytes": item.bytes,
+                "changed": item.changed,
+                "checkpoint": offline.describe(item.checkpoint),
+            }
+            for item in written
+        ],
+        "skipped": [
+            {"checkpoint": offline.describe(skip.checkpoint), "reason": skip.reason}
+            for skip in skipped
+        ],
+    }

@@ -1,0 +1,187 @@
+"""Reading checkpoints through the daemon, for users who may not open the volume files: what is
+there comes from its list, the bytes come as they do to a trainer, checked by the daemon."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pccheck_native import _core, catalog, layout
+from pccheck_wire import attach
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, Role
+
+from . import VERSION
+from .online import Observer
+from .output import Document, rows, text, whole
+from .reading import RecycledError
+
+LOAD_LIMIT_S = 3600.0
+
+
+class DaemonStore:
+    """The checkpoints that the daemon shows to this user. The counterpart of `offline.Storage`."""
+
+    def __init__(self, socket: str | None, path: Path) -> None:
+        self.path = path
+        self._socket = socket
+
+    def scan(
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+    ) -> catalog.Catalog:
+        """What the daemon lists, as a catalog without volumes' infos."""
+        with Observer(self._socket) as observer:
+            document = observer.listing(job)
+        found = catalog.Catalog()
+        for item in rows(document, "checkpoints"):
+            if uid in (None, item.get("uid")) and rank in (None, item.get("rank")):
+                found.checkpoints.append(_checkpoint(item))
+        for item in rows(document, "unreadable"):
+            found.unreadable.append(self._unreadable(item))
+        return found
+
+    def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
+        return DaemonReader(checkpoint, self._socket)
+
+    def _unreadable(self, item: Document) -> catalog.Unreadable:
+        path = Path(text(item, "path"))
+        try:
+            file = layout.parse_volume_path(self.path, path)
+        except ValueError:
+            file = layout.VolumeFile(0, "", 0, 0, path)
+        return catalog.Unreadable(file, text(item, "code"), text(item, "reason"))
+
+
+def _checkpoint(item: Document) -> catalog.Checkpoint:
+    """From the list; where the tree lies is said when it is opened."""
+    flags = {
+        "global": _core.SLOT_GLOBAL,
+        "pinned": _core.SLOT_PINNED,
+        "damaged": _core.SLOT_DAMAGED,
+    }
+    return catalog.Checkpoint(
+        uid=whole(item, "uid"),
+        job=text(item, "job"),
+        rank=whole(item, "rank"),
+        sequence=whole(item, "sequence"),
+        step=whole(item, "step"),
+        incarnation=whole(item, "incarnation"),
+        world_size=whole(item, "world_size", 1),
+        payload_bytes=whole(item, "payload_bytes"),
+        tree_offset=0,
+        tree_bytes=0,
+        wall_ns=whole(item, "wall_ns"),
+        flags=sum(bit for name, bit in flags.items() if item.get(name) is True),
+        slot=0,
+        volume_path=Path(text(item, "volume")),
+    )
+
+
+class DaemonReader:
+    """A reader's session of one checkpoint."""
+
+    def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
+        """Raises RecycledError when the daemon has given its slot away."""
+        self.checkpoint = checkpoint
+        self._path = socket
+        self._load = 0
+        hello = Hello(
+            PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=checkpoint.job,
+            rank=checkpoint.rank, world_size=checkpoint.rank + 1, solo=True, uid=checkpoint.uid,
+        )  # fmt: skip
+        self._attachment = attach.connect(hello, socket)
+        try:
+            self._opened = self._open()
+            self._link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
+        except BaseException:
+            self._attachment.close()
+            raise
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._opened.tree_offset, self._opened.tree_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        made = (ctypes.c_char * length)()
+        self._transfer(struct.pack("<QQQ", ctypes.addressof(made), offset, length), offset, length)
+        return bytes(made)
+
+    def read_into(self, ranges: bytes) -> None:
+        places = [(offset, length) for _, offset, length in struct.iter_unpack("<QQQ", ranges)]
+        first = places[0][0]
+        self._transfer(ranges, first, sum(places[-1]) - first)
+
+    def verify(self) -> None:
+        one = self.checkpoint
+        with Observer(self._path) as observer:
+            document = observer.verify(
+                one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S
+            )
+        for item in rows(document, "checkpoints"):
+            if item.get("valid") is not True:
+                raise self._damaged(text(item, "problem"))
+
+    def close(self) -> None:
+        self._link.close()
+        self._attachment.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Opened:
+        one = self.checkpoint
+        try:
+            answer = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
+        except NoCheckpointError as error:
+            raise self._recycled() from error
+        if not isinstance(answer, Opened) or answer.sequence != one.sequence:
+            raise self._recycled()
+        return answer
+
+    def _transfer(self, ranges: bytes, offset: int, length: int) -> None:
+        self._load += 1
+        deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
+        self._link.load_start(self._load, ranges)
+        self._attachment.request(Read(self._load, self.checkpoint.sequence, offset, length))
+        try:
+            result = self._link.load_wait(self._load, deadline_ns)
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"no data for {LOAD_LIMIT_S:g} s") from error
+        except OSError as error:
+            raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
+        if result != 0:
+            raise self._damaged(f"code {result}")
+
+    def _damaged(self, why: str) -> PccheckError:
+        one = self.checkpoint
+        return DamagedError(
+            f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank}) is "
+            f"damaged: {why}"
+        )
+
+    def _recycled(self) -> PccheckError:
+        one = self.checkpoint
+        return RecycledError(
+            f"the checkpoint of step {one.step} (sequence {one.sequence}) was replaced by a newer "
+            "one",
+            hint="try again",
+        )

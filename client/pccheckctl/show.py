@@ -1,0 +1,123 @@
+"""`pccheckctl show`: what is in one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+
+from pccheck_native import catalog
+from pccheck_wire import tree
+from pccheck_wire.errors import DamagedError
+
+from . import offline, render
+from .listing import age_s, flags
+from .output import Document, note, print_json, whole
+from .reading import read_tree
+from .source import files
+
+TEXT_WIDTH_MAX = 60
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, or 14 when damaged checkpoints were passed over on the way to the one shown."""
+    storage = files(arguments)
+    found = storage.scan(uid=arguments.uid, job=arguments.job)
+    by_rank = offline.of_job(found, arguments.job, storage.path)
+    rank = min(by_rank) if arguments.rank is None else arguments.rank
+    wanted = offline.matching(
+        by_rank.get(rank, ()), step=arguments.step, sequence=arguments.sequence
+    )
+    damaged: list[DamagedError] = []
+    for one in wanted:
+        try:
+            with storage.reader(one) as reader:
+                content = read_tree(reader)
+        except DamagedError as error:
+            damaged.append(error)
+            continue
+        document = describe(one, content)
+        if arguments.json:
+            print_json(document)
+        else:
+            for passed in damaged:
+                note(f"{passed.message}; showing the one before")
+            print(as_text(document))
+        return DamagedError.exit_code if damaged else 0
+    if damaged:
+        raise damaged[0]
+    raise offline.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
+
+
+def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
+    """What `show --json` prints."""
+    return {
+        "schema": 1,
+        **offline.describe(one),
+        "attached": content.attached,
+        "metadata": as_json(tree.plain(content.metadata)),
+        "tensors": [
+            {
+                "path": entry.path,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "strides": list(entry.strides),
+                "offset": entry.offset,
+                "bytes": content_bytes(entry),
+            }
+            for entry in tree.tensor_entries(content)
+        ],
+        "leaves": [leaf._asdict() for leaf in tree.leaf_entries(content)],
+    }
+
+
+def content_bytes(entry: tree.TensorEntry) -> int:
+    """Bytes of its elements: more than it takes when it is expanded, less when it is a slice."""
+    item = tree.ITEM_BYTES.get(entry.dtype)
+    return entry.nbytes if item is None else math.prod(entry.shape) * item
+
+
+def as_json(value: object) -> object:
+    """Metadata as JSON has it; what JSON cannot say is said by its repr."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): as_json(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return repr(value)
+
+
+def as_text(document: Document) -> str:
+    """The same for people: a head, then tensors, then leaves."""
+    tensors, leaves = document["tensors"], document["leaves"]
+    assert isinstance(tensors, list)
+    assert isinstance(leaves, list)
+    lines = [
+        f"job {document['job']} rank {document['rank']} of {document['world_size']}: "
+        f"step {document['step']}, sequence {document['sequence']}, "
+        f"run {document['incarnation']}, {render.size(whole(document, 'payload_bytes'))}, "
+        f"{render.age(age_s(document, time.time()))}"
+        + (f", {flags(document)}" if flags(document) else "")
+    ]
+    if document["metadata"]:
+        lines.append(f"metadata: {document['metadata']}")
+    if tensors:
+        cells = [
+            (t["path"] or ".", t["dtype"], render.shape(t["shape"]), render.size(t["bytes"]))
+            for t in tensors
+        ]
+        lines += ["", render.table(("tensor", "dtype", "shape", "size"), cells)]
+    if leaves:
+        values = [(leaf["path"] or ".", leaf["kind"], _cut(leaf["text"])) for leaf in leaves]
+        lines += ["", render.table(("value", "type", "is"), values)]
+    total = sum(t["bytes"] for t in tensors)
+    lines += ["", f"{render.plural(len(tensors), 'tensor')} of {render.size(total)}, "
+              f"{render.plural(len(leaves), 'value')}"]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT_WIDTH_MAX else text[: TEXT_WIDTH_MAX - 3] + "..."

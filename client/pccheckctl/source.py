@@ -1,0 +1,79 @@
+"""Whom to ask: the daemon when it answers, a storage directory when one is named.
+
+What one answer does not need is imported late: starting takes longer than answering.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
+
+from pccheck_wire.errors import DaemonUnreachableError
+
+from .output import Document, part, text
+
+if TYPE_CHECKING:
+    from .reading import Store
+
+
+class Source(Protocol):
+    """What can be asked for documents: a daemon, or a storage directory."""
+
+    def status(self, *, uid: int | None = None) -> Document: ...
+    def listing(self, job: str = "", *, uid: int | None = None) -> Document: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def choose(arguments: argparse.Namespace) -> Source:
+    """The daemon, unless --storage is given; without a daemon the directory in PCCHECK_STORAGE.
+
+    Raises DaemonUnreachableError that names both ways out.
+    """
+    if arguments.storage:
+        from .offline import Storage
+
+        return Storage(arguments.storage)
+    from .online import Observer
+
+    try:
+        return Observer(arguments.socket)
+    except DaemonUnreachableError as error:
+        fallback = os.environ.get("PCCHECK_STORAGE")
+        if not fallback:
+            raise DaemonUnreachableError(
+                error.message, hint=f"{error.hint}; or read the files: pccheckctl --storage DIR ..."
+            ) from error
+    from .offline import Storage
+
+    return Storage(fallback)
+
+
+def files(arguments: argparse.Namespace) -> Store:
+    """For commands that read checkpoints: the directory itself, also a running daemon's, since
+    that costs the daemon nothing; through the daemon where we may not look into it."""
+    from .offline import Storage
+
+    with choose(arguments) as chosen:
+        if isinstance(chosen, Storage):
+            return chosen
+        place = Path(text(part(chosen.status(), "storage"), "path"))
+    if _may_read(place):
+        return Storage(place)
+    from .remote import DaemonStore
+
+    return DaemonStore(arguments.socket, place)
+
+
+def _may_read(place: Path) -> bool:
+    """Every user's directory below it is open to us."""
+    try:
+        return all(
+            os.access(entry, os.R_OK | os.X_OK)
+            for entry in (place, *place.iterdir())
+            if entry.is_dir()
+        )
+    except OSError:
+        return False

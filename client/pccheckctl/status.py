@@ -1,0 +1,109 @@
+"""`pccheckctl status`: what the daemon does, or, without one, what the volumes say."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from . import render
+from .listing import age_s
+from .output import Document, number, part, print_json, rows, text, texts, whole
+from .source import choose
+
+DEGRADED = 3
+#: States of a checkpoint that is on its way; the others have ended.
+MOVING = ("requested", "copying", "copied", "writing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when all is well, 3 when something needs to be looked at."""
+    with choose(arguments) as chosen:
+        document = chosen.status(uid=arguments.uid)
+    if arguments.json:
+        print_json(document)
+    else:
+        print(as_text(document))
+    return DEGRADED if degraded(document) else 0
+
+
+def degraded(document: Document) -> bool:
+    state = text(part(document, "daemon"), "state")
+    return state != "ok" if state else bool(texts(document, "warnings"))
+
+
+def as_text(document: Document, *, now_s: float | None = None) -> str:
+    """The same for people; `now_s` is wall time."""
+    now_s = time.time() if now_s is None else now_s
+    blocks = ["\n".join(_head(document))]
+    ranks = rows(document, "ranks")
+    if ranks:
+        blocks.append(_ranks(ranks, now_s, served=bool(part(document, "daemon"))))
+    else:
+        blocks.append("no jobs")
+    moving = [(rank, one) for rank in ranks for one in rows(rank, "checkpoints")
+              if text(one, "state") in MOVING]  # fmt: skip
+    if moving:
+        blocks.append(_in_flight(moving))
+    warnings = texts(document, "warnings")
+    if warnings:
+        blocks.append("\n".join(f"warning: {warning}" for warning in warnings))
+    return "\n\n".join(blocks)
+
+
+def _head(document: Document) -> list[str]:
+    daemon, pool, storage = (part(document, key) for key in ("daemon", "pool", "storage"))
+    place = (
+        f"storage  {text(storage, 'path')}, {render.size(whole(storage, 'free_bytes'))} free of "
+        f"{render.size(whole(storage, 'total_bytes'))}"
+    )
+    if not daemon:
+        return ["daemon   none asked: this is what the volumes say", place]
+    return [
+        f"daemon   {text(daemon, 'state')}: pccheckd {text(daemon, 'version')}, "
+        f"pid {text(daemon, 'pid')}, up {render.duration(number(daemon, 'uptime_s') or 0)}",
+        place,
+        f"pool     {render.size(whole(pool, 'used_bytes'))} used of "
+        f"{render.size(whole(pool, 'budget_bytes'))}",
+        f"slots    {text(daemon, 'slots')} per volume: {text(daemon, 'in_flight')} in flight, "
+        f"{text(daemon, 'keep')} kept; {text(daemon, 'writers')} writers each, "
+        f"chunks of {render.size(whole(daemon, 'chunk_bytes'))}",
+    ]
+
+
+def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
+    """One line per rank; what only a daemon knows is left out without one."""
+    uids = {rank.get("uid") for rank in ranks}
+    headings = ("job", "rank", "pid", "run", "last durable step", "age", "in flight",
+                "durable", "superseded", "skipped", "failed")  # fmt: skip
+    lines = []
+    for rank in ranks:
+        newest, counters = part(rank, "newest"), part(rank, "counters")
+        lines.append((
+            text(rank, "job") if len(uids) == 1 else f"{rank.get('uid')}/{rank.get('job')}",
+            rank.get("rank"),
+            rank.get("pid"),
+            rank.get("incarnation"),
+            newest.get("step"),
+            render.age(age_s(newest, now_s)),
+            rank.get("in_flight"),
+            *(counters.get(name) for name in headings[7:]),
+        ))  # fmt: skip
+    shown = range(len(headings)) if served else (0, 1, 3, 4, 5)
+    return render.table(
+        [headings[at] for at in shown], [[line[at] for at in shown] for line in lines]
+    )
+
+
+def _in_flight(moving: list[tuple[Document, Document]]) -> str:
+    lines = [
+        (
+            text(rank, "job"),
+            rank.get("rank"),
+            one.get("step"),
+            text(one, "state"),
+            render.size(whole(one, "payload_bytes")),
+            render.age(number(one, "requested_s")),
+        )
+        for rank, one in moving
+    ]
+    return render.table(("job", "rank", "step", "state", "size", "requested"), lines)

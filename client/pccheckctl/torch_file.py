@@ -1,0 +1,125 @@
+"""A checkpoint as a file for `torch.load(weights_only=True)`. Imports torch, and only this does.
+
+What that loader refuses by default becomes the nearest thing it takes: NumPy arrays and scalars
+become tensors and Python numbers, defaultdicts dicts, frozensets sets; each is noted by its path.
+"""
+
+from __future__ import annotations
+
+import os
+
+from pccheck_wire import tree
+from pccheck_wire.errors import PccheckError
+from pccheck_wire.tree import Node, Tag
+
+from .output_file import OutputFile
+from .reading import Reader
+from .strides import contiguous_strides
+from .torch_names import NUMPY_TO_TORCH
+
+#: dtypes that torch can hold but not save; their bytes are.
+_UNSAVED = frozenset(
+    [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+    + ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"]
+)
+
+
+def write(reader: Reader, content: tree.Tree, output: OutputFile) -> list[str]:
+    """Fills `output`; every byte is checked on the way. Returns what was changed, by path.
+
+    Raises DamagedError, or PccheckError when torch is not installed.
+    """
+    try:
+        import torch
+
+        from pccheck import rebuild
+    except ImportError as error:
+        raise PccheckError(
+            f"a torch file needs torch and NumPy, which cannot be imported: {error}",
+            hint="pip install 'pccheck[torch]', or use --format safetensors",
+        ) from error
+    plain = Plain(content.extents)
+    root = plain.node(content.root, "")
+    memory = rebuild.Memory(content.extents)
+    if content.extents:
+        reader.read_into(memory.ranges)
+    state = rebuild.state_of(memory, root)
+    with os.fdopen(os.dup(output.descriptor), "wb") as file:
+        torch.save(state, file)
+    return plain.changed
+
+
+class Plain:
+    """Rewrites a tree into one that the safe loader takes; `changed` says where."""
+
+    def __init__(self, extents: list[tree.Extent]) -> None:
+        self.extents = extents
+        self.changed: list[str] = []
+
+    def node(self, node: Node, path: str, *, key: bool = False) -> Node:
+        """The node as the loader takes it; `key`: it must stay hashable."""
+        if isinstance(node, tree.Sequence):
+            return self._sequence(node, path, key)
+        if isinstance(node, tree.Mapping):
+            return self._mapping(node, path)
+        if isinstance(node, tree.Array):
+            return self._array(node, path)
+        if isinstance(node, tree.Scalar):
+            return self._scalar(node, path)
+        if isinstance(node, tree.Tensor) and node.dtype in _UNSAVED:
+            self._note(path, f"{node.dtype} became bytes")
+            width = tree.ITEM_BYTES[node.dtype]
+            name = "uint8" if width == 1 else "int16"
+            return tree.Tensor(
+                node.shape, node.strides, name, node.flags & ~tree.REQUIRES_GRAD, node.extent,
+                node.offset,
+            )  # fmt: skip
+        return node
+
+    def _sequence(self, node: tree.Sequence, path: str, key: bool) -> Node:
+        tag = node.tag
+        if tag is Tag.FROZENSET:
+            tag = Tag.TUPLE if key else Tag.SET
+            self._note(path, f"frozenset became {tag.name.lower()}")
+        inner = key or tag is Tag.SET
+        items = [
+            self.node(item, tree.join(path, index), key=inner)
+            for index, item in enumerate(node.items)
+        ]
+        return tree.Sequence(tag, items)
+
+    def _mapping(self, node: tree.Mapping, path: str) -> Node:
+        tag = node.tag
+        if tag is Tag.DEFAULT:
+            tag = Tag.DICT
+            self._note(path, "defaultdict became dict")
+        items = [
+            (
+                self.node(name, path, key=True),
+                self.node(value, tree.join(path, tree.plain(name))),
+            )
+            for name, value in node.items
+        ]
+        return tree.Mapping(tag, items, attributes=node.attributes)
+
+    def _array(self, node: tree.Array, path: str) -> Node:
+        dtype = NUMPY_TO_TORCH.get(node.dtype, "")
+        lead = self.extents[node.extent].lead + node.offset if node.extent >= 0 else 0
+        if not dtype or lead % tree.ITEM_BYTES[dtype]:
+            self._note(path, f"array of {node.dtype} was left out")
+            return None
+        self._note(path, "array became tensor")
+        strides = list(contiguous_strides(node.shape, order=node.order))
+        return tree.Tensor(node.shape, strides, dtype, 0, node.extent, node.offset)
+
+    def _scalar(self, node: tree.Scalar, path: str) -> Node:
+        import numpy as np
+
+        self._note(path, "NumPy scalar became Python's")
+        if not node.data:
+            return ""
+        value = np.frombuffer(node.data, np.dtype(node.dtype))[0].item()
+        return value if isinstance(value, (bool, int, float, complex, str, bytes)) else str(value)
+
+    def _note(self, path: str, what: str) -> None:
+        self.changed.append(f"{path or '.'}: {what}")

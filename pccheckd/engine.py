@@ -1,0 +1,148 @@
+"""The asyncio face of the native core: events arrive on the loop, what may block runs in threads.
+
+No call into a volume or a channel is made from the loop itself: a lock in there may be held by a
+thread that waits for a disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from pccheck_native import _core
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DamagedError,
+    InternalError,
+    NoCheckpointError,
+    NoStoreError,
+    PccheckError,
+    RefusedError,
+    StorageFullError,
+    StoreLockedError,
+)
+
+from .config import Config
+from .logs import LOG
+
+THREADS = 32
+#: Threads that one user's slow disk or large volume may keep busy; the others stay free.
+THREADS_PER_UID = 6
+SCANS = 4
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
+    "NOT_A_VOLUME": (DamagedError, "holds no valid commit record", "move it away, then start anew"),
+    "DAMAGED": (DamagedError, "is damaged", "see: pccheckctl verify"),
+    "TRUNCATED": (DamagedError, "is shorter than its records say", "bring the whole file back"),
+    "NEWER_FORMAT": (RefusedError, "was written by a newer version", "upgrade pccheck"),
+    "LOCKED": (StoreLockedError, "is open in another process", "end that process first"),
+    "NO_SLOT": (CheckpointFailedError, "has no free slot", "use more --slots"),
+    "TOO_LARGE": (CheckpointFailedError, "has slots smaller than this checkpoint", "register it"),
+    "STOPPED": (CheckpointFailedError, "could not write a commit record", "check the disk"),
+    "NO_MEMORY": (RefusedError, "got no DRAM: the budget is used up", "raise --dram"),
+    "UNSUPPORTED": (
+        NoStoreError,
+        "lies on a file system or kernel that lacks direct I/O",
+        "use a local ext4 or xfs disk; --allow-any-filesystem overrides this for tests",
+    ),
+}
+
+
+def translated(error: BaseException, what: str) -> PccheckError:
+    """What a native or kernel error means to the one who asked; `what` is its subject."""
+    if isinstance(error, PccheckError):
+        return error
+    if isinstance(error, _core.NativeError):
+        kind, text, hint = _NATIVE.get(error.code_name, (InternalError, error.code_name, ""))
+        return kind(f"{what} {text}", hint=hint)
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageFullError(f"{what}: no room left on the disk")
+        if error.errno == errno.ENOENT:
+            return NoCheckpointError(f"{what} is not there")
+        return CheckpointFailedError(f"{what}: {os.strerror(error.errno or 0)}")
+    return InternalError(f"{what}: {type(error).__name__}", hint="the daemon's log has it")
+
+
+class Engine:
+    """Owns the pool, the event ring and the threads for calls that block."""
+
+    def __init__(self, config: Config) -> None:
+        self.pool = _core.Pool(config.dram_bytes)
+        self._events = _core.Events()
+        self._listeners: dict[int, Callable[[_core.Event], None]] = {}
+        self._next_channel = 1
+        self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="call")
+        self._scans = ThreadPoolExecutor(SCANS, thread_name_prefix="scan")
+        self._limits: dict[int, asyncio.Semaphore] = {}
+        self._scan_limits: dict[int, asyncio.Semaphore] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Begins to deliver events on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._events.fileno(), self._deliver)
+
+    def stop(self) -> None:
+        """After every channel is closed."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._events.fileno())
+        self._calls.shutdown(wait=False, cancel_futures=True)
+        self._scans.shutdown(wait=False, cancel_futures=True)
+
+    async def call(
+        self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Runs a native call for a user in a thread; a user waits for his own calls only."""
+        limit = self._limits.setdefault(uid, asyncio.Semaphore(THREADS_PER_UID))
+        loop = asyncio.get_running_loop()
+        async with limit:
+            return await loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
+
+    async def scan(
+        self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Runs something long that only reads (verify, list), one at a time for each user."""
+        limit = self._scan_limits.setdefault(uid, asyncio.Semaphore(1))
+        loop = asyncio.get_running_loop()
+        async with limit:
+            return await loop.run_in_executor(self._scans, lambda: function(*args, **kwargs))
+
+    def open_channel(
+        self,
+        listener: Callable[[_core.Event], None],
+        *,
+        chunk_bytes: int,
+        block_bytes: int,
+        chunk_capacity: int,
+        lanes: int,
+        writers: int,
+    ) -> tuple[int, _core.Channel]:
+        """A channel whose events go to `listener`, on the loop."""
+        number = self._next_channel
+        self._next_channel += 1
+        channel = _core.Channel(
+            self.pool, self._events, id=number, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
+            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers,
+        )  # fmt: skip
+        self._listeners[number] = listener
+        return number, channel
+
+    def forget_channel(self, number: int) -> None:
+        self._listeners.pop(number, None)
+
+    def _deliver(self) -> None:
+        for event in self._events.take():
+            listener = self._listeners.get(event.channel)
+            if listener is None:
+                continue
+            try:
+                listener(event)
+            except Exception:  # one checkpoint's trouble must not stop the events of the others
+                LOG.exception("event %s of channel %d", event.kind, event.channel)

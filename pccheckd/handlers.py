@@ -1,0 +1,197 @@
+"""Requests: decode, one domain call, reply. A bad request fails that request and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+from pccheck_native import _core
+from pccheck_wire import codec
+from pccheck_wire.errors import (
+    InternalError,
+    NoCheckpointError,
+    PccheckError,
+    RefusedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import (
+    Begin,
+    Describe,
+    Described,
+    Done,
+    Failure,
+    Goodbye,
+    ListVolumes,
+    Open,
+    Read,
+    Register,
+    Registered,
+    Reply,
+    ReplyBody,
+    Report,
+    Request,
+    RequestBody,
+    Restored,
+    Role,
+    Status,
+    Verify,
+)
+
+from . import recovery, report
+from .config import Config
+from .engine import Engine, translated
+from .logs import LOG
+from .registry import Registry
+from .sessions import Session, Sessions
+from .volumes import PAYLOAD_BYTES_MAX, Key
+
+GOODBYE_LIMIT_S = 60.0
+
+_TRAINER_ONLY = (Register, Begin, Describe, Restored, Goodbye)
+_NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
+
+
+def failure(error: BaseException) -> Failure:
+    """What the peer is told; a fault of ours is logged with its traceback."""
+    told = error if isinstance(error, PccheckError) else translated(error, "the request")
+    if isinstance(told, InternalError) and told is not error:
+        LOG.error("a request failed", exc_info=error)
+    return Failure(told.code, told.message[:2000], told.hint[:2000], told.retryable)
+
+
+class Handlers:
+    def __init__(
+        self, config: Config, engine: Engine, registry: Registry, sessions: Sessions
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._sessions = sessions
+        self._started_ns = time.monotonic_ns()
+
+    async def by_token(self, uid: int, data: bytes) -> bytes | None:
+        """A request that came over ZeroMQ: the token names the session."""
+        return await self._answer(uid, data, None)
+
+    async def by_session(self, session: Session, data: bytes) -> bytes | None:
+        """A request that came over the session's own attach socket."""
+        return await self._answer(session.uid, data, session)
+
+    async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
+        number = 0
+        body: ReplyBody | None
+        try:
+            request = codec.decode(data, Request)
+            number = request.number
+            if session is None:
+                session = self._sessions.by_token(uid, request.token)
+            body = await self._handle(session, request.body)
+            if number == 0 or body is None:
+                return None
+            return codec.encode(Reply(number, body))
+        except Exception as error:  # the edge of this request
+            told = codec.encode(Reply(number, failure(error)))
+            return told if number or session is None else None
+
+    async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
+        if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
+            raise RefusedError(f"a {session.role} may not {body.TAG}")
+        if isinstance(body, _NOT_OBSERVER) and session.role is Role.OBSERVER:
+            raise RefusedError(f"an observer may not {body.TAG}")
+        match body:
+            case Begin():
+                self._begin(session, body)
+                return None
+            case Register():
+                return await self._register(session, body)
+            case Describe():
+                return self._describe(session, body)
+            case Open():
+                return await recovery.open_checkpoint(session, body)
+            case Read():
+                await recovery.read(session, self._registry, body)
+            case Restored():
+                assert session.tenant is not None
+                await session.tenant.unprotect()
+            case Goodbye():
+                await self._goodbye(session, body)
+            case Status():
+                return Report(self._status(session))
+            case ListVolumes():
+                return Report(
+                    await self._engine.scan(
+                        session.uid, report.listing, session.uid, self._config, body.job
+                    )
+                )
+            case Verify():
+                return Report(await self._verify(session, body))
+        return Done()
+
+    async def _register(self, session: Session, body: Register) -> Registered:
+        tenant, port = session.tenant, session.port
+        assert tenant is not None and port is not None
+        if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
+            raise UsageError(f"$.body.payload_bytes: {body.payload_bytes} cannot be")
+        volume = await tenant.register(body.payload_bytes)
+        wanted = tenant.wanted_bytes(body.payload_bytes)
+        granted = await self._registry.grow(port, tenant, wanted)
+        lanes = volume.info.slots - volume.info.keep
+        return Registered(
+            slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
+            granted_bytes=granted, volume=str(volume.path),
+            effective_in_flight=round(min(lanes, 1 + granted / body.payload_bytes), 2),
+        )  # fmt: skip
+
+    def _begin(self, session: Session, body: Begin) -> None:
+        tenant = session.tenant
+        assert tenant is not None
+        reason = ""
+        if self._sessions.draining:
+            reason = "the daemon is stopping"
+        elif body.on_busy not in ("wait", "skip"):
+            reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
+        elif body.tree_offset + body.tree_bytes > body.payload_bytes or not body.payload_bytes:
+            reason = "the tree does not lie in the payload"
+        tenant.begin(session.number, body, refused=reason)
+
+    def _describe(self, session: Session, body: Describe) -> Described:
+        assert session.tenant is not None
+        found = session.tenant.ledger.find(session.number, body.snapshot)
+        if found is None:
+            raise NoCheckpointError(f"snapshot {body.snapshot} is not known (any more)")
+        return Described(
+            snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
+            reason=found.reason, hint=found.hint, newer_sequence=found.newer_sequence,
+            newer_step=found.newer_step,
+        )  # fmt: skip
+
+    async def _goodbye(self, session: Session, body: Goodbye) -> None:
+        tenant = session.tenant
+        assert tenant is not None
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S):
+            raise WaitTimeoutError(f"checkpoints still go on after {GOODBYE_LIMIT_S:g} s")
+        if body.done:
+            await tenant.finish()
+
+    def _status(self, session: Session) -> report.Document:
+        return report.status(
+            session.uid, self._config, self._engine, self._registry, self._sessions.all(),
+            self._started_ns,
+        )  # fmt: skip
+
+    async def _verify(self, session: Session, body: Verify) -> report.Document:
+        uid = session.uid if body.uid < 0 else body.uid
+        if not report.may_see(session.uid, uid):
+            raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        tenant = await self._registry.existing(Key(uid, body.job, body.rank))
+        volumes: list[tuple[str, _core.Volume]] = [
+            (str(item.path), item.volume) for item in tenant.volumes.open
+        ]
+        tenant.reading += 1
+        try:
+            document = await self._engine.scan(session.uid, report.verify, volumes, body.sequence)
+        finally:
+            tenant.reading -= 1
+        if body.sequence and not document["checkpoints"]:
+            raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
+        return document

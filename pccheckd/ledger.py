@@ -1,0 +1,132 @@
+"""The states of a tenant's checkpoints: the recent ones, counted, newest durable known."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from pccheck_native import _core
+from pccheck_wire.messages import CheckpointState as State
+
+from .checkpoint import Checkpoint
+
+HISTORY = 256
+_WAIT_STEP_S = 0.25
+
+
+class Ledger:
+    """Owned by its tenant; only the loop touches it."""
+
+    def __init__(self) -> None:
+        self.checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
+        self.counters: Counter[str] = Counter()
+        self.last_sequence = 0  # that was handed out since the daemon started
+        self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
+        self._waiters: set[asyncio.Event] = set()
+
+    def add(self, checkpoint: Checkpoint) -> bool:
+        """False when this snapshot of this session is there already."""
+        key = (checkpoint.session, checkpoint.snapshot)
+        if key in self.checkpoints:
+            return False
+        self.checkpoints[key] = checkpoint
+        for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
+            del self.checkpoints[old]
+        return True
+
+    def find(self, session: int, snapshot: int) -> Checkpoint | None:
+        return self.checkpoints.get((session, snapshot))
+
+    def live(self, before_incarnation: int | None = None) -> list[Checkpoint]:
+        """Checkpoints that have not ended, of incarnations before the given one."""
+        return [
+            checkpoint
+            for checkpoint in self.checkpoints.values()
+            if checkpoint.live
+            and (before_incarnation is None or checkpoint.incarnation < before_incarnation)
+        ]
+
+    async def settled(self, limit_s: float, *, before_incarnation: int | None = None) -> bool:
+        """Waits until none is live (of the incarnations before); False at the limit."""
+        return await self.until(lambda: not self.live(before_incarnation), limit_s)
+
+    async def until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Waits for a condition, looked at after every event; False at the limit."""
+        deadline = time.monotonic() + limit_s
+        moved = asyncio.Event()
+        self._waiters.add(moved)
+        try:
+            while not condition():
+                if time.monotonic() > deadline:
+                    return False
+                moved.clear()
+                try:
+                    await asyncio.wait_for(moved.wait(), _WAIT_STEP_S)
+                except TimeoutError:
+                    continue
+            return True
+        finally:
+            self._waiters.discard(moved)
+
+    def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
+        """The end of one that was never admitted."""
+        checkpoint.end(to, time.monotonic_ns(), reason, hint)
+        self.counters[to.name.lower()] += 1
+        self._tell()
+
+    def apply(self, event: _core.Event) -> Checkpoint | None:
+        """Moves the checkpoint that an event is about; None when it has ended or is not known."""
+        checkpoint = self.find(event.session, event.id)
+        if checkpoint is None or not checkpoint.live:
+            return None
+        now_ns = time.monotonic_ns()
+        checkpoint.sequence = event.sequence or checkpoint.sequence
+        checkpoint.rehomed = event.rehomed
+        checkpoint.times_ns = event.times._asdict()
+        if event.kind == "writing":
+            checkpoint.first_write_ns = now_ns
+            if checkpoint.state is State.COPIED:
+                checkpoint.advance(State.WRITING, now_ns)
+        elif event.kind == "copied":
+            to = State.WRITING if checkpoint.first_write_ns else State.COPIED
+            checkpoint.advance(to, now_ns)
+        elif event.kind == "durable":
+            checkpoint.advance(State.DURABLE, now_ns)
+            self.counters["durable"] += 1
+            self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
+        elif event.kind == "superseded":
+            checkpoint.advance(State.COPYING, now_ns)
+            checkpoint.end(State.SUPERSEDED, now_ns, "a newer checkpoint became durable first")
+            checkpoint.newer_sequence, checkpoint.newer_step = self.newest or (0, None)
+            self.counters["superseded"] += 1
+        elif event.kind == "failed":
+            checkpoint.end(State.FAILED, now_ns, *failure_text(event))
+            self.counters["failed"] += 1
+        self._tell()
+        return checkpoint
+
+    def became_global(self, sequence: int) -> list[Checkpoint]:
+        """Every rank has it durable; the ones that moved."""
+        moved = [
+            checkpoint
+            for checkpoint in self.checkpoints.values()
+            if checkpoint.sequence == sequence and checkpoint.state is State.DURABLE
+        ]
+        for checkpoint in moved:
+            checkpoint.move(State.GLOBAL, time.monotonic_ns())
+        return moved
+
+    def _tell(self) -> None:
+        for waiter in self._waiters:
+            waiter.set()
+
+
+def failure_text(event: _core.Event) -> tuple[str, str]:
+    """Reason and hint of a failed checkpoint."""
+    if event.stage == "copy":
+        return "its copy was not complete when the trainer ended or let go", ""
+    if event.error_name == "ENOSPC":
+        return f"{event.stage}: the disk is full", "free some room"
+    return f"{event.stage}: {event.error_name}", "check the disk and the kernel's log"

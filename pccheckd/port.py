@@ -1,0 +1,139 @@
+"""A native channel with its session: attached, detached, loaded through, closed, in that order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pccheck_native import _core
+
+from .engine import Engine, translated
+
+#: A detach drains what is in the ring; the disk is not waited for.
+DETACH_LIMIT_S = 60.0
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The live trainer of a channel: its session and what its Hello said."""
+
+    session: int
+    pid: int
+    incarnation: int
+    world_size: int  # 1 for a job that saves on rank 0 only
+    local_world_size: int
+    fresh: bool
+    on_event: Callable[[_core.Event], None]  # load_ended, bad_peer
+
+
+class Port:
+    """Owns one channel. Its events reach `listener` on the loop, except DETACHED."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        uid: int,
+        listener: Callable[[_core.Event], None],
+        *,
+        chunk_bytes: int,
+        block_bytes: int,
+        chunk_capacity: int,
+        lanes: int,
+        writers: int,
+    ) -> None:
+        self._engine = engine
+        self._uid = uid
+        self._listener = listener
+        self.chunk_bytes = chunk_bytes
+        self.block_bytes = block_bytes
+        self.number, self.channel = engine.open_channel(
+            self._hear, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
+            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers,
+        )  # fmt: skip
+        self.attached = False
+        self.granted_bytes = 0
+        self._drained = asyncio.Event()
+
+    async def attach(self, socket_fd: int, session: int) -> int:
+        """The session page's descriptor, the caller's to send and close."""
+        deadline = time.monotonic() + DETACH_LIMIT_S
+        while True:
+            try:
+                page_fd = await self._engine.call(
+                    self._uid, self.channel.attach, socket_fd, session
+                )
+                break
+            except OSError as error:  # the one before is still being drained
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise translated(error, "the session page") from error
+                await asyncio.sleep(_RETRY_S)
+        self.attached = True
+        self._drained.clear()
+        return page_fd
+
+    async def detach(self) -> None:
+        """Returns when every copy of the session is judged and its events were delivered."""
+        if not self.attached:
+            return
+        await self._engine.call(self._uid, self.channel.detach)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), DETACH_LIMIT_S)
+        self.attached = False
+
+    async def grow(self, wanted_bytes: int) -> int:
+        """DRAM up to `wanted_bytes`; what the channel has now, which may be less."""
+        try:
+            self.granted_bytes = await self._engine.call(self._uid, self.channel.grow, wanted_bytes)
+        except (OSError, _core.NativeError) as error:
+            raise translated(error, "the session") from error
+        return self.granted_bytes
+
+    async def release_memory(self) -> bool:
+        """Gives the segments back when detached and idle; whether it did."""
+        try:
+            await self._engine.call(self._uid, self.channel.release_memory)
+        except OSError:
+            return False
+        self.granted_bytes = 0
+        return True
+
+    async def load(
+        self, volume: _core.Volume, sequence: int, offset: int, length: int, load: int
+    ) -> None:
+        try:
+            await self._engine.call(
+                self._uid, self.channel.load, volume, sequence, offset, length, load
+            )
+        except (OSError, _core.NativeError) as error:
+            raise translated(error, f"checkpoint {sequence}") from error
+
+    async def unbind(self, volume: _core.Volume, limit_s: float) -> bool:
+        """Whether the channel let go of the volume; False when saves on it outlast the limit."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                await self._engine.call(self._uid, self.channel.unbind, volume)
+            except OSError as error:
+                if error.errno == errno.EBUSY and time.monotonic() < deadline:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                if error.errno == errno.EBUSY:
+                    return False
+                if error.errno != errno.ENOENT:
+                    raise
+            return True
+
+    async def close(self) -> None:
+        """Drains sealed saves; the memory goes back to the pool."""
+        await self._engine.call(self._uid, self.channel.close)
+        self._engine.forget_channel(self.number)
+
+    def _hear(self, event: _core.Event) -> None:
+        if event.kind == "detached":
+            self._drained.set()
+        self._listener(event)

@@ -1,0 +1,129 @@
+"""Which jobs and tenants are loaded, and whose memory may be taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from pccheck_native import layout
+from pccheck_wire.errors import NoCheckpointError, RefusedError
+
+from .config import Config
+from .engine import Engine
+from .jobs import Job
+from .logs import LOG
+from .port import Port
+from .tenants import Tenant
+from .volumes import Key
+
+#: Tenants without a trainer that stay loaded, for recovery from DRAM.
+IDLE_MAX = 64
+CHUNKS_MIN = 2  # of a channel: one is filled while one is written
+
+
+class Registry:
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self.config = config
+        self.engine = engine
+        self.jobs: dict[tuple[int, str], Job] = {}
+        self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
+        self._group_work: set[asyncio.Task[None]] = set()
+
+    def tenants(self) -> Iterator[Tenant]:
+        for job in self.jobs.values():
+            yield from job.tenants.values()
+
+    async def job(self, uid: int, name: str) -> Job:
+        """The job with a tenant for every rank that has a volume here."""
+        async with self._lock(uid):
+            job = self.jobs.get((uid, name))
+            if job is None:
+                job = Job(uid, name)
+                files = await self.engine.call(
+                    uid, layout.list_volumes, self.config.storage, uid=uid, job=name
+                )
+                for rank in sorted({file.rank for file in files}):
+                    await self._load(job, rank)
+                self.jobs[uid, name] = job
+            return job
+
+    async def tenant(self, key: Key) -> tuple[Job, Tenant]:
+        """The tenant, loaded if it was not. It need not have a volume."""
+        job = await self.job(key.uid, key.job)
+        async with self._lock(key.uid):
+            if key.rank not in job.tenants:
+                await self._load(job, key.rank)
+            self.jobs[key.uid, key.job] = job
+            return job, job.tenants[key.rank]
+
+    async def existing(self, key: Key) -> Tenant:
+        """The tenant of a rank that has a readable volume. Raises NoCheckpointError or why not.
+
+        Nothing is kept for names that do not exist, however many are asked for.
+        """
+        files = await self.engine.call(
+            key.uid, layout.list_volumes, self.config.storage, uid=key.uid, job=key.job,
+            rank=key.rank,
+        )  # fmt: skip
+        if not files:
+            raise NoCheckpointError(f"{key} has no volume", hint="see: pccheckctl list")
+        _job, tenant = await self.tenant(key)
+        tenant.volumes.require_readable(fresh=False)
+        if not tenant.volumes.open:
+            raise NoCheckpointError(f"{key} has no readable volume", hint="see: pccheckctl list")
+        return tenant
+
+    async def grow(self, port: Port, tenant: Tenant, wanted_bytes: int) -> int:
+        """DRAM for a channel, taken back from tenants without a trainer when the pool is short,
+        longest gone first; what it has now. Raises RefusedError below two chunks."""
+        budget, used = self.engine.pool.usage()
+        for other in sorted(self.tenants(), key=lambda t: t.last_used_ns):
+            if budget - used >= wanted_bytes - port.granted_bytes:
+                break
+            if other is tenant or not other.idle or other.port is None:
+                continue
+            async with other.lock:
+                if other.owner is None and await other.port.release_memory():
+                    LOG.info("%s: its cached chunks made room for others", other.key)
+            budget, used = self.engine.pool.usage()
+        granted = await port.grow(wanted_bytes)
+        least = CHUNKS_MIN * port.chunk_bytes
+        if granted < least:
+            raise RefusedError(
+                f"{tenant.key} needs at least two chunks ({least} bytes) of DRAM and got "
+                f"{granted}: {used} of {budget} are used",
+                hint="raise --dram, or lower --chunk",
+                retryable=True,
+            )
+        return granted
+
+    async def trim(self) -> None:
+        """Closes the jobs longest without a trainer when too many are loaded."""
+        idle = [job for job in self.jobs.values() if job.idle]
+        idle.sort(key=lambda job: max((t.last_used_ns for t in job.tenants.values()), default=0))
+        excess = sum(len(job.tenants) for job in idle) - IDLE_MAX
+        for job in idle:
+            if excess <= 0:
+                return
+            async with self._lock(job.uid):
+                if job.idle and self.jobs.pop((job.uid, job.name), None) is job:
+                    excess -= len(job.tenants)
+                    for tenant in job.tenants.values():
+                        await tenant.close()
+
+    def _lock(self, uid: int) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
+    async def _load(self, job: Job, rank: int) -> None:
+        tenant = Tenant(Key(job.uid, job.name, rank), self.config, self.engine, self._on_durable)
+        await tenant.open()
+        job.tenants[rank] = tenant
+
+    def _on_durable(self, tenant: Tenant) -> None:
+        job, owner = self.jobs.get((tenant.key.uid, tenant.key.job)), tenant.owner
+        world_size = owner.world_size if owner else 1
+        if job is None or world_size < 2:
+            return
+        task = asyncio.get_running_loop().create_task(job.update_global(world_size))
+        self._group_work.add(task)
+        task.add_done_callback(self._group_work.discard)

@@ -1,0 +1,290 @@
+"""The documents that observers get: status, list, verify. Each carries "schema"; a user sees only
+what is his own, root sees all. All times that end in _s are seconds ago or long; wall_ns is for
+display."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+
+from pccheck_native import _core, catalog
+from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Role
+
+from . import VERSION
+from .checkpoint import Checkpoint
+from .config import Config
+from .engine import Engine
+from .registry import Registry
+from .sessions import Session
+from .tenants import Tenant
+from .volumes import OpenVolume
+
+SCHEMA = 1
+RECENT = 32
+
+Document = dict[str, object]
+
+
+def may_see(asker_uid: int, owner_uid: int) -> bool:
+    """P6: one's own; root sees all."""
+    return asker_uid in (0, owner_uid)
+
+
+def status(
+    asker_uid: int,
+    config: Config,
+    engine: Engine,
+    registry: Registry,
+    sessions: Iterable[Session],
+    started_ns: int,
+) -> Document:
+    """What `pccheckctl status --json` prints. No disk is touched but for one statvfs."""
+    tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
+    ranks = [_rank(tenant) for tenant in tenants if _worth_showing(tenant)]
+    warnings = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
+    budget, used = engine.pool.usage()
+    disk = shutil.disk_usage(config.storage)
+    return {
+        "schema": SCHEMA,
+        "daemon": {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "uptime_s": _ago(started_ns),
+            "state": "degraded" if warnings else "ok",
+            "socket": str(config.socket),
+            "engine": "pwrite",
+            "slots": config.slots,
+            "keep": config.keep,
+            "in_flight": config.in_flight,
+            "writers": config.writers,
+            "chunk_bytes": config.chunk_bytes,
+        },
+        "pool": {"budget_bytes": budget, "used_bytes": used},
+        "storage": {
+            "path": str(config.storage),
+            "total_bytes": disk.total,
+            "free_bytes": disk.free,
+            "max_storage_bytes": config.max_storage_bytes,
+        },
+        "sessions": [
+            _session(session)
+            for session in sessions
+            if session.role is not Role.OBSERVER and may_see(asker_uid, session.uid)
+        ],
+        "ranks": ranks,
+        "warnings": warnings,
+    }
+
+
+def listing(asker_uid: int, config: Config, job: str) -> Document:
+    """Every checkpoint on the disk that the asker may see. Blocks: reads records only."""
+    found = catalog.scan(config.storage, uid=None if asker_uid == 0 else asker_uid, job=job or None)
+    return {
+        "schema": SCHEMA,
+        "storage": str(config.storage),
+        "volumes": [_volume(str(path), info) for path, info in sorted(found.volumes.items())],
+        "checkpoints": [checkpoint_document(item) for item in found.checkpoints],
+        "unreadable": [
+            {"path": str(item.file.path), "code": item.code_name, "reason": item.reason}
+            for item in found.unreadable
+        ],
+    }
+
+
+def checkpoint_document(item: catalog.Checkpoint) -> Document:
+    return {
+        "uid": item.uid,
+        "job": item.job,
+        "rank": item.rank,
+        "sequence": item.sequence,
+        "step": item.step,
+        "incarnation": item.incarnation,
+        "world_size": item.world_size,
+        "payload_bytes": item.payload_bytes,
+        "wall_ns": item.wall_ns,
+        "global": item.is_global,
+        "pinned": item.is_pinned,
+        "damaged": item.is_damaged,
+        "volume": str(item.volume_path),
+    }
+
+
+def verify(volumes: Iterable[tuple[str, _core.Volume]], sequence: int) -> Document:
+    """Reads and checks one checkpoint (0: every one). Blocks for as long as the reading takes."""
+    results: list[Document] = []
+    for path, volume in volumes:
+        for item in catalog.checkpoints_of(volume, path):
+            if sequence in (0, item.sequence):
+                results.append(_verified(volume, item))
+    return {
+        "schema": SCHEMA,
+        "checkpoints": results,
+        "damaged": sum(1 for item in results if not item["valid"]),
+    }
+
+
+def _verified(volume: _core.Volume, item: catalog.Checkpoint) -> Document:
+    began_ns = time.monotonic_ns()
+    problem = ""
+    try:
+        volume.verify(item.sequence)
+    except _core.NativeError as error:
+        problem = error.code_name
+    except OSError as error:
+        problem = catalog.errno_name(error)
+    return checkpoint_document(item) | {
+        "valid": not problem,
+        "problem": problem,
+        "took_s": _ago(began_ns),
+    }
+
+
+def _worth_showing(tenant: Tenant) -> bool:
+    return tenant.owner is not None or bool(tenant.volumes.open) or bool(tenant.ledger.checkpoints)
+
+
+def _session(session: Session) -> Document:
+    return {
+        "session": session.number,
+        "role": session.role.value,
+        "uid": session.uid,
+        "pid": session.pid,
+        "job": session.job_name,
+        "rank": session.rank,
+        "world_size": session.world_size,
+        "incarnation": session.incarnation,
+        "transfer": session.transfer,
+        "transfer_reason": session.transfer_reason,
+        "connected_s": _ago(session.connected_ns),
+        "checkpoints": [
+            _state(item)
+            for item in (session.tenant.ledger.checkpoints.values() if session.tenant else ())
+            if item.session == session.number
+        ][-RECENT:],
+    }
+
+
+def _rank(tenant: Tenant) -> Document:
+    owner, current = tenant.owner, tenant.volumes.current
+    return {
+        "uid": tenant.key.uid,
+        "job": tenant.key.job,
+        "rank": tenant.key.rank,
+        "connected": owner is not None,
+        "pid": owner.pid if owner else None,
+        "session": owner.session if owner else None,
+        "incarnation": owner.incarnation if owner else tenant.volumes.newest_incarnation(),
+        "newest": _newest(tenant),
+        "counters": {
+            name: tenant.ledger.counters[name]
+            for name in ("durable", "superseded", "skipped", "failed")
+        },
+        "in_flight": len(tenant.ledger.live()),
+        "waiting": len(tenant.queue),
+        "chunks": _chunks(tenant),
+        "volume": _open_volume(current) if current else None,
+        "checkpoints": [
+            _state(item) for item in list(tenant.ledger.checkpoints.values())[-RECENT:]
+        ],
+        "warnings": _warnings(tenant),
+    }
+
+
+def _newest(tenant: Tenant) -> Document | None:
+    if tenant.ledger.newest is None:
+        return None
+    sequence, step = tenant.ledger.newest
+    wall = [i.wall_ns for i in tenant.volumes.checkpoints() if i.sequence == sequence]
+    return {"sequence": sequence, "step": step, "wall_ns": wall[0] if wall else None}
+
+
+def _chunks(tenant: Tenant) -> Document | None:
+    if tenant.port is None:
+        return None
+    usage = tenant.port.channel.usage()
+    return {
+        "bytes": usage.bytes,
+        "free": usage.free_chunks,
+        "granted": usage.granted_chunks,
+        "full": usage.full_chunks,
+        "cached": usage.cached_chunks,
+        "lent": usage.lent_chunks,
+    }
+
+
+def _open_volume(item: OpenVolume) -> Document:
+    return _volume(str(item.path), item.info) | {"quarantined_slots": item.quarantined}
+
+
+def _volume(path: str, info: _core.VolumeInfo) -> Document:
+    return {
+        "path": path,
+        "uid": info.uid,
+        "job": info.job,
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "slots": info.slots,
+        "keep": info.keep,
+        "volume_bytes": info.volume_bytes,
+        "payload_capacity": info.payload_capacity,
+        "free_slots": info.free_slots,
+        "incarnation": info.incarnation,
+        "done": info.done,
+        "stopped": info.stopped,
+        "valid_replicas": info.valid_replicas,
+    }
+
+
+def _state(item: Checkpoint) -> Document:
+    """One recent checkpoint: where it is, and how long each part took (None: not reached)."""
+    at: Mapping[State, int] = item.at_ns
+    ended_ns = 0 if item.live else max(at.values(), default=0)
+    return {
+        "session": item.session,
+        "snapshot": item.snapshot,
+        "sequence": item.sequence,
+        "step": item.step,
+        "incarnation": item.incarnation,
+        "payload_bytes": item.payload_bytes,
+        "state": item.state.name.lower(),
+        "reason": item.reason,
+        "requested_s": _ago(item.requested_ns),
+        "waited_s": _between(item.requested_ns, at.get(State.COPYING)),
+        "copied_s": _between(item.requested_ns, at.get(State.COPIED)),
+        "first_write_s": _between(item.requested_ns, item.first_write_ns),
+        "durable_s": _between(item.requested_ns, at.get(State.DURABLE)),
+        "ended_s": _between(item.requested_ns, ended_ns),
+        "rehomed": item.rehomed,
+        "times": item.times_ns,
+    }
+
+
+def _warnings(tenant: Tenant) -> list[str]:
+    found = [str(error) for error in tenant.volumes.unreadable.values()]
+    if tenant.stopped:
+        found.append("a commit record could not be written; the volume is reopened before use")
+    for item in tenant.volumes.open:
+        if item.quarantined:
+            found.append(f"{item.quarantined} slots of {item.path} are quarantined")
+        damaged = [c.sequence for c in item.checkpoints if c.is_damaged]
+        if damaged:
+            found.append(f"checkpoints {damaged} of {item.path} are damaged")
+        if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
+            found.append(f"{item.path} has only one good copy of its newest record")
+    if tenant.protected and tenant.owner is not None:
+        found.append(
+            f"checkpoints {sorted(tenant.protected)} of the run before are kept until restore() "
+            "or fresh=True"
+        )
+    return found
+
+
+def _ago(since_ns: int) -> float:
+    return round((time.monotonic_ns() - since_ns) / 1e9, 4)
+
+
+def _between(since_ns: int, until_ns: int | None) -> float | None:
+    return round((until_ns - since_ns) / 1e9, 4) if until_ns else None

@@ -1,0 +1,92 @@
+"""Admission: snapshots that asked to be copied wait here, first come first served, for a lane and a
+slot of their volume. Waiting is bounded by the client, which abandons at its stall limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from pccheck_wire.messages import CheckpointState as State
+
+from .checkpoint import Checkpoint
+
+PENDING_MAX = 64  # PCC_SNAPSHOTS: no honest client has more outstanding
+#: A slot is freed a moment after the event that announces it, so waiting ones try again by time.
+RETRY_S = 0.004
+
+#: Answers of an attempt that may change by waiting.
+BUSY = frozenset({"NO_LANE", "NO_SLOT"})
+
+Attempt = Callable[[Checkpoint], Awaitable[str]]
+Refuse = Callable[[Checkpoint, State, str, str], None]
+
+
+class Scheduler:
+    """The queue of one tenant.
+
+    `attempt` tries to begin a checkpoint and returns "" or the native code's name; `refuse` ends
+    one; `hopeless` gives the reason why no slot can ever come free, or "".
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        refuse: Refuse,
+        hopeless: Callable[[], Awaitable[tuple[str, str]]],
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._attempt = attempt
+        self._refuse = refuse
+        self._hopeless = hopeless
+        self._sleep = sleep
+        self._pending: deque[Checkpoint] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def submit(self, checkpoint: Checkpoint) -> None:
+        """Queues one; it is admitted, skipped or refused later."""
+        if len(self._pending) >= PENDING_MAX:
+            self._refuse(checkpoint, State.FAILED, f"more than {PENDING_MAX} snapshots wait", "")
+            return
+        self._pending.append(checkpoint)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self.run())
+
+    def drop(self, session: int, reason: str) -> None:
+        """Ends what a session that is gone still has waiting."""
+        for checkpoint in [c for c in self._pending if c.session == session]:
+            self._pending.remove(checkpoint)
+            self._refuse(checkpoint, State.FAILED, reason, "")
+
+    async def run(self) -> None:
+        """Works the queue off in order; ends when it is empty."""
+        while self._pending:
+            checkpoint = self._pending[0]
+            answer = await self._attempt(checkpoint)
+            if not self._pending or self._pending[0] is not checkpoint:
+                continue  # dropped meanwhile
+            if answer not in BUSY:
+                self._pending.popleft()
+                continue
+            reason, hint = await self._hopeless() if answer == "NO_SLOT" else ("", "")
+            if reason:
+                self._take(checkpoint, State.FAILED, reason, hint)
+            elif checkpoint.skip_when_busy:
+                self._take(checkpoint, State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
+            else:
+                await self._sleep(RETRY_S)
+
+    async def close(self) -> None:
+        self._pending.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _take(self, checkpoint: Checkpoint, state: State, reason: str, hint: str) -> None:
+        if self._pending and self._pending[0] is checkpoint:
+            self._pending.popleft()
+            self._refuse(checkpoint, state, reason, hint)

@@ -1,0 +1,107 @@
+"""Control over ZeroMQ: one ROUTER per uid on an endpoint that cannot be guessed and answers to that
+uid only. Only frames pass here; what they mean is decided behind `handle`, so that a front process
+per uid can be put in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from pccheck_wire.codec import REQUEST_BYTES_MAX
+
+from .logs import LOG
+
+HIGH_WATER_MARK = 256
+HANDSHAKE_MS = 5000
+REQUESTS_IN_PROGRESS_MAX = 256
+FRAMES = 2  # a DEALER's identity, one message
+
+#: The answer to a request of a uid, None for no answer. Never raises.
+Handle = Callable[[int, bytes], Awaitable[bytes | None]]
+
+
+class ControlServer:
+    """Owns the directory of endpoints and the routers in it."""
+
+    def __init__(self, runtime: Path, handle: Handle) -> None:
+        self._handle = handle
+        self._directory = runtime / f"ctl-{secrets.token_hex(16)}"
+        self._context: zmq.asyncio.Context | None = None
+        self._routers: dict[int, asyncio.Task[None]] = {}
+
+    async def endpoint(self, uid: int) -> str:
+        """The address for a uid's requests; its router runs from the first call on."""
+        path = self._directory / f"{uid}.sock"
+        if uid not in self._routers:
+            self._routers[uid] = asyncio.get_running_loop().create_task(
+                self._serve(uid, self._bind(uid, path))
+            )
+        return f"ipc://{path}"
+
+    async def close(self) -> None:
+        """Ends the routers; requests in progress are dropped."""
+        for task in self._routers.values():
+            task.cancel()
+        await asyncio.gather(*self._routers.values(), return_exceptions=True)
+        self._routers.clear()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _bind(self, uid: int, path: Path) -> zmq.asyncio.Socket:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+            self._directory.mkdir(mode=0o711)
+            self._directory.chmod(0o711)
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.IPC_FILTER_UID, uid)
+        router.bind(f"ipc://{path}")
+        if os.geteuid() == 0:
+            os.chown(path, uid, -1)
+            path.chmod(0o600)
+        else:  # the filter is what keeps others out
+            path.chmod(0o600 if uid == os.geteuid() else 0o666)
+        return router
+
+    async def _serve(self, uid: int, router: zmq.asyncio.Socket) -> None:
+        room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
+        work: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                frames = await router.recv_multipart()
+                if len(frames) != FRAMES:
+                    continue
+                await room.acquire()
+                task = asyncio.create_task(self._answer(uid, router, frames[0], frames[1]))
+                work.add(task)
+                task.add_done_callback(work.discard)
+                task.add_done_callback(lambda _: room.release())
+        finally:
+            for task in work:
+                task.cancel()
+            router.close()
+
+    async def _answer(
+        self, uid: int, router: zmq.asyncio.Socket, identity: bytes, request: bytes
+    ) -> None:
+        answer = await self._handle(uid, request)
+        if answer is None:
+            return
+        with contextlib.suppress(zmq.Again):  # a peer that does not read loses its answers
+            try:
+                await router.send_multipart([identity, answer], flags=zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                LOG.warning("no answer to uid %d: %s", uid, error)

@@ -1,0 +1,236 @@
+"""Sessions: who is connected, as what, and what that gives him. A session ends with its peer."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+
+from pccheck_native import _core
+from pccheck_wire.errors import RefusedError, UsageError
+from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, Welcome
+
+from . import VERSION
+from .config import Config
+from .engine import Engine
+from .jobs import Job
+from .logs import LOG
+from .port import DETACH_LIMIT_S, Owner, Port
+from .registry import Registry
+from .server import ControlServer
+from .tenants import Tenant
+from .volumes import Key
+
+#: A hang-up may be on its way while the same rank connects again.
+GRACE_S = 1.0
+READER_CHUNKS = 8
+_STEP_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel says about the other end."""
+
+    uid: int
+    gid: int
+    pid: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    number: int
+    token: bytes
+    role: Role
+    uid: int
+    pid: int
+    connected_ns: int
+    job_name: str = ""
+    rank: int = 0
+    world_size: int = 1  # 1 when rank 0 alone saves
+    incarnation: int = 0
+    transfer: str = ""
+    transfer_reason: str = ""
+    job: Job | None = None
+    tenant: Tenant | None = None
+    port: Port | None = None
+    ending: bool = False
+    loads: dict[int, int] = field(default_factory=dict)  # load id -> sequence
+    broken: asyncio.Event = field(default_factory=asyncio.Event)  # it broke the page's protocol
+
+
+class Sessions:
+    """Opens and ends them; finds them by token."""
+
+    def __init__(
+        self, config: Config, engine: Engine, registry: Registry, control: ControlServer
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.registry = registry
+        self.control = control
+        self.draining = False
+        self._sessions: dict[int, Session] = {}
+        self._next = 1
+        self._work: set[asyncio.Task[None]] = set()
+
+    def all(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def by_token(self, uid: int, token: bytes) -> Session:
+        """Raises RefusedError for a token that is not of a session of this uid."""
+        for session in self._sessions.values():
+            if session.uid == uid and hmac.compare_digest(session.token, token):
+                return session
+        raise RefusedError("no such session: it has ended, or the token is wrong")
+
+    async def open(self, hello: Hello, peer: Peer) -> tuple[Session, Welcome, list[int]]:
+        """A session and what to answer, with the descriptors to send and close.
+
+        Raises PccheckError when the peer may not have it.
+        """
+        if self.draining:
+            raise RefusedError("the daemon is stopping", hint="try again later", retryable=True)
+        session = Session(
+            number=self._next, token=secrets.token_bytes(16), role=hello.role, uid=peer.uid,
+            pid=peer.pid or hello.pid, connected_ns=time.monotonic_ns(),
+        )  # fmt: skip
+        self._next += 1
+        descriptors: list[int] = []
+        endpoint = ""
+        try:
+            if hello.role is not Role.OBSERVER:
+                _check_names(hello)
+                session.job_name, session.rank = hello.job, hello.rank
+                session.world_size = 1 if hello.solo else hello.world_size
+                endpoint = await self.control.endpoint(peer.uid)
+                attach = self._attach_trainer if hello.role is Role.TRAINER else self._attach_reader
+                self._sessions[session.number] = session
+                descriptors = await attach(session, hello)
+            self._sessions[session.number] = session
+        except BaseException:
+            await self.end(session)
+            raise
+        return session, self._welcome(session, endpoint), descriptors
+
+    async def end(self, session: Session) -> None:
+        """The peer is gone, or has to go: drains what it handed over."""
+        session.ending = True
+        try:
+            if session.role is Role.TRAINER and session.tenant is not None:
+                await session.tenant.detach(session.number)
+            elif session.port is not None:
+                await session.port.detach()
+                await session.port.close()
+        finally:
+            if session.tenant is not None:
+                session.tenant.reading -= len(session.loads)
+            session.loads.clear()
+            self._sessions.pop(session.number, None)
+        if session.role is not Role.OBSERVER and not self.draining:
+            await self.registry.trim()
+
+    def _welcome(self, session: Session, endpoint: str) -> Welcome:
+        newest = session.tenant.ledger.newest if session.tenant else None
+        return Welcome(
+            protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
+            token=session.token, endpoint=endpoint, pid=os.getpid(),
+            incarnation=session.incarnation,
+            chunk_bytes=session.port.chunk_bytes if session.port else 0,
+            transfer=session.transfer, transfer_reason=session.transfer_reason,
+            newest_step=newest[1] if newest else None,
+        )  # fmt: skip
+
+    async def _attach_trainer(self, session: Session, hello: Hello) -> list[int]:
+        job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        async with job.joining:
+            await self._wait_for_predecessor(tenant)
+            if tenant.owner is None:  # else attach() refuses
+                session.incarnation = job.join(hello.rank, hello.launch)
+            session.job, session.tenant = job, tenant
+            owner = Owner(
+                session=session.number, pid=session.pid, incarnation=session.incarnation,
+                world_size=session.world_size, local_world_size=hello.local_world_size,
+                fresh=hello.fresh, on_event=lambda event: self._hear(session, event),
+            )  # fmt: skip
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours:
+                try:
+                    page_fd = await tenant.attach(owner, ours.fileno())
+                except BaseException:
+                    theirs.close()
+                    raise
+        session.port = tenant.port
+        session.transfer, session.transfer_reason = "push", "CPU tensors"
+        LOG.info(
+            "%s: pid %d connected (session %d, run %d)",
+            tenant.key, session.pid, session.number, session.incarnation,
+        )  # fmt: skip
+        return [page_fd, theirs.detach()]
+
+    async def _wait_for_predecessor(self, tenant: Tenant) -> None:
+        """A trainer that is known to be gone is waited for until it is drained; one whose hang-up
+        may be on its way, for a moment."""
+        began = time.monotonic()
+        while tenant.owner is not None:
+            before = self._sessions.get(tenant.owner.session)
+            limit_s = DETACH_LIMIT_S if before is None or before.ending else GRACE_S
+            if time.monotonic() - began > limit_s:
+                return
+            await asyncio.sleep(_STEP_S)
+
+    async def _attach_reader(self, session: Session, hello: Hello) -> list[int]:
+        uid = session.uid if hello.uid < 0 else hello.uid
+        if uid != session.uid and session.uid != 0:
+            raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        session.tenant = tenant = await self.registry.existing(Key(uid, hello.job, hello.rank))
+        session.job = await self.registry.job(uid, hello.job)
+        block = tenant.volumes.open[-1].info.block_bytes
+        chunk = -(-self.config.chunk_bytes // block) * block
+        session.port = Port(
+            self.engine, session.uid, lambda event: self._hear(session, event), chunk_bytes=chunk,
+            block_bytes=block, chunk_capacity=READER_CHUNKS, lanes=1, writers=1,
+        )  # fmt: skip
+        session.transfer, session.transfer_reason = "push", "a reader"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            try:
+                page_fd = await session.port.attach(ours.fileno(), session.number)
+                await self.registry.grow(session.port, tenant, READER_CHUNKS * chunk)
+            except BaseException:
+                theirs.close()
+                raise
+        return [page_fd, theirs.detach()]
+
+    def _hear(self, session: Session, event: _core.Event) -> None:
+        """Events of a session's page, on the loop."""
+        if event.kind == "bad_peer":
+            LOG.warning("session %d (pid %d) broke the protocol", session.number, session.pid)
+            session.broken.set()
+        if event.kind != "load_ended" or event.id not in session.loads:
+            return
+        sequence, tenant = session.loads.pop(event.id), session.tenant
+        if tenant is None:
+            return
+        tenant.reading -= 1
+        if event.error_name == "DAMAGED":
+            task = asyncio.get_running_loop().create_task(tenant.found_damaged(sequence))
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
+
+
+def _check_names(hello: Hello) -> None:
+    """Raises UsageError: names and numbers become file names and sizes."""
+    if not re.fullmatch(JOB_PATTERN, hello.job):
+        raise UsageError(
+            f"{hello.job[:140]!r} cannot be a job's name",
+            hint="use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'",
+        )
+    if hello.rank >= hello.world_size:
+        raise UsageError(f"rank {hello.rank} is not below the world size {hello.world_size}")
+    if hello.local_world_size > hello.world_size:
+        raise UsageError("the local world size is larger than the world size")

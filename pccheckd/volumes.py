@@ -1,0 +1,255 @@
+"""The volume files of one (uid, job, rank): found, opened, made, outgrown, reopened, dropped.
+
+The last one takes new checkpoints. One that was outgrown stays until its follower has what is
+needed for recovery. Nothing here is called twice at the same time: the tenant's lock is held."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pccheck_native import _core, catalog, layout
+from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
+
+from .config import MIB, Config
+from .engine import Engine, translated
+from .logs import LOG
+
+GLOBAL, PINNED = _core.SLOT_GLOBAL, _core.SLOT_PINNED
+QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
+PAYLOAD_BYTES_MAX = 1 << 50
+PINS_SLOTS_MIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Whose volume: the unit of ownership."""
+
+    uid: int
+    job: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"job {self.job!r} rank {self.rank} of uid {self.uid}"
+
+
+@dataclass(slots=True)
+class OpenVolume:
+    path: Path
+    generation: int
+    volume: _core.Volume
+    info: _core.VolumeInfo
+    #: As last read, newest first.
+    checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
+    quarantined: int = 0
+
+    def read(self) -> None:
+        """Reads the newest record again. Blocks."""
+        self.info = self.volume.info()
+        self.checkpoints = catalog.checkpoints_of(self.volume, self.path)
+        self.quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
+
+
+def capacity_for(payload_bytes: int) -> int:
+    """Room that a new volume's slots get: the payload and a little growth."""
+    rounded = -(-payload_bytes // MIB) * MIB
+    return rounded + rounded // 32 + MIB
+
+
+def pins(
+    found: list[catalog.Checkpoint], pinned: set[int], incarnation: int, slots: int
+) -> set[int]:
+    """Which sequences a run that has not restored yet must leave alone (P7); `found` is newest
+    first, `pinned` what is pinned already.
+
+    The newest of the run before; and one that an earlier run, which did not restore either, had to
+    leave alone: it is worth more than the few steps since. Small volumes have room for one pin.
+    """
+    before = [item.sequence for item in found if item.incarnation < incarnation]
+    if not before:
+        return set()
+    wanted = {min((s for s in before if s in pinned), default=before[0])}
+    return wanted | {before[0]} if slots >= PINS_SLOTS_MIN else wanted
+
+
+class VolumeSet:
+    def __init__(self, key: Key, config: Config, engine: Engine) -> None:
+        self.key = key
+        self._config = config
+        self._engine = engine
+        self.open: list[OpenVolume] = []
+        #: Files that could not be opened, and why.
+        self.unreadable: dict[Path, PccheckError] = {}
+
+    @property
+    def current(self) -> OpenVolume | None:
+        return self.open[-1] if self.open else None
+
+    def checkpoints(self) -> list[catalog.Checkpoint]:
+        """Durable checkpoints of all files as last read, newest first."""
+        return catalog.newest_first(found for item in self.open for found in item.checkpoints)
+
+    def find(self, sequence: int) -> OpenVolume | None:
+        """The volume that holds a durable checkpoint."""
+        for item in self.open:
+            if any(found.sequence == sequence for found in item.checkpoints):
+                return item
+        return None
+
+    def newest_incarnation(self) -> int:
+        """The newest that ever opened one of the files."""
+        return max((v.info.incarnation for v in self.open), default=0)
+
+    async def load(self) -> None:
+        """Opens what is on the disk. Files that cannot be opened go to `unreadable`."""
+        for file in await self._engine.call(self.key.uid, self._files):
+            try:
+                self.open.append(await self._opened(file.path, file.generation))
+            except (OSError, _core.NativeError, PccheckError) as error:
+                self.unreadable[file.path] = translated(error, f"the volume {file.path}")
+                LOG.warning("%s", self.unreadable[file.path])
+
+    def require_readable(self, *, fresh: bool) -> None:
+        """Raises why no volume can be read, unless one can, there is none, or `fresh` says to go
+        on without: a job must not begin at step 0 over checkpoints by accident."""
+        if self.unreadable and not fresh and not self.checkpoints():
+            error = next(iter(self.unreadable.values()))
+            raise type(error)(
+                error.message, hint=f"{error.hint}; or start without it: fresh=True".lstrip("; ")
+            )
+
+    async def refresh(self) -> None:
+        """Reads tables and states again, in a thread."""
+        for item in self.open:
+            await self._engine.call(self.key.uid, item.read)
+
+    async def make(
+        self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
+    ) -> OpenVolume:
+        """A new file whose slots hold `payload_bytes`; the sequence goes on.
+
+        Raises StorageFullError with the numbers.
+        """
+        config, key = self._config, self.key
+        if not 0 < payload_bytes <= PAYLOAD_BYTES_MAX:
+            raise RefusedError(f"a checkpoint of {payload_bytes} bytes cannot be")
+        blocks = self.open[-1].info.block_bytes if self.open else config.block_bytes
+        capacity = capacity_for(payload_bytes)
+        try:
+            needed = _core.volume_bytes_for(capacity, config.slots, blocks)
+        except OSError as error:
+            raise RefusedError(
+                f"{config.slots} slots for checkpoints of {payload_bytes} bytes in blocks of "
+                f"{blocks} are more than a volume can have"
+            ) from error
+        await self._engine.call(key.uid, self._check_room, needed)
+        generation = await self._engine.call(
+            key.uid, layout.next_generation, config.storage, *self._key_parts()
+        )
+        path = layout.volume_path(config.storage, key.uid, key.job, key.rank, generation)
+        await self.refresh()
+        sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
+
+        def create() -> None:
+            layout.make_directories(path)
+            _core.create_volume(
+                str(path), uid=key.uid, job=key.job, rank=key.rank, world_size=world_size,
+                slots=config.slots, keep=config.keep, payload_capacity=capacity,
+                next_sequence=sequence, incarnation=incarnation, block_bytes=blocks,
+                allow_buffered=config.allow_any_filesystem,
+            )  # fmt: skip
+
+        try:
+            await self._engine.call(key.uid, create)
+            made = await self._opened(path, generation)
+        except (OSError, _core.NativeError) as error:
+            told = translated(error, f"a volume of {needed} bytes for {key}")
+            if isinstance(told, StorageFullError):
+                told = StorageFullError(told.message, hint=self._droppable())
+            raise told from error
+        self.open.append(made)
+        LOG.info("%s: made %s, %d slots, %d bytes", key, path, config.slots, needed)
+        return made
+
+    async def reopen(self, item: OpenVolume) -> None:
+        """Closes a stopped volume and reads it from the media again."""
+        await self._engine.call(self.key.uid, item.volume.close)
+        fresh = await self._opened(item.path, item.generation)
+        item.volume = fresh.volume
+        await self._engine.call(self.key.uid, item.read)
+        LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
+
+    async def drop(self, item: OpenVolume) -> None:
+        """Closes and unlinks an outgrown file."""
+        self.open.remove(item)
+        await self._engine.call(self.key.uid, item.volume.close)
+        await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
+        LOG.info("%s: dropped the outgrown %s", self.key, item.path)
+
+    async def close(self) -> None:
+        while self.open:
+            item = self.open.pop()
+            with contextlib.suppress(OSError, _core.NativeError):
+                await self._engine.call(self.key.uid, item.volume.close)
+
+    def _files(self) -> list[layout.VolumeFile]:
+        uid, job, rank = self._key_parts()
+        return layout.list_volumes(self._config.storage, uid=uid, job=job, rank=rank)
+
+    def _key_parts(self) -> tuple[int, str, int]:
+        return self.key.uid, self.key.job, self.key.rank
+
+    async def _opened(self, path: Path, generation: int) -> OpenVolume:
+        config = self._config
+
+        def open_it() -> OpenVolume:
+            volume = _core.Volume(
+                str(path), writable=True, allow_buffered=config.allow_any_filesystem,
+                bytes_per_second=config.max_bandwidth_bytes,
+            )  # fmt: skip
+            try:
+                info = volume.info()
+                if (info.uid, info.job, info.rank) != self._key_parts():
+                    raise RefusedError(
+                        f"{path} belongs to job {info.job!r} rank {info.rank} of uid {info.uid}",
+                        hint="a volume file was renamed; put it back where it was",
+                    )
+                item = OpenVolume(path, generation, volume, info)
+                item.read()
+                return item
+            except BaseException:
+                volume.close()
+                raise
+
+        return await self._engine.call(self.key.uid, open_it)
+
+    def _check_room(self, needed: int) -> None:
+        config = self._config
+        free = shutil.disk_usage(config.storage).free
+        numbers = f"a volume for {self.key} takes {needed} bytes ({config.slots} slots)"
+        if needed > free:
+            raise StorageFullError(
+                f"{numbers}, but {config.storage} has {free} free", hint=self._droppable()
+            )
+        if config.max_storage_bytes:
+            used = sum(p.stat().st_size for p in config.storage.glob("*/*/*.pcc"))
+            if used + needed > config.max_storage_bytes:
+                raise StorageFullError(
+                    f"{numbers}, but {used} of --max-storage {config.max_storage_bytes} are used",
+                    hint=self._droppable(),
+                )
+
+    def _droppable(self) -> str:
+        """Volumes of the same user, largest first, that are not this rank's."""
+        mine = {item.path for item in self.open}
+        found = []
+        for path in (self._config.storage / str(self.key.uid)).glob("*/*.pcc"):
+            with contextlib.suppress(OSError):
+                if path not in mine:
+                    found.append((path.stat().st_size, path))
+        if not found:
+            return "free some room, use fewer --slots, or another --storage"
+        named = ", ".join(f"{path} ({size} bytes)" for size, path in sorted(found)[::-1][:3])
+        return f"if their jobs are over, these may be dropped: {named}"
