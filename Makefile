@@ -1,0 +1,74 @@
+# Every target works on a fresh clone: what it needs (.venv, the package) is made first.
+PYTHON ?= python3
+VENV ?= .venv
+ROUNDS ?= 1000
+SEED ?= 1
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NATIVE := $(wildcard native/src/*.[ch] native/python/*.[ch] native/vendor/*.h setup.py)
+C_SOURCES := native/src/*.[ch] native/python/*.[ch]
+PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples
+PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build test lint format native demo bench crash campaign clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# PIP_NO_BUILD_ISOLATION builds with the pinned setuptools instead of whatever is newest.
+$(READY): constraints.txt pyproject.toml $(NATIVE)
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' || \
+		{ echo 'Python 3.11 or newer with venv is needed (Debian: apt-get install python3-venv)'; exit 1; }
+	@command -v $${CC:-cc} >/dev/null && \
+		$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include"), "Python.h"))' || \
+		{ echo 'A C compiler and Python headers are needed (Debian: apt-get install gcc python3-dev)'; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[torch,dev]'
+	@touch $@
+
+venv: $(READY) ## makes .venv with the pinned versions and the package in it (editable)
+
+build: ## compiles the C core anew
+	@rm -rf build $(READY)
+	@$(MAKE) --no-print-directory $(READY)
+
+test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## ruff, mypy --strict, the layers, clang-format where it is installed
+	$(BIN)/ruff check -q $(PYTHON_SOURCES)
+	$(BIN)/ruff format -q --check $(PYTHON_SOURCES)
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
+	@if command -v clang-format >/dev/null; then clang-format --dry-run -Werror $(C_SOURCES); \
+		else echo 'clang-format is not installed: C formatting not checked'; fi
+
+format: $(READY) ## formats Python and C in place
+	$(BIN)/ruff check -q --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format -q $(PYTHON_SOURCES)
+	clang-format -i $(C_SOURCES)
+
+native: ## the C core's own tests
+	$(MAKE) --no-print-directory -C tests/native run
+
+crash: ## crash images, rot, faults and mutants against the C core (also part of test)
+	$(MAKE) --no-print-directory -C tests/crash run
+
+campaign: $(READY) ## kills daemon and trainer ROUNDS times (default 1000), with SEED
+	$(BIN)/python -m tests.integration.kill_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit for bit
+	$(BIN)/python -m examples.demo
+
+bench: $(READY) ## persist and recover against their rivals; results go to bench/results/
+	$(BIN)/python -m bench.persist
+	$(BIN)/python -m bench.recover
+
+clean: ## removes what the other targets made
+	rm -rf $(VENV) build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
+	-@$(MAKE) --no-print-directory -C tests/native clean
+	-@$(MAKE) --no-print-directory -C tests/crash clean

@@ -1,0 +1,228 @@
+"""What the benches share: the state they save, fair conditions, clocks, result files."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+GIB = 1 << 30
+MIB = 1 << 20
+RESULTS = Path(__file__).parent / "results"
+_HERE = Path(__file__).parent
+
+
+class BenchError(Exception):
+    """The bench cannot be run here; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, minimum and maximum of some runs."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def text(self, digits: int = 3) -> str:
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}-{self.high:.{digits}f}]"
+
+
+# -- the state ---------------------------------------------------------------------------------
+
+
+class _Layer(nn.Module):
+    """The parameters of one GPT-2 layer; nothing is computed with them here."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+class Gpt2Like(nn.Module):
+    """fp32 parameters with GPT-2's shapes; the embedding's rows make up the wanted size."""
+
+    def __init__(self, state_bytes: int) -> None:
+        super().__init__()
+        width = 768 if state_bytes <= 2 * GIB else 1024
+        numbers = state_bytes // 12  # a parameter and two Adam moments, 4 bytes each
+        layer = sum(p.numel() for p in _Layer(width).parameters())
+        layers = max(1, int((numbers - 30_000 * width) // layer))
+        rows = max(1, (numbers - layers * layer) // width)
+        self.embedding = nn.Embedding(rows, width)
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(layers))
+
+
+def make_training_state(state_bytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its AdamW, moments included, about `state_bytes` of random fp32."""
+    torch.manual_seed(1)
+    model = Gpt2Like(state_bytes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.data.normal_()
+        optimizer.state[parameter] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.randn_like(parameter),
+            "exp_avg_sq": torch.rand_like(parameter),
+        }
+    return model, optimizer
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The same state as one flat dict, for formats that know nothing else."""
+    flat = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        flat |= {f"optimizer.{index}.{key}": value for key, value in moments.items()}
+    return flat
+
+
+def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# -- fair conditions ---------------------------------------------------------------------------
+
+
+def warm_memory(count_bytes: int) -> None:
+    """Touches free memory (as much as asked for, or most of it), so that no contender pays for
+    pages that the host has taken back."""
+    count_bytes = min(count_bytes, psutil.virtual_memory().available * 8 // 10)
+    with mmap.mmap(-1, count_bytes) as room:
+        page = b"\1" * (4 * MIB)
+        for offset in range(0, count_bytes - len(page) + 1, len(page)):
+            room[offset : offset + len(page)] = page
+
+
+def settle() -> None:
+    """Nothing of the contender before is still on its way to the disk."""
+    os.sync()
+    time.sleep(0.2)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_room(directory: Path, wanted_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < wanted_bytes:
+        raise BenchError(
+            f"{directory} has {free / GIB:.0f} GiB free, {wanted_bytes / GIB:.0f} GiB are needed; "
+            "name another directory with --directory"
+        )
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, ended threads included, from its own CPU clock (see
+    clock_getcpuclockid(3): the clock's number is made from the process id)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+# -- programs and files ------------------------------------------------------------------------
+
+
+def build_rawwrite(directory: Path) -> Path:
+    program = directory / "rawwrite"
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    subprocess.run(
+        [compiler, "-O2", "-o", str(program), str(_HERE / "rawwrite.c"), "-lpthread"], check=True
+    )
+    return program
+
+
+def lay_out(path: Path, size_bytes: int) -> None:
+    """A file whose every block has been written: overwriting it allocates nothing."""
+    noise = os.urandom(MIB) * 16
+    with path.open("wb", buffering=0) as file:
+        for _ in range(0, size_bytes, len(noise)):
+            file.write(noise)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def machine() -> dict[str, object]:
+    """What a reader needs to judge the figures."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
+    packages = ("torch", "numpy", "safetensors", "pyzmq", "msgpack", "uvloop", "pccheck")
+    return {
+        "cpu": model,
+        "cpus": os.cpu_count(),
+        "architecture": platform.machine(),
+        "memory_gib": round(memory / GIB, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "load_before": os.getloadavg(),
+    }
+
+
+def file_system(directory: Path) -> str:
+    found = subprocess.run(
+        ["findmnt", "-no", "FSTYPE", "-T", str(directory)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return " ".join(found.stdout.split()) or "unknown"
+
+
+def write_results(name: str, document: dict[str, object], table: str) -> None:
+    """`results/NAME-DATE.json` with every run, and `.md` for reading."""
+    RESULTS.mkdir(exist_ok=True)
+    stem = RESULTS / f"{name}-{datetime.date.today().isoformat()}"
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, default=_plain) + "\n")
+    stem.with_suffix(".md").write_text(table)
+    print(f"{table}\nwritten: {stem}.json and .md")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Spread):
+        return asdict(value)
+    raise TypeError(type(value).__name__)
+
+
+def heading(title: str, facts: dict[str, object]) -> list[str]:
+    versions = facts["versions"]
+    assert isinstance(versions, dict)
+    return [
+        f"# {title}",
+        "",
+        f"{datetime.date.today().isoformat()}, {facts['cpu']}, {facts['cpus']} CPUs, "
+        f"{facts['memory_gib']} GiB, kernel {facts['kernel']}, {facts['file_system']}; "
+        f"Python {facts['python']}, " + ", ".join(f"{k} {v}" for k, v in versions.items()) + ".",
+        "",
+        f"    {facts['command']}",
+        "",
+    ]
+
+
+def facts_of(directory: Path) -> dict[str, object]:
+    command = " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    return machine() | {"file_system": file_system(directory), "command": command}

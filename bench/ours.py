@@ -1,0 +1,107 @@
+"""PCcheck as a contender: a real daemon process, this process as the trainer."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench.common import GIB, MIB, BenchError, cpu_seconds
+from bench.rivals import State
+from pccheck import Checkpoint, PCcheckClient
+from pccheckctl.online import Observer
+from tests.support.daemon import Daemon
+
+DURABLE_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint. Seconds, from the call of checkpoint(), but for `persist_s` and CPU."""
+
+    call_s: float  # until checkpoint() returned
+    gate_s: float  # until the tensors might be changed
+    durable_s: float
+    persist_s: float  # from the first chunk's write to durable, as the daemon saw it
+    cpu_client_s: float
+    cpu_daemon_s: float
+
+
+class Ours(AbstractContextManager["Ours"]):
+    """Daemon, client and attached state; `save` takes one checkpoint and waits for it."""
+
+    def __init__(self, state: State, storage: Path, payload_bytes: int, *flags: str) -> None:
+        storage.mkdir()
+        dram_bytes = 2 * payload_bytes if payload_bytes <= 2 * GIB else payload_bytes * 5 // 4
+        self.flags = ("--dram", f"{dram_bytes // MIB}MiB", *flags)
+        self.daemon = Daemon(*self.flags, storage=storage)
+        self.state = state
+        self.step = 0
+
+    def __enter__(self) -> Self:
+        self.daemon.start()
+        self._connect()
+        self.client.restore()
+        return self
+
+    def _connect(self) -> None:
+        self.client = PCcheckClient(job="bench", socket=str(self.daemon.socket), on_error="raise")
+        self.client.attach(model=self.state.model, optimizer=self.state.optimizer)
+
+    def reconnect(self, *, restart_daemon: bool = False) -> None:
+        """What a trainer that starts again does; optionally the daemon has lost its memory, too."""
+        self.client.close()
+        if restart_daemon:
+            self.daemon.stop()
+            self.daemon.start()
+        self._connect()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.client.close()
+            self.daemon.stop()
+        finally:
+            self.daemon.cleanup()
+
+    def start_save(self) -> Checkpoint:
+        """Only the call; the optimizer's next step waits for the copy."""
+        self.step += 1
+        return self.client.checkpoint(step=self.step)
+
+    def save(self) -> Saved:
+        daemon_before = cpu_seconds(self.daemon.pid)
+        client_before = time.process_time()
+        start = time.monotonic()
+        checkpoint = self.start_save()
+        called = time.monotonic()
+        self.client.gate()
+        gated = time.monotonic()
+        checkpoint.wait_durable(DURABLE_LIMIT_S)
+        durable = time.monotonic()
+        time.sleep(0.02)  # what the daemon still does for it afterwards counts, too
+        return Saved(
+            call_s=called - start,
+            gate_s=gated - start,
+            durable_s=durable - start,
+            persist_s=self._persist_seconds(),
+            cpu_client_s=time.process_time() - client_before,
+            cpu_daemon_s=cpu_seconds(self.daemon.pid) - daemon_before,
+        )
+
+    def _persist_seconds(self) -> float:
+        """From the first chunk's write to the durable record, from the daemon's status."""
+        with Observer(str(self.daemon.socket)) as observer:
+            document: Any = observer.status()
+        for rank in document["ranks"]:
+            for found in reversed(rank["checkpoints"]):
+                if found["step"] == self.step and found["durable_s"]:
+                    return float(found["durable_s"] - found["first_write_s"])
+        raise BenchError(f"the daemon's status does not tell when step {self.step} became durable")

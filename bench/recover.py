@@ -1,0 +1,172 @@
+"""How fast is a killed job back at its newest checkpoint?
+
+    python -m bench.recover [--sizes 1GiB] [--rounds 5] [--directory DIR]
+
+In every round, one after the other: restore() from the volume with a daemon that has just started,
+against the best direct read; restore() from the memory of the daemon that outlived its trainer,
+against memcpy; and the loads of the usual formats from a cold page cache.
+Writes bench/results/recover-DATE.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench import common
+from bench.common import GIB, MIB, BenchError, Spread
+from bench.fio import Limit, require_fio
+from bench.ours import Ours
+from bench.persist import parse_sizes
+from bench.rivals import State
+
+VOLUME, DRAM = "PCcheck, from the volume", "PCcheck, from the daemon's memory"
+READ, MEMCPY = "limit: direct read", "limit: memcpy"
+
+
+def _memcpy_seconds(size_bytes: int) -> float:
+    """The better of one thread and all of them, between touched buffers."""
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    seconds = []
+    threads = torch.get_num_threads()
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        start = time.monotonic()
+        target.copy_(source)
+        seconds.append(time.monotonic() - start)
+    torch.set_num_threads(threads)
+    return min(seconds)
+
+
+def _drop_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def _timed(work: object) -> float:
+    assert callable(work)
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+class Loads:
+    """The usual formats: files made once, loaded from a cold cache in every round."""
+
+    def __init__(self, state: State, directory: Path) -> None:
+        self.torch_file = directory / "state.pt"
+        self.safetensors_file = directory / "state.safetensors"
+        torch.save(state.nested(), self.torch_file)
+        save_file(common.tensors_of(state.model, state.optimizer), self.safetensors_file)
+        os.sync()
+
+    def measure(self) -> dict[str, float]:
+        _drop_cache(self.torch_file)
+        _drop_cache(self.safetensors_file)
+        return {
+            "torch.load, cold": _timed(lambda: torch.load(self.torch_file)),
+            "safetensors, cold": _timed(
+                lambda: [t.clone() for t in load_file(self.safetensors_file).values()]
+            ),
+        }
+
+
+def _restore(ours: Ours, source: str) -> float:
+    start = time.monotonic()
+    done = ours.client.restore()
+    seconds = time.monotonic() - start
+    if not done or done.source != source:
+        raise BenchError(f"restore() came from {done.source or 'nowhere'}, not from {source}")
+    return seconds
+
+
+def measure(
+    size_bytes: int, rounds: int, directory: Path, rawwrite: Path
+) -> tuple[int, dict[str, list[float]], object]:
+    """Payload bytes; name -> bytes a second, one per round; the sweep for the read limit."""
+    state = State(*common.make_training_state(size_bytes))
+    payload_bytes = common.total_bytes(common.tensors_of(state.model, state.optimizer).values())
+    limit_bytes = -(-payload_bytes // (32 * MIB)) * 32 * MIB
+    file = directory / "limit.bin"
+    common.lay_out(file, limit_bytes)
+    limit = Limit(file, limit_bytes, rawwrite)
+    settings, sweep = limit.finalists(write=False)
+    loads = Loads(state, directory)
+    speeds: dict[str, list[float]] = defaultdict(list)
+    with Ours(state, directory / "storage", payload_bytes) as ours:
+        for _ in range(rounds):
+            ours.save()
+            ours.reconnect()
+            speeds[DRAM].append(payload_bytes / _restore(ours, "dram"))
+            speeds[MEMCPY].append(payload_bytes / _memcpy_seconds(payload_bytes))
+            ours.reconnect(restart_daemon=True)
+            speeds[VOLUME].append(payload_bytes / _restore(ours, "volume"))
+            speeds[READ].append(
+                max(limit_bytes / limit.seconds(setting, write=False) for setting in settings)
+            )
+            for name, seconds in loads.measure().items():
+                speeds[name].append(payload_bytes / seconds)
+    return payload_bytes, dict(speeds), sweep
+
+
+def table(payload_bytes: int, speeds: dict[str, list[float]]) -> list[str]:
+    spreads = {name: Spread.of(values) for name, values in speeds.items()}
+    lines = [f"## {payload_bytes / GIB:.2f} GiB, {len(speeds[DRAM])} rounds", ""]
+    lines += ["| | GiB/s, median [min-max] | seconds |", "|---|---|---|"]
+    for name, spread in spreads.items():
+        speed = Spread.of([value / GIB for value in speeds[name]]).text(2)
+        lines.append(f"| {name} | {speed} | {payload_bytes / spread.median:.2f} |")
+    return [
+        *lines,
+        "",
+        f"- from the volume / best direct read: "
+        f"**{spreads[VOLUME].median / spreads[READ].median:.2f}**",
+        f"- from memory / memcpy: **{spreads[DRAM].median / spreads[MEMCPY].median:.2f}**",
+        "",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", type=parse_sizes, default=[1 * GIB])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    options = parser.parse_args()
+    try:
+        fio = require_fio()
+        common.require_room(options.directory, 9 * max(options.sizes))
+        facts = common.facts_of(options.directory) | {"fio": fio}
+        document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
+        lines = common.heading("Recover: PCcheck, the usual formats and the limits", facts)
+        for size_bytes in options.sizes:
+            with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+                directory = Path(scratch).resolve()
+                rawwrite = common.build_rawwrite(directory)
+                payload_bytes, speeds, sweep = measure(
+                    size_bytes, options.rounds, directory, rawwrite
+                )
+            lines += table(payload_bytes, speeds)
+            document[f"{size_bytes // MIB} MiB"] = {
+                "payload_bytes": payload_bytes,
+                "bytes_per_s": speeds,
+                "limit_sweep": sweep,
+            }
+    except BenchError as error:
+        print(f"bench.recover: {error}", file=sys.stderr)
+        return 1
+    common.write_results("recover", document, "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

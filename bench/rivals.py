@@ -1,0 +1,132 @@
+"""What people use today, each at its best settings, and each synced: file, then directory.
+
+A rival saves into a directory that is empty when the clock starts. `save` blocks for the caller's
+stall and returns the rest of the work; calling that returns once the checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from bench.common import sync_directory, tensors_of
+
+Finish = Callable[[], None]
+
+
+def _sync_tree(path: Path) -> None:
+    """Directories only: every writer here has synced its files by itself."""
+    sync_directory(path)
+    sync_directory(path.parent)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(slots=True)
+class State:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def nested(self) -> dict[str, object]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+class Rivals(AbstractContextManager["Rivals"]):
+    """All rivals by name; owns the process group that DCP's async_save wants."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.stager: DefaultStager | None = None
+        self.save: dict[str, Callable[[Path], Finish]] = {
+            "torch.save": self._torch_save,
+            "safetensors": self._safetensors,
+            "DCP save": self._dcp_save,
+            "DCP async_save": self._dcp_async,
+            "DCP async_save, stager kept": self._dcp_async_kept,
+        }
+
+    def __enter__(self) -> Self:
+        # One process is a group of its own; this store needs no port.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.stager is not None:
+            self.stager.close()
+        dist.destroy_process_group()
+
+    def _torch_save(self, directory: Path) -> Finish:
+        path = directory / "state.pt"
+        torch.save(self.state.nested(), path)
+        _sync_file(path)
+        _sync_tree(directory)
+        return lambda: None
+
+    def _safetensors(self, directory: Path) -> Finish:
+        path = directory / "state.safetensors"
+        save_file(tensors_of(self.state.model, self.state.optimizer), path)
+        _sync_file(path)
+        _sync_tree(directory)
+        return lambda: None
+
+    def _dcp_writer(self, directory: Path) -> FileSystemWriter:
+        return FileSystemWriter(
+            directory, sync_files=True, thread_count=min(8, os.cpu_count() or 1)
+        )
+
+    def _dcp_save(self, directory: Path) -> Finish:
+        save(self.state.nested(), storage_writer=self._dcp_writer(directory))
+        _sync_tree(directory)
+        return lambda: None
+
+    def _async(self, directory: Path, stager: DefaultStager | None) -> Finish:
+        # async_save takes a copy first, so the caller may change its tensors when it returns.
+        response = async_save(
+            self.state.nested(), storage_writer=self._dcp_writer(directory), async_stager=stager
+        )
+
+        def finish() -> None:
+            getattr(response, "upload_completion", response).result()  # type: ignore[union-attr]
+            _sync_tree(directory)
+
+        return finish
+
+    def _dcp_async(self, directory: Path) -> Finish:
+        return self._async(directory, None)
+
+    def _dcp_async_kept(self, directory: Path) -> Finish:
+        if self.stager is None:
+            self.stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=False,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=False,
+                )
+            )
+        return self._async(directory, self.stager)

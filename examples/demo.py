@@ -1,0 +1,234 @@
+"""PCcheck from end to end (`make demo`): train, kill, resume, and compare every loss bit for bit.
+
+1. A reference run of examples/char_gpt.py, without checkpoints and without interruption.
+2. The same run with a checkpoint every few steps; its trainer is SIGKILLed at a random step.
+3. The trainer is started again, restores the newest checkpoint and trains to the end.
+
+The daemon is a real one on a temporary storage directory. Its disk is made slow on purpose, as a
+disk in a network is: only then do you see why several checkpoints are kept in flight. Exit code 1
+when a single loss differs in a single bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pccheckctl.online import Observer
+from tests.support.daemon import Daemon
+
+SCRIPT = Path(__file__).with_name("char_gpt.py")
+#: Three checkpoints in flight (slots - keep), two durable ones never overwritten.
+SLOTS, KEEP = 5, 2
+JOB = "demo"
+IN_FLIGHT = ("requested", "copying", "copied", "writing")
+
+
+@dataclass
+class Run:
+    """What one trainer process printed, and when."""
+
+    losses: dict[int, str] = field(default_factory=dict)  # step -> float.hex()
+    seen_s: dict[int, float] = field(default_factory=dict)
+    text: str = ""
+    restored: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def last(self) -> int:
+        return max(self.losses, default=0)
+
+    @property
+    def first_s(self) -> float:
+        return self.seen_s[min(self.seen_s)]
+
+    def seconds_per_step(self, first: int, last: int) -> float:
+        return (self.seen_s[last] - self.seen_s[first]) / (last - first)
+
+
+class Trainer:
+    """One process of the example; iterating gives the steps as they come."""
+
+    def __init__(self, options: argparse.Namespace, *, every: int, socket: Path | None) -> None:
+        self.run = Run()
+        words = [sys.executable, str(SCRIPT), "--steps", str(options.steps)]
+        words += ["--every", str(every), "--seed", str(options.seed)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+        if socket is not None:
+            environment |= {"PCCHECK_SOCKET": str(socket), "PCCHECK_JOB": JOB}
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        )
+
+    def steps(self) -> Iterator[int]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            words = line.split()
+            if found := re.match(r"step (\d+) loss \S+ (\S+)", line):
+                step = int(found[1])
+                self.run.losses[step] = found[2]
+                self.run.seen_s[step] = time.monotonic()
+                yield step
+            elif words[:2] == ["restored", "step"]:
+                self.run.restored = int(words[2])
+                say(line.strip())
+            elif words[:1] == ["text"]:
+                self.run.text = line.strip()
+
+    def finish(self) -> Run:
+        for _ in self.steps():
+            pass
+        if self.process.wait() != 0:
+            raise SystemExit(f"demo: the trainer ended with {self.process.returncode}")
+        return self.run
+
+    def kill(self) -> Run:
+        self.process.kill()
+        for _ in self.steps():  # what it printed before it died
+            pass
+        self.process.wait()
+        return self.run
+
+
+def say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def in_flight(socket: Path) -> list[tuple[int, str]]:
+    """(step, state) of the checkpoints on their way now, as `pccheckctl status` shows them."""
+    with Observer(str(socket)) as observer:
+        document: Any = observer.status()
+    return [
+        (found["step"], found["state"])
+        for rank in document["ranks"]
+        for found in rank["checkpoints"]
+        if found["state"] in IN_FLIGHT
+    ]
+
+
+def reference(options: argparse.Namespace) -> Run:
+    print(f"1. Reference: {options.steps} steps without checkpoints or interruption", flush=True)
+    run = Trainer(options, every=0, socket=None).finish()
+    say(run.text)
+    say(f"loss {show(run, 1)} -> {show(run, options.steps)}")
+    return run
+
+
+def interrupted(options: argparse.Namespace, socket: Path, kill_at: int) -> tuple[Run, int]:
+    """Trains until `kill_at`; the run and the most checkpoints that were seen in flight."""
+    print(
+        f"2. With a checkpoint every {options.every} steps; SIGKILL at step {kill_at} "
+        f"(random, --kill-seed {options.kill_seed})",
+        flush=True,
+    )
+    trainer, most = Trainer(options, every=options.every, socket=socket), 0
+    for step in trainer.steps():
+        if step >= kill_at:
+            break
+        if step % 20 == 2:
+            flying = in_flight(socket)
+            most = max(most, len(flying))
+            shown = ", ".join(f"step {number} {state}" for number, state in flying)
+            say(f"step {step:3} loss {show(trainer.run, step)}  in flight: {shown or 'none'}")
+    run = trainer.kill()
+    say(f"killed after step {run.last}")
+    return run, most
+
+
+def resumed(options: argparse.Namespace, socket: Path) -> Run:
+    print("3. The same command again", flush=True)
+    run = Trainer(options, every=options.every, socket=socket).finish()
+    say(f"loss at step {options.steps}: {show(run, options.steps)}")
+    return run
+
+
+def show(run: Run, step: int) -> str:
+    return f"{float.fromhex(run.losses[step]):.4f}"
+
+
+def delay_us(options: argparse.Namespace, whole: Run) -> int:
+    """How much longer each write takes: a checkpoint then needs about two intervals."""
+    interval_s = options.every * whole.seconds_per_step(10, whole.last)
+    return int(1.8 * interval_s * 1e6)
+
+
+def table(options: argparse.Namespace, whole: Run, first: Run, second: Run, most: int) -> str:
+    """The figures of this run; start-up (Python, torch) is part of the seconds to resume."""
+    warm_up = 10
+    slowdown = first.seconds_per_step(warm_up, first.last) / whole.seconds_per_step(
+        warm_up, first.last
+    )
+    made = first.last // options.every + (second.last - second.restored) // options.every
+    rows = {
+        "steps lost by the kill": f"{first.last - second.restored} (of {first.last})",
+        "seconds from restart to the next step": f"{second.first_s - second.started_s:.1f}",
+        "checkpoints": str(made),
+        "most seen in flight at once": f"{most} (of {SLOTS - KEEP})",
+        "slowdown against no checkpoints": f"{slowdown:.2f}",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:{width}}  {value}" for name, value in rows.items())
+
+
+def differences(expected: Run, *others: Run) -> list[str]:
+    return [
+        f"step {step}: {loss} instead of {expected.losses[step]}"
+        for run in others
+        for step, loss in run.losses.items()
+        if loss != expected.losses[step]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1, help="of the training")
+    parser.add_argument("--kill-seed", type=int, default=random.randrange(10_000))
+    options = parser.parse_args()
+    kill_at = random.Random(options.kill_seed).randrange(
+        options.steps // 2, options.steps * 9 // 10
+    )
+
+    whole = reference(options)
+    with Daemon(
+        "--slots", str(SLOTS), "--keep", str(KEEP), "--dram", "256MiB",
+        shim=f"slow:data:{delay_us(options, whole)}",
+    ) as daemon:  # fmt: skip
+        daemon.start()
+        daemon.armed.touch()
+        first, most = interrupted(options, daemon.socket, kill_at)
+        second = resumed(options, daemon.socket)
+        wrong = differences(whole, first, second)
+        compared = len(first.losses) + len(second.losses)
+        print(table(options, whole, first, second, most))
+        print("\n$ pccheckctl status", flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), "status"],
+            check=False,
+        )
+        daemon.stop()
+    if not second.restored:
+        wrong.append("the second run did not restore a checkpoint")
+    if second.last != options.steps:
+        wrong.append(f"the second run ended at step {second.last}")
+    for text in wrong[:10]:
+        print(f"DIFFERENT {text}")
+    print(
+        f"\nFAILED: {len(wrong)} differences" if wrong
+        else f"\nOK: all {compared} losses are those of the reference run, bit for bit"
+    )  # fmt: skip
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

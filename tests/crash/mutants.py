@@ -1,0 +1,238 @@
+"""Broken protocols, each of which an enumerator must catch.
+
+Some are made by the simulated disk (`arguments`), the others are changed copies of one core source:
+the exact text must occur once in today's source, else this fails. Nothing in native/ is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CORE = HERE.parents[1] / "native" / "src"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One way to break the protocol; `changes` are (old, new) texts in `source`."""
+
+    name: str
+    why: str
+    program: str = "crash_enum"
+    arguments: tuple[str, ...] = ()
+    source: str = ""
+    changes: tuple[tuple[str, str], ...] = ()
+
+
+MUTANTS = (
+    Mutant("no first flush", "the record overtakes its data", arguments=("--mutant", "no-flush")),
+    Mutant(
+        "no second flush",
+        "acknowledged while the record is in the drive's cache",
+        arguments=("--mutant", "no-durable"),
+    ),
+    Mutant("wrong slot", "data one slot too far", arguments=("--mutant", "wrong-slot")),
+    Mutant(
+        "single record",
+        "every record in one place",
+        source="pcc_format.c",
+        changes=(
+            (
+                "        return generation * geometry->record_stride_bytes;\n"
+                "    return geometry->volume_bytes -",
+                "        return 0;\n    return 0 * geometry->volume_bytes + 0 *",
+            ),
+        ),
+    ),
+    Mutant(
+        "no CRC",
+        "a torn record passes",
+        source="pcc_format.c",
+        changes=(
+            (
+                "if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
+                "if (0)",
+            ),
+        ),
+    ),
+    Mutant(
+        "early free",
+        "slots are free before the record without them is durable",
+        source="pcc_volume.c",
+        changes=(
+            (
+                "        result = pcc_commit_staged(volume, on_durable, context);\n"
+                "        if (result == 0)\n            free_dropped(volume, dropped);\n",
+                "        free_dropped(volume, dropped);\n"
+                "        result = pcc_commit_staged(volume, on_durable, context);\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acknowledged before the record",
+        "told durable, then written",
+        source="pcc_commit.c",
+        changes=(
+            (
+                "    int result = write_replica(volume, 0);\n",
+                "    if (on_durable)\n        on_durable(context);\n    on_durable = NULL;\n"
+                "    int result = write_replica(volume, 0);\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "oldest record wins",
+        "recovery takes the first acceptable record",
+        source="pcc_commit.c",
+        changes=(
+            (
+                "if (!search->any || search->buffer->record_number > found->record.record_number)",
+                "if (!search->any)",
+            ),
+        ),
+    ),
+    Mutant(
+        "opening frees every slot",
+        "checkpoints of before a restart are overwritten",
+        source="pcc_volume.c",
+        changes=(("if (entry->state == PCC_SLOT_FREE && (entry->flags &", "if ((entry->flags &"),),
+    ),
+    Mutant(
+        "published before the seal",
+        "a snapshot whose copy was never vouched for",
+        source="pcc_save_work.c",
+        changes=(
+            ("if (!save->sealed || save->written <", "if (!save->handed_over || save->written <"),
+        ),
+    ),
+    Mutant(
+        "failed flush ignored",
+        "published although the flush said EIO",
+        source="pcc_save_work.c",
+        changes=(
+            ('    if (result != 0) {\n        slot_error(save, result, "flush");', "    if (0) {"),
+        ),
+    ),
+    Mutant(
+        "failed flush concerns its own save only",
+        "the next flush is clean and vouches for nothing",
+        source="pcc_save_work.c",
+        changes=(
+            (
+                "const bool doubtful = atomic_load_explicit(",
+                "const bool doubtful = 0 && atomic_load_explicit(",
+            ),
+        ),
+    ),
+    Mutant(
+        "failed write ignored",
+        "a chunk that never arrived counts as written",
+        source="pcc_save_work.c",
+        changes=(
+            (
+                "    if (result == 0) {\n        piece->state = PCC_SAVE_CHUNK_WRITTEN;",
+                "    if (1) {\n        piece->state = PCC_SAVE_CHUNK_WRITTEN;",
+            ),
+        ),
+    ),
+    Mutant(
+        "short write taken for whole",
+        "the rest of the transfer is not resumed",
+        source="pcc_io.c",
+        changes=(("        length -= moved;\n", "        length = 0;\n"),),
+    ),
+    Mutant(
+        "older overtakes newer",
+        "the publisher does not ask who is newest",
+        source="pcc_volume.c",
+        changes=(
+            (
+                "const bool superseded = pcc_volume_newest(volume) > entry->sequence;",
+                "const bool superseded = 0;",
+            ),
+        ),
+    ),
+    Mutant(
+        "single replica",
+        "one rotten sector loses the newest record",
+        program="rot",
+        arguments=("--mutant", "no-replica"),
+    ),
+)
+
+
+def mutated_source(mutant: Mutant, directory: Path) -> Path:
+    """Writes the changed copy of the mutant's source; raises when a change no longer applies."""
+    text = (CORE / mutant.source).read_text()
+    for old, new in mutant.changes:
+        if text.count(old) != 1:
+            raise SystemExit(
+                f"mutant {mutant.name!r}: its text occurs {text.count(old)} times in "
+                f"{mutant.source}, not once; adapt the mutant to the source:\n{old}"
+            )
+        text = text.replace(old, new)
+    changed = directory / mutant.source
+    changed.write_text(text)
+    return changed
+
+
+def build(mutant: Mutant, options: argparse.Namespace) -> str:
+    """The program to run: the sound one, or one linked with the changed source."""
+    if not mutant.source:
+        return f"build/{mutant.program}"
+    directory = HERE / "build" / "mutants" / mutant.name.replace(" ", "-")
+    directory.mkdir(parents=True, exist_ok=True)
+    changed = mutated_source(mutant, directory)
+    replaced = f"build/core/{Path(mutant.source).stem}.o"
+    objects = [item for item in options.core.split() if item != replaced]
+    if len(objects) == len(options.core.split()):
+        raise SystemExit(f"mutant {mutant.name!r}: {replaced} is not linked")
+    program = directory / mutant.program
+    subprocess.run(
+        [
+            *options.cc.split(),
+            "-Wno-error",
+            "-w",
+            options.wrap,
+            f"build/{mutant.program}.o",
+            *options.common.split(),
+            *objects,
+            str(changed),
+            "-o",
+            str(program),
+        ],
+        cwd=HERE,
+        check=True,
+    )
+    return str(program)
+
+
+def main() -> int:
+    """Builds and runs every mutant; 0 when all were killed."""
+    parser = argparse.ArgumentParser()
+    for name in ("cc", "wrap", "common", "core"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    survived = 0
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    for mutant in chosen:
+        command = [build(mutant, options), "--killed", *mutant.arguments]
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        asserted = done.returncode == -signal.SIGABRT and "broken invariant" in done.stderr
+        killed = done.returncode == 0 or asserted
+        survived += not killed
+        print(f"  {'killed  ' if killed else 'SURVIVED'} {mutant.name}: {mutant.why}")
+        last = done.stderr.splitlines()[0] if asserted else done.stdout.strip()
+        print(f"           {last or done.stderr.strip()}", flush=True)
+    print(f"mutants: {len(chosen) - survived} mutants killed, {survived} survived")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

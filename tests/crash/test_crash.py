@@ -1,0 +1,70 @@
+"""Rows 1, 2, 3 and 7 of the crash test plan, at their floors, and the mutants: run from C.
+
+Each program prints its counts and its seed; PCC_SEED repeats it, a violation leaves a replay file.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Builds the programs with the core as it is."""
+    made = subprocess.run(
+        ["make", "--no-print-directory", "all"], cwd=HERE, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+
+
+def run(*command: str) -> str:
+    """Runs one program and gives what it printed; a violation fails with seed and replay file."""
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def count(pattern: str, output: str) -> int:
+    """The number in front of `pattern`'s words in a summary line."""
+    found = re.search(rf"(\d+) {pattern}", output)
+    assert found, f"no {pattern!r} in: {output}"
+    return int(found[1])
+
+
+@pytest.mark.timeout(600)
+def test_crash_states() -> None:
+    output = run("build/crash_enum")
+    assert count("distinct images", output) >= 1_000_000
+    assert count("violations", output) == 0
+
+
+def test_crash_and_rot() -> None:
+    output = run("build/rot")
+    assert count("cases with keep=2", output) >= 10_000
+    assert count("violations", output) == 0
+
+
+def test_fault_at_every_io() -> None:
+    output = run("build/fault_loop")
+    assert count("cases", output) >= 2_000
+    assert count("violations", output) == 0
+
+
+def test_bit_flips() -> None:
+    output = run("build/bit_flip")
+    assert count("flips", output) >= 150_000
+    assert count("violations", output) == 0
+
+
+@pytest.mark.timeout(600)
+def test_mutants_are_killed() -> None:
+    output = run("make", "--no-print-directory", "mutants")
+    assert count("mutants killed", output) >= 6
+    assert count("survived", output) == 0

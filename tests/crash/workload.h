@@ -1,0 +1,79 @@
+/* A seeded scheduler that drives the real saver without threads: which save gets a chunk, which lane
+ * does its next unit of work, what is aborted, flagged, re-opened is drawn from the seed, so that
+ * one number repeats a whole run. It plays an honest owner and holds the core to its contract;
+ * what it finds broken goes to sim->breach. */
+#ifndef WORKLOAD_H
+#define WORKLOAD_H
+
+#include "oracle.h"
+#include "pcc_load.h"
+
+#define WORKLOAD_LANES_MAX 3u
+#define WORKLOAD_CHUNKS_MAX 8u
+
+struct workload_spec {
+    uint32_t slots, keep;  /* N = slots - keep lanes, three at most */
+    uint32_t block_bytes, chunk_bytes;
+    uint32_t payload_pages_max;
+    uint32_t policy_one_in;  /* how seldom flags, incarnations, finish, reopen come; 0: never */
+    uint32_t fault_one_in;   /* how seldom an action arms a transient fault; 0: never */
+};
+
+struct live { /* a save in flight, from its owner's side */
+    struct pcc_save *save; /* NULL: not in use */
+    uint32_t tag;
+    uint32_t chunk_count;
+    uint32_t handed, written, uncached; /* bit per chunk */
+    uint8_t *memory;
+    bool sealed, aborted;
+};
+
+static inline uint32_t all_chunks(const struct live *live)
+{
+    return (1u << live->chunk_count) - 1;
+}
+
+struct workload {
+    struct workload_spec spec;
+    struct rng rng;
+    struct sim *sim;
+    struct oracle *oracle;
+    struct pcc_volume *volume;
+    struct pcc_saver *saver;
+    uint32_t lanes;
+    uint32_t stepping;     /* the lane that is at work, + 1 */
+    struct live lives[WORKLOAD_LANES_MAX];
+    uint64_t incarnation;
+    uint64_t newest_begun; /* sequence */
+    uint64_t flagged;
+    uint32_t flagged_with;
+    struct pcc_load *reading; /* a reader that takes its time */
+    bool faulty;           /* a fault was armed: saves may fail */
+    struct {
+        uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads;
+    } count;
+};
+
+struct workload *workload_new(const struct workload_spec *spec, uint64_t seed);
+void workload_free(struct workload *workload); /* must be closed */
+/* Formats the empty media; nothing is recorded. */
+PCC_MUST_CHECK int workload_format(struct workload *workload);
+/* Opens volume and saver for writing on what the media hold. */
+PCC_MUST_CHECK int workload_open(struct workload *workload);
+void workload_run(struct workload *workload, uint32_t actions);
+/* Hands over, seals and steps until everything in flight has ended. */
+void workload_drain(struct workload *workload);
+/* One checkpoint of `pages` pages from begin to its end; the end, or a negative error. */
+int workload_save(struct workload *workload, uint32_t pages);
+void workload_close(struct workload *workload); /* aborts what is not sealed; safe when not open */
+/* Reads every durable checkpoint back through the open volume; compares. */
+void workload_restore(struct workload *workload);
+
+/* -- the moves that the scheduler chooses from -- */
+int workload_begin(struct workload *workload, uint32_t pages);
+void workload_feed(struct workload *workload, struct live *live); /* next chunk, or the seal */
+void workload_uncache(struct workload *workload, struct live *live);
+int workload_step(struct workload *workload, uint32_t lane); /* -EAGAIN: nothing to do */
+void workload_beside(void *workload); /* data of other saves moves while a record is written */
+
+#endif

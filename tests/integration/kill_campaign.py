@@ -1,0 +1,170 @@
+"""Kills daemon, trainer or both, at random and at named points, and recovers after each.
+
+    python -m tests.integration.kill_campaign --rounds 200 --seed 1
+
+Judged after every round: the recovered sequence is not older than the last acknowledged one, and the
+bytes are those of its step, regenerated and compared. Prints counts per victim and state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from tests.support.daemon import Daemon
+from tests.support.trainer import RemoteError, Trainer
+
+COUNTS = [200_000, 5, 150_001]
+#: State of the protocol -> where the daemon is killed to be in it for certain.
+DAEMON_POINTS = {
+    "copying": ["data:1", "data:2"],
+    "copied": ["data:6", "manifest"],
+    "writing": ["data:3", "data:4", "flush:1", "flush:3"],
+    "publishing": ["record-a:1", "record-a:3", "record-b:1", "record-b:2"],
+}
+TRAINER_STATES = ["copying", "copied", "writing"]
+
+
+@dataclass
+class Tally:
+    """Counts of what was killed where, and what was wrong."""
+
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    recovered: int = 0
+    empty: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+def _judge(tally: Tally, label: str, acknowledged: int, daemon: Daemon) -> int:
+    """Starts everything again and compares; the step recovered (0 = none)."""
+    with Trainer() as trainer:
+        trainer.open(COUNTS, socket=str(daemon.socket), job="job")
+        done = trainer.restore()
+        step = done["step"] if done["found"] else 0
+        if step < acknowledged:
+            tally.violations.append(f"{label}: step {step} recovered, {acknowledged} acknowledged")
+        elif done["found"] and (wrong := trainer.check(step)):
+            tally.violations.append(f"{label}: {wrong}")
+        if done["skipped"]:
+            tally.violations.append(f"{label}: damage found in {done['skipped']}")
+        tally.recovered += bool(done["found"])
+        tally.empty += not done["found"]
+        return int(step)
+
+
+def _train_until(trainer: Trainer, rng: random.Random) -> int:
+    """Lets a posted run go on until some step is durable; the newest acknowledged one."""
+    return trainer.wait_for_durable(rng.randint(1, 6))
+
+
+def _kill_daemon_at_point(tally: Tally, state: str, point: str, flags: tuple[str, ...]) -> None:
+    """The shim kills the daemon inside the protocol; the trainer lives on and is then ended."""
+    label = f"daemon/{state}/{point}"
+    spec = f"kill:{'data:7' if point == 'manifest' else point}"
+    with Daemon(*flags, shim=spec) as daemon, Trainer() as trainer:
+        daemon.start()
+        trainer.open(COUNTS, socket=str(daemon.socket), job="job", stall_limit_s=20)
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+        daemon.armed.touch()
+        trainer.post("run", 400, 1)
+        daemon.wait_end()
+        daemon.shim = ""
+        trainer.kill()
+        acknowledged = max(1, trainer.drain())
+        daemon.start()
+        _judge(tally, label, acknowledged, daemon)
+    tally.kills[f"daemon {state}"] += 1
+
+
+def _kill_trainer_in_state(
+    tally: Tally, state: str, also_daemon: bool, flags: tuple[str, ...]
+) -> None:
+    victim = "both" if also_daemon else "trainer"
+    slow = ("--dram", "1MiB", "--max-bandwidth", "16MiB") if state == "copying" else (
+        "--max-bandwidth", "16MiB",
+    )  # fmt: skip
+    with Daemon(*flags, *slow) as daemon, Trainer() as trainer:
+        daemon.start()
+        trainer.open(COUNTS, socket=str(daemon.socket), job="job")
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+        trainer.step()
+        handle = trainer.checkpoint()
+        seen = trainer.watch(handle, state)
+        trainer.kill()
+        if also_daemon:
+            daemon.kill()
+            daemon.start()
+        # P1: what was seen copied becomes durable, unless the daemon's memory went too
+        promised = 2 if seen in ("copied", "writing", "durable") and not also_daemon else 1
+        _judge(tally, f"{victim}/{state}", 2 if seen == "durable" else promised, daemon)
+    tally.kills[f"{victim} {seen}"] += 1
+
+
+def _kill_at_random(tally: Tally, rng: random.Random, flags: tuple[str, ...]) -> None:
+    victim = rng.choice(["daemon", "trainer", "both"])
+    with Daemon(*flags) as daemon, Trainer() as trainer:
+        daemon.start()
+        trainer.open(COUNTS, socket=str(daemon.socket), job="job", stall_limit_s=20)
+        trainer.post("run", 100_000, 1)
+        acknowledged = _train_until(trainer, rng)
+        time.sleep(rng.random() * 0.02)  # not synchronisation: the moment of the kill is the test
+        if victim != "trainer":
+            daemon.kill()
+        if victim != "daemon":
+            trainer.signal(signal.SIGKILL)
+        trainer.kill()
+        acknowledged = max(acknowledged, trainer.drain())
+        if victim != "trainer":
+            daemon.start()
+        _judge(tally, f"{victim}/random", acknowledged, daemon)
+    tally.kills[f"{victim} random"] += 1
+
+
+def run(rounds: int, seed: int) -> Tally:
+    """`rounds` kills; every state gets at least an eighth of them."""
+    rng = random.Random(seed)
+    tally = Tally()
+    flags = ("--chunk", "256KiB", "--block-bytes", "64KiB", "--dram", "16MiB")
+    for number in range(rounds):
+        kind = number % 8
+        try:
+            if kind in (0, 1, 2, 3):
+                state = list(DAEMON_POINTS)[kind]
+                point = rng.choice(DAEMON_POINTS[state])
+                _kill_daemon_at_point(tally, state, point, flags)
+            elif kind in (4, 5, 6):
+                state = TRAINER_STATES[kind - 4]
+                _kill_trainer_in_state(tally, state, rng.random() < 0.3, flags)
+            else:
+                _kill_at_random(tally, rng, flags)
+        except (AssertionError, RemoteError) as error:
+            tally.violations.append(f"round {number} (kind {kind}): {error}")
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with ExitStack():
+        tally = run(options.rounds, options.seed)
+    print(f"seed {options.seed}: {options.rounds} rounds, {tally.recovered} recovered, "
+          f"{tally.empty} empty, {len(tally.violations)} violations")  # fmt: skip
+    for name, count in sorted(tally.kills.items()):
+        print(f"  {name:24} {count}")
+    for violation in tally.violations:
+        print("VIOLATION", violation)
+    return 1 if tally.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""The real daemon and core, driven by ranks without torch: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire import attach
+from pccheck_wire.errors import (
+    NoCheckpointError,
+    PccheckError,
+    RefusedError,
+    StorageFullError,
+    UsageError,
+)
+from pccheck_wire.messages import (
+    CheckpointState,
+    Empty,
+    Goodbye,
+    ListVolumes,
+    Opened,
+    Register,
+    Registered,
+    Report,
+    Role,
+    Status,
+    Verify,
+)
+from tests.support.daemon import Daemon
+from tests.support.rank import Rank, payload_of
+
+Start = Callable[..., Daemon]
+SIZE = 3_000_000
+
+
+def document(daemon: Daemon, body: Status | ListVolumes | Verify) -> dict[str, object]:
+    with attach.observe(daemon.socket) as observer:
+        answer = observer.request(body)
+    assert isinstance(answer, Report)
+    return answer.document
+
+
+def saved(daemon: Daemon, *steps: int, size: int = SIZE, **options: object) -> None:
+    """A run that saves these steps, each waited for, and ends."""
+    with Rank(daemon.socket, **options) as rank:  # type: ignore[arg-type]
+        rank.register(size)
+        for step in steps:
+            rank.save(step, payload_of(step, size))
+
+
+def flip(path: Path, data: bytes) -> None:
+    """Damages the first place where `data` lies in the file."""
+    content = path.read_bytes()
+    at = content.index(data)
+    with path.open("r+b") as file:
+        file.seek(at + 5)
+        file.write(bytes([content[at + 5] ^ 1]))
+
+
+def test_bytes_come_back_from_dram_and_from_the_volume(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    saved(daemon, *range(1, 8))
+    for source in ("dram", "volume"):
+        with Rank(daemon.socket) as rank:
+            assert rank.welcome.newest_step == 7
+            opened, data = rank.restore()
+            assert (opened.step, opened.sequence, opened.source) == (7, 7, source)
+            assert data == payload_of(7, SIZE)
+        assert daemon.stop() == 0
+        daemon.start()
+
+
+def test_nothing_saved_is_empty(start_daemon: Start) -> None:
+    with Rank(start_daemon().socket) as rank:
+        assert rank.open() == Empty()
+
+
+def test_damage_is_passed_over_flagged_and_told(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    saved(daemon, 1, 2)
+    daemon.stop()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    flip(volume, payload_of(2, SIZE)[:4096])
+    daemon.start()
+    with Rank(daemon.socket) as rank:
+        newest = rank.open()
+        assert isinstance(newest, Opened)
+        assert newest.step == 2
+        assert rank.load(newest)[0] != 0
+        older = rank.open(before=newest.sequence)
+        assert isinstance(older, Opened)
+        assert rank.load(older) == (0, payload_of(1, SIZE))
+        deadline = time.monotonic() + 10
+        while isinstance(again := rank.open(), Opened) and again.step != 1:
+            assert time.monotonic() < deadline
+        assert [item.step for item in again.skipped] == [2]
+    assert "damaged" in str(document(daemon, Status())["warnings"])
+    assert document(daemon, Verify("job"))["damaged"] == 1
+
+
+def test_a_reader_reads_while_the_trainer_saves(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+        with Rank(daemon.socket, role=Role.READER) as reader:
+            opened = reader.open()
+            assert isinstance(opened, Opened)
+            assert reader.load(opened) == (0, payload_of(1, SIZE))
+            with pytest.raises(RefusedError):
+                reader.register(SIZE)
+        rank.save(2, payload_of(2, SIZE))
+
+
+def test_copied_survives_the_trainer_and_sigterm_makes_it_durable(start_daemon: Start) -> None:
+    daemon = start_daemon("--max-bandwidth", "4MiB")
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.wait(rank.begin(5, payload_of(5, SIZE)), copied=True)
+    assert daemon.stop() == 0
+    daemon.start("--max-bandwidth", "1GiB")
+    with Rank(daemon.socket) as rank:
+        assert rank.restore()[1] == payload_of(5, SIZE)
+
+
+def test_an_incomplete_copy_fails_when_the_trainer_ends(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+        rank.begin(2, payload_of(2, SIZE), fill=False)
+        deadline = time.monotonic() + 10
+        while rank.describe(2).state is not CheckpointState.COPYING:
+            assert time.monotonic() < deadline
+    with Rank(daemon.socket) as rank:
+        assert rank.restore()[0].step == 1
+    (one,) = document(daemon, Status())["ranks"]  # type: ignore[misc]
+    assert one["counters"] == {"durable": 1, "superseded": 0, "skipped": 0, "failed": 1}
+
+
+def test_a_live_duplicate_is_refused_and_costs_nothing(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        with pytest.raises(RefusedError, match="already served for pid"):
+            Rank(daemon.socket)
+        rank.save(1, payload_of(1, SIZE))
+        assert rank.welcome.incarnation == 1
+    with Rank(daemon.socket) as rank:
+        assert rank.welcome.incarnation == 2
+
+
+def test_a_state_that_grows_moves_to_a_new_volume(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+        grown = rank.register(3 * SIZE)
+        assert isinstance(grown, Registered)
+        assert grown.volume.endswith("rank-0.1.pcc")
+        assert rank.restore()[1] == payload_of(1, SIZE)
+        assert rank.save(2, payload_of(2, 3 * SIZE)).sequence == 2
+        deadline = time.monotonic() + 10
+        while len(list(daemon.storage.rglob("*.pcc"))) > 1:
+            assert time.monotonic() < deadline
+        assert rank.restore()[1] == payload_of(2, 3 * SIZE)
+
+
+def test_the_run_before_is_kept_until_restored_or_fresh(start_daemon: Start) -> None:
+    daemon = start_daemon("--slots", "3", "--keep", "1")
+    saved(daemon, 100)
+    saved(daemon, *range(1, 9))
+    saved(daemon, *range(1, 9))
+    with Rank(daemon.socket) as rank:
+        kept = rank.open(step=100)
+        assert isinstance(kept, Opened)
+        assert rank.load(kept) == (0, payload_of(100, SIZE))
+    saved(daemon, *range(1, 9), fresh=True)
+    with Rank(daemon.socket) as rank, pytest.raises(NoCheckpointError, match="step 100"):
+        rank.open(step=100)
+
+
+def test_no_slot_left_beside_the_protected_one_names_the_fix(start_daemon: Start) -> None:
+    daemon = start_daemon("--slots", "2", "--keep", "1")
+    saved(daemon, 1)
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(2, payload_of(2, SIZE))
+        snapshot = rank.begin(3, payload_of(3, SIZE))
+        rank.wait(snapshot)
+        told = rank.describe(snapshot)
+        assert told.state in (CheckpointState.FAILED, CheckpointState.DURABLE)
+        if told.state is CheckpointState.FAILED:
+            assert "fresh=True" in told.hint
+        kept = rank.open(step=1)
+        assert isinstance(kept, Opened)
+
+
+def test_numbers_in_the_errors_of_admission(start_daemon: Start) -> None:
+    daemon = start_daemon("--max-storage", "24MiB")
+    saved(daemon, 1, size=100_000, job="first")
+    with Rank(daemon.socket, job="second") as rank:
+        with pytest.raises(StorageFullError, match=r"--max-storage 25165824.*first") as error:
+            rank.register(SIZE)
+        assert "bytes" in error.value.message
+        with pytest.raises(StorageFullError, match="free"):
+            rank.register(1 << 42)
+        with pytest.raises(UsageError):
+            rank.ask(Register(0))
+
+
+def test_goodbye_trims_a_finished_job(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        for step in (1, 2, 3):
+            rank.save(step, payload_of(step, SIZE))
+        rank.ask(Goodbye(done=True))
+        listed = document(daemon, ListVolumes())["checkpoints"]
+    assert [item["step"] for item in listed] == [3]  # type: ignore[attr-defined]
+
+
+def test_ranks_recover_the_newest_step_that_all_have(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    group = [Rank(daemon.socket, rank=n, world_size=2, launch="a") for n in range(2)]
+    for rank in group:
+        assert rank.open() == Empty()
+        rank.register(SIZE)
+        rank.save(4, payload_of(4, SIZE))
+    for step in range(5, 12):
+        group[0].save(step, payload_of(step, SIZE))
+    for rank in group:
+        rank.close()
+    group = [Rank(daemon.socket, rank=n, world_size=2, launch="b") for n in range(2)]
+    for rank in group:
+        opened, data = rank.restore()
+        assert opened.step == 4
+        assert data == payload_of(4, SIZE)
+        rank.close()
+    with (
+        Rank(daemon.socket, rank=0, world_size=3, launch="c") as rank,
+        pytest.raises(NoCheckpointError, match="3 ranks"),
+    ):
+        rank.open()
+
+
+def test_a_bad_request_fails_that_request_only(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        for bad in (b"", b"\xc0", b"\x81\xa1t\xa7request", b"x" * 60000):
+            rank._socket.send(bad)
+        rank._socket.send_multipart([b"a", b"b", b"c"])
+        with pytest.raises(NoCheckpointError):
+            rank.describe(99)
+        with pytest.raises(PccheckError):
+            rank.load(Opened(77, 1, 1, 100, 0, 8, "volume"))
+        snapshot = rank.begin(1, payload_of(1, SIZE), on_busy="maybe")
+        assert rank.wait(snapshot).outcome == CheckpointState.FAILED
+        rank.save(2, payload_of(2, SIZE))
+
+
+def test_sigterm_with_live_ranks_drains_what_they_copied(start_daemon: Start) -> None:
+    daemon = start_daemon("--max-bandwidth", "4MiB")
+    ranks = [Rank(daemon.socket, job=f"job-{n}") for n in range(2)]
+    for rank in ranks:
+        rank.register(SIZE)
+        rank.wait(rank.begin(1, payload_of(1, SIZE)), copied=True)
+        rank.begin(2, payload_of(2, SIZE), fill=False)
+    assert daemon.stop() == 0
+    assert not ranks[0].link.alive()
+    for rank in ranks:
+        rank.close()
+    daemon.start()
+    for number in range(2):
+        with Rank(daemon.socket, job=f"job-{number}") as rank:
+            assert rank.restore()[0].step == 1
+
+
+def test_a_second_signal_hurries(start_daemon: Start) -> None:
+    daemon = start_daemon("--max-bandwidth", "64KiB")
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.wait(rank.begin(1, payload_of(1, SIZE)), copied=True)
+        began = time.monotonic()
+        daemon.kill(signal.SIGTERM)
+        while "stopping" not in daemon.log.read_text():
+            assert time.monotonic() - began < 10
+        daemon.kill(signal.SIGTERM)
+        assert daemon.wait_end(20) == 1
+    assert "not durable" in daemon.log.read_text()
+
+
+def test_memory_of_ranks_that_are_gone_makes_room(start_daemon: Start) -> None:
+    daemon = start_daemon("--dram", "12MiB")
+    for number in range(6):
+        saved(daemon, 1, job=f"job-{number}")
+    assert "made room" in daemon.log.read_text()

@@ -1,0 +1,59 @@
+"""P7: a job that has checkpoints never begins at step 0 over them by accident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.daemon import Daemon
+from tests.support.trainer import RemoteError, Trainer
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+
+
+def earlier_run(daemon: Daemon, connect: Connect, step: int = 9) -> None:
+    trainer = connect(daemon)
+    trainer.step(step)
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+
+
+def forgetful_run(daemon: Daemon, connect: Connect, **options: object) -> Trainer:
+    """Neither restores nor says fresh, and makes more checkpoints than there are slots."""
+    trainer = connect(daemon, **options)
+    for _ in range(8):
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+    return trainer
+
+
+def test_the_newest_of_the_run_before_is_kept(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    earlier_run(daemon, start_trainer)
+    forgetful = forgetful_run(daemon, start_trainer)
+    assert any("restore()" in warning for warning in forgetful.warnings)
+    assert forgetful.recover(step=9)["wrong"] == ""
+
+
+def test_fresh_says_that_it_is_meant(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    earlier_run(daemon, start_trainer)
+    trainer = forgetful_run(daemon, start_trainer, fresh=True)
+    with pytest.raises(RemoteError, match="NoCheckpoint"):
+        trainer.recover(step=9)
+
+
+def test_a_daemon_that_comes_late_does_not_look_empty(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    earlier_run(daemon, start_trainer)
+    daemon.stop()
+    trainer = start_trainer(daemon)
+    with pytest.raises(RemoteError, match="DaemonUnreachable"):
+        trainer.restore()
+    daemon.start()
+    assert trainer.restore()["step"] == 9
+    assert trainer.check(9) == ""

@@ -1,0 +1,18 @@
+"""200 rounds of the kill campaign; `make campaign` runs a thousand."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.integration.kill_campaign import run
+
+
+@pytest.mark.timeout(600)
+def test_200_kills() -> None:
+    seed = int(os.environ.get("PCC_SEED", "1"))
+    tally = run(200, seed)
+    print(f"seed {seed}", dict(tally.kills))
+    assert not tally.violations, (seed, tally.violations[:5], len(tally.violations))
+    assert sum(tally.kills.values()) == 200

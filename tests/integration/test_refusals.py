@@ -1,0 +1,260 @@
+"""Everything that cannot work gives one clear error that names the fix, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from tests.support.daemon import Daemon
+from tests.support.trainer import RemoteError, Trainer
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+
+
+def refused(daemon: Daemon, *flags: str, user: int | None = None) -> tuple[int, str]:
+    """Exit code and stderr of a daemon that must not start."""
+    ran = subprocess.run(
+        daemon.command(*flags), capture_output=True, text=True, timeout=30, user=user,
+        env=daemon.environment(),
+    )  # fmt: skip
+    assert "Traceback" not in ran.stderr
+    return ran.returncode, ran.stderr
+
+
+def make_checkpoint(daemon: Daemon, connect: Connect, step: int = 3) -> None:
+    trainer = connect(daemon)
+    trainer.step(step)
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--slots", "1"), "--slots"),
+        (("--slots", "33"), "32"),
+        (("--slots", "2", "--keep", "2"), "--keep"),
+        (("--dram", "lots"), "8GiB"),
+        (("--chunk", "3KiB"), "--chunk"),
+        (("--no-such-flag",), "--no-such-flag"),
+    ],
+)
+def test_wrong_flags(stack: object, flags: tuple[str, ...], said: str) -> None:
+    with Daemon() as daemon:
+        code, text = refused(daemon, *flags)
+        assert code == 2
+        assert said in text
+
+
+def test_storage_that_is_not_there() -> None:
+    with Daemon() as daemon:
+        shutil.rmtree(daemon.storage)
+        code, text = refused(daemon)
+        assert code == 10
+        assert "mkdir" in text
+
+
+def test_tmpfs_needs_the_override() -> None:
+    with Daemon(storage=Path("/dev/shm") / f"pcc-{os.getpid()}") as daemon:
+        try:
+            code, text = refused(daemon)
+            assert code != 0
+            assert "tmpfs" in text
+            assert "--allow-any-filesystem" in text
+            daemon.start("--allow-any-filesystem")
+            assert daemon.stop() == 0
+        finally:
+            shutil.rmtree(daemon.storage)
+
+
+def test_a_second_daemon_is_told_who_has_the_storage(start_daemon: Start) -> None:
+    first = start_daemon()
+    with Daemon(storage=first.storage) as second:
+        code, text = refused(second)
+        assert code == 11
+        assert str(first.pid) in text
+
+
+def test_a_second_daemon_on_the_same_socket(start_daemon: Start) -> None:
+    first = start_daemon()
+    with Daemon() as second:
+        second.socket = first.socket
+        code, text = refused(second)
+        assert code != 0
+        assert str(first.socket) in text
+    # the first one still serves
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    probe.connect(str(first.socket))
+    probe.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+def test_storage_of_another_owner() -> None:
+    with Daemon() as daemon:
+        daemon.root.chmod(0o755)
+        daemon.storage.chmod(0o700)
+        code, text = refused(daemon, user=65534)
+        assert code in (1, 10)
+        assert "chown" in text or "permission" in text.lower()
+
+
+def test_another_protocol_version(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(10)
+        peer.connect(str(daemon.socket))
+        peer.send(msgpack.packb({"t": "hello", "protocol": 99, "future": "field"}))
+        answer = peer.recv(1 << 16)
+    assert b"PROTOCOL" in answer
+    assert b"99" in answer
+
+
+def test_a_live_duplicate_is_refused_with_both_pids(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    first = start_trainer(daemon)
+    first.step()
+    first.wait_durable(first.checkpoint())
+    second = start_trainer(daemon, on_error="warn")
+    with pytest.raises(RemoteError, match=str(first.pid)) as error:
+        second.restore()
+    assert str(second.pid) in error.value.message
+    first.step()
+    assert first.wait_durable(first.checkpoint()) == "durable"
+
+
+def test_no_daemon_at_all_warns_and_trains_on(stack: object) -> None:
+    with Daemon() as daemon, Trainer() as trainer:
+        trainer.open([1000], socket=str(daemon.socket), job="job")
+        for _ in range(3):
+            trainer.step()
+            trainer.checkpoint()
+        assert set(trainer.states()) == {"failed"}
+        (warning,) = trainer.warnings
+        assert "pccheckd --storage" in warning
+
+
+def scribble(path: Path, *, where: int, length: int = 4096) -> None:
+    with path.open("r+b") as file:
+        file.seek(where if where >= 0 else path.stat().st_size + where)
+        file.write(os.urandom(length))
+
+
+def test_damaged_data_falls_to_the_one_before(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer, 3)
+    trainer = start_trainer(daemon)
+    trainer.restore()
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+    daemon.stop()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    _scribble_slot_of_step(volume, 4)
+    daemon.start()
+    again = start_trainer(daemon)
+    done = again.restore()
+    assert (done["step"], done["skipped"]) == (3, [4])
+    assert again.check(3) == ""
+
+
+def _scribble_slot_of_step(volume: Path, step: int) -> None:
+    from pccheck_native import Volume
+
+    view = Volume(str(volume), writable=False)
+    info = view.info()
+    (entry,) = [e for e in view.table() if e.sequence and e.step == step]
+    view.close()
+    first_slot = (info.volume_bytes - info.slots * info.slot_bytes) // 2
+    scribble(volume, where=first_slot + entry.slot * info.slot_bytes + 65536)
+
+
+def test_one_rotten_replica_is_repaired(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer)
+    daemon.stop()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    scribble(volume, where=0)
+    scribble(volume, where=1 << 20)
+    daemon.start()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == 3
+
+
+@pytest.mark.parametrize("how", ["scribbled", "truncated", "newer"])
+def test_a_volume_that_cannot_be_read_is_kept_and_named(
+    start_daemon: Start, start_trainer: Connect, how: str
+) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer)
+    daemon.stop()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    size = volume.stat().st_size
+    if how == "scribbled":
+        for where in (0, 1 << 20, -(2 << 20), -(1 << 20)):
+            scribble(volume, where=where)
+    elif how == "truncated":
+        os.truncate(volume, size // 2)
+    else:
+        _pretend_newer_format(volume)
+    daemon.start()
+    trainer = start_trainer(daemon)
+    with pytest.raises(RemoteError, match="rank-0") as error:
+        trainer.restore()
+    assert error.value.kind != "InternalError"
+    trainer.step()
+    handle = trainer.checkpoint()
+    trainer.step()
+    assert trainer.state(handle) == "failed"  # nothing is written over what may be rescued
+    assert volume.exists()
+
+
+def _pretend_newer_format(volume: Path) -> None:
+    """Raises the version in every record, with a correct CRC: what a later release would write."""
+    data = bytearray(volume.read_bytes())
+    for where in (0, 1 << 20, len(data) - (2 << 20), len(data) - (1 << 20)):
+        if data[where : where + 8] == b"PCCPREC1":
+            data[where + 8 : where + 12] = (99).to_bytes(4, "little")
+            data[where + 4092 : where + 4096] = _crc32c(data[where : where + 4092]).to_bytes(
+                4, "little"
+            )
+    volume.write_bytes(data)
+
+
+def _crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 & -(crc & 1))
+    return crc ^ 0xFFFFFFFF
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+def test_another_uid_sees_and_gets_nothing(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer)
+    daemon.root.chmod(0o755)
+    daemon.socket.parent.chmod(0o755)
+    daemon.socket.chmod(0o666)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), "list", "--json"],
+        capture_output=True, text=True, user=65534, check=False,
+    )  # fmt: skip
+    assert '"job"' not in ran.stdout
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--storage", str(daemon.storage), "list"],
+        capture_output=True, text=True, user=65534, check=False,
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,149 @@
+/* A disk in memory for tests: counts operations and fails those it is told to. Thread-safe. */
+#ifndef MEMORY_IO_H
+#define MEMORY_IO_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "check.h"
+#include "pcc_io.h"
+
+struct memory_io {
+    struct pcc_io io; /* first member */
+    uint8_t *bytes;
+    pthread_mutex_t lock;
+    _Atomic int fail_writes;   /* so many writes fail from now on; -1: all */
+    _Atomic int fail_durables;
+    _Atomic int fail_flushes;
+    _Atomic int fail_reads;
+    _Atomic int short_every;   /* > 0: a transfer moves at most so many bytes */
+    _Atomic int interrupts;    /* so many transfers are interrupted */
+    _Atomic int writes, durables, flushes, reads;
+    _Atomic long write_ns;     /* how long a write takes */
+    _Atomic int writing, writing_most;
+};
+
+static inline struct memory_io *memory_of(struct pcc_io *io)
+{
+    return (struct memory_io *)io;
+}
+
+static inline bool memory_spend(_Atomic int *budget)
+{
+    int left = atomic_load(budget);
+    while (left > 0)
+        if (atomic_compare_exchange_weak(budget, &left, left - 1))
+            return true;
+    return left < 0;
+}
+
+static inline int64_t memory_length(struct memory_io *self, uint64_t length)
+{
+    const int limit = atomic_load(&self->short_every);
+    if (memory_spend(&self->interrupts))
+        return -EINTR;
+    return limit > 0 && length > (uint64_t)limit ? limit : (int64_t)length;
+}
+
+static inline int64_t memory_move_in(struct memory_io *self, const void *bytes, uint64_t length,
+                                     uint64_t offset)
+{
+    PCC_ASSERT(offset % PCC_IO_ALIGN == 0 && length % PCC_IO_ALIGN == 0);
+    PCC_ASSERT((uintptr_t)bytes % PCC_IO_ALIGN == 0);
+    PCC_ASSERT(offset <= self->io.size_bytes && length <= self->io.size_bytes - offset);
+    const int64_t moved = memory_length(self, length);
+    if (moved > 0) {
+        (void)pthread_mutex_lock(&self->lock);
+        memcpy(self->bytes + offset, bytes, (size_t)moved);
+        (void)pthread_mutex_unlock(&self->lock);
+    }
+    return moved;
+}
+
+static inline int64_t memory_write(struct pcc_io *io, const void *bytes, uint64_t length,
+                                   uint64_t offset)
+{
+    struct memory_io *self = memory_of(io);
+    const int now = atomic_fetch_add(&self->writing, 1) + 1;
+    int most = atomic_load(&self->writing_most);
+    while (now > most && !atomic_compare_exchange_weak(&self->writing_most, &most, now)) {
+    }
+    atomic_fetch_add(&self->writes, 1);
+    const struct timespec pause = {.tv_nsec = atomic_load(&self->write_ns)};
+    if (pause.tv_nsec > 0)
+        (void)nanosleep(&pause, NULL);
+    const int64_t moved = memory_spend(&self->fail_writes)
+                              ? -EIO
+                              : memory_move_in(self, bytes, length, offset);
+    atomic_fetch_sub(&self->writing, 1);
+    return moved;
+}
+
+static inline int64_t memory_write_durable(struct pcc_io *io, const void *bytes, uint64_t length,
+                                           uint64_t offset)
+{
+    atomic_fetch_add(&memory_of(io)->durables, 1);
+    if (memory_spend(&memory_of(io)->fail_durables))
+        return -EIO;
+    return memory_move_in(memory_of(io), bytes, length, offset);
+}
+
+static inline int64_t memory_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
+{
+    struct memory_io *self = memory_of(io);
+    atomic_fetch_add(&self->reads, 1);
+    if (memory_spend(&self->fail_reads))
+        return -EIO;
+    PCC_ASSERT(offset <= io->size_bytes && length <= io->size_bytes - offset);
+    const int64_t moved = memory_length(self, length);
+    if (moved > 0) {
+        (void)pthread_mutex_lock(&self->lock);
+        memcpy(bytes, self->bytes + offset, (size_t)moved);
+        (void)pthread_mutex_unlock(&self->lock);
+    }
+    return moved;
+}
+
+static inline int memory_flush(struct pcc_io *io)
+{
+    atomic_fetch_add(&memory_of(io)->flushes, 1);
+    return memory_spend(&memory_of(io)->fail_flushes) ? -EIO : 0;
+}
+
+static inline void memory_close(struct pcc_io *io)
+{
+    (void)io; /* the media outlives the volume */
+}
+
+static const struct pcc_io_ops memory_ops = {
+    .name = "memory",
+    .write = memory_write,
+    .read = memory_read,
+    .write_durable = memory_write_durable,
+    .flush = memory_flush,
+    .close = memory_close,
+};
+
+static inline struct memory_io *memory_new(uint64_t size_bytes)
+{
+    struct memory_io *self = calloc(1, sizeof *self);
+    CHECK(self);
+    self->io.ops = &memory_ops;
+    self->io.size_bytes = size_bytes;
+    self->bytes = calloc(1, size_bytes);
+    CHECK(self->bytes);
+    (void)pthread_mutex_init(&self->lock, NULL);
+    return self;
+}
+
+static inline void memory_free(struct memory_io *self)
+{
+    (void)pthread_mutex_destroy(&self->lock);
+    free(self->bytes);
+    free(self);
+}
+
+#endif

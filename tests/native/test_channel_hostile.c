@@ -1,0 +1,308 @@
+/* What no honest client says. The client here is hand-made: it maps the page and writes into it what
+ * it likes. Each lie ends the session with BAD_PEER and nothing else: no copy is vouched for, and the
+ * channel serves the next session. Then the races that an honest client can lose. */
+#include "channel_fixture.h"
+
+static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 8 * CHUNK};
+
+#define PAYLOAD (4 * CHUNK - 1000u) /* four chunks, the last one short */
+
+static void say(struct fixture *f, const struct pcc_message *message)
+{
+    CHECK(pcc_ring_push(&f->page.to_daemon, message) == 0);
+}
+
+static void ring(struct fixture *f)
+{
+    pcc_bell_ring(&f->page.page->daemon_bell);
+}
+
+static void word_set(struct fixture *f, uint64_t snapshot, enum pcc_word_state state)
+{
+    atomic_store(&pcc_page_snapshot(&f->page, snapshot)->word, pcc_word(snapshot, state));
+}
+
+static uint64_t word_get(struct fixture *f, uint64_t snapshot)
+{
+    return atomic_load(&pcc_page_snapshot(&f->page, snapshot)->word);
+}
+
+/* An admitted snapshot and its four chunks. */
+static void admitted(struct fixture *f, uint64_t snapshot, uint32_t chunks[4])
+{
+    struct pcc_message message;
+    uint64_t sequence;
+
+    word_set(f, snapshot, PCC_WORD_REQUESTED);
+    CHECK(begin(f, snapshot, PAYLOAD, &sequence) == 0);
+    CHECK(word_get(f, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING));
+    for (uint32_t i = 0; i < 4; i++) {
+        CHECK(pcc_ring_pop(&f->page.to_client, &message) == 1);
+        CHECK(message.kind == PCC_MSG_FREE);
+        chunks[i] = message.chunk;
+    }
+    CHECK(pcc_ring_pop(&f->page.to_client, &message) == 0); /* never more than is needed */
+}
+
+/* An honest FULL message for part `part`, checksums of the zeros that a new chunk holds included. */
+static struct pcc_message full(struct fixture *f, uint64_t snapshot, uint32_t chunk, uint32_t part)
+{
+    const uint32_t length = part < 3 ? CHUNK : PAYLOAD - 3 * CHUNK;
+    static uint8_t zeros[BLOCK];
+    uint64_t *checksums = f->page.checksums + (size_t)chunk * (CHUNK / BLOCK);
+
+    for (uint32_t at = 0; at < length; at += BLOCK)
+        checksums[at / BLOCK] =
+            pcc_block_checksum(zeros, length - at < BLOCK ? length - at : BLOCK);
+    return (struct pcc_message){.kind = PCC_MSG_FULL,
+                                .chunk = chunk,
+                                .id = snapshot,
+                                .offset_bytes = (uint64_t)part * CHUNK,
+                                .length_bytes = length};
+}
+
+static void say_all(struct fixture *f, uint64_t snapshot, const uint32_t chunks[4])
+{
+    for (uint32_t i = 0; i < 4; i++) {
+        const struct pcc_message message = full(f, snapshot, chunks[(i + 1) % 4], (i + 1) % 4);
+        say(f, &message);
+    }
+}
+
+enum lie {
+    LIE_KIND_ZERO,
+    LIE_KIND_UNKNOWN,
+    LIE_KIND_OF_THE_DAEMON,
+    LIE_CHUNK_TOO_LARGE,
+    LIE_CHUNK_NOT_GRANTED,
+    LIE_CHUNK_TWICE,
+    LIE_SNAPSHOT_UNKNOWN,
+    LIE_SNAPSHOT_ALREADY_COPIED,
+    LIE_OFFSET_UNALIGNED,
+    LIE_OFFSET_BEHIND_THE_END,
+    LIE_OFFSET_HUGE,
+    LIE_OFFSET_TWICE,
+    LIE_LENGTH_SHORT,
+    LIE_LENGTH_LONG,
+    LIE_LENGTH_OF_THE_LAST,
+    LIE_TAKEN_NOT_LENT,
+    LIE_TAKEN_TOO_LARGE,
+    LIE_TAIL_JUMPS,
+    LIE_HEAD_JUMPS,
+    LIE_WORD_SCRIBBLED,
+    LIE_COUNT,
+};
+
+static void tell_copied_twice(struct fixture *f, const uint32_t chunks[4])
+{
+    struct pcc_message message;
+    uint32_t others[4];
+
+    say_all(f, 1, chunks);
+    ring(f);
+    CHECK(event_until(f, PCC_EVENT_COPIED).id == 1);
+    admitted(f, 2, others);
+    message = full(f, 1, others[0], 0);
+    say(f, &message);
+}
+
+static void tell(struct fixture *f, enum lie lie, const uint32_t chunks[4])
+{
+    struct pcc_message message = full(f, 1, chunks[0], 0);
+    const struct pcc_message honest = full(f, 1, chunks[1], 1);
+
+    switch (lie) {
+    case LIE_KIND_ZERO: message.kind = 0; break;
+    case LIE_KIND_UNKNOWN: message.kind = 77; break;
+    case LIE_KIND_OF_THE_DAEMON: message.kind = PCC_MSG_DATA; break;
+    case LIE_CHUNK_TOO_LARGE: message.chunk = UINT32_MAX; break;
+    case LIE_CHUNK_NOT_GRANTED:
+        for (message.chunk = 0; f->channel->chunks[message.chunk].state != PCC_CHUNK_FREE;)
+            message.chunk++;
+        break;
+    case LIE_CHUNK_TWICE:
+        say(f, &honest);
+        message.chunk = honest.chunk;
+        break;
+    case LIE_SNAPSHOT_UNKNOWN: message.id = 65; break;
+    case LIE_SNAPSHOT_ALREADY_COPIED: tell_copied_twice(f, chunks); return;
+    case LIE_OFFSET_UNALIGNED: message.offset_bytes = BLOCK; break;
+    case LIE_OFFSET_BEHIND_THE_END: message.offset_bytes = 4 * CHUNK; break;
+    case LIE_OFFSET_HUGE: message.offset_bytes = UINT64_MAX - CHUNK + 1; break;
+    case LIE_OFFSET_TWICE:
+        say(f, &honest);
+        message.offset_bytes = honest.offset_bytes;
+        break;
+    case LIE_LENGTH_SHORT: message.length_bytes -= BLOCK; break;
+    case LIE_LENGTH_LONG: message.length_bytes = UINT32_MAX; break;
+    case LIE_LENGTH_OF_THE_LAST: message.offset_bytes = 3 * CHUNK; break;
+    case LIE_TAKEN_NOT_LENT:
+        say(f, &honest);
+        message.kind = PCC_MSG_TAKEN;
+        message.chunk = honest.chunk;
+        break;
+    case LIE_TAKEN_TOO_LARGE:
+        message.kind = PCC_MSG_TAKEN;
+        message.chunk = 8;
+        break;
+    case LIE_TAIL_JUMPS: atomic_fetch_add(&f->page.page->to_daemon.tail, 1u << 20); return;
+    case LIE_HEAD_JUMPS: /* noticed when the chunk that came back is handed out again */
+        atomic_fetch_add(&f->page.page->to_client.head, 1u << 20);
+        message.kind = PCC_MSG_TAKEN;
+        break;
+    case LIE_WORD_SCRIBBLED:
+        atomic_store(&pcc_page_snapshot(&f->page, 1)->word, pcc_word(1, PCC_WORD_COPIED));
+        say_all(f, 1, chunks);
+        return;
+    case LIE_COUNT: break;
+    }
+    say(f, &message);
+}
+
+static void test_lies(void)
+{
+    struct fixture f;
+    uint32_t chunks[4];
+    struct pcc_channel_usage usage;
+
+    fixture_open(&f, &roomy);
+    for (uint32_t lie = 0; lie < LIE_COUNT; lie++) {
+        page_open(&f);
+        admitted(&f, 1, chunks);
+        tell(&f, lie, chunks);
+        ring(&f);
+        if (lie == LIE_WORD_SCRIBBLED) /* ends like an abandoned one, or as a broken peer */
+            CHECK(event_until(&f, PCC_EVENT_FAILED).error == -PCC_E_ABORTED);
+        else
+            CHECK(event_until(&f, PCC_EVENT_BAD_PEER).session == f.session);
+        uint64_t sequence;
+        word_set(&f, 3, PCC_WORD_REQUESTED);
+        CHECK(lie == LIE_WORD_SCRIBBLED || begin(&f, 3, PAYLOAD, &sequence) == -ENOTCONN);
+        detach(&f);
+        const uint64_t deadline = soon();
+        do {
+            pcc_channel_usage(f.channel, &usage);
+            CHECK(pcc_now_ns() < deadline);
+        } while (usage.in_flight > 0);
+        CHECK(usage.granted_chunks == 0 && usage.full_chunks == 0 && usage.lent_chunks == 0);
+    }
+    /* The next client is honest. */
+    static uint8_t bytes[PAYLOAD];
+    pattern(bytes, sizeof(bytes), 1);
+    link_open(&f);
+    load_equals(&f, save(&f, 1, bytes, sizeof(bytes)), 1, bytes, sizeof(bytes));
+    detach(&f);
+    fixture_close(&f);
+}
+
+/* P1: all that a dead trainer had handed over, and the bell was never rung. */
+static void test_ring_is_drained(void)
+{
+    struct fixture f;
+    uint32_t chunks[4];
+
+    fixture_open(&f, &roomy);
+    page_open(&f);
+    admitted(&f, 1, chunks);
+    say_all(&f, 1, chunks);
+    pcc_channel_detach(f.channel);
+    CHECK(event_next(&f).kind == PCC_EVENT_COPIED);
+    CHECK(event_until(&f, PCC_EVENT_DURABLE).id == 1);
+    CHECK(word_get(&f, 1) == pcc_word(1, PCC_WORD_COPIED));
+    pcc_channel_detach(f.channel); /* again: nothing */
+    ends_close(&f);
+
+    page_open(&f);
+    admitted(&f, 1, chunks);
+    const struct pcc_message one = full(&f, 1, chunks[2], 2);
+    say(&f, &one);
+    pcc_channel_detach(f.channel);
+    const struct pcc_event event = event_until(&f, PCC_EVENT_FAILED);
+    CHECK(event.id == 1 && event.error == -PCC_E_ABORTED);
+    ends_close(&f);
+    fixture_close(&f);
+}
+
+/* P4: the client lets go while its last message is on its way. */
+static void test_abandoned_before_the_last_message(void)
+{
+    struct fixture f;
+    uint32_t chunks[4];
+    uint64_t sequence;
+
+    fixture_open(&f, &roomy);
+    page_open(&f);
+    for (uint64_t snapshot = 1; snapshot <= 20; snapshot++) {
+        word_set(&f, snapshot, PCC_WORD_REQUESTED);
+        CHECK(begin_wait(&f, snapshot, PAYLOAD) > 0);
+        for (uint32_t i = 0; i < 4; i++) {
+            struct pcc_message message;
+            while (pcc_ring_pop(&f.page.to_client, &message) == 0)
+                ;
+            chunks[i] = message.chunk;
+        }
+        say_all(&f, snapshot, chunks);
+        if (snapshot % 2 == 0)
+            ring(&f); /* the daemon is at it already */
+        const bool won = pcc_word_move(pcc_page_snapshot(&f.page, snapshot), snapshot,
+                                       PCC_WORD_COPYING, PCC_WORD_ABANDONED);
+        ring(&f);
+        struct pcc_event event;
+        do
+            event = event_next(&f);
+        while (event.kind != PCC_EVENT_DURABLE && event.kind != PCC_EVENT_FAILED &&
+               event.kind != PCC_EVENT_SUPERSEDED);
+        CHECK(event.id == snapshot);
+        CHECK((event.kind == PCC_EVENT_FAILED) == won);
+        CHECK(word_get(&f, snapshot) ==
+              pcc_word(snapshot, won ? PCC_WORD_ABANDONED : PCC_WORD_COPIED));
+    }
+    /* Abandoned before admission. */
+    word_set(&f, 21, PCC_WORD_ABANDONED);
+    CHECK(begin(&f, 21, PAYLOAD, &sequence) == -PCC_E_ABORTED);
+    /* The same snapshot twice. */
+    word_set(&f, 20, PCC_WORD_REQUESTED);
+    CHECK(begin(&f, 20, PAYLOAD, &sequence) == -PCC_E_BAD_PEER);
+    detach(&f);
+    fixture_close(&f);
+}
+
+/* A client that takes loaded data and never gives it back: the load waits, the detach does not. */
+static void test_load_never_taken(void)
+{
+    struct fixture f;
+    const uint64_t count = 1u << 20;
+    uint8_t *bytes = malloc(count);
+
+    CHECK(bytes != NULL);
+    pattern(bytes, count, 2);
+    fixture_open(&f, &roomy);
+    link_open(&f);
+    const uint64_t sequence = save(&f, 1, bytes, count);
+    detach(&f);
+    page_open(&f);
+    CHECK(pcc_channel_load(f.channel, f.volume, sequence, 0, count, 5) == 0);
+    CHECK(pcc_channel_load(f.channel, f.volume, sequence, 0, count, 6) == -EBUSY);
+    CHECK(pcc_channel_unbind(f.channel, f.volume) == -EBUSY);
+    (void)usleep(20000);
+    pcc_channel_detach(f.channel);
+    const struct pcc_event event = event_until(&f, PCC_EVENT_LOAD_ENDED);
+    CHECK(event.id == 5 && event.error == -PCC_E_ABORTED);
+    CHECK(event_next(&f).kind == PCC_EVENT_DETACHED);
+    ends_close(&f);
+    link_open(&f);
+    load_equals(&f, sequence, 1, bytes, count);
+    detach(&f);
+    CHECK(pcc_channel_unbind(f.channel, f.volume) == 0);
+    fixture_close(&f);
+    free(bytes);
+}
+
+int main(void)
+{
+    RUN(test_lies);
+    RUN(test_ring_is_drained);
+    RUN(test_abandoned_before_the_last_message);
+    RUN(test_load_never_taken);
+    return 0;
+}

@@ -1,0 +1,257 @@
+/* The layout on disk, the arithmetic on it, and what each checksum covers. */
+#include <string.h>
+
+#include "check.h"
+#include "pcc_format.h"
+
+static struct pcc_record sample(void)
+{
+    struct pcc_geometry geometry;
+    struct pcc_record record;
+
+    CHECK_EQUAL(pcc_geometry_plan(100000, 4, 4096, 4096, &geometry), 0);
+    memset(&record, 0, sizeof record);
+    record.magic = PCC_RECORD_MAGIC;
+    record.format_version = PCC_FORMAT_VERSION;
+    record.record_bytes = PCC_RECORD_BYTES;
+    record.record_number = 7;
+    for (uint8_t i = 0; i < PCC_UUID_BYTES; i++)
+        record.volume_uuid[i] = i;
+    record.volume_bytes = geometry.volume_bytes;
+    record.record_stride_bytes = geometry.record_stride_bytes;
+    record.slot_stride_bytes = geometry.slot_stride_bytes;
+    record.slot_count = 4;
+    record.block_bytes = 4096;
+    record.checksum_algorithm = PCC_CHECKSUM_XXH3_64;
+    record.keep = 2;
+    record.job_bytes = 3;
+    memcpy(record.job, "job", 3);
+    record.next_sequence = 10;
+    record.slots[1].state = PCC_SLOT_DURABLE;
+    record.slots[1].sequence = 9;
+    record.slots[1].payload_bytes = 100000;
+    record.slots[1].manifest_bytes = (uint32_t)pcc_manifest_bytes(100000, 4096);
+    record.slots[3].flags = PCC_SLOT_QUARANTINED;
+    pcc_record_seal(&record, 1, 0);
+    return record;
+}
+
+static void test_struct_offsets_are_those_of_the_tables(void)
+{
+    CHECK_EQUAL(offsetof(struct pcc_record, volume_uuid), 16);
+    CHECK_EQUAL(offsetof(struct pcc_record, generation), 32);
+    CHECK_EQUAL(offsetof(struct pcc_record, offset_bytes), 40);
+    CHECK_EQUAL(offsetof(struct pcc_record, record_number), 48);
+    CHECK_EQUAL(offsetof(struct pcc_record, previous_hash), 56);
+    CHECK_EQUAL(offsetof(struct pcc_record, boot_epoch), 64);
+    CHECK_EQUAL(offsetof(struct pcc_record, volume_bytes), 72);
+    CHECK_EQUAL(offsetof(struct pcc_record, record_stride_bytes), 80);
+    CHECK_EQUAL(offsetof(struct pcc_record, slot_stride_bytes), 88);
+    CHECK_EQUAL(offsetof(struct pcc_record, slot_count), 96);
+    CHECK_EQUAL(offsetof(struct pcc_record, block_bytes), 100);
+    CHECK_EQUAL(offsetof(struct pcc_record, checksum_algorithm), 104);
+    CHECK_EQUAL(offsetof(struct pcc_record, keep), 108);
+    CHECK_EQUAL(offsetof(struct pcc_record, uid), 112);
+    CHECK_EQUAL(offsetof(struct pcc_record, rank), 116);
+    CHECK_EQUAL(offsetof(struct pcc_record, world_size), 120);
+    CHECK_EQUAL(offsetof(struct pcc_record, job_bytes), 124);
+    CHECK_EQUAL(offsetof(struct pcc_record, job), 128);
+    CHECK_EQUAL(offsetof(struct pcc_record, created_wall_ns), 256);
+    CHECK_EQUAL(offsetof(struct pcc_record, next_sequence), 264);
+    CHECK_EQUAL(offsetof(struct pcc_record, incarnation), 272);
+    CHECK_EQUAL(offsetof(struct pcc_record, done), 280);
+    CHECK_EQUAL(offsetof(struct pcc_record, reserved), 288);
+    CHECK_EQUAL(offsetof(struct pcc_record, slots), 1016);
+    CHECK_EQUAL(offsetof(struct pcc_record, crc32c), 4092);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, sequence), 8);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, step), 16);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, incarnation), 24);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, payload_bytes), 32);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, manifest_bytes), 40);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, world_size), 44);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, manifest_digest), 48);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, tree_offset_bytes), 64);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, tree_bytes), 72);
+    CHECK_EQUAL(offsetof(struct pcc_slot_entry, wall_ns), 80);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, volume_uuid), 16);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, slot), 32);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, block_bytes), 36);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, sequence), 40);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, step), 48);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, payload_bytes), 56);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, block_count), 64);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, tree_offset_bytes), 72);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, tree_bytes), 80);
+    CHECK_EQUAL(offsetof(struct pcc_manifest_header, checksum_algorithm), 88);
+}
+
+static void test_vectors(void)
+{
+    uint8_t bytes[4096];
+    uint64_t magic;
+
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (uint8_t)i;
+    CHECK_EQUAL(pcc_crc32c(0, "123456789", 9), 0xe3069283u);
+    CHECK_EQUAL(pcc_crc32c(0, bytes, 4092), 0x5fb992b2u);
+    CHECK(pcc_block_checksum("", 0) == 0x2d06800538d394c2ull);
+    CHECK(pcc_block_checksum(bytes, 4096) == 0xeb4b7c3707879151ull);
+    magic = PCC_RECORD_MAGIC;
+    CHECK(memcmp(&magic, "PCCPREC1", 8) == 0);
+    magic = PCC_MANIFEST_MAGIC;
+    CHECK(memcmp(&magic, "PCCPMAN1", 8) == 0);
+}
+
+static void test_both_crc_implementations_agree(void)
+{
+    uint8_t bytes[300];
+
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (uint8_t)(i * 31 + 7);
+    for (size_t start = 0; start < 9; start++)
+        for (size_t length = 0; length + start <= sizeof bytes; length++)
+            CHECK_EQUAL(pcc_crc32c(5, bytes + start, length),
+                        pcc_crc32c_portable(5, bytes + start, length));
+}
+
+static void test_geometry(void)
+{
+    struct pcc_geometry geometry;
+
+    CHECK_EQUAL(pcc_geometry_plan(64 << 20, 4, 1 << 20, 1 << 20, &geometry), 0);
+    CHECK_EQUAL(geometry.slot_stride_bytes, 65 << 20);
+    CHECK_EQUAL(geometry.volume_bytes, (4 + 4 * 65) << 20);
+    CHECK_EQUAL(pcc_geometry_record_offset(&geometry, 0, 0), 0);
+    CHECK_EQUAL(pcc_geometry_record_offset(&geometry, 1, 0), 1 << 20);
+    CHECK_EQUAL(pcc_geometry_slot_offset(&geometry, 0), 2 << 20);
+    CHECK_EQUAL(pcc_geometry_slot_offset(&geometry, 3), (2 + 3 * 65) << 20);
+    CHECK_EQUAL(pcc_geometry_record_offset(&geometry, 0, 1), 262ll << 20);
+    CHECK_EQUAL(pcc_geometry_record_offset(&geometry, 1, 1), 263ll << 20);
+    CHECK(pcc_geometry_fits(&geometry, 64 << 20));
+    CHECK(!pcc_geometry_fits(&geometry, 65 << 20));
+    CHECK(!pcc_geometry_fits(&geometry, UINT64_MAX));
+
+    CHECK_EQUAL(pcc_geometry_plan(0, 4, 4096, 4096, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(UINT64_MAX, 4, 4096, 4096, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(1, 33, 4096, 4096, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(1, 0, 4096, 4096, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(1, 4, 256, 4096, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(1, 4, 5000, 4096, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(1, 4, 4096, 2048, &geometry), -EINVAL);
+    CHECK_EQUAL(pcc_geometry_plan(1, 4, 4096, 2 << 20, &geometry), -EINVAL);
+}
+
+static void test_every_flipped_bit_of_a_record_is_found(void)
+{
+    struct pcc_record record = sample();
+
+    CHECK_EQUAL(pcc_record_accept(&record, 4096), 0);
+    CHECK_EQUAL(pcc_record_accept(&record, 0), -PCC_E_DAMAGED);
+    for (size_t bit = 0; bit < sizeof record * 8; bit++) {
+        uint8_t *byte = (uint8_t *)&record + bit / 8;
+        *byte ^= (uint8_t)(1u << bit % 8);
+        const int expected = bit < 64 ? -PCC_E_NOT_A_VOLUME : -PCC_E_DAMAGED;
+        CHECK_EQUAL(pcc_record_accept(&record, 4096), expected);
+        *byte ^= (uint8_t)(1u << bit % 8);
+    }
+}
+
+static int accept_sealed(struct pcc_record record)
+{
+    record.crc32c = pcc_crc32c(0, &record, offsetof(struct pcc_record, crc32c));
+    return pcc_record_accept(&record, 4096);
+}
+
+/* Values that the CRC covers but later arithmetic could not bear: what a hostile disk holds. */
+static void test_bounds_are_checked_behind_the_crc(void)
+{
+    const struct pcc_record good = sample();
+    struct pcc_record bad;
+
+    CHECK_EQUAL(accept_sealed(good), 0);
+#define BAD(change)                                    \
+    do {                                               \
+        bad = good;                                    \
+        bad.change;                                    \
+        CHECK_EQUAL(accept_sealed(bad), -PCC_E_DAMAGED); \
+    } while (0)
+    BAD(slot_count = 33);
+    BAD(slot_count = 0);
+    BAD(slot_stride_bytes = UINT64_MAX);
+    BAD(slot_stride_bytes += 1);
+    BAD(record_stride_bytes = 12288);
+    BAD(volume_bytes += 4096);
+    BAD(block_bytes = 0);
+    BAD(block_bytes = 4097);
+    BAD(keep = 4);
+    BAD(keep = 0);
+    BAD(job_bytes = 129);
+    BAD(job_bytes = 2);
+    BAD(checksum_algorithm = 2);
+    BAD(record_number = 8);
+    BAD(record_number = 0);
+    BAD(replica = 1);
+    BAD(generation = 3);
+    BAD(record_bytes = 8192);
+    BAD(format_version = 0);
+    BAD(next_sequence = 9);
+    BAD(slots[1].state = 2);
+    BAD(slots[1].flags = 16);
+    BAD(slots[1].flags = PCC_SLOT_QUARANTINED);
+    BAD(slots[1].sequence = 0);
+    BAD(slots[1].payload_bytes = 1ull << 60);
+    BAD(slots[1].payload_bytes = 0);
+    BAD(slots[1].manifest_bytes = 4);
+    BAD(slots[1].tree_offset_bytes = 100001);
+    BAD(slots[1].tree_bytes = UINT64_MAX);
+    BAD(slots[0].sequence = 3);
+    BAD(slots[3].flags = PCC_SLOT_GLOBAL);
+    BAD(slots[4].sequence = 3);
+    BAD(slots[2] = good.slots[1]);
+#undef BAD
+    bad = good;
+    bad.format_version = 2;
+    CHECK_EQUAL(accept_sealed(bad), -PCC_E_NEWER_FORMAT);
+}
+
+static void test_every_flipped_bit_of_a_manifest_is_found(void)
+{
+    const struct pcc_record record = sample();
+    struct pcc_slot_entry entry = record.slots[1], other;
+    uint64_t checksums[25];
+    uint8_t manifest[4096] = {0};
+
+    for (uint64_t i = 0; i < 25; i++)
+        checksums[i] = i * 0x9e3779b97f4a7c15ull;
+    entry.step = -4;
+    pcc_manifest_seal(manifest, &record, 1, checksums, &entry);
+    CHECK_EQUAL(entry.manifest_bytes, 96 + 25 * 8);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &entry), 0);
+    for (size_t bit = 0; bit < entry.manifest_bytes * 8; bit++) {
+        manifest[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &entry), -PCC_E_DAMAGED);
+        manifest[bit / 8] ^= (uint8_t)(1u << bit % 8);
+    }
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, &entry), -PCC_E_DAMAGED);
+    other = entry;
+    other.sequence++;
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &other), -PCC_E_DAMAGED);
+    struct pcc_record elsewhere = record;
+    elsewhere.volume_uuid[0] ^= 1;
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &elsewhere, 1, &entry), -PCC_E_DAMAGED);
+    static const uint8_t digest[PCC_DIGEST_BYTES] = {0x6c, 0x43, 0x58, 0x6d, 0xee, 0x04, 0x12, 0x88,
+                                                    0x98, 0x3f, 0xbf, 0x02, 0x5c, 0xd7, 0xab, 0x2a};
+    CHECK(memcmp(entry.manifest_digest, digest, sizeof digest) == 0);
+}
+
+int main(void)
+{
+    RUN(test_struct_offsets_are_those_of_the_tables);
+    RUN(test_vectors);
+    RUN(test_both_crc_implementations_agree);
+    RUN(test_geometry);
+    RUN(test_every_flipped_bit_of_a_record_is_found);
+    RUN(test_bounds_are_checked_behind_the_crc);
+    RUN(test_every_flipped_bit_of_a_manifest_is_found);
+    return 0;
+}

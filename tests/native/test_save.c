@@ -1,0 +1,425 @@
+/* Saves and loads: the way to durable, errors and moves, superseding, aborts, and many at once. */
+#include <string.h>
+
+#include "save_fixture.h"
+
+static void step_all(struct owner *owner, uint32_t lanes)
+{
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (uint32_t lane = 0; lane < lanes; lane++)
+            moved |= pcc_saver_step(owner->saver, lane) == 0;
+    }
+}
+
+static void test_one_save_becomes_durable_and_reads_back(void)
+{
+    static const uint64_t sizes[] = {1, 511, 4096, 4097, CHUNK, CHUNK + 1, 100000, CAPACITY};
+
+    for (uint32_t writers = 0; writers <= 2; writers += 2) {
+        struct owner *owner = owner_new(4, 2, 2, writers);
+        for (uint64_t tag = 1; tag <= 8; tag++) {
+            struct payload payload;
+            CHECK_EQUAL(payload_begin(owner, tag, sizes[tag - 1], &payload), 0);
+            payload_fill(&payload);
+            if (writers == 0)
+                step_all(owner, 2);
+            const struct pcc_save_result result = owner_wait(owner, tag);
+            CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
+            CHECK_EQUAL(result.sequence, tag);
+            CHECK(result.times.first_write >= result.times.begin);
+            CHECK(result.times.durable >= result.times.flushed);
+            CHECK_EQUAL(owner->writing[tag], 1);
+            CHECK_EQUAL((uint32_t)__builtin_popcount(owner->written[tag]), payload.chunk_count);
+            CHECK_EQUAL(read_back(owner->volume, tag, writers), 0);
+            free(payload.memory);
+        }
+        CHECK_EQUAL(pcc_saver_in_flight(owner->saver), 0);
+        owner_free(owner);
+    }
+}
+
+static void test_what_does_not_fit_is_refused(void)
+{
+    struct owner *owner = owner_new(4, 2, 2, 0);
+    struct payload payload, other, third;
+
+    CHECK_EQUAL(payload_begin(owner, 1, 0, &payload), -EINVAL);
+    CHECK_EQUAL(payload_begin(owner, 1, 2 * CAPACITY, &payload), -PCC_E_TOO_LARGE);
+    CHECK_EQUAL(payload_begin(owner, 1, 3 * CHUNK, &payload), 0);
+    CHECK_EQUAL(pcc_save_seal(payload.save), -EINVAL);
+    CHECK_EQUAL(payload_chunk(&payload, 1), 0);
+    CHECK_EQUAL(payload_chunk(&payload, 1), -EINVAL);
+    struct payload longer = payload;
+    longer.bytes = 4 * CHUNK;
+    CHECK_EQUAL(payload_chunk(&longer, 3), -EINVAL);
+    longer.bytes = 2 * CHUNK + 5;
+    CHECK_EQUAL(payload_chunk(&longer, 2), -EINVAL);
+    CHECK_EQUAL(pcc_save_seal(payload.save), -EINVAL);
+    CHECK_EQUAL(payload_begin(owner, 2, CHUNK, &other), 0);
+    CHECK_EQUAL(payload_begin(owner, 3, CHUNK, &third), -PCC_E_NO_LANE);
+    CHECK_EQUAL(pcc_saver_in_flight(owner->saver), 2);
+    pcc_save_abort(payload.save, -PCC_E_ABORTED);
+    step_all(owner, 2);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(owner_wait(owner, 1).error, -PCC_E_ABORTED);
+    CHECK(strcmp(owner_wait(owner, 1).stage, "copy") == 0);
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
+    pcc_saver_close(owner->saver); /* aborts the other */
+    owner->saver = NULL;
+    CHECK_EQUAL(owner->results[2].error, -PCC_E_SHUT_DOWN);
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 4);
+    free(payload.memory);
+    free(other.memory);
+    owner_free(owner);
+}
+
+static void test_the_newer_one_supersedes(void)
+{
+    struct owner *owner = owner_new(4, 2, 2, 0);
+    struct payload older, newer;
+
+    CHECK_EQUAL(payload_begin(owner, 1, CAPACITY, &older), 0);
+    CHECK_EQUAL(payload_begin(owner, 2, CAPACITY, &newer), 0);
+    payload_fill(&older);
+    payload_fill(&newer);
+    while (pcc_saver_step(owner->saver, 1) == 0) {
+    }
+    CHECK_EQUAL(owner_wait(owner, 2).end, PCC_SAVE_DURABLE);
+    const int writes = owner->media->writes;
+    step_all(owner, 2);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_SUPERSEDED);
+    CHECK_EQUAL(owner->media->writes, writes); /* nothing more was written for it */
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
+    CHECK_EQUAL(read_back(owner->volume, 2, 0), 0);
+    CHECK_EQUAL(read_back(owner->volume, 1, 0), -ENOENT);
+    free(older.memory);
+    free(newer.memory);
+    owner_free(owner);
+}
+
+static void test_a_write_error_moves_the_save(void)
+{
+    for (int at = 0; at < 17; at++) { /* chunk or manifest */
+        struct owner *owner = owner_new(4, 2, 1, 0);
+        struct payload payload;
+        struct pcc_record record;
+
+        CHECK_EQUAL(payload_begin(owner, 1, CAPACITY, &payload), 0);
+        payload_fill(&payload);
+        for (int i = 0; i < at; i++)
+            CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+        owner->media->fail_writes = 1;
+        step_all(owner, 1);
+        const struct pcc_save_result result = owner_wait(owner, 1);
+        CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
+        CHECK_EQUAL(result.rehomed, 1);
+        CHECK_EQUAL(result.error, 0);
+        CHECK_EQUAL(result.slot, 1);
+        CHECK_EQUAL(read_back(owner->volume, 1, 0), 0);
+        pcc_volume_record(owner->volume, &record);
+        CHECK_EQUAL(record.slots[0].flags, PCC_SLOT_QUARANTINED);
+        CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 2);
+        free(payload.memory);
+        owner_free(owner);
+    }
+}
+
+static void test_errors_without_end_fail_the_save_and_are_remembered(void)
+{
+    struct owner *owner = owner_new(5, 1, 1, 0);
+    struct payload payload;
+    struct pcc_record record;
+
+    CHECK_EQUAL(payload_begin(owner, 1, CAPACITY, &payload), 0);
+    CHECK_EQUAL(payload_chunk(&payload, 0), 0);
+    owner->media->fail_writes = -1;
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    CHECK_EQUAL(payload_chunk(&payload, 1), 0); /* while it waits to be moved */
+    step_all(owner, 1);
+    const struct pcc_save_result result = owner_wait(owner, 1);
+    CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(result.error, -EIO);
+    CHECK(strcmp(result.stage, "write") == 0);
+    CHECK_EQUAL(result.rehomed, 2);
+    CHECK_EQUAL(payload_chunk(&payload, 2), -PCC_E_ABORTED);
+    CHECK_EQUAL(pcc_save_seal(payload.save), -PCC_E_ABORTED);
+    pcc_volume_record(owner->volume, &record);
+    for (int slot = 0; slot < 3; slot++)
+        CHECK_EQUAL(record.slots[slot].flags, PCC_SLOT_QUARANTINED);
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 2);
+    free(payload.memory);
+    owner_free(owner);
+}
+
+static void test_what_was_uncached_cannot_move(void)
+{
+    struct owner *owner = owner_new(4, 2, 1, 0);
+    struct payload payload;
+
+    CHECK_EQUAL(payload_begin(owner, 1, 3 * CHUNK, &payload), 0);
+    CHECK_EQUAL(payload_chunk(&payload, 0), 0);
+    CHECK_EQUAL(payload_chunk(&payload, 1), 0);
+    CHECK(!pcc_save_uncache(owner->saver, 1, CHUNKS_MAX)); /* not written yet */
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    CHECK(pcc_save_uncache(owner->saver, 99, CHUNKS_MAX)); /* no such save: it has ended */
+    CHECK(pcc_save_uncache(owner->saver, 1, CHUNKS_MAX));
+    memset(payload.memory, 0, CHUNK); /* the owner may do so now */
+    owner->media->fail_writes = 1;
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    step_all(owner, 1);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(owner_wait(owner, 1).rehomed, 0);
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
+    free(payload.memory);
+
+    CHECK_EQUAL(payload_begin(owner, 2, 2 * CHUNK, &payload), 0);
+    payload_fill(&payload);
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0); /* the last chunk came first */
+    owner->media->fail_writes = 1;
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX + 1)); /* it has to move: needed */
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    CHECK(pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX)); /* rewritten in the new slot */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX + 1));
+    step_all(owner, 1);
+    CHECK_EQUAL(owner_wait(owner, 2).end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(read_back(owner->volume, 2, 0), 0);
+    free(payload.memory);
+    owner_free(owner);
+}
+
+/* A flush that fails concerns every save whose bytes it was to cover. */
+static void test_a_failed_flush_is_nobodys_success(void)
+{
+    struct owner *owner = owner_new(6, 2, 2, 0);
+    struct payload one, two;
+
+    CHECK_EQUAL(payload_begin(owner, 1, 2 * CHUNK, &one), 0);
+    CHECK_EQUAL(payload_begin(owner, 2, 2 * CHUNK, &two), 0);
+    payload_fill(&one);
+    payload_fill(&two);
+    for (int i = 0; i < 3; i++) { /* both have everything written */
+        CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+        CHECK_EQUAL(pcc_saver_step(owner->saver, 1), 0);
+    }
+    owner->media->fail_flushes = 1;
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    CHECK_EQUAL(owner->media->flushes, 1);
+    const int writes = owner->media->writes;
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 1), 0); /* must not flush and believe it */
+    CHECK_EQUAL(owner->media->flushes, 1);
+    while (pcc_saver_step(owner->saver, 0) == 0) {
+    }
+    while (pcc_saver_step(owner->saver, 1) == 0) {
+    }
+    CHECK_EQUAL(owner->media->writes, writes + 6);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(owner_wait(owner, 1).rehomed, 1);
+    CHECK_EQUAL(owner_wait(owner, 1).slot, 2);
+    CHECK_EQUAL(owner_wait(owner, 2).end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(owner_wait(owner, 2).slot, 1); /* its slot is not to blame */
+    CHECK_EQUAL(read_back(owner->volume, 1, 0), 0);
+    CHECK_EQUAL(read_back(owner->volume, 2, 0), 0);
+    free(one.memory);
+    free(two.memory);
+    owner_free(owner);
+}
+
+static void test_a_failed_record_fails_the_save_and_stops(void)
+{
+    struct owner *owner = owner_new(4, 2, 1, 0);
+    struct payload payload;
+
+    CHECK_EQUAL(payload_begin(owner, 1, CHUNK, &payload), 0);
+    payload_fill(&payload);
+    owner->media->fail_durables = 1;
+    step_all(owner, 1);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
+    CHECK(strcmp(owner_wait(owner, 1).stage, "publish") == 0);
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3); /* the media may name its slot */
+    free(payload.memory);
+    CHECK_EQUAL(payload_begin(owner, 2, CHUNK, &payload), -PCC_E_STOPPED);
+    owner_free(owner);
+}
+
+static void test_damage_is_found_by_the_load(void)
+{
+    struct owner *owner = owner_new(4, 2, 1, 0);
+    struct payload payload;
+    struct pcc_geometry geometry;
+
+    CHECK_EQUAL(payload_begin(owner, 1, CAPACITY - 100, &payload), 0);
+    payload_fill(&payload);
+    step_all(owner, 1);
+    free(payload.memory);
+    geometry = pcc_volume_geometry(owner->volume);
+    uint8_t *slot = owner->media->bytes + pcc_geometry_slot_offset(&geometry, 0);
+    CHECK_EQUAL(read_back(owner->volume, 1, 2), 0);
+    for (uint64_t at = 0; at < CAPACITY - 100; at += 1009) {
+        slot[at] ^= 4;
+        CHECK_EQUAL(read_back(owner->volume, 1, at % 2 ? 0 : 2), -PCC_E_DAMAGED);
+        slot[at] ^= 4;
+    }
+    for (uint64_t at = 0; at < 96 + 64 * 8; at++) {
+        slot[CAPACITY + at] ^= 4;
+        CHECK_EQUAL(read_back(owner->volume, 1, 0), -PCC_E_DAMAGED);
+        slot[CAPACITY + at] ^= 4;
+    }
+    owner->media->fail_reads = 1;
+    CHECK_EQUAL(read_back(owner->volume, 1, 0), -PCC_E_DAMAGED);
+    struct pcc_load *load;
+    CHECK_EQUAL(pcc_load_open(owner->volume, 1, &load), 0);
+    owner->media->fail_reads = 1;
+    struct compare compare = {.tag = 1};
+    CHECK_EQUAL(pcc_load_stream(load, 5000, 70001, BLOCK, 2, compare_sink, &compare),
+                -PCC_E_DAMAGED);
+    compare.bytes = 0;
+    CHECK_EQUAL(pcc_load_stream(load, 5000, 70001, BLOCK, 2, compare_sink, &compare), 0);
+    CHECK_EQUAL(compare.bytes, 70001);
+    CHECK_EQUAL(pcc_load_stream(load, CAPACITY - 101, 2, BLOCK, 0, compare_sink, &compare),
+                -EINVAL);
+    CHECK_EQUAL(pcc_load_stream(load, 0, 1, BLOCK + 512, 0, compare_sink, &compare), -EINVAL);
+    uint8_t *buffer = aligned_alloc(PCC_IO_ALIGN, CHUNK);
+    CHECK(buffer);
+    CHECK_EQUAL(pcc_load_chunk(load, buffer, 0, 100), -EINVAL);
+    CHECK_EQUAL(pcc_load_chunk(load, buffer, CHUNK, CHUNK), 0);
+    CHECK_EQUAL(pcc_load_check(load, buffer, CHUNK, CHUNK), 0);
+    CHECK_EQUAL(pcc_load_check(load, buffer, 0, CHUNK), -PCC_E_DAMAGED);
+    free(buffer);
+    pcc_load_close(load);
+    owner_free(owner);
+}
+
+static void test_n_are_in_flight_at_once(void)
+{
+    for (uint32_t lanes = 1; lanes <= 3; lanes += 2) {
+        struct owner *owner = owner_new(5, 2, lanes, 1);
+        struct payload payloads[3];
+
+        owner->media->write_ns = 2000000;
+        for (uint64_t tag = 0; tag < lanes; tag++) {
+            CHECK_EQUAL(payload_begin(owner, tag, CAPACITY, &payloads[tag]), 0);
+            payload_fill(&payloads[tag]);
+        }
+        for (uint64_t tag = 0; tag < lanes; tag++) {
+            CHECK(owner_wait(owner, tag).end != PCC_SAVE_FAILED);
+            free(payloads[tag].memory);
+        }
+        CHECK_EQUAL(owner->media->writing_most, lanes);
+        owner_free(owner);
+    }
+}
+
+/* -- many at once -- */
+
+struct storm {
+    struct owner *owner;
+    _Atomic uint64_t next_tag;
+    _Atomic uint64_t durable;
+    _Atomic bool stop;
+};
+
+static uint32_t next_random(uint64_t *state)
+{
+    *state = *state * 6364136223846793005ull + 1442695040888963407ull;
+    return (uint32_t)(*state >> 33);
+}
+
+/* One trainer: begins, fills, now and then aborts, takes chunks back, meets errors. */
+static void *storm_trainer(void *argument)
+{
+    struct storm *storm = argument;
+    struct owner *owner = storm->owner;
+    uint64_t random = 77 + (uint64_t)(uintptr_t)&random, tag;
+
+    while ((tag = atomic_fetch_add(&storm->next_tag, 1)) < 400) {
+        struct payload payload;
+        int result;
+        while ((result = payload_begin(owner, tag, 1 + next_random(&random) % CAPACITY,
+                                       &payload)) == -PCC_E_NO_LANE ||
+               result == -PCC_E_NO_SLOT)
+            (void)sched_yield();
+        CHECK_EQUAL(result, 0);
+        const uint32_t stop_at = next_random(&random) % 8 == 0 ? payload.chunk_count / 2 : 99;
+        if (next_random(&random) % 40 == 0)
+            owner->media->fail_flushes = 1;
+        uint32_t i = 0;
+        for (; i < payload.chunk_count && i != stop_at; i++)
+            CHECK_EQUAL(payload_chunk(&payload, i), 0);
+        if (i < payload.chunk_count)
+            pcc_save_abort(payload.save, -PCC_E_ABORTED);
+        else
+            CHECK_EQUAL(pcc_save_seal(payload.save), 0);
+        if (next_random(&random) % 4 == 0) {
+            const uint32_t number = next_random(&random) % payload.chunk_count;
+            if (pcc_save_uncache(owner->saver, tag, (uint32_t)tag * CHUNKS_MAX + number) &&
+                i == payload.chunk_count)
+                memset(payload.memory + (uint64_t)number * CHUNK, 0xcc, CHUNK);
+        }
+        if (owner_wait(owner, tag).end == PCC_SAVE_DURABLE)
+            atomic_fetch_add(&storm->durable, 1);
+        free(payload.memory);
+    }
+    return NULL;
+}
+
+/* What is durable can be read at any time and is never overwritten under a reader. */
+static void *storm_reader(void *argument)
+{
+    struct storm *storm = argument;
+
+    while (!atomic_load(&storm->stop)) {
+        const uint64_t newest = pcc_volume_newest(storm->owner->volume);
+        const int result = newest > 0 ? read_back(storm->owner->volume, newest, 0) : 0;
+        CHECK(result == 0 || result == -ENOENT);
+        (void)sched_yield();
+    }
+    return NULL;
+}
+
+static void test_a_storm_of_saves_loads_aborts_and_errors(void)
+{
+    struct owner *owner = owner_new(32, 2, 3, 2);
+    struct storm storm = {.owner = owner};
+    pthread_t trainers[3], reader;
+
+    CHECK_EQUAL(pthread_create(&reader, NULL, storm_reader, &storm), 0);
+    for (int i = 0; i < 3; i++)
+        CHECK_EQUAL(pthread_create(&trainers[i], NULL, storm_trainer, &storm), 0);
+    for (int i = 0; i < 3; i++)
+        CHECK_EQUAL(pthread_join(trainers[i], NULL), 0);
+    atomic_store(&storm.stop, true);
+    CHECK_EQUAL(pthread_join(reader, NULL), 0);
+    CHECK(atomic_load(&storm.durable) > 100);
+    CHECK_EQUAL(pcc_saver_in_flight(owner->saver), 0);
+
+    /* Every slot is accounted for: in the table, free, or quarantined. */
+    struct pcc_record record;
+    uint32_t durable = 0, quarantined = 0;
+    CHECK_EQUAL(pcc_volume_publish_staged(owner->volume), 0);
+    pcc_volume_record(owner->volume, &record);
+    for (uint32_t slot = 0; slot < record.slot_count; slot++) {
+        durable += record.slots[slot].state == PCC_SLOT_DURABLE;
+        quarantined += (record.slots[slot].flags & PCC_SLOT_QUARANTINED) != 0;
+    }
+    CHECK_EQUAL(durable + quarantined + pcc_volume_free_slots(owner->volume), 32);
+    owner_free(owner);
+}
+
+int main(void)
+{
+    RUN(test_one_save_becomes_durable_and_reads_back);
+    RUN(test_what_does_not_fit_is_refused);
+    RUN(test_the_newer_one_supersedes);
+    RUN(test_a_write_error_moves_the_save);
+    RUN(test_errors_without_end_fail_the_save_and_are_remembered);
+    RUN(test_what_was_uncached_cannot_move);
+    RUN(test_a_failed_flush_is_nobodys_success);
+    RUN(test_a_failed_record_fails_the_save_and_stops);
+    RUN(test_damage_is_found_by_the_load);
+    RUN(test_n_are_in_flight_at_once);
+    RUN(test_a_storm_of_saves_loads_aborts_and_errors);
+    return 0;
+}

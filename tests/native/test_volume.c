@@ -1,0 +1,422 @@
+/* Records, slots, holds and policy, on a disk in memory; and volumes as files. */
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "volume_fixture.h"
+
+static void test_a_new_volume_is_empty_and_free(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    struct pcc_record record;
+
+    pcc_volume_record(volume, &record);
+    CHECK_EQUAL(record.record_number, 2);
+    CHECK_EQUAL(record.boot_epoch, 1);
+    CHECK_EQUAL(record.rank, 3);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 4);
+    CHECK_EQUAL(pcc_volume_newest(volume), 0);
+    CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 2);
+    CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 0);
+    CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 0);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_every_stride_is_found_without_the_first_record(void)
+{
+    for (uint64_t stride = 4096; stride <= 1 << 20; stride *= 2) {
+        struct pcc_volume_spec spec = spec_of(3, 1);
+        struct pcc_geometry geometry;
+        struct pcc_volume *volume;
+        uint64_t sequence = 0;
+
+        spec.record_stride_bytes = stride;
+        CHECK_EQUAL(pcc_geometry_plan(CAPACITY, 3, BLOCK, stride, &geometry), 0);
+        struct memory_io *media = memory_new(geometry.volume_bytes);
+        CHECK_EQUAL(pcc_volume_format(&media->io, &spec), 0);
+        volume = opened(media);
+        CHECK_EQUAL(publish_next(volume, &sequence), 0);
+        pcc_volume_close(volume);
+        memset(media->bytes, 0xee, 4096);
+        memset(media->bytes + stride, 0xee, 4096);
+        volume = opened(media); /* record 3: generation 1; both heads are gone */
+        CHECK_EQUAL(pcc_volume_newest(volume), sequence);
+        CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 1);
+        CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 1);
+        CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 2);
+        pcc_volume_close(volume);
+        volume = opened(media);
+        CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 0);
+        pcc_volume_close(volume);
+        memory_free(media);
+    }
+}
+
+static void test_what_is_no_volume_says_so(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume;
+    struct pcc_record record;
+
+    memory_of(&media->io)->io.size_bytes -= 4096;
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), -PCC_E_TRUNCATED);
+    media->io.size_bytes = 0;
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), -PCC_E_NOT_A_VOLUME);
+    memory_free(media);
+
+    media = memory_new(1 << 20);
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, true, &volume), -PCC_E_NOT_A_VOLUME);
+    CHECK_EQUAL(media->durables, 0);
+    media->fail_reads = -1;
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, true, &volume), -EIO);
+    memory_free(media);
+
+    media = formatted(4, 2);
+    volume = opened(media);
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    pcc_volume_close(volume);
+    for (uint32_t generation = 0; generation < 2; generation++)
+        for (uint32_t replica = 0; replica < 2; replica++)
+            media->bytes[pcc_geometry_record_offset(&geometry, generation, replica) + 100] ^= 1;
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, true, &volume), -PCC_E_DAMAGED);
+    memory_free(media);
+
+    media = formatted(4, 2);
+    memcpy(&record, media->bytes + 8192, sizeof record); /* record 1: generation 1 */
+    record.format_version = 2;
+    pcc_record_seal(&record, 1, 0);
+    memcpy(media->bytes + 8192, &record, sizeof record);
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, true, &volume), -PCC_E_NEWER_FORMAT);
+    memory_free(media);
+}
+
+static void test_keep_newest_and_reuse_the_rest(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t sequence = 0;
+
+    for (int i = 0; i < 20; i++) {
+        CHECK_EQUAL(publish_next(volume, &sequence), 0);
+        CHECK_EQUAL(table_size(volume), i == 0 ? 1 : 2);
+        CHECK_EQUAL(pcc_volume_free_slots(volume), i == 0 ? 3 : 2);
+        CHECK(has(volume, sequence));
+        CHECK(i == 0 || has(volume, sequence - 1));
+        CHECK(!has(volume, sequence - 2));
+    }
+    pcc_volume_close(volume);
+    volume = opened(media);
+    CHECK(has(volume, sequence) && has(volume, sequence - 1));
+    CHECK_EQUAL(pcc_volume_next_sequence(volume), sequence + 1);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_an_older_one_is_superseded(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint32_t slots[2];
+    bool superseded;
+
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[0]), 0);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[1]), 0);
+    const struct pcc_slot_entry older = entry_of(pcc_volume_next_sequence(volume));
+    const struct pcc_slot_entry newer = entry_of(pcc_volume_next_sequence(volume));
+    CHECK_EQUAL(pcc_volume_publish(volume, slots[1], &newer, &superseded, NULL, NULL), 0);
+    CHECK(!superseded);
+    const int durables = media->durables;
+    CHECK_EQUAL(pcc_volume_publish(volume, slots[0], &older, &superseded, NULL, NULL), 0);
+    CHECK(superseded);
+    CHECK_EQUAL(media->durables, durables);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t sequence, first;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, 99, PCC_SLOT_GLOBAL, 0, false), -ENOENT);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_QUARANTINED, 0, false), -EINVAL);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_GLOBAL, 0, false), 0);
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQUAL(publish_next(volume, &sequence), 0);
+        CHECK(has(volume, first));
+    }
+    CHECK_EQUAL(table_size(volume), 3);
+    /* A second flagged one: with the newest two that would be all four slots, so one goes. */
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence - 1, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(table_size(volume), 3);
+    CHECK(has(volume, first) && has(volume, sequence) && has(volume, sequence - 3));
+    CHECK(!has(volume, sequence - 1));
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0); /* three flagged, the newest: no slot is left */
+    CHECK_EQUAL(publish_next(volume, &sequence), -PCC_E_NO_SLOT);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_damage_is_recorded_and_does_not_count(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t good, bad, next;
+
+    CHECK_EQUAL(publish_next(volume, &good), 0);
+    CHECK_EQUAL(publish_next(volume, &bad), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, bad, PCC_SLOT_DAMAGED, 0, true), 0);
+    CHECK_EQUAL(pcc_volume_newest(volume), good);
+    CHECK_EQUAL(publish_next(volume, &next), 0);
+    CHECK(has(volume, good) && has(volume, next) && !has(volume, bad));
+    /* A flag taken back again, staged only: the older one may not become the newest. */
+    CHECK_EQUAL(pcc_volume_flag(volume, next, PCC_SLOT_DAMAGED, 0, true), 0);
+    uint32_t slot;
+    bool superseded;
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, next, 0, PCC_SLOT_DAMAGED, false), 0);
+    const struct pcc_slot_entry older = entry_of(bad);
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &older, &superseded, NULL, NULL), 0);
+    CHECK(superseded);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_a_held_slot_is_freed_at_release(void)
+{
+    struct memory_io *media = formatted(4, 1);
+    struct pcc_volume *volume = opened(media);
+    struct pcc_slot_entry entry;
+    uint64_t sequence, held;
+    uint32_t slot, other;
+
+    CHECK_EQUAL(publish_next(volume, &held), 0);
+    CHECK_EQUAL(pcc_volume_hold(volume, held, &slot, &entry), 0);
+    CHECK_EQUAL(pcc_volume_hold(volume, held, &other, &entry), 0);
+    CHECK_EQUAL(entry.step, (int64_t)held * 10);
+    CHECK_EQUAL(slot, other);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(pcc_volume_hold(volume, held, &other, &entry), -ENOENT);
+    for (int i = 0; i < 6; i++) {
+        CHECK_EQUAL(pcc_volume_take_slot(volume, &other), 0);
+        CHECK(other != slot);
+        pcc_volume_return_slot(volume, other);
+    }
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
+    pcc_volume_release(volume, slot);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
+    pcc_volume_release(volume, slot);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static int acknowledged;
+static void on_durable(void *context)
+{
+    (void)context;
+    acknowledged++;
+}
+
+static void test_a_failed_record_stops_the_volume(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t first, sequence;
+    uint32_t slot;
+    bool superseded;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    const struct pcc_slot_entry entry = entry_of(pcc_volume_next_sequence(volume));
+    media->fail_durables = 1;
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &superseded, on_durable, NULL), -EIO);
+    CHECK_EQUAL(acknowledged, 0);
+    CHECK(pcc_volume_stopped(volume));
+    const int durables = media->durables;
+    CHECK_EQUAL(publish_next(volume, &sequence), -PCC_E_STOPPED);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_GLOBAL, 0, true), -PCC_E_STOPPED);
+    CHECK_EQUAL(pcc_volume_finish(volume, 1), -PCC_E_STOPPED);
+    CHECK_EQUAL(media->durables, durables);
+    CHECK(has(volume, first)); /* reads go on */
+    pcc_volume_close(volume);
+    volume = opened(media);
+    CHECK(has(volume, first));
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static struct memory_io *armed;
+static void arm(void *context)
+{
+    (void)context;
+    armed->fail_durables = 1;
+}
+
+static void test_a_failed_second_replica_is_durable_but_stops(void)
+{
+    struct memory_io *media = formatted(4, 1);
+    struct pcc_volume *volume = opened(media);
+    uint64_t first;
+    uint32_t slot;
+    bool superseded;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    const struct pcc_slot_entry entry = entry_of(pcc_volume_next_sequence(volume));
+    armed = media;
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &superseded, arm, NULL), -EIO);
+    CHECK(pcc_volume_stopped(volume));
+    CHECK_EQUAL(pcc_volume_newest(volume), entry.sequence);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 2); /* the first one's slot is not free */
+    pcc_volume_close(volume);
+    volume = opened(media);
+    CHECK_EQUAL(pcc_volume_newest(volume), entry.sequence);
+    CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 1);
+    CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 1);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_quarantine_lasts_until_nothing_is_left(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t sequence = 0;
+    uint32_t slot;
+
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    pcc_volume_quarantine_slot(volume, slot);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    pcc_volume_close(volume);
+    volume = opened(media);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    pcc_volume_quarantine_slot(volume, slot);
+    CHECK_EQUAL(pcc_volume_publish_staged(volume), 0);
+    /* Two are left and two are to be kept: the older one gives way. */
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(table_size(volume), 1);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    pcc_volume_close(volume);
+    volume = opened(media); /* forgiven, as there is no room for what is to be kept */
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(table_size(volume), 2);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_incarnation_and_done(void)
+{
+    struct memory_io *media = formatted(6, 2);
+    struct pcc_volume *volume = opened(media);
+    struct pcc_record record;
+    uint64_t sequence = 0;
+
+    for (int i = 0; i < 3; i++)
+        CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 5, 16), 0);
+    CHECK_EQUAL(pcc_volume_finish(volume, 0), -EINVAL);
+    CHECK_EQUAL(pcc_volume_finish(volume, 1), 0);
+    CHECK_EQUAL(table_size(volume), 1);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 5);
+    pcc_volume_close(volume);
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), 0);
+    pcc_volume_record(volume, &record);
+    CHECK_EQUAL(record.done, 1);
+    CHECK_EQUAL(record.incarnation, 5);
+    CHECK_EQUAL(record.world_size, 16);
+    CHECK_EQUAL(pcc_volume_finish(volume, 1), -EROFS);
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_GLOBAL, 0, true), -EROFS);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_short_and_interrupted_transfers_resume(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    uint8_t *buffer = aligned_alloc(4096, 5 * 4096), *back = aligned_alloc(4096, 5 * 4096);
+
+    CHECK(buffer && back);
+    memset(buffer, 0x5a, 5 * 4096);
+    media->short_every = 6000;
+    media->interrupts = 3;
+    CHECK_EQUAL(pcc_io_write_all(&media->io, buffer, 5 * 4096, 32768), 0);
+    media->interrupts = 3;
+    CHECK_EQUAL(pcc_io_read_all(&media->io, back, 5 * 4096, 32768), 0);
+    CHECK(memcmp(buffer, back, 5 * 4096) == 0);
+    media->interrupts = -1;
+    CHECK_EQUAL(pcc_io_write_all(&media->io, buffer, 4096, 32768), -EINTR);
+    media->interrupts = 0;
+    media->short_every = 512;
+    CHECK_EQUAL(pcc_io_write_all(&media->io, buffer, 4096, 32768), -EIO);
+    free(buffer);
+    free(back);
+    memory_free(media);
+}
+
+static void test_volumes_as_files(void)
+{
+    char directory[] = "/tmp/pcc-volume-XXXXXX", path[64];
+    const struct pcc_volume_spec spec = spec_of(4, 2);
+    struct pcc_volume *volume, *second;
+    struct stat status;
+    uint64_t sequence = 0;
+
+    CHECK(mkdtemp(directory));
+    (void)snprintf(path, sizeof path, "%s/v.pcc", directory);
+    CHECK_EQUAL(pcc_volume_create(path, &spec, true), 0);
+    CHECK_EQUAL(pcc_volume_create(path, &spec, true), -EEXIST);
+    CHECK_EQUAL(stat(path, &status), 0);
+    CHECK_EQUAL(status.st_mode & 0777, 0600);
+    CHECK(status.st_blocks * 512 >= status.st_size);
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), 0);
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &second), -PCC_E_LOCKED);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(pcc_volume_open(path, false, true, 0, &second), 0); /* readers need no lock */
+    CHECK(has(second, sequence));
+    pcc_volume_close(second);
+    pcc_volume_close(volume);
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 1 << 30, &volume), 0);
+    CHECK(has(volume, sequence));
+    pcc_volume_close(volume);
+    CHECK_EQUAL(truncate(path, status.st_size - 1), 0);
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), -PCC_E_TRUNCATED);
+    CHECK_EQUAL(truncate(path, 0), 0);
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), -PCC_E_NOT_A_VOLUME);
+    CHECK_EQUAL(unlink(path), 0);
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), -ENOENT);
+    CHECK_EQUAL(pcc_volume_open(directory, false, true, 0, &volume), -PCC_E_NOT_A_VOLUME);
+    CHECK_EQUAL(rmdir(directory), 0); /* nothing temporary is left */
+    CHECK_EQUAL(pcc_volume_create(path, &spec, true), -ENOENT);
+}
+
+int main(void)
+{
+    RUN(test_a_new_volume_is_empty_and_free);
+    RUN(test_every_stride_is_found_without_the_first_record);
+    RUN(test_what_is_no_volume_says_so);
+    RUN(test_keep_newest_and_reuse_the_rest);
+    RUN(test_an_older_one_is_superseded);
+    RUN(test_flags_keep_what_policy_wants_but_leave_a_slot);
+    RUN(test_damage_is_recorded_and_does_not_count);
+    RUN(test_a_held_slot_is_freed_at_release);
+    RUN(test_a_failed_record_stops_the_volume);
+    RUN(test_a_failed_second_replica_is_durable_but_stops);
+    RUN(test_quarantine_lasts_until_nothing_is_left);
+    RUN(test_incarnation_and_done);
+    RUN(test_short_and_interrupted_transfers_resume);
+    RUN(test_volumes_as_files);
+    return 0;
+}

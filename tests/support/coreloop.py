@@ -1,0 +1,147 @@
+"""Both ends of push in one process: a channel on a volume, and the link that feeds it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pccheck_native import Channel, Events, Link, Pool, Volume, create_volume
+
+BLOCK_BYTES = 4096
+CHUNK_BYTES = 32 * 1024
+STRIDE_BYTES = 4096
+LIMIT_S = 60.0
+
+
+def deadline(seconds: float = LIMIT_S) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def address(memory: bytearray) -> int:
+    """Where it lies; the caller keeps it alive and its size as it is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def pack(ranges: Sequence[tuple[int, int, int]]) -> bytes:
+    return b"".join(struct.pack("<QQQ", *one) for one in ranges)
+
+
+def make_volume(path: Path, *, payload_capacity: int = 1 << 20, **changes: int) -> Path:
+    """A small volume of rank 0 of job "job" of uid 7."""
+    numbers = {
+        "uid": 7, "rank": 0, "world_size": 1, "slots": 4, "keep": 2, "block_bytes": BLOCK_BYTES,
+        "record_stride": STRIDE_BYTES, **changes,
+    }  # fmt: skip
+    create_volume(path, job="job", payload_capacity=payload_capacity, **numbers)  # type: ignore[arg-type]
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A payload: extents one behind the other at 64-byte boundaries, then the tree."""
+
+    offsets: list[int]
+    tree_offset: int
+    payload_bytes: int
+
+
+def plan(sizes: Sequence[int], tree_bytes: int) -> Layout:
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = -(-(end + size) // 64) * 64
+    return Layout(offsets, end, end + tree_bytes)
+
+
+class Loop:
+    """Everything open; `save` and `load` do what client and daemon do between them."""
+
+    def __init__(self, path: Path, *, chunks: int = 16, writers: int = 2, **volume: int) -> None:
+        self.path = path if path.exists() else make_volume(path, **volume)
+        self.volume = Volume(self.path, writable=True)
+        self.pool = Pool(64 << 20)
+        self.events = Events()
+        self.channel = Channel(
+            self.pool, self.events, id=1, chunk_bytes=CHUNK_BYTES, block_bytes=BLOCK_BYTES,
+            chunk_capacity=64, lanes=2, writers=writers,
+        )  # fmt: skip
+        self.channel.bind(self.volume)
+        self.channel.grow(chunks * CHUNK_BYTES)
+        self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        page = self.channel.attach(self.far.fileno(), 1)
+        try:
+            self.link = Link(self.near.fileno(), page)
+        finally:
+            os.close(page)
+
+    def submit(
+        self, snapshot: int, extents: Sequence[bytearray], tree: bytes, *, inline: int = 0
+    ) -> Layout:
+        """Requests and hands over; the last `inline` extents are copied during the call."""
+        layout = plan([len(extent) for extent in extents], len(tree))
+        ranges = [
+            (address(extent), offset, len(extent))
+            for extent, offset in zip(extents, layout.offsets, strict=True)
+        ]
+        kept = len(ranges) - inline
+        self.link.request(snapshot)
+        self.link.submit(
+            snapshot, pack(ranges[:kept]), pack(ranges[kept:]), tree, layout.tree_offset
+        )
+        return layout
+
+    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes) -> int:
+        return self.channel.begin(
+            snapshot, step=step, incarnation=1, world_size=1, payload_bytes=layout.payload_bytes,
+            tree_offset=layout.tree_offset, tree_bytes=len(tree),
+        )  # fmt: skip
+
+    def save(
+        self, snapshot: int, extents: Sequence[bytearray], tree: bytes = b"tree", *, step: int = 0,
+        inline: int = 0,
+    ) -> int:  # fmt: skip
+        """Returns the sequence when it is durable."""
+        layout = self.submit(snapshot, extents, tree, inline=inline)
+        sequence = self.begin(snapshot, step, layout, tree)
+        assert self.link.wait_copied(snapshot, deadline())
+        assert self.link.wait_durable(snapshot, deadline())
+        return sequence
+
+    def load(self, sequence: int, sizes: Sequence[int], tree_bytes: int) -> list[bytearray]:
+        """Through the channel into fresh memory; the tree comes last."""
+        layout = plan(sizes, tree_bytes)
+        into = [bytearray(size) for size in (*sizes, tree_bytes)]
+        places = (*layout.offsets, layout.tree_offset)
+        ranges = [(address(m), o, len(m)) for m, o in zip(into, places, strict=True) if m]
+        self.link.load_start(sequence, pack(ranges))
+        self.channel.load(self.volume, sequence, 0, layout.payload_bytes, sequence)
+        assert self.link.load_wait(sequence, deadline()) == 0
+        return into
+
+    def close(self) -> None:
+        self.link.close()
+        self.near.close()
+        self.channel.close()
+        self.far.close()
+        self.events.close()
+        self.pool.close()
+        self.volume.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        with contextlib.suppress(OSError):
+            self.close()

@@ -1,0 +1,134 @@
+"""A real pccheckd for tests: its own storage, socket and notify socket; ended by process id."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+READY_LIMIT_S = 30.0
+STOP_LIMIT_S = 90.0
+_HERE = Path(__file__).parent
+
+
+def build_shim() -> Path:
+    """Compiles the fault shim once per checkout and returns it."""
+    source = _HERE / "faultshim.c"
+    target = _HERE / "build" / "faultshim.so"
+    if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+        target.parent.mkdir(exist_ok=True)
+        fresh = target.with_suffix(f".{os.getpid()}.so")
+        compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", str(fresh), str(source), "-ldl"], check=True
+        )
+        fresh.rename(target)
+    return target
+
+
+class Daemon:
+    """Starts, kills, stops and restarts one daemon on one storage directory.
+
+    The root lies directly under the temporary directory: AF_UNIX paths end at 107 bytes.
+    """
+
+    def __init__(self, *flags: str, shim: str = "", storage: Path | None = None) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="pcc-"))
+        self.storage = storage or self.root / "storage"
+        self.storage.mkdir(exist_ok=True)
+        self.socket = self.root / "run" / "attach.sock"
+        self.flags = flags
+        self.shim = shim
+        self.log = self.root / "pccheckd.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def armed(self) -> Path:
+        """The shim acts once this file exists."""
+        return self.root / "armed"
+
+    def command(self, *flags: str) -> list[str]:
+        return [
+            sys.executable, "-m", "pccheckd", "--storage", str(self.storage),
+            "--socket", str(self.socket), *self.flags, *flags,
+        ]  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        keep = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+        if self.shim:
+            keep |= {"LD_PRELOAD": str(build_shim()), "PCC_SHIM": self.shim}
+            keep["PCC_SHIM_ARM"] = str(self.armed)
+        return keep
+
+    def start(self, *flags: str) -> Self:
+        """Returns when the daemon has said READY; raises with its log when it ends instead."""
+        notify = self.root / "notify"
+        notify.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears, self.log.open("ab") as log:
+            ears.bind(str(notify))
+            ears.settimeout(0.2)
+            self.process = subprocess.Popen(
+                self.command(*flags), stdout=log, stderr=log,
+                env=self.environment() | {"NOTIFY_SOCKET": str(notify)},
+            )  # fmt: skip
+            for _ in range(int(READY_LIMIT_S / 0.2)):
+                try:
+                    if b"READY=1" in ears.recv(4096):
+                        return self
+                except TimeoutError:
+                    if self.process.poll() is not None:
+                        break
+        raise AssertionError(f"pccheckd did not get ready:\n{self.log.read_text()}")
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal; after SIGKILL the process is gone on return."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def wait_end(self, timeout: float = STOP_LIMIT_S) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout)
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"pccheckd did not stop:\n{self.log.read_text()}") from None
+
+    def cleanup(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.kill()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cleanup()

@@ -1,0 +1,132 @@
+/* LD_PRELOAD shim: makes the daemon die, fail or wait at an exact point of the commit protocol.
+ *
+ * PCC_SHIM="kill:record-a:3"  SIGKILL just before the 3rd write of a replica A
+ *          "kill:record-b:1"  between replica A and B
+ *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
+ *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
+ *          "slow:data:20000"  every data write takes 20,000 us longer
+ * Only files whose name ends in .pcc count, and only from the moment when the file named by
+ * PCC_SHIM_ARM exists (so that start-up is left alone). */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+enum point { NO_POINT, DATA, FLUSH, RECORD_A, RECORD_B };
+
+static atomic_int calls[RECORD_B + 1];
+
+static enum point point_named(const char *name, size_t length)
+{
+    static const char *const names[] = {"", "data", "flush", "record-a", "record-b"};
+    for (int i = DATA; i <= RECORD_B; i++)
+        if (strlen(names[i]) == length && strncmp(names[i], name, length) == 0)
+            return (enum point)i;
+    return NO_POINT;
+}
+
+static int is_volume(int fd)
+{
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 5)
+        return 0;
+    path[length] = 0;
+    return strcmp(path + length - 4, ".pcc") == 0;
+}
+
+/* 0, or the errno that the call must fail with. Does not return when the point is a kill. */
+static int at(enum point point, int fd)
+{
+    const char *spec = getenv("PCC_SHIM");
+    const char *arm = getenv("PCC_SHIM_ARM");
+    if (!spec || !is_volume(fd) || (arm && access(arm, F_OK) != 0))
+        return 0;
+    const char *first = strchr(spec, ':');
+    const char *second = first ? strchr(first + 1, ':') : NULL;
+    if (!second || point_named(first + 1, (size_t)(second - first - 1)) != point)
+        return 0;
+    long number = atol(second + 1);
+    if (strncmp(spec, "slow", 4) == 0) {
+        struct timespec pause = {number / 1000000, number % 1000000 * 1000};
+        nanosleep(&pause, NULL);
+        return 0;
+    }
+    if (atomic_fetch_add(&calls[point], 1) + 1 != number)
+        return 0;
+    if (strncmp(spec, "kill", 4) == 0) {
+        kill(getpid(), SIGKILL);
+        pause();
+    }
+    return strncmp(spec, "enospc", 6) == 0 ? ENOSPC : EIO;
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+ssize_t pwrite(int fd, const void *bytes, size_t length, off_t offset)
+{
+    int error = at(DATA, fd);
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(pwrite)(fd, bytes, length, offset);
+}
+
+ssize_t pwrite64(int fd, const void *bytes, size_t length, off64_t offset)
+{
+    int error = at(DATA, fd);
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(pwrite64)(fd, bytes, length, offset);
+}
+
+static enum point record_point(int fd, off_t offset)
+{
+    struct stat status;
+    if (fstat(fd, &status) != 0)
+        return RECORD_A;
+    return offset < status.st_size / 2 ? RECORD_A : RECORD_B;
+}
+
+ssize_t pwritev2(int fd, const struct iovec *iov, int count, off_t offset, int flags)
+{
+    int error = at((flags & RWF_DSYNC) ? record_point(fd, offset) : DATA, fd);
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(pwritev2)(fd, iov, count, offset, flags);
+}
+
+ssize_t pwritev64v2(int fd, const struct iovec *iov, int count, off64_t offset, int flags)
+{
+    int error = at((flags & RWF_DSYNC) ? record_point(fd, offset) : DATA, fd);
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(pwritev64v2)(fd, iov, count, offset, flags);
+}
+
+int fdatasync(int fd)
+{
+    int error = at(FLUSH, fd);
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(fdatasync)(fd);
+}

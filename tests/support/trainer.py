@@ -1,0 +1,283 @@
+"""A real training process for tests, told what to do over a pipe.
+
+Every element of its state is a function of the step, so that any tensor read back says which step it
+is from, and a mix of two steps cannot pass. Trainers are forked from a server process that has
+imported torch already, which makes hundreds of kills cheap.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from pccheck import PCcheckClient
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.support.trainer"])
+ANSWER_LIMIT_S = 120.0
+
+
+def expected(step: int, index: int, count: int) -> torch.Tensor:
+    """What tensor `index` holds after `step`: float32, exact below 2**24."""
+    return (torch.arange(count, dtype=torch.float32) % 65521) + float(step * 3 + index)
+
+
+def mismatch(tensors: list[torch.Tensor], step: int) -> str:
+    """Empty when every tensor is exactly that of `step`, else what is wrong."""
+    for index, tensor in enumerate(tensors):
+        wanted = expected(step, index, tensor.numel())
+        if not torch.equal(tensor.detach().reshape(-1), wanted):
+            seen = sorted({int(v) for v in (tensor.detach().reshape(-1) - wanted).unique()[:4]})
+            return f"tensor {index} is off from step {step} by {seen}"
+    return ""
+
+
+class Stamp(torch.optim.Optimizer):
+    """An optimizer whose step writes `expected(step)` in place, as slowly as memory goes."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.now = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.now += 1
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                parameter.copy_(expected(self.now, index, parameter.numel()).view_as(parameter))
+
+
+class Stamped(torch.nn.Module):
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(
+            [torch.nn.Parameter(expected(0, i, count)) for i, count in enumerate(counts)]
+        )
+
+
+class _Trainer:
+    """The commands; one instance per process."""
+
+    def __init__(self, link: Connection) -> None:
+        self.link = link
+        self.handles: list[Any] = []
+
+    def open(self, counts: list[int], *, attach: bool = True, hook: bool = True, **options: Any) -> int:
+        self.model = Stamped(counts)
+        self.optimizer = Stamp(list(self.model.parts))
+        self.client = PCcheckClient(**options)
+        if attach and hook:
+            self.client.attach(model=self.model, optimizer=self.optimizer)
+        elif attach:
+            self.client.attach(model=self.model)
+        return os.getpid()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [p.data for p in self.model.parts]
+
+    def restore(self) -> dict[str, Any]:
+        done = self.client.restore()
+        if done:
+            self.optimizer.now = done.step
+        return self._found(done)
+
+    @staticmethod
+    def _found(done: Any) -> dict[str, Any]:
+        return {
+            "found": bool(done), "step": done.step, "sequence": done.sequence,
+            "source": done.source, "skipped": [s.step for s in done.skipped],
+        }  # fmt: skip
+
+    def check(self, step: int) -> str:
+        return mismatch(self.tensors(), step)
+
+    def step(self, count: int = 1) -> int:
+        for _ in range(count):
+            self.optimizer.step()
+        return self.optimizer.now
+
+    def checkpoint(self, **options: Any) -> int:
+        options.setdefault("step", self.optimizer.now)
+        self.handles.append(self.client.checkpoint(**options))
+        return len(self.handles) - 1
+
+    def wait_copied(self, handle: int, timeout: float = 60) -> str:
+        self.handles[handle].wait_copied(timeout)
+        return self.state(handle)
+
+    def wait_durable(self, handle: int, timeout: float = 60) -> str:
+        self.handles[handle].wait_durable(timeout)
+        return self.state(handle)
+
+    def state(self, handle: int) -> str:
+        return str(self.handles[handle].state.name).lower()
+
+    def reason(self, handle: int) -> str:
+        return str(self.handles[handle].reason)
+
+    def states(self) -> list[str]:
+        return [self.state(i) for i in range(len(self.handles))]
+
+    def watch(self, handle: int, state: str) -> str:
+        """Spins until the handle is in `state` or past it; for kills at a named state."""
+        order = ["requested", "copying", "copied", "writing"]
+        while True:
+            now = self.state(handle)
+            if now not in order or order.index(now) >= order.index(state):
+                return now
+
+    def run(self, steps: int, every: int) -> int:
+        """Trains; says ("durable", step) as soon as it knows of one."""
+        told = -1
+        for _ in range(steps):
+            now = self.step()
+            if now % every == 0:
+                self.checkpoint()
+            durable = [h.step for h in self.handles[-64:] if h.state.name in ("DURABLE", "GLOBAL")]
+            if durable and max(durable) > told:
+                told = max(durable)
+                self.link.send(("durable", told))
+        return self.optimizer.now
+
+    def recover(self, **options: Any) -> dict[str, Any]:
+        found = self.client.recover(**options)
+        if not found:
+            return self._found(found)
+        parts = [v for k, v in found.state["model"].items()]
+        return self._found(found) | {"wrong": mismatch(parts, found.step)}
+
+    def damage_ungated(self, step: int) -> int:
+        """Overwrites the tensors without telling anybody: what a missing gate looks like."""
+        self.optimizer.now = step
+        with torch.no_grad():
+            for index, parameter in enumerate(self.model.parts):
+                parameter.copy_(expected(step, index, parameter.numel()))
+        return step
+
+    def close(self, **options: Any) -> None:
+        self.client.close(**options)
+
+    def evaluate(self, function: Callable[[Any], Any]) -> Any:
+        return function(self)
+
+
+def _main(link: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    trainer = _Trainer(link)
+    while True:
+        try:
+            name, arguments, options = link.recv()
+        except EOFError:
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                answer = ("answer", getattr(trainer, name)(*arguments, **options))
+            except Exception as error:
+                answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
+        link.send((*answer, [str(w.message) for w in caught]))
+
+
+class RemoteError(AssertionError):
+    """An exception in the trainer: `.kind` is its class name."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind = kind
+        self.message = message
+
+
+class Trainer:
+    """A trainer process; `trainer.step(3)` runs there and returns its result here."""
+
+    def __init__(self, **environment: str) -> None:
+        self._link, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_main, args=(theirs, environment), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.durable = -1  #: newest step that run() has told of
+        self.warnings: list[str] = []
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def post(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Starts a command; `answer()` collects it."""
+        self._link.send((name, arguments, options))
+
+    def _receive(self, limit_s: float) -> tuple[Any, ...]:
+        if not self._link.poll(limit_s):
+            raise AssertionError("the trainer does not answer: it hangs")
+        return tuple(self._link.recv())
+
+    def answer(self, limit_s: float = ANSWER_LIMIT_S) -> Any:
+        while True:
+            kind, value, *rest = self._receive(limit_s)
+            if kind == "durable":
+                self.durable = value
+                continue
+            self.warnings += rest[0]
+            if kind == "raised":
+                raise RemoteError(*value)
+            return value
+
+    def wait_for_durable(self, step: int, limit_s: float = ANSWER_LIMIT_S) -> int:
+        """While a posted run() goes on: until it has told of a durable `step` or a later one."""
+        while self.durable < step:
+            kind, value, *_ = self._receive(limit_s)
+            assert kind == "durable", (kind, value)
+            self.durable = value
+        return self.durable
+
+    def drain(self) -> int:
+        """Reads what a dead trainer still said; the newest durable step it knew of."""
+        try:
+            while self._link.poll(0):
+                kind, value, *_ = self._link.recv()
+                if kind == "durable":
+                    self.durable = max(self.durable, value)
+        except (EOFError, OSError):
+            pass
+        return self.durable
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.post(name, *arguments, **options)
+            return self.answer()
+
+        return call
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGKILL)
+        self.process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._link.close()

@@ -1,0 +1,64 @@
+"""The state table: every pair of states is either listed or raises."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.checkpoint import LIVE, MOVES, Checkpoint, UnlistedMoveError
+
+ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
+
+
+def checkpoint(state: State = State.REQUESTED) -> Checkpoint:
+    made = Checkpoint(
+        session=1, snapshot=1, step=5, payload_bytes=10, tree_offset=0, tree_bytes=1,
+        skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0,
+    )  # fmt: skip
+    made.state = state
+    return made
+
+
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(State, State)))
+def test_only_listed_moves_are_made(start: State, end: State) -> None:
+    item = checkpoint(start)
+    if end in MOVES[start]:
+        item.move(end, 9)
+        assert item.state is end and item.at_ns[end] == 9
+    else:
+        with pytest.raises(UnlistedMoveError):
+            item.move(end, 9)
+        assert item.state is start
+
+
+def test_every_state_is_in_the_table_and_ends_have_no_way_out() -> None:
+    assert set(MOVES) == set(State)
+    assert {state for state, following in MOVES.items() if not following} == ENDS
+
+
+def test_nothing_durable_is_ever_lost_by_a_move() -> None:
+    assert MOVES[State.DURABLE] == {State.GLOBAL}
+    assert State.DURABLE not in LIVE
+
+
+def test_what_is_copied_never_ends_skipped() -> None:
+    for state in (State.COPYING, State.COPIED, State.WRITING):
+        assert State.SKIPPED not in MOVES[state]
+
+
+def test_durable_may_overtake_copied() -> None:
+    item = checkpoint(State.COPYING)
+    assert item.advance(State.DURABLE, 7)
+    assert list(item.at_ns) == [State.COPIED, State.WRITING, State.DURABLE]
+    assert not item.advance(State.COPIED, 8)  # the late event changes nothing
+    assert item.state is State.DURABLE
+
+
+def test_an_end_is_final() -> None:
+    item = checkpoint(State.COPYING)
+    item.end(State.FAILED, 1, "why", "fix")
+    assert (item.reason, item.hint, item.live) == ("why", "fix", False)
+    with pytest.raises(UnlistedMoveError):
+        item.advance(State.DURABLE, 2)

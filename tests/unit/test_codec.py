@@ -1,0 +1,198 @@
+"""The codec: what goes in comes out, and nothing else goes in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import types
+import typing
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pccheck_wire import codec, messages
+from pccheck_wire.errors import ProtocolError
+
+MESSAGES = [
+    kind
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+]
+_SCALARS: dict[object, st.SearchStrategy[object]] = {
+    bool: st.booleans(),
+    str: st.text(max_size=40),
+    bytes: st.binary(max_size=40),
+    float: st.floats(allow_nan=False),
+}
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2**40) | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+def values(hint: object, name: str) -> st.SearchStrategy[object]:
+    """Allowed values of a field."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is int:
+        if name in ("step", "newest_step", "newer_step"):
+            return st.integers(-(2**63), 2**63 - 1)
+        limits = {"rank": (0, 100), "world_size": (1, 100), "local_world_size": (1, 9)}
+        return st.integers(*limits.get(name, (0, 2**32 - 2)))
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(list(hint))
+    if origin is types.UnionType:
+        return st.one_of(*(values(item, name) for item in arguments))
+    if hint is types.NoneType:
+        return st.none()
+    if origin is list:
+        return st.lists(values(arguments[0], name), max_size=3)
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=5), _JSON, max_size=3)
+    assert isinstance(hint, type)
+    return instances(hint)
+
+
+def instances(kind: type) -> st.SearchStrategy[object]:
+    hints = typing.get_type_hints(kind)
+    return st.builds(
+        kind, **{f.name: values(hints[f.name], f.name) for f in dataclasses.fields(kind)}
+    )
+
+
+def request(body: object, **more: object) -> bytes:
+    return msgpack.packb({"t": "request", "number": 1, "token": b"t", "body": body} | more)
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_message_survives_the_wire(kind: type, data: st.DataObject) -> None:
+    message = data.draw(instances(kind))
+    assert codec.decode(codec.encode(message), kind) == message
+
+
+@settings(max_examples=600, deadline=None)
+@given(data=st.binary(max_size=400))
+def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(data, messages.Request)
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary()
+    | st.text(max_size=9) | st.sampled_from([m.TAG for m in MESSAGES]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["t", "number", "token", "body", "snapshot", "step"]) | st.text(max_size=4),
+        inner, max_size=5,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(plain=_ANYTHING)
+def test_well_formed_nonsense_is_decoded_exactly_or_refused(plain: object) -> None:
+    for kind in (messages.Request, messages.Hello, messages.Reply):
+        try:
+            found = codec.decode(msgpack.packb(plain), kind)
+        except ProtocolError:
+            continue
+        assert codec.decode(codec.encode(found), kind) == found
+
+
+@settings(max_examples=300, deadline=None)
+@given(message=instances(messages.Request), data=st.data())
+def test_a_flipped_byte_never_crashes(message: messages.Request, data: st.DataObject) -> None:
+    damaged = bytearray(codec.encode(message))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProtocolError):
+        codec.decode(bytes(damaged), messages.Request)
+
+
+BEGIN = {
+    "t": "begin", "snapshot": 1, "step": 2, "payload_bytes": 3, "tree_offset": 0, "tree_bytes": 1
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (request(BEGIN | {"step": "7"}), r"\$\.body\.step: an integer is expected, not str"),
+        (request(BEGIN | {"step": True}), r"\$\.body\.step: an integer is expected, not bool"),
+        (request(BEGIN | {"step": 2**63}), r"\$\.body\.step: .* outside"),
+        (request(BEGIN | {"snapshot": -1}), r"\$\.body\.snapshot: -1 is outside"),
+        (request(BEGIN | {"extra": 1}), r"\$\.body\.extra: no such field"),
+        (request({k: v for k, v in BEGIN.items() if k != "step"}), r"\$\.body\.step: missing"),
+        (request({"t": "hello"}), r"\$\.body\.t: one of"),
+        (request({"t": ["begin"]}), r"\$\.body\.t: one of"),
+        (request(None), r"\$\.body: a map is expected"),
+        (request(BEGIN, number=1.0), r"\$\.number: an integer"),
+        (request(BEGIN, token="t"), r"\$\.token: bytes is expected"),
+        (msgpack.packb({1: 2}), r"\$: a map key|strict_map_key|not a message"),
+        (b"\x82\xa1t\xa1a\xa1t\xa1b", r"the key 't' comes twice"),
+        (msgpack.packb(msgpack.ExtType(5, b"x")), r"\$: (extension|not a message)"),
+        (msgpack.packb({"t": msgpack.Timestamp(1)}), r"\$: (extension|not a message)"),
+        (b"\x91" * 60000 + b"\x90", r"\$: not a message"),
+        (b"\xdd\xff\xff\xff\xff", r"\$: not a message"),
+        (b"\xc6\xff\xff\xff\xff", r"\$: not a message"),
+        (request({"t": "list", "job": "x" * 5000}), r"\$: not a message"),
+        (b"\xc0" * (codec.REQUEST_BYTES_MAX + 1), r"the limit is"),
+        (b"", r"\$: not a message"),
+        (b"\xc0\xc0", r"\$: not a message"),
+    ],
+)
+def test_the_error_names_the_offender(data: bytes, told: str) -> None:
+    with pytest.raises(ProtocolError, match=told):
+        codec.decode(data, messages.Request)
+
+
+def test_missing_optional_fields_take_their_defaults() -> None:
+    plain = {"t": "hello", "protocol": 1, "role": "observer", "version": "", "pid": 7}
+    assert codec.from_plain(plain, messages.Hello).uid == -1
+
+
+def test_enums_are_not_taken_from_booleans() -> None:
+    described = {"t": "described", "snapshot": 1, "state": True, "sequence": 1, "step": 1}
+    with pytest.raises(ProtocolError, match=r"\$\.state"):
+        codec.from_plain(described, messages.Described)
+
+
+def test_a_document_is_json_of_bounded_depth() -> None:
+    deep: object = 1
+    for _ in range(codec.DEPTH_MAX + 2):
+        deep = [deep]
+    for bad in (b"x", deep):
+        with pytest.raises(ProtocolError, match=r"\$\.document\.a"):
+            codec.from_plain({"t": "report", "document": {"a": bad}}, messages.Report)
+
+
+@pytest.mark.parametrize("length", [1, 65000, 65536, 131072 - 40, 131072, 300_000])
+def test_long_replies_come_in_parts(length: int) -> None:
+    for extra in range(40):  # so that one of them ends exactly at a packet's end
+        reply = messages.Reply(9, messages.Report({"schema": 1, "text": "x" * (length + extra)}))
+        parts = codec.packets(codec.encode(reply))
+        assembler = codec.Reassembler()
+        found = [assembler.feed(part) for part in parts]
+        assert [item is None for item in found] == [True] * (len(parts) - 1) + [False]
+        assert codec.from_plain(found[-1], messages.Reply) == reply
+
+
+def test_a_reply_ends_where_its_map_ends() -> None:
+    assembler = codec.Reassembler()
+    with pytest.raises(ProtocolError, match="behind the end"):
+        assembler.feed(codec.encode(messages.Done()) + b"\xc0")
+
+
+def test_a_reply_has_a_limit() -> None:
+    assembler = codec.Reassembler(bytes_max=100_000)
+    message = codec.encode(messages.Report({"text": "x" * 200_000}))
+    with pytest.raises(ProtocolError, match="more than 100000"):
+        for part in codec.packets(message):
+            assembler.feed(part)

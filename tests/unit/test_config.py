@@ -1,0 +1,92 @@
+"""Flags, variables, defaults; wrong values give one error that names the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire.errors import UsageError
+from pccheckd import config
+from pccheckd.config import GIB, KIB, MIB
+
+
+def load(flags: str = "", **environ: str) -> config.Config:
+    line = f"--storage /srv/x --socket /run/x/a.sock --dram 256MiB {flags}".split()
+    return config.load(vars(config.parser().parse_args(line)), environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096), ("8GiB", 8 * GIB), ("8G", 8 * GIB), ("1.5 MiB", 3 * MIB // 2),
+        ("2kib", 2 * KIB), ("0", 0), ("1TiB", 1 << 40),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert config.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "8GB", "-1", "1e9", "x", "8 GiB GiB", "0x10"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match=r"not a size.*8GiB"):
+        config.parse_size(text)
+
+
+def test_flag_over_variable_over_default() -> None:
+    assert load().slots == 4
+    assert load(PCCHECK_SLOTS="6").slots == 6
+    assert load("--slots 8", PCCHECK_SLOTS="6").slots == 8
+    assert load(PCCHECK_ALLOW_ANY_FILESYSTEM="1").allow_any_filesystem
+    assert not load(PCCHECK_ALLOW_ANY_FILESYSTEM="no").allow_any_filesystem
+    assert load("--allow-any-filesystem").allow_any_filesystem
+
+
+def test_in_flight_is_slots_minus_keep() -> None:
+    assert load("--slots 4 --keep 1").in_flight == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "told"),
+    [
+        ("--slots x", {}, r"--slots: 'x' is not a whole number"),
+        ("", {"PCCHECK_SLOTS": "x"}, r"PCCHECK_SLOTS: 'x'"),
+        ("--slots 1", {}, r"--slots: 1 cannot be \(use 2 to 32\)"),
+        ("--slots 33", {}, r"--slots: 33"),
+        ("--keep 4", {}, r"--keep: 4 with --slots 4 .*slots = N in flight \+ keep"),
+        ("--keep 0", {}, r"--keep: 0"),
+        ("--writers 0", {}, r"--writers: 0"),
+        ("--chunk 5000", {}, r"--chunk: 5000 bytes .*4KiB"),
+        ("--chunk 4KiB", {}, r"--chunk: 4096 bytes with blocks"),
+        ("--block-bytes 1000", {}, r"--block-bytes: 1000"),
+        ("--dram 1MiB", {}, r"--dram: .*two chunks"),
+        ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
+        ("--engine uring", {}, r"--engine: 'uring' is not one of auto, pwrite"),
+        ("--log-format xml", {}, r"--log-format: 'xml'"),
+        ("--drain-limit soon", {}, r"--drain-limit"),
+        ("", {"PCCHECK_ALLOW_ANY_FILESYSTEM": "maybe"}, r"neither yes nor no"),
+        ("--socket /tmp/" + "x" * 90 + "/a.sock", {}, r"--socket: .*too long"),
+    ],
+)
+def test_wrong_values_name_the_fix(flags: str, environ: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        load(flags, **environ)
+
+
+def test_storage_is_required() -> None:
+    with pytest.raises(UsageError, match=r"--storage is missing"):
+        config.load({}, {})
+
+
+def test_small_blocks_allow_small_chunks() -> None:
+    chosen = load("--block-bytes 512 --chunk 4KiB")
+    assert (chosen.block_bytes, chosen.chunk_bytes) == (512, 4096)
+
+
+def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("--storage here").storage == tmp_path / "here"
+
+
+def test_every_option_has_a_variable() -> None:
+    assert {o.flag: o.variable for o in config.OPTIONS}["--max-storage"] == "PCCHECK_MAX_STORAGE"

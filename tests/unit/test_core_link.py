@@ -1,0 +1,369 @@
+"""Link and Channel in one process: what goes in comes out, and who may close what when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from pccheck_native import (
+    SNAPSHOTS,
+    WORD_ABANDONED,
+    WORD_COPIED,
+    WORD_REFUSED,
+    WORD_REQUESTED,
+    Channel,
+    Event,
+    Events,
+    Link,
+    NativeError,
+    Pool,
+    Volume,
+)
+from pccheck_wire.messages import CheckpointState as State
+from tests.support.coreloop import BLOCK_BYTES, CHUNK_BYTES, Loop, deadline, make_volume, pack
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    with Loop(tmp_path / "v.pcc") as made:
+        yield made
+
+
+def random_extents(*sizes: int) -> list[bytearray]:
+    return [bytearray(os.urandom(size)) for size in sizes]
+
+
+def events_until(loop: Loop, kind: str) -> list[Event]:
+    """Everything that was reported up to the first event of that kind."""
+    seen: list[Event] = []
+    while not any(event.kind == kind for event in seen):
+        ready, _, _ = select.select([loop.events.fileno()], [], [], 60)
+        assert ready, f"no {kind} after {seen}"
+        seen.extend(loop.events.take())
+    return seen
+
+
+# -- bytes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1,),
+        (64, 64),
+        (CHUNK_BYTES,),
+        (CHUNK_BYTES - 1, 1, CHUNK_BYTES + 1),
+        (7, 100_000, 3, 300_000, BLOCK_BYTES),
+    ],
+)
+def test_what_goes_in_comes_out(loop: Loop, sizes: tuple[int, ...]) -> None:
+    extents, tree = random_extents(*sizes), os.urandom(777)
+    assert loop.link.chunk_bytes == CHUNK_BYTES
+    sequence = loop.save(1, extents, tree, step=5)
+    state = loop.link.state(1)
+    assert state is not None
+    assert (state.word, state.outcome, state.sequence) == (WORD_COPIED, State.DURABLE, sequence)
+    assert state.source_read
+    entry = next(e for e in loop.volume.table() if e.sequence == sequence)
+    assert (entry.step, entry.incarnation, entry.world_size) == (5, 1, 1)
+    assert loop.load(sequence, sizes, len(tree)) == [*extents, tree]
+    loop.volume.verify(sequence)
+
+
+def test_inline_ranges_are_copied_during_the_call(loop: Loop) -> None:
+    extents = random_extents(90_000, 5_000)
+    wanted = [bytes(extent) for extent in extents]
+    layout = loop.submit(1, extents, b"tree", inline=1)
+    extents[1][:] = bytes(5_000)
+    sequence = loop.begin(1, 1, layout, b"tree")
+    assert loop.link.wait_read(1, deadline())
+    extents[0][:] = bytes(90_000)
+    assert loop.link.wait_durable(1, deadline())
+    assert [bytes(m) for m in loop.load(sequence, (90_000, 5_000), 4)] == [*wanted, b"tree"]
+
+
+def test_more_bytes_than_chunks(tmp_path: Path) -> None:
+    sizes = (600_000, 1, 300_000)
+    with Loop(tmp_path / "v", chunks=2) as loop:
+        for snapshot in range(1, 5):
+            extents = random_extents(*sizes)
+            sequence = loop.save(snapshot, extents, step=snapshot)
+            assert loop.load(sequence, sizes, 4) == [*extents, b"tree"]
+
+
+def test_cached_chunks_serve_a_load_without_the_disk(loop: Loop) -> None:
+    extents = random_extents(100_000)
+    sequence = loop.save(1, extents)
+    events_until(loop, "durable")
+    assert loop.channel.cached(sequence)
+    assert not loop.channel.cached(sequence + 1)
+    assert loop.channel.usage().cached_chunks == 4
+    assert loop.load(sequence, (100_000,), 4) == [*extents, b"tree"]
+    ended = events_until(loop, "load_ended")[-1]
+    assert (ended.id, ended.error, ended.sequence) == (sequence, 0, sequence)
+
+
+def test_snapshots_use_their_entries_again(loop: Loop) -> None:
+    extents = random_extents(10)
+    for snapshot in range(1, SNAPSHOTS + 3):
+        loop.save(snapshot, extents, step=snapshot)
+    assert loop.link.state(1) is None
+    newest = loop.link.state(SNAPSHOTS + 2)
+    assert newest is not None
+    assert newest.outcome == State.DURABLE
+    steps = sorted(entry.step for entry in loop.volume.table() if entry.sequence)
+    assert steps[-1] == SNAPSHOTS + 2
+
+
+# -- events and usage --------------------------------------------------------------------------
+
+
+def test_events_tell_the_way_of_a_checkpoint(loop: Loop) -> None:
+    sequence = loop.save(1, random_extents(50_000))
+    seen = events_until(loop, "durable")
+    assert {event.kind for event in seen} == {"copied", "writing", "durable"}
+    durable = seen[-1]
+    assert (durable.channel, durable.session, durable.id) == (1, 1, 1)
+    assert (durable.sequence, durable.error, durable.error_name) == (sequence, 0, "")
+    assert (durable.stage, durable.rehomed) == ("", 0)
+    times = durable.times
+    assert 0 < times.begin <= times.first_write <= times.written <= times.flushed <= times.durable
+    assert times.sealed <= times.flushed
+    assert loop.events.take() == []
+
+
+def test_memory_is_counted(loop: Loop) -> None:
+    usage = loop.channel.usage()
+    assert usage.bytes == 16 * CHUNK_BYTES
+    assert loop.pool.usage() == (64 << 20, usage.bytes)
+    assert usage.in_flight == 0
+    assert loop.channel.grow(20 * CHUNK_BYTES) >= 20 * CHUNK_BYTES
+    with pytest.raises(OSError, match="busy"):
+        loop.channel.release_memory()
+    loop.channel.detach()
+    assert events_until(loop, "detached")[-1].session == 1
+    loop.channel.release_memory()
+    assert loop.pool.usage() == (64 << 20, 0)
+
+
+# -- words -------------------------------------------------------------------------------------
+
+
+def test_refused_and_abandoned_snapshots(loop: Loop) -> None:
+    extents = random_extents(1000)
+    loop.submit(1, extents, b"tree")
+    state = loop.link.state(1)
+    assert state is not None
+    assert state.word == WORD_REQUESTED
+    assert not loop.link.wait_read(1, deadline(0))
+    loop.channel.refuse(1, State.SKIPPED)
+    for wait in (loop.link.wait_read, loop.link.wait_copied, loop.link.wait_durable):
+        assert wait(1, deadline())
+    state = loop.link.state(1)
+    assert state is not None
+    assert (state.word, state.outcome) == (WORD_REFUSED, State.SKIPPED)
+
+    layout = loop.submit(2, extents, b"tree")
+    assert loop.link.abandon(2)
+    assert not loop.link.abandon(2)
+    with pytest.raises(NativeError) as caught:
+        loop.begin(2, 2, layout, b"tree")
+    assert caught.value.code_name == "ABORTED"
+    state = loop.link.state(2)
+    assert state is not None
+    assert state.word == WORD_ABANDONED
+    sequence = loop.save(3, extents)
+    assert not loop.link.abandon(3)
+    assert [e.sequence for e in loop.volume.table() if e.sequence] == [sequence]
+
+
+def test_set_outcome_reaches_the_trainer(loop: Loop) -> None:
+    sequence = loop.save(1, random_extents(10))
+    loop.channel.set_outcome(1, State.GLOBAL, sequence)
+    state = loop.link.state(1)
+    assert state is not None
+    assert state.outcome == State.GLOBAL
+    with pytest.raises(ValueError, match="outcome"):
+        loop.channel.set_outcome(1, 9)
+    with pytest.raises(ValueError, match="outcome"):
+        loop.channel.refuse(1, 255)
+
+
+def test_too_large_and_too_many(loop: Loop) -> None:
+    loop.link.request(1)
+    with pytest.raises(NativeError) as caught:
+        loop.channel.begin(
+            1, step=1, incarnation=1, world_size=1, payload_bytes=1 << 40, tree_offset=0,
+            tree_bytes=1,
+        )  # fmt: skip
+    assert caught.value.code_name == "TOO_LARGE"
+    loop.channel.refuse(1, State.FAILED)
+    for snapshot in (2, 3):
+        layout = loop.submit(snapshot, random_extents(10), b"tree")
+        loop.link.abandon(snapshot)
+    for snapshot in (4, 5, 6):
+        loop.link.request(snapshot)
+    for snapshot in (4, 5):
+        loop.begin(snapshot, snapshot, layout, b"tree")
+    with pytest.raises(NativeError) as caught:
+        loop.begin(6, 6, layout, b"tree")
+    assert caught.value.code_name == "NO_LANE"
+
+
+def test_ranges_are_checked(loop: Loop) -> None:
+    loop.link.request(1)
+    for ranges in (b"1234", pack([(0, 0, 5)]), pack([(4096, 64, 5), (4096, 0, 5)])):
+        with pytest.raises(ValueError, match="ranges"):
+            loop.link.submit(1, ranges, b"", b"tree", 64)
+        with pytest.raises(ValueError, match="ranges"):
+            loop.link.submit(1, b"", ranges, b"tree", 64)
+        with pytest.raises(ValueError, match="ranges"):
+            loop.link.load_start(1, ranges)
+
+
+# -- ends --------------------------------------------------------------------------------------
+
+
+def test_a_dead_daemon_ends_every_wait(loop: Loop) -> None:
+    loop.submit(1, random_extents(1000), b"tree")
+    assert loop.link.alive()
+    loop.channel.close()
+    loop.far.close()
+    with pytest.raises(ConnectionResetError):
+        loop.link.wait_durable(1, deadline())
+    assert not loop.link.alive()
+
+
+def test_a_load_that_nobody_serves_times_out(loop: Loop) -> None:
+    loop.link.load_start(7, b"")
+    with pytest.raises(TimeoutError):
+        loop.link.load_wait(7, deadline(0.01))
+
+
+def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far, (tmp_path / "page").open("w+b") as page:
+        page.write(bytes(1 << 20))
+        page.flush()
+        with pytest.raises((NativeError, OSError)):
+            Link(near.fileno(), page.fileno())
+        with pytest.raises((NativeError, OSError)):
+            Link(near.fileno(), near.fileno())
+
+
+def test_close_ends_the_waits_of_other_threads(loop: Loop) -> None:
+    loop.submit(1, random_extents(1000), b"tree")
+    raised: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            loop.link.wait_durable(1, deadline())
+        except ValueError as error:
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    loop.link.close()
+    waiter.join(30)
+    assert not waiter.is_alive()
+    assert "closed" in str(raised[0])
+    with pytest.raises(ValueError, match="this Link is closed"):
+        loop.link.state(1)
+    loop.link.close()
+
+
+def test_a_signal_is_served_during_a_wait(loop: Loop) -> None:
+    loop.submit(1, random_extents(1000), b"tree")
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        loop.link.close()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(ValueError, match="closed during the call"):
+            loop.link.wait_durable(1, time.monotonic_ns() + 60 * 10**9)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_borrowed_objects_outlive_their_borrower(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "v")
+    extents = random_extents(1000)
+    loop.volume.close()
+    loop.pool.close()
+    loop.events.close()
+    with pytest.raises(ValueError, match="this Pool is closed"):
+        loop.pool.usage()
+    layout = loop.submit(1, extents, b"tree")
+    loop.begin(1, 1, layout, b"tree")
+    assert loop.link.wait_durable(1, deadline())
+    with pytest.raises(NativeError) as caught:
+        Volume(loop.path, writable=True)
+    assert caught.value.code_name == "LOCKED"
+    loop.link.close()
+    loop.channel.close()
+    reopened = Volume(loop.path, writable=True)
+    assert [e.step for e in reopened.table() if e.sequence] == [1]
+    reopened.close()
+
+
+def test_unbind_lets_go(tmp_path: Path) -> None:
+    with Loop(tmp_path / "v") as loop:
+        loop.save(1, random_extents(100))
+        other = Volume(make_volume(tmp_path / "w"), writable=True)
+        loop.channel.bind(other)
+        events_until(loop, "durable")
+        loop.channel.unbind(loop.volume)
+        loop.volume.close()
+        Volume(loop.path, writable=True).close()
+        loop.save(2, random_extents(100), step=2)
+        assert [e.step for e in other.table() if e.sequence] == [2]
+        with pytest.raises(ValueError, match="this Volume is closed"):
+            loop.channel.bind(loop.volume)
+        other.close()
+
+
+def test_everything_may_be_dropped_at_once(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        loop = Loop(tmp_path / name)
+        loop.save(1, random_extents(1000))
+        loop.near.close()
+        loop.far.close()
+        del loop
+        gc.collect()
+        Volume(tmp_path / name, writable=True).close()
+
+
+def test_wrong_types_are_refused(tmp_path: Path) -> None:
+    pool, events = Pool(1 << 20), Events()
+    numbers = {
+        "id": 1, "chunk_bytes": CHUNK_BYTES, "block_bytes": BLOCK_BYTES, "chunk_capacity": 8,
+        "lanes": 1, "writers": 1,
+    }  # fmt: skip
+    with pytest.raises(TypeError):
+        Channel(events, pool, **numbers)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="writers"):
+        Channel(pool, events, id=1, chunk_bytes=1, block_bytes=1, chunk_capacity=1, lanes=1)  # type: ignore[call-arg]
+    with pytest.raises(OSError, match="Invalid argument"):
+        Channel(pool, events, **{**numbers, "chunk_bytes": 1000})
+    with pytest.raises(ValueError, match="capacity"):
+        Events(0)
+    channel = Channel(pool, events, **numbers)
+    with pytest.raises(TypeError):
+        channel.bind(pool)  # type: ignore[arg-type]
+    pool.close()
+    with pytest.raises(ValueError, match="this Pool is closed"):
+        Channel(pool, events, **numbers)
+    channel.close()
+    events.close()

@@ -1,0 +1,207 @@
+"""Arguments, exit codes, and errors as text and as JSON. No daemon, no volumes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire.errors import CheckpointFailedError, DaemonUnreachableError, WaitTimeoutError
+from pccheckctl import cli, wait
+
+HEAVY = ("zmq", "torch", "pccheck", "numpy", "rich", "pccheck_native", "dataclasses", "asyncio")
+
+
+@pytest.fixture(autouse=True)
+def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PCCHECK_SOCKET", str(tmp_path / "nobody"))
+    monkeypatch.delenv("PCCHECK_STORAGE", raising=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["show"],
+        ["recover", "job"],
+        ["recover", "job", "--output", "x", "--rank", "1", "--all-ranks"],
+        ["recover", "job", "--output", "x", "--format", "pickle"],
+        ["show", "job", "--step", "1", "--sequence", "2"],
+        ["show", "job", "--step", "one"],
+        ["wait", "job"],
+        ["status", "--stor", "/tmp"],
+        ["status", "--unknown"],
+    ],
+)
+def test_wrong_usage_is_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("pccheckctl: ")
+    assert "hint: see: pccheckctl" in told.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["status", "--help"]])
+def test_help_and_version_are_zero(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    assert "pccheckctl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "list", "verify", "show job", "recover job -o x", "wait job --step 1"]
+)
+def test_no_daemon_is_twelve_with_both_ways_out(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command.startswith("wait"):
+        command += " --timeout 0"
+    assert cli.main(command.split()) == 12
+    told = capsys.readouterr().err
+    assert "no daemon listens at" in told
+    assert "pccheckd --storage DIR" in told
+    assert "--storage" in told
+
+
+def test_errors_are_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--json"]) == 12
+    told = capsys.readouterr()
+    assert told.err == ""
+    error = json.loads(told.out)["error"]
+    assert (error["code"], error["exit_code"]) == ("DAEMON_UNREACHABLE", 12)
+    assert error["retryable"] is True
+    assert error["hint"]
+
+
+def test_wrong_usage_is_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fly", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "USAGE"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_common_flags_stand_on_either_side(*, before: bool, tmp_path: Path) -> None:
+    flags = ["--socket", "/x", "--storage", str(tmp_path), "--json", "--uid", "3"]
+    chosen = cli.parser().parse_args([*flags, "status"] if before else ["status", *flags])
+    assert (chosen.socket, chosen.storage, chosen.uid) == ("/x", str(tmp_path), 3)
+    assert chosen.json is True
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert cli.main(["status"]) == 130
+
+
+def test_starts_without_the_heavy_modules() -> None:
+    """Nothing that takes longer than the answer itself is imported to ask a daemon."""
+    code = (
+        "import sys; from pccheckctl import cli; cli.main(['status', '--json']); "
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    ran = subprocess.run(
+        f"{sys.executable} -m pccheckctl --json status | true",
+        shell=True, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in ran.stderr
+
+
+# -- wait --------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def waiting(**changes: object) -> Namespace:
+    values = {"job": "job", "rank": 0, "uid": None, "state": "durable", "step": 5,
+              "timeout": 10.0, "json": False}  # fmt: skip
+    return Namespace(**(values | changes))
+
+
+def test_wait_polls_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([None, None, {"step": 6, "sequence": 2, "state": "durable"}])
+    monkeypatch.setattr(wait, "look", lambda _: next(answers))
+    clock = Clock()
+    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
+    assert capsys.readouterr().out == "step 6 is durable\n"
+    assert clock.now == pytest.approx(0.06)
+
+
+def test_wait_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait, "look", lambda _: None)
+    clock = Clock()
+    with pytest.raises(WaitTimeoutError, match=r"step 5 .* not durable after 10 s"):
+        wait.run(waiting(), clock=clock, sleep=clock.sleep)
+    assert clock.now == pytest.approx(10.0)
+
+
+def test_wait_bridges_a_restart_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[object] = [{"step": 5, "state": "durable"}, DaemonUnreachableError("gone")]
+
+    def look(_: Namespace) -> object:
+        answer = answers.pop()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(wait, "look", look)
+    clock = Clock()
+    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
+
+
+IN_FLIGHT = [{"step": 5, "state": "writing"}, {"step": 6, "state": "failed", "reason": "EIO"}]
+
+
+def test_wait_for_copied_takes_what_the_daemon_vouches_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status = {"ranks": [{"job": "job", "rank": 0, "uid": 1, "checkpoints": IN_FLIGHT}]}
+    observer = FakeObserver(status)
+    monkeypatch.setattr(wait, "choose", lambda _: observer)
+    assert wait.look(waiting(state="copied")) == IN_FLIGHT[0]
+    assert wait.look(waiting()) is None
+    with pytest.raises(CheckpointFailedError, match="step 6 failed: EIO"):
+        wait.look(waiting(step=6))
+
+
+class FakeObserver:
+    def __init__(self, document: dict[str, object]) -> None:
+        self._document = document
+
+    def status(self, **_: object) -> dict[str, object]:
+        return self._document
+
+    def listing(self, *_: object, **__: object) -> dict[str, object]:
+        return {"checkpoints": []}
+
+    def __enter__(self) -> FakeObserver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,0 +1,114 @@
+"""Admission: in order, waiting or skipping as asked, and never stuck."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.checkpoint import Checkpoint
+from pccheckd.scheduler import PENDING_MAX, Scheduler
+
+
+def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
+    return Checkpoint(
+        session=session, snapshot=snapshot, step=snapshot, payload_bytes=10, tree_offset=0,
+        tree_bytes=1, skip_when_busy=skip, incarnation=1, world_size=1, requested_ns=0,
+    )  # fmt: skip
+
+
+class Desk:
+    """Stands for a volume with so many free lanes; time passes only in `sleep`."""
+
+    def __init__(self, free: int, answer: str = "NO_LANE") -> None:
+        self.free = free
+        self.answer = answer
+        self.reason = ""
+        self.begun: list[int] = []
+        self.refused: list[tuple[int, State, str]] = []
+        self.sleeps = 0
+        self.on_sleep: Callable[[], None] = lambda: None
+        self.queue = Scheduler(self.attempt, self.refuse, self.hopeless, sleep=self.sleep)
+
+    async def attempt(self, item: Checkpoint) -> str:
+        if not self.free:
+            return self.answer
+        self.free -= 1
+        self.begun.append(item.snapshot)
+        return ""
+
+    def refuse(self, item: Checkpoint, to: State, reason: str, hint: str) -> None:
+        self.refused.append((item.snapshot, to, reason))
+
+    async def hopeless(self) -> tuple[str, str]:
+        return self.reason, ""
+
+    async def sleep(self, seconds: float) -> None:
+        self.sleeps += 1
+        self.on_sleep()
+        await asyncio.sleep(0)
+
+    def run(self, *items: Checkpoint) -> None:
+        async def work() -> None:
+            for item in items:
+                self.queue.submit(item)
+            while len(self.queue):
+                await asyncio.sleep(0)
+
+        asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_first_come_first_served() -> None:
+    desk = Desk(free=5)
+    desk.run(*(checkpoint(n) for n in (1, 2, 3)))
+    assert desk.begun == [1, 2, 3] and not desk.sleeps
+
+
+def test_waiting_ends_when_a_lane_comes_free() -> None:
+    desk = Desk(free=1)
+
+    def one_ends() -> None:
+        if desk.sleeps % 3 == 0:
+            desk.free += 1
+
+    desk.on_sleep = one_ends
+    desk.run(*(checkpoint(n) for n in (1, 2, 3)))
+    assert desk.begun == [1, 2, 3] and desk.sleeps == 6 and not desk.refused
+
+
+def test_skip_does_not_wait() -> None:
+    desk = Desk(free=1)
+    desk.run(checkpoint(1), checkpoint(2, skip=True))
+    assert desk.begun == [1] and desk.sleeps == 0
+    assert [(n, to) for n, to, _ in desk.refused] == [(2, State.SKIPPED)]
+
+
+def test_a_slot_that_can_never_come_free_fails_at_once() -> None:
+    desk = Desk(free=0, answer="NO_SLOT")
+    desk.reason = "call restore() first"
+    desk.run(checkpoint(1))
+    assert desk.refused == [(1, State.FAILED, "call restore() first")]
+
+
+def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
+    desk = Desk(free=0)
+
+    def ends() -> None:
+        desk.queue.drop(1, "gone")
+        desk.free = 9
+
+    desk.on_sleep = ends
+    desk.run(checkpoint(1), checkpoint(2), checkpoint(3, session=2))
+    assert [n for n, _, _ in desk.refused] == [1, 2] and desk.begun == [3]
+
+
+def test_the_queue_is_bounded() -> None:
+    desk = Desk(free=0)
+
+    async def work() -> None:
+        for number in range(PENDING_MAX + 5):
+            desk.queue.submit(checkpoint(number))
+        assert len(desk.refused) == 5 and len(desk.queue) == PENDING_MAX
+        await desk.queue.close()
+
+    asyncio.run(work())

@@ -1,0 +1,82 @@
+"""The storage directory: unfit file systems, locks, leftovers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire.errors import NoStoreError, StoreLockedError
+from pccheckd import storage
+from pccheckd.config import Config
+
+TABLE = """\
+22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+23 22 0:5 / /dev/shm rw,nosuid shared:3 - tmpfs tmpfs rw
+24 22 8:2 / /mnt/a\\040b rw - xfs /dev/sdb rw
+25 22 0:9 / /mnt/nfs rw master:1 shared:2 - nfs4 host:/x rw
+26 22 0:10 / /mnt/nfs/over rw - overlay overlay rw
+27 22 8:3 / /mnt/twice rw - btrfs /dev/sdc rw
+28 22 8:4 / /mnt/twice rw - ext4 /dev/sdd rw
+29 22 0:44 / /mnt/fs rw - fuse.sshfs x rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"), ("/srv/x", "ext4"), ("/dev/shm/x", "tmpfs"), ("/mnt/a b/x", "xfs"),
+        ("/mnt/nfs", "nfs4"), ("/mnt/nfsx", "ext4"), ("/mnt/nfs/over/y", "overlay"),
+        ("/mnt/twice", "ext4"), ("/mnt/fs/z", "fuse.sshfs"),
+    ],
+)  # fmt: skip
+def test_the_file_system_is_that_of_the_innermost_mount(path: str, kind: str) -> None:
+    assert storage.filesystem_of(Path(path), TABLE) == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("tmpfs", "in memory"), ("nfs4", "network"), ("btrfs", "copies on write"),
+        ("overlay", "layer"), ("fuse.sshfs", "layer"),
+    ],
+)  # fmt: skip
+def test_unfit_file_systems_are_refused_with_the_override_named(
+    kind: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "filesystem_of", lambda path, table: kind)
+    with pytest.raises(NoStoreError, match=rf"{kind}.*{told}.*--allow-any-filesystem"):
+        storage.check(Config(tmp_path, tmp_path / "a.sock"))
+    storage.check(Config(tmp_path, tmp_path / "a.sock", allow_any_filesystem=True))
+
+
+def test_a_missing_directory_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(NoStoreError, match=r"mkdir -p .*gone"):
+        storage.check(Config(tmp_path / "gone", tmp_path / "a.sock"))
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_bytes(b"")
+    with pytest.raises(NoStoreError, match="not a directory"):
+        storage.check(Config(place, tmp_path / "a.sock"))
+
+
+def test_the_lock_names_who_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    held = storage.lock(path, "serves here")
+    with pytest.raises(StoreLockedError, match=rf"pid {os.getpid()}\) serves here"):
+        storage.lock(path, "serves here")
+    os.close(held)
+    os.close(storage.lock(path, "serves here"))
+
+
+def test_leftovers_of_an_interrupted_creation_go(tmp_path: Path) -> None:
+    place = tmp_path / "1000" / "job"
+    place.mkdir(parents=True)
+    left, kept = place / "rank-0.1.pcc.x.tmp", place / "rank-0.0.pcc"
+    left.write_bytes(b"")
+    kept.write_bytes(b"")
+    assert storage.sweep(tmp_path) == 1
+    assert kept.exists() and not left.exists()
