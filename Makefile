@@ -42,6 +42,7 @@ lint: $(READY) ## ruff, mypy --strict, the layers, clang-format where it is inst
 	$(BIN)/ruff check -q $(PYTHON_SOURCES)
 	$(BIN)/ruff format -q --check $(PYTHON_SOURCES)
 	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy bench examples
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	@if command -v clang-format >/dev/null; then clang-format --dry-run -Werror $(C_SOURCES); \
 		else echo 'clang-format is not installed: C formatting not checked'; fi

@@ -32,7 +32,7 @@ NONE, OURS = "none", "PCcheck"
 RIVALS = ("torch.save", "DCP async_save, stager kept")
 SYMBOLS, WINDOW, BATCH = 256, 128, 4
 
-Save = Callable[[int], None]
+Save = Callable[[int], object]
 
 
 class Model(nn.Module):

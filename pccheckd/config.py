@@ -164,7 +164,8 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
             raise UsageError(f"{origin}: {text!r} is not one of {', '.join(option.choices)}")
     if "storage" not in given:
         raise UsageError("--storage is missing", hint="name a directory on a local disk")
-    given.setdefault("socket", default_socket(environ))
+    if "socket" not in given:
+        given["socket"] = default_socket(environ)
     given.setdefault("dram_bytes", ram_bytes() // 4)
     config = Config(**given)  # type: ignore[arg-type]
     _check(config)

@@ -64,7 +64,7 @@ async def _serve(config: Config, listener: socket.socket) -> bool:
     async def handle(uid: int, data: bytes) -> bytes | None:
         return await handlers.by_token(uid, data)
 
-    control = ControlServer(config.socket.parent, handle)
+    control = ControlServer(config.socket, handle)
     sessions = Sessions(config, engine, registry, control)
     handlers = Handlers(config, engine, registry, sessions)
     server = attach.AttachServer(listener, sessions, handlers)

@@ -76,6 +76,7 @@ def status(
         ],
         "ranks": ranks,
         "warnings": warnings,
+        "notices": [f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)],
     }
 
 
@@ -274,12 +275,17 @@ def _warnings(tenant: Tenant) -> list[str]:
             found.append(f"checkpoints {damaged} of {item.path} are damaged")
         if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
             found.append(f"{item.path} has only one good copy of its newest record")
-    if tenant.protected and tenant.owner is not None:
-        found.append(
-            f"checkpoints {sorted(tenant.protected)} of the run before are kept until restore() "
-            "or fresh=True"
-        )
     return found
+
+
+def _notices(tenant: Tenant) -> list[str]:
+    """Worth knowing, but nothing is wrong."""
+    if not tenant.protected or tenant.owner is None:
+        return []
+    return [
+        f"checkpoints {sorted(tenant.protected)} of the run before are kept until restore() "
+        "or fresh=True"
+    ]
 
 
 def _ago(since_ns: int) -> float:

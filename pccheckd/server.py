@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable
@@ -31,9 +32,13 @@ Handle = Callable[[int, bytes], Awaitable[bytes | None]]
 class ControlServer:
     """Owns the directory of endpoints and the routers in it."""
 
-    def __init__(self, runtime: Path, handle: Handle) -> None:
+    def __init__(self, socket_path: Path, handle: Handle) -> None:
+        """`socket_path` is the attach socket's; its lock is held."""
         self._handle = handle
-        self._directory = runtime / f"ctl-{secrets.token_hex(16)}"
+        self._directory = socket_path.parent / f"ctl-{secrets.token_hex(16)}"
+        #: Names our directory, so that the next start removes it if we are killed.
+        self._note = socket_path.with_name(socket_path.name + ".ctl")
+        _remove_noted(self._note)
         self._context: zmq.asyncio.Context | None = None
         self._routers: dict[int, asyncio.Task[None]] = {}
 
@@ -55,10 +60,13 @@ class ControlServer:
         if self._context is not None:
             self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._note.unlink(missing_ok=True)
 
     def _bind(self, uid: int, path: Path) -> zmq.asyncio.Socket:
         if self._context is None:
             self._context = zmq.asyncio.Context()
+            self._note.write_text(self._directory.name)
+            self._note.chmod(0o600)
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
         router = self._context.socket(zmq.ROUTER)
@@ -105,3 +113,12 @@ class ControlServer:
                 await router.send_multipart([identity, answer], flags=zmq.DONTWAIT)
             except zmq.ZMQError as error:
                 LOG.warning("no answer to uid %d: %s", uid, error)
+
+
+def _remove_noted(note: Path) -> None:
+    """Removes the endpoints of a daemon that was killed."""
+    with contextlib.suppress(OSError):
+        name = note.read_text()
+        if re.fullmatch(r"ctl-[0-9a-f]{32}", name):
+            shutil.rmtree(note.with_name(name), ignore_errors=True)
+        note.unlink()

@@ -29,7 +29,7 @@ from .checkpointer import PCcheckClient
 from .handle import Checkpoint, Durable
 from .restore import Found, RestoreResult
 from .rng import capture_rng, restore_rng
-from .version import VERSION as __version__
+from .version import __version__
 from .warn import PccheckWarning
 
 __all__ = [

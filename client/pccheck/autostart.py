@@ -1,8 +1,8 @@
 """A private daemon for people who have none: one per storage directory, shared by the local ranks.
 
-It lives in the same container or job step as the trainer and dies with it: what was copied but not yet
-durable is then lost. It outlives the trainer process itself, so that a crashed and restarted trainer
-recovers from memory, and ends when the last client that asked for it closes orderly.
+It lives in the same container or job step as the trainer and dies with it: what was copied but not
+yet durable is then lost. It outlives the trainer process itself, so that a crashed and restarted
+trainer recovers from memory, and ends when the last client that asked for it closes orderly.
 """
 
 from __future__ import annotations

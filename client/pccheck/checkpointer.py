@@ -57,8 +57,8 @@ class PCcheckClient:
         solo: only this rank saves, whatever the world size (plain DDP, rank 0).
         autostart, storage: start a private daemon on this directory when none runs.
 
-    Everything but waiting on handles is meant for one thread, the one that trains. In a forked child
-    (a data loader's worker) a client does nothing.
+    Everything but waiting on handles is meant for one thread, the one that trains. In a forked
+    child (a data loader's worker) a client does nothing.
     """
 
     def __init__(
@@ -269,10 +269,10 @@ class PCcheckClient:
     def restore(self) -> RestoreResult:
         """Puts the newest valid checkpoint in place into what was attached, tensors directly.
 
-        Returns what it did; a falsy result only when the volume was read and holds nothing. Raises
-        DaemonUnreachableError and the like when that is not known, StateMismatchError by path when
-        the checkpoint does not fit (nothing is changed then), DamagedError and NoCheckpointError when
-        no checkpoint is valid.
+        Returns what it did; a falsy result only when the volume was read and holds nothing.
+        Raises DaemonUnreachableError and the like when that is not known,
+        StateMismatchError by path when the checkpoint does not fit (nothing is changed
+        then), DamagedError and NoCheckpointError when no checkpoint is valid.
         """
         if not self._attached:
             raise UsageError("restore() has nothing to restore into", hint="call attach() first")
@@ -325,10 +325,10 @@ class PCcheckClient:
         if self._closed:
             raise UsageError("the client is closed")
         self._saver.gate()  # nothing may still be reading what is written now
-        if self._session.broken() is not None:
+        if self._session.current() is None:
             self._saver.leave()
-        if self._private is not None and self._session.current() is None:
-            self._private.ensure()
+            if self._private is not None:
+                self._private.ensure()
         return self._session.require()
 
     def _took_over(self, connection: Connection, opened: Opened, skipped: list[Skipped]) -> None:

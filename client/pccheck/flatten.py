@@ -98,7 +98,7 @@ class Flattener:
         if type(value) is collections.defaultdict:
             if value.default_factory not in _FACTORIES:
                 raise UnsupportedStateError(
-                    f"{path}: a defaultdict whose factory {value.default_factory!r} has no plain name",
+                    f"{path}: a defaultdict with the factory {value.default_factory!r}",
                     hint=f"plain ones are {', '.join(name for name in tree.FACTORIES if name)}",
                 )
             factory = _FACTORIES[value.default_factory]
@@ -152,11 +152,11 @@ def _device(_flattener: Flattener, value: Any, _path: str) -> Node:
     return tree.Named(Tag.DEVICE, str(value))
 
 
-_SEQUENCE_TAGS = {
+_SEQUENCE_TAGS: dict[Any, Tag] = {
     list: Tag.LIST, tuple: Tag.TUPLE, set: Tag.SET, frozenset: Tag.FROZENSET,
     torch.Size: Tag.SIZE,
 }  # fmt: skip
-_MAPPING_TAGS = {
+_MAPPING_TAGS: dict[Any, Tag] = {
     dict: Tag.DICT, collections.OrderedDict: Tag.ORDERED, collections.Counter: Tag.COUNTER,
     collections.defaultdict: Tag.DEFAULT,
 }  # fmt: skip
@@ -300,7 +300,7 @@ def _place(view: View, extent: int, offset: int, lead: int) -> None:
     node = view.node
     if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
         raise UnsupportedStateError(
-            f"{view.path}: it overlaps another tensor at an address that does not suit {node.dtype}",
+            f"{view.path}: it overlaps another tensor at an odd address for {node.dtype}",
             hint="pass a clone of it",
         )
     node.extent, node.offset = extent, offset

@@ -1,4 +1,4 @@
-"""What holds the next update back until the copy has read the tensors, and when it stops doing so."""
+"""What holds the next update back until the copy has read the tensors, and for how long."""
 
 from __future__ import annotations
 
@@ -50,10 +50,15 @@ class Gate:
             return
         deadline_ns = time.monotonic_ns() + int(self._stall_limit_s * 1e9)
         pending, self._pending = self._pending, []
-        for item in pending:
-            read = _wait_read(item, deadline_ns)
-            if not read and abandon(item.checkpoint, item.connection, self._stall_limit_s):
-                self._on_expiry(item.checkpoint, item.connection)
+        try:
+            for item in pending:
+                read = _wait_read(item, deadline_ns)
+                if not read and abandon(item.checkpoint, item.connection, self._stall_limit_s):
+                    self._on_expiry(item.checkpoint, item.connection)
+        except BaseException:  # Ctrl-C: nobody asks again before the tensors change
+            for item in pending:
+                abandon(item.checkpoint, item.connection, self._stall_limit_s)
+            raise
 
     def release(self) -> None:
         """Forgets everything; only for a link that is closed or about to be."""
@@ -76,7 +81,7 @@ def abandon(checkpoint: Checkpoint, connection: Connection, limit_s: float) -> b
     if won:
         checkpoint.end(
             CheckpointState.FAILED,
-            f"abandoned: the daemon had not copied it within stall_limit_s={limit_s:g} s",
+            f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
         )
     return won
 
@@ -84,9 +89,10 @@ def abandon(checkpoint: Checkpoint, connection: Connection, limit_s: float) -> b
 class Breaker:
     """After an expired deadline checkpoints are skipped until the daemon shows progress.
 
-    Progress is an answer to a request, and a step forward of a checkpoint that was in flight, if there
-    was any. Expiries that follow each other without a copied checkpoint between them also make it
-    stay open for a time that doubles, so that a disk that is too slow does not cost every interval.
+    Progress is an answer to a request, and a step forward of a checkpoint that was in flight,
+    if there was any. Expiries that follow each other without a copied checkpoint between them
+    also make it stay open for a time that doubles, so that a disk that is too slow does not
+    cost every interval.
     """
 
     def __init__(self, stall_limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:

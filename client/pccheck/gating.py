@@ -18,10 +18,11 @@ class Gating:
     """Sorts views into gated ones, which are copied in the background, and volatile ones, which are
     copied before `checkpoint()` returns.
 
-    Mode "auto": the optimizers' parameters and state wait for the gate, and so do frozen parameters of
-    attached modules, which nothing updates; all else is volatile. Mode "manual": the user promises to
-    call `gate()` before any update, so only the buffers of modules are volatile. Mode "sync": nothing
-    needs sorting, since `checkpoint()` returns when everything is copied.
+    Mode "auto": the optimizers' parameters and state wait for the gate, and so do frozen
+    parameters of attached modules, which nothing updates; all else is volatile. Mode "manual":
+    the user promises to call `gate()` before any update, so only the buffers of modules are
+    volatile. Mode "sync": nothing needs sorting, since `checkpoint()` returns when everything
+    is copied.
     """
 
     def __init__(self, attached: Collection[Any], mode: str) -> None:
@@ -60,7 +61,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # wrappers without memory; refused later, by path
+    except (RuntimeError, ValueError, NotImplementedError):  # wrappers without memory; refused later, by path
         return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ _FINAL = frozenset(
         CheckpointState.SUPERSEDED,
         CheckpointState.SKIPPED,
         CheckpointState.FAILED,
-    )  # fmt: skip
+    )
 )
 _SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
 _LOST = "the daemon ended before the checkpoint was durable"
@@ -113,7 +114,8 @@ class Checkpoint:
     def wait_durable(self, timeout: float | None = None) -> Durable:
         """Returns once it, or a newer one, will be found after power loss; says which.
 
-        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after `timeout`.
+        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after
+        `timeout` seconds.
         """
         self._wait("wait_durable", timeout)
         if self._state is CheckpointState.SUPERSEDED:
@@ -132,10 +134,8 @@ class Checkpoint:
         connection = self._connection
         if connection is not None and self.state not in _FINAL:
             wait: _WaitCall = getattr(connection.link, what)
-            try:
+            with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
                 wait(self.snapshot, deadline_ns)
-            except (ValueError, OSError):  # the link was closed, or the daemon has ended
-                pass
         _ = self.state
 
     def settle(self) -> None:

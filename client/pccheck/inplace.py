@@ -58,8 +58,8 @@ class Placement:
             finish(memory)
 
     def _direct(self) -> dict[int, Range]:
-        """Extents that can be loaded into the attached tensors themselves: all views on one lie there
-        as they did when it was saved, without holes, and no two extents go to the same memory."""
+        """Extents that can be loaded into the attached tensors themselves: all views on one lie
+        there as they did when it was saved, without holes, and no two go to the same memory."""
         bases: dict[int, int | None] = {}
         for node, live in self._pairs:
             if node.extent < 0 or node.extent in self._rebuilt:
@@ -148,7 +148,7 @@ class Placement:
     def _entry(
         self, path: str, node: tree.Node, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
     ) -> dict[str, tree.Node | torch.Tensor]:
-        """The state of one parameter: live tensors where they fit, else nodes to make new ones of."""
+        """The state of one parameter: live tensors where they fit, else nodes for new ones."""
         live = optimizer.state.get(parameter, {})
         entry: dict[str, tree.Node | torch.Tensor] = {}
         for key, value in _mapping(node, path).items():
@@ -167,7 +167,7 @@ class Placement:
 def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str, tree.Node, Any]]:
     if not described.attached:
         raise StateMismatchError(
-            "the checkpoint was made of a state given to checkpoint(state), not of what was attached",
+            "the checkpoint was made of a state given to checkpoint(state)",
             hint="get it with recover()",
         )
     saved = _mapping(described.root, "")
@@ -191,7 +191,7 @@ def _same_keys(path: str, saved: Any, live: Any) -> None:
             parts.append(f"only attached: {_some(extra)}")
         raise StateMismatchError(
             f"{path}: {'; '.join(parts)}",
-            hint="attach the same things under the same names, or take what you need from recover()",
+            hint="attach the same under the same names, or take what you need from recover()",
         )
 
 
@@ -225,7 +225,8 @@ def _numbered(
     numbers: dict[Any, torch.Tensor] = {}
     if len(saved) != len(optimizer.param_groups):
         raise StateMismatchError(
-            f"{name}.param_groups: {len(saved)} in the checkpoint, {len(optimizer.param_groups)} attached"
+            f"{name}.param_groups: {len(saved)} in the checkpoint, "
+            f"{len(optimizer.param_groups)} attached"
         )
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         ids = group.get("params")

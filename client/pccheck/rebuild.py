@@ -40,7 +40,7 @@ class Memory:
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
         for index, extent in enumerate(extents):
             if wanted is None or index in wanted:
-                self._storages[index] = torch.UntypedStorage(extent.lead + extent.nbytes)
+                self._storages[index] = _storage(extent.lead + extent.nbytes)
 
     def range_list(self) -> list[Range]:
         return [
@@ -60,7 +60,7 @@ class Memory:
     def tensor(self, node: tree.Tensor) -> torch.Tensor:
         """A tensor on the node's extent, with its flags."""
         dtype = getattr(torch, node.dtype)
-        storage, first = torch.UntypedStorage(0), 0
+        storage, first = _storage(0), 0
         if node.extent >= 0:
             storage = self._storages[node.extent]
             first = (self._extents[node.extent].lead + node.offset) // ITEM_BYTES[node.dtype]
@@ -81,10 +81,14 @@ class Memory:
         if node.extent < 0:
             return np.empty(node.shape, dtype, order)
         if node.extent not in self._arrays:
-            base = torch.empty(0, dtype=torch.uint8).set_(self._storages[node.extent])  # type: ignore[call-overload]
+            base = torch.empty(0, dtype=torch.uint8).set_(self._storages[node.extent])
             self._arrays[node.extent] = base.numpy()
         first = self._extents[node.extent].lead + node.offset
         return np.ndarray(node.shape, dtype, self._arrays[node.extent], first, order=order)
+
+
+def _storage(nbytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 
 
 def state_of(memory: Memory, node: Node) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -151,10 +152,8 @@ def _read(connection: Connection, opened: Opened, offset: int, length: int, rang
 
 def _cancel(connection: Connection, load: int) -> None:
     """Makes sure that a late answer writes nothing."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         connection.link.load_wait(load, 1)
-    except (OSError, ValueError):
-        pass
 
 
 def say_restored(connection: Connection, sequence: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from pccheck_native import SNAPSHOTS
@@ -49,10 +50,10 @@ class Saver:
 
     def ready(self, step: int) -> Connection:
         """The connection to use for a checkpoint. Raises CheckpointFailedError or the cause."""
-        broken = self._session.broken()
-        if broken is not None:
+        connection = self._session.current()
+        if connection is None:
             self.leave()
-        connection = self._session.at_hand()
+            connection = self._session.at_hand()
         if connection is None:
             raise self._session.error or DaemonUnreachableError("there is no daemon")
         connection.pump()
@@ -91,7 +92,7 @@ class Saver:
                     snapshot.tree_offset,
                     len(snapshot.tree),
                     self._on_busy,
-                )  # fmt: skip
+                )
             )
             link.submit(number, ranges, volatile, snapshot.tree, snapshot.tree_offset)
         except BaseException:
@@ -124,10 +125,8 @@ class Saver:
         if before.state not in _ENDS:
             if self._on_busy == "skip":
                 raise CheckpointFailedError(f"{SNAPSHOTS} checkpoints are in flight already")
-            try:
+            with contextlib.suppress(CheckpointFailedError):
                 before.wait_durable(self._stall_limit_s)
-            except CheckpointFailedError:
-                pass
         before.settle()
 
     def _expired(self, checkpoint: Checkpoint, connection: Connection) -> None:

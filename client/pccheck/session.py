@@ -48,9 +48,6 @@ class Session:
     def current(self) -> Connection | None:
         return self._transport.current()
 
-    def broken(self) -> Connection | None:
-        return self._transport.broken()
-
     def require(self, *, timeout_s: float = CONNECT_LIMIT_S) -> Connection:
         """The connection, made now if there is none. Raises what stands in the way."""
         connection = self._transport.current()
@@ -60,18 +57,14 @@ class Session:
         return connection
 
     def at_hand(self) -> Connection | None:
-        """For a training loop: connects again at most as often as the back-off allows; on trouble
-        warns once and returns None."""
-        connection = self._transport.current()
-        if connection is not None:
-            return connection
+        """For a training loop without a connection: connects again, at most as often as the
+        back-off allows; None on trouble, which `error` names."""
         self._transport.drop()
         if self._transport.may_try():
             try:
                 return self.require(timeout_s=min(self._stall_limit_s, RETRY_CONNECT_S))
             except PccheckError:
                 pass
-        self.complain()
         return None
 
     def complain(self) -> None:
@@ -80,7 +73,7 @@ class Session:
         hint = f" ({error.hint})" if error and error.hint else ""
         self._warner.once(
             "daemon",
-            f"training goes on WITHOUT checkpoints: {error.message if error else 'no daemon'}{hint}. "
+            f"training goes on WITHOUT checkpoints: {error.message if error else 'none'}{hint}. "
             "A pccheckd that comes up later is used from then on.",
         )
 

@@ -14,6 +14,7 @@ import zmq
 
 from pccheck_native import Link
 from pccheck_wire import attach, codec
+from pccheck_wire.basics import START_HINT
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
@@ -77,7 +78,7 @@ class Connection:
                 if time.monotonic() >= deadline:
                     self._waiting.pop(number, None)
                     raise WaitTimeoutError(
-                        f"the daemon (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
+                        f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
                         hint="is it stopped or overloaded? its log tells",
                     )
                 self._socket.poll(_POLL_MS)
@@ -102,7 +103,7 @@ class Connection:
     def pump(self) -> None:
         """Takes the answers that have arrived."""
         with self._lock:
-            while True:
+            while self._waiting:  # nothing comes unasked
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
@@ -128,7 +129,7 @@ class Connection:
     def gone(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(
             f"the pccheckd at {self.path} (pid {self.welcome.pid}) has ended",
-            hint=attach.START_HINT,
+            hint=START_HINT,
         )
 
     def close(self) -> None:
@@ -170,11 +171,6 @@ class Transport:
         connection = self._connection
         return connection if connection is not None and connection.alive() else None
 
-    def broken(self) -> Connection | None:
-        """The connection, if it has died and is not closed yet."""
-        connection = self._connection
-        return connection if connection is not None and not connection.alive() else None
-
     def drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -212,5 +208,5 @@ def _as_ours(error: Exception) -> PccheckError:
     if isinstance(error, PccheckError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
-        return DaemonUnreachableError(f"the daemon hung up: {error}", hint=attach.START_HINT)
+        return DaemonUnreachableError(f"the daemon hung up: {error}", hint=START_HINT)
     return ProtocolError(f"the session could not be set up: {error}")

@@ -1,3 +1,3 @@
 """The version of the client, sent in the handshake and shown in status."""
 
-VERSION = "0.1.0"
+VERSION = __version__ = "0.1.0"

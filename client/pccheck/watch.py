@@ -1,7 +1,7 @@
 """Cheap checks that attached state still is what its plan was made of.
 
-They run at every checkpoint on the training thread, hence the loops in C (`map` over methods) and the
-comparison by identity wherever a tensor may be met.
+They run at every checkpoint on the training thread, hence the loops in C (`map` over methods) and
+the comparison by identity wherever a tensor may be met.
 """
 
 from __future__ import annotations
@@ -85,10 +85,12 @@ def _quick_check(tensors: list[Tensor]) -> Callable[..., bool]:
 def _guards(tensors: list[Tensor]) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
+    sizes: Any = [list(t.size()) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
     check: Callable[..., bool] = TensorGuards(
         *tensors,
-        dynamic_dims_sizes=[list(t.size()) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        dynamic_dims_sizes=sizes,
+        dynamic_dims_strides=strides,
     ).check
     return check
 
@@ -105,17 +107,18 @@ class ModuleWatch:
         self._skipped = [set(item) for item in map(_SKIPPED, self._vars)]
         self._dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_CHILDREN, self._vars)))
         self._lengths = list(map(len, self._dicts))
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._filled = list(filter(None, self._dicts))
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self.tensors = list(module.state_dict(keep_vars=True).values())
 
     @staticmethod
     def suits(module: torch.nn.Module) -> bool:
         """Whether nobody customised how the state dict is made."""
         return all(
-            cls.state_dict is _Module.state_dict  # type: ignore[comparison-overlap]
+            cls.state_dict is _Module.state_dict
             and cls._save_to_state_dict is _Module._save_to_state_dict
-            and cls.get_extra_state is _Module.get_extra_state  # type: ignore[comparison-overlap]
+            and cls.get_extra_state is _Module.get_extra_state
             for cls in {type(m) for m in module.modules()}
         ) and not any(
             "state_dict" in vars(m) or "_save_to_state_dict" in vars(m) or any(_HOOKS(vars(m)))
@@ -127,7 +130,7 @@ class ModuleWatch:
         """Whether its state dict can be put in place without asking it; torch's own modules only
         customise loading for checkpoints of older versions."""
         return ModuleWatch.suits(module) and all(
-            type(m).load_state_dict is _Module.load_state_dict  # type: ignore[comparison-overlap]
+            type(m).load_state_dict is _Module.load_state_dict
             and (
                 type(m)._load_from_state_dict is _Module._load_from_state_dict
                 or type(m).__module__.startswith("torch.nn.")
@@ -142,9 +145,9 @@ class ModuleWatch:
         dicts = self._dicts
         return (
             _same(list(chain.from_iterable(map(_CHILDREN, self._vars))), dicts)
-            and _same(list(chain.from_iterable(map(dict.values, dicts))), self._values)
             and list(map(len, dicts)) == self._lengths
-            and list(chain.from_iterable(dicts)) == self._keys
+            and _same(list(chain.from_iterable(map(dict.values, self._filled))), self._values)
+            and list(chain.from_iterable(self._filled)) == self._keys
             and list(map(type, self._modules)) == self._types
             and not any(self._hooks)
             and list(map(_SKIPPED, self._vars)) == self._skipped
@@ -163,7 +166,10 @@ class OptimizerWatch:
         self._node: tree.Node = node
         self._others_now: list[object] = []
         self._groups_node: tree.Node = None
-        self._numbers = [group["params"] for group in packed["param_groups"]]
+        self._numbers = [
+            tree.Fragment(tree.encode_node(tree.Sequence(tree.Tag.LIST, group["params"])))
+            for group in packed["param_groups"]
+        ]
         self._members = list(chain.from_iterable(_members(optimizer)))
         self._counts = list(map(len, _members(optimizer)))
         self._owners = list(optimizer.state)
@@ -219,16 +225,19 @@ class OptimizerWatch:
         ):
             return False
         values = list(chain.from_iterable(map(dict.values, entries)))
-        self._others_now = list(compress(values, self._is_other))
+        tensors = values
+        if self._others:
+            self._others_now = list(compress(values, self._is_other))
+            tensors = list(compress(values, self._is_tensor))
         return (
-            _same(list(compress(values, self._is_tensor)), self.tensors)
+            _same(tensors, self.tensors)
             and self._others_unchanged()
             and not optimizer._optimizer_state_dict_pre_hooks
             and not optimizer._optimizer_state_dict_post_hooks
         )
 
     def _others_unchanged(self) -> bool:
-        """Python values in the state; few optimizers have any that change. repr tells -0.0 from 0."""
+        """Python values in the state; few optimizers have such. repr tells -0.0 from 0.0."""
         return _same(self._others_now, self._others) or (
             list(map(type, self._others_now)) == list(map(type, self._others))
             and list(map(repr, self._others_now)) == list(map(repr, self._others))
@@ -236,11 +245,16 @@ class OptimizerWatch:
 
     def take_groups(self, flattener: Flattener) -> None:
         """Adds the tensors that param_groups hold (a learning rate, say) to this call's views."""
-        packed = [
-            {key: value for key, value in group.items() if key != "params"} | {"params": numbers}
-            for group, numbers in zip(self._optimizer.param_groups, self._numbers, strict=True)
-        ]
-        self._groups_node = flattener.node(packed, f"{self._name}.param_groups")
+        groups: list[tree.Node] = []
+        for index, (group, numbers) in enumerate(
+            zip(self._optimizer.param_groups, self._numbers, strict=True)
+        ):
+            rest = {key: value for key, value in group.items() if key != "params"}
+            node = flattener.node(rest, f"{self._name}.param_groups.{index}")
+            assert isinstance(node, tree.Mapping)
+            node.items.append(("params", numbers))  # in the place where state_dict() has it
+            groups.append(node)
+        self._groups_node = tree.Sequence(tree.Tag.LIST, groups)
 
     def encoder(self) -> Callable[[], bytes]:
         """Called once extents are known."""

@@ -41,6 +41,7 @@ from .messages import (
 )
 
 CONNECT_LIMIT_S = 10.0
+CONNECT_RETRY_S = 0.01
 
 #: What a request may be answered with, apart from Failure, which is raised.
 Answer = Registered | Described | Opened | Empty | Done | Report
@@ -174,9 +175,14 @@ def observe(
 
 
 def _connect(connection: socket.socket, where: Path, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
     try:
-        connection.connect(os.fspath(where))
+        while True:
+            connection.settimeout(_left(deadline))
+            try:
+                connection.connect(os.fspath(where))
+                return
+            except BlockingIOError:  # its queue of connections is full at the moment
+                time.sleep(CONNECT_RETRY_S)
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
         raise DaemonUnreachableError(f"no daemon listens at {where}", hint=START_HINT) from error
     except PermissionError as error:
@@ -184,8 +190,6 @@ def _connect(connection: socket.socket, where: Path, deadline: float) -> None:
             f"the socket {where} may not be used by uid {os.getuid()}",
             hint=f"join the group of {where.parent}, or start a pccheckd of your own",
         ) from error
-    except BlockingIOError as error:  # its backlog is full
-        raise TimeoutError("the daemon's queue of connections is full") from error
     except OSError as error:
         if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
             raise ProtocolError(f"{where} is not the socket of a pccheckd") from error

@@ -1,16 +1,18 @@
 """The tree: which bytes of a payload are which tensor, and every Python value of the state.
 
-msgpack made by the client and opaque to the daemon; the last bytes of a payload. Needs neither torch
-nor NumPy, so that the command line can show a checkpoint on any machine. Equal states give equal bytes.
+msgpack made by the client and opaque to the daemon; the last bytes of a payload. Needs neither
+torch nor NumPy, so that the command line can show a checkpoint on any machine. Equal states give
+equal bytes.
 
     tree    = [MAGIC, VERSION, step, metadata, attached, extents, root]
     extents = one packed (offset, bytes, lead) of little-endian u64 per extent
     node    = nil | bool | int | float | str | bin           the value itself
             | [tag, ...]                                      everything else, see `Tag`
 
-An extent is the union of all views on one piece of memory. `lead` (below 16) is how far the first byte
-lies behind a 16-byte boundary of its storage, so that views keep an address that suits their dtype.
-Maps, extension types, unknown tags, views outside of their extent and too deep nesting are refused.
+An extent is the union of all views on one piece of memory. `lead` (below 16) is how far the first
+byte lies behind a 16-byte boundary of its storage, so that views keep an address that suits their
+dtype. Maps, extension types, unknown tags, views outside of their extent and too deep nesting are
+refused.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Named:
 
 @dataclass(slots=True)
 class Tensor:
-    """A view on an extent (-1: it has no elements). Extent and offset are set when extents are known."""
+    """A view on an extent (-1: no elements). Extent and offset are set when extents are known."""
 
     shape: list[int]
     strides: list[int]
@@ -143,8 +145,8 @@ class Fragment:
 
 
 Node: TypeAlias = (
-    None | bool | int | float | complex | str | bytes
-    | Sequence | Mapping | Named | Tensor | Array | Scalar | Fragment
+    bool | int | float | complex | str | bytes
+    | Sequence | Mapping | Named | Tensor | Array | Scalar | Fragment | None
 )  # fmt: skip
 
 
@@ -195,7 +197,7 @@ def assemble(step: int, metadata: bytes, attached: bool, extents: bytes, root: b
             _PACK(attached),
             _PACK(extents),
             root,
-        )  # fmt: skip
+        )
     )
     if len(data) > TREE_BYTES_MAX:
         raise UnsupportedStateError(

@@ -77,7 +77,7 @@ class Observer:
         with contextlib.suppress(PccheckError):  # a slow disk must not hide what the daemon does
             add_unloaded(document, self.listing(timeout_s=LISTING_LIMIT_S))
         if uid is not None:
-            document["ranks"] = [rank for rank in rows(document, "ranks") if rank["uid"] == uid]
+            document["ranks"] = [rank for rank in rows(document, "ranks") if rank.get("uid") == uid]
         return document
 
     def listing(

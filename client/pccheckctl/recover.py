@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     for _ in range(ATTEMPTS):
         found = storage.scan(uid=arguments.uid, job=arguments.job)
         ranks = offline.of_job(found, arguments.job, storage.path)
-        chosen = choose(ranks, arguments, {key_of(one.checkpoint) for one in skipped})
+        chosen = _choose_or_tell(ranks, arguments, skipped)
         try:
             with _terminable():
                 written = write(storage, chosen, output, arguments)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         except _DamageError as damage:
             skipped.append(damage.skipped)
             continue
-        return _tell(arguments, written, [*_flagged(ranks, chosen), *skipped])
+        return _tell(arguments, written, [*_flagged(ranks, chosen, skipped), *skipped])
     if skipped:
         raise DamagedError(skipped[-1].reason)
     raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
@@ -71,6 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
     return one.rank, one.sequence
+
+
+def _choose_or_tell(ranks: Ranks, arguments: argparse.Namespace, skipped: list[Skipped]) -> Chosen:
+    """`choose`, whose error also says what was passed over."""
+    try:
+        return choose(ranks, arguments, {key_of(one.checkpoint) for one in skipped})
+    except NoCheckpointError as error:
+        if not skipped:
+            raise
+        raise NoCheckpointError(
+            f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged",
+            hint=f"see: pccheckctl verify {arguments.job}",
+        ) from error
 
 
 def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, int]]) -> Chosen:
@@ -126,13 +139,14 @@ def _named(ranks: list[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
 
 
-def _flagged(ranks: Ranks, chosen: Chosen) -> list[Skipped]:
-    """Newer ones that a reader had found damaged before."""
+def _flagged(ranks: Ranks, chosen: Chosen, skipped: list[Skipped]) -> list[Skipped]:
+    """Newer ones that a reader had found damaged before; a daemon flags those we met now."""
+    told = {key_of(skip.checkpoint) for skip in skipped}
     return [
         Skipped(one, "a reader found it damaged before")
         for rank, taken in chosen.items()
         for one in ranks[rank]
-        if one.is_damaged and one.sequence > taken.sequence
+        if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in told
     ]
 
 

@@ -44,9 +44,10 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
               if text(one, "state") in MOVING]  # fmt: skip
     if moving:
         blocks.append(_in_flight(moving))
-    warnings = texts(document, "warnings")
-    if warnings:
-        blocks.append("\n".join(f"warning: {warning}" for warning in warnings))
+    remarks = [f"warning: {warning}" for warning in texts(document, "warnings")]
+    remarks += [f"note: {notice}" for notice in texts(document, "notices")]
+    if remarks:
+        blocks.append("\n".join(remarks))
     return "\n\n".join(blocks)
 
 

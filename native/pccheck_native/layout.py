@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOCK_NAME = ".pccheckd.lock"
 TEMPORARY_SUFFIX = ".tmp"
@@ -30,8 +30,7 @@ _VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
 _TEMPORARY = re.compile(r"rank-.*\.tmp|\.?rank-.*\.tmp", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class VolumeFile:
+class VolumeFile(NamedTuple):
     """A volume by its name; says nothing about what is in the file. Ordered by its key."""
 
     uid: int

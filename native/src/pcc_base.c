@@ -9,8 +9,8 @@
 _Noreturn void pcc_assert_failed(const char *condition, const char *file, int line)
 {
     char text[512];
-    const int length =
-        snprintf(text, sizeof text, "pccheck: broken invariant: %s (%s:%d)\n", condition, file, line);
+    const int length = snprintf(text, sizeof text, "pccheck: broken invariant: %s (%s:%d)\n",
+                                condition, file, line);
 
     /* One system call, so that the line comes out whole next to other threads' output. */
     if (length > 0 && write(STDERR_FILENO, text, strnlen(text, sizeof text)) < 0)

@@ -179,13 +179,13 @@ int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t sess
                        int *page_fd_out)
 {
     (void)pthread_mutex_lock(&channel->control);
-    const int error =
-        channel->attached ? -EBUSY : attach(channel, socket_fd, session, page_fd_out);
+    const int error = channel->attached ? -EBUSY : attach(channel, socket_fd, session, page_fd_out);
     (void)pthread_mutex_unlock(&channel->control);
     return error;
 }
 
-/* With the lock held, after the ring was drained: nothing of the session goes on but copied saves. */
+/* With the lock held, after the ring was drained: nothing of the session goes on but copied saves.
+ */
 static void session_end(struct pcc_channel *channel)
 {
     for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {

@@ -11,11 +11,11 @@
 #define CHUNKS_AHEAD 4u
 
 enum rank { /* smaller is taken first */
-    RANK_FREE,
-    RANK_ENDED,   /* content of a checkpoint that is durable: only recovery from DRAM loses */
-    RANK_SPARED,  /* content that the caller asked to spare */
-    RANK_FLIGHT,  /* its checkpoint could not be moved to another slot after a write error */
-    RANK_NEVER,
+            RANK_FREE,
+            RANK_ENDED, /* content of a checkpoint that is durable: only recovery from DRAM loses */
+            RANK_SPARED, /* content that the caller asked to spare */
+            RANK_FLIGHT, /* its checkpoint could not be moved to another slot after a write error */
+            RANK_NEVER,
 };
 
 static struct pcc_channel_save *save_of(struct pcc_channel *channel, uint64_t tag)
@@ -174,8 +174,7 @@ void pcc_channel_hand_out(struct pcc_channel *channel)
         return;
     pcc_channel_grant_segments(channel);
     while (channel->granted_count < channel->missing) {
-        const int64_t index =
-            pcc_channel_pick(channel, 0, channel->granted_count >= CHUNKS_AHEAD);
+        const int64_t index = pcc_channel_pick(channel, 0, channel->granted_count >= CHUNKS_AHEAD);
         if (index < 0)
             break;
         struct pcc_channel_chunk *chunk = &channel->chunks[index];

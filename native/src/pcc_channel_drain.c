@@ -1,12 +1,12 @@
-/* What the client says (the ring to_daemon) and what the savers say (their callbacks). Every word of
- * the client is checked against the channel's own table before anything follows from it. */
+/* What the client says (the ring to_daemon) and what the savers say (their callbacks). Every word
+ * of the client is checked against the channel's own table before anything follows from it. */
 #include <string.h>
 
 #include "pcc_channel_private.h"
 #include "pcc_futex.h"
 
-#define IDLE_NS 1000000000u      /* a peer that sets its bell back delays us by this much */
-#define EMPTY_WAKES_MAX 64u      /* rung that often for nothing: look once per millisecond */
+#define IDLE_NS 1000000000u /* a peer that sets its bell back delays us by this much */
+#define EMPTY_WAKES_MAX 64u /* rung that often for nothing: look once per millisecond */
 #define EMPTY_WAKE_PAUSE_NS 1000000
 
 void pcc_channel_put(struct pcc_channel *channel, const struct pcc_event *event)
@@ -60,10 +60,8 @@ static bool of_session(const struct pcc_channel *channel, const struct pcc_chann
 static void save_event(struct pcc_channel *channel, const struct pcc_channel_save *save,
                        enum pcc_event_kind kind)
 {
-    const struct pcc_event event = {.kind = kind,
-                                    .session = save->session,
-                                    .id = save->snapshot,
-                                    .sequence = save->sequence};
+    const struct pcc_event event = {
+        .kind = kind, .session = save->session, .id = save->snapshot, .sequence = save->sequence};
 
     pcc_channel_put(channel, &event);
 }

@@ -41,8 +41,7 @@ static bool piece_next(struct pcc_channel *channel, struct piece *out)
     uint64_t end = (load->next_bytes / chunk_bytes + 1) * chunk_bytes;
     if (end > load->end_bytes)
         end = load->end_bytes;
-    *out = (struct piece){.offset_bytes = load->next_bytes,
-                          .length_bytes = end - load->next_bytes};
+    *out = (struct piece){.offset_bytes = load->next_bytes, .length_bytes = end - load->next_bytes};
     load->next_bytes = end;
     return true;
 }
@@ -102,8 +101,7 @@ static void send(struct pcc_channel *channel, uint32_t index, const struct piece
 static bool send_cached(struct pcc_channel *channel, const struct piece *piece)
 {
     const uint64_t chunk_bytes = channel->spec.chunk_bytes;
-    const int64_t found =
-        cached_find(channel, piece->offset_bytes / chunk_bytes * chunk_bytes);
+    const int64_t found = cached_find(channel, piece->offset_bytes / chunk_bytes * chunk_bytes);
 
     if (found < 0)
         return false;
@@ -113,8 +111,8 @@ static bool send_cached(struct pcc_channel *channel, const struct piece *piece)
                                 .length_bytes = chunk->length_bytes};
     take(channel, index, true);
     pcc_channel_unlock(channel);
-    const int error = pcc_load_check(channel->load.load, chunk->bytes, whole.offset_bytes,
-                                     whole.length_bytes);
+    const int error =
+        pcc_load_check(channel->load.load, chunk->bytes, whole.offset_bytes, whole.length_bytes);
     pcc_channel_lock(channel);
     if (error != 0) {
         put_back(channel, index, false);

@@ -14,8 +14,9 @@
 #include "pcc_channel.h"
 #include "pcc_ring.h"
 
-#define PCC_CHANNEL_SAVES 128u  /* N of every volume and 64 ended ones that messages may still name */
-#define PCC_CHANNEL_VOLUMES 4u  /* the bound one and grown-out ones that still have saves */
+#define PCC_CHANNEL_SAVES                                                                          \
+    128u /* N of every volume and 64 ended ones that messages may still name */
+#define PCC_CHANNEL_VOLUMES 4u /* the bound one and grown-out ones that still have saves */
 #define PCC_LOAD_THREADS_MAX 16u
 
 enum pcc_chunk_state {
@@ -31,22 +32,22 @@ struct pcc_channel_chunk {
     uint8_t *bytes;
     uint32_t segment;
     enum pcc_chunk_state state;
-    bool lent_cached;         /* READING, LENT: it is CACHED again when it comes back */
-    uint64_t tag;             /* of the save it belongs to; FULL and cached ones */
-    uint64_t sequence;        /* of cached content; 0 = none */
-    uint64_t offset_bytes;    /* of cached content within its payload */
+    bool lent_cached;      /* READING, LENT: it is CACHED again when it comes back */
+    uint64_t tag;          /* of the save it belongs to; FULL and cached ones */
+    uint64_t sequence;     /* of cached content; 0 = none */
+    uint64_t offset_bytes; /* of cached content within its payload */
     uint32_t length_bytes;
-    uint32_t payload_chunks;  /* chunks of that whole payload */
-    uint64_t stamp;           /* when it was filled; smaller is older */
+    uint32_t payload_chunks; /* chunks of that whole payload */
+    uint64_t stamp;          /* when it was filled; smaller is older */
 };
 
 struct pcc_channel_segment {
     struct pcc_segment memory;
-    bool granted;             /* sent to the attached client */
+    bool granted; /* sent to the attached client */
 };
 
 struct pcc_channel_save {
-    uint64_t tag;             /* serial << 8 | index; 0 = never used */
+    uint64_t tag; /* serial << 8 | index; 0 = never used */
     uint64_t snapshot;
     uint64_t session;
     uint64_t sequence;
@@ -54,24 +55,24 @@ struct pcc_channel_save {
     uint32_t binding;
     uint32_t chunk_count;
     uint32_t received;
-    struct pcc_save *save;    /* NULL once ended: it is gone when `ended` returns */
-    bool copied;              /* the word says COPIED */
-    bool given_up;            /* aborted; messages that are under way are swallowed */
-    bool writing;             /* its first chunk has gone to the disk */
-    bool silent;              /* begin itself reported the failure */
-    uint64_t *seen;           /* one bit per chunk; kept and grown when the entry is used again */
+    struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
+    bool copied;           /* the word says COPIED */
+    bool given_up;         /* aborted; messages that are under way are swallowed */
+    bool writing;          /* its first chunk has gone to the disk */
+    bool silent;           /* begin itself reported the failure */
+    uint64_t *seen;        /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
 };
 
 struct pcc_channel_binding {
     struct pcc_volume *volume; /* NULL = unused */
     struct pcc_saver *saver;
-    uint32_t active;           /* saves begun and not ended */
+    uint32_t active; /* saves begun and not ended */
 };
 
 struct pcc_channel_load {
     pthread_t leader;
-    bool joinable;             /* leader runs or waits to be joined; guarded by control */
+    bool joinable; /* leader runs or waits to be joined; guarded by control */
     bool active;
     bool stop;
     struct pcc_volume *volume;
@@ -79,10 +80,10 @@ struct pcc_channel_load {
     uint64_t id;
     uint64_t session;
     uint64_t sequence;
-    uint64_t next_bytes;       /* the next piece starts here */
+    uint64_t next_bytes; /* the next piece starts here */
     uint64_t end_bytes;
-    uint32_t lent;             /* chunks READING or LENT */
-    uint32_t waiting;          /* readers asleep on chunk_back */
+    uint32_t lent;    /* chunks READING or LENT */
+    uint32_t waiting; /* readers asleep on chunk_back */
     int result;
 };
 
@@ -105,18 +106,18 @@ struct pcc_channel {
 
     struct pcc_channel_save saves[PCC_CHANNEL_SAVES];
     uint64_t serial;
-    uint64_t missing;          /* chunks that admitted, incomplete snapshots still need */
+    uint64_t missing; /* chunks that admitted, incomplete snapshots still need */
     struct pcc_channel_binding bindings[PCC_CHANNEL_VOLUMES];
-    uint32_t bound;            /* index; PCC_CHANNEL_VOLUMES = none */
+    uint32_t bound; /* index; PCC_CHANNEL_VOLUMES = none */
 
     bool attached;
-    bool broken;               /* the peer broke the protocol: its ring is no longer read */
-    _Atomic bool stopping;     /* read by the drain thread without the lock */
+    bool broken;           /* the peer broke the protocol: its ring is no longer read */
+    _Atomic bool stopping; /* read by the drain thread without the lock */
     uint64_t session;
     int socket_fd;
     struct pcc_page_view view; /* the drain thread alone consumes to_daemon, without the lock */
     pthread_t drain;
-    uint64_t *checksums;       /* one chunk's, copied out of the page */
+    uint64_t *checksums; /* one chunk's, copied out of the page */
 
     struct pcc_channel_load load;
 };

@@ -1,8 +1,8 @@
 /* Commit records: which one counts when a volume is opened, and how the next one is written.
  *
  * The order that durability rests on: replica A durable, acknowledged, replica B durable, and only
- * then may a slot that the record no longer names be used again (pcc_volume.c). Any error on the way
- * stops the volume: what is on the media is unknown until it is read again. */
+ * then may a slot that the record no longer names be used again (pcc_volume.c). Any error on the
+ * way stops the volume: what is on the media is unknown until it is read again. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -180,11 +180,11 @@ struct search {
     struct pcc_io *io;
     struct pcc_record *buffer;
     struct pcc_commit_found *found;
-    bool any;          /* found->record holds an acceptable one */
-    bool looks_like;   /* something with our magic was there */
-    bool newer;        /* an intact record of a later format */
+    bool any;        /* found->record holds an acceptable one */
+    bool looks_like; /* something with our magic was there */
+    bool newer;      /* an intact record of a later format */
     int read_error;
-    bool have_other;   /* the acceptable record of the other generation, for the chain */
+    bool have_other; /* the acceptable record of the other generation, for the chain */
     struct pcc_record other;
 };
 
@@ -206,8 +206,8 @@ static bool read_position(struct search *search, uint64_t offset)
 }
 
 /* Any acceptable record tells the geometry. Position 0 is the same whatever the stride. Strides are
- * tried upwards: up to the true one, all positions lie in the record areas, so that no payload, which
- * is the user's, is ever taken for a record. */
+ * tried upwards: up to the true one, all positions lie in the record areas, so that no payload,
+ * which is the user's, is ever taken for a record. */
 static bool find_geometry(struct search *search, struct pcc_geometry *out)
 {
     const uint64_t size = search->io->size_bytes / PCC_IO_ALIGN * PCC_IO_ALIGN;
@@ -216,7 +216,8 @@ static bool find_geometry(struct search *search, struct pcc_geometry *out)
         *out = pcc_record_geometry(search->buffer);
         return true;
     }
-    for (uint64_t stride = PCC_RECORD_STRIDE_MIN; stride <= PCC_RECORD_STRIDE_DEFAULT; stride *= 2) {
+    for (uint64_t stride = PCC_RECORD_STRIDE_MIN; stride <= PCC_RECORD_STRIDE_DEFAULT;
+         stride *= 2) {
         const uint64_t positions[] = {stride, size - 2 * stride, size - stride};
         if (size < 4 * stride)
             break;
@@ -272,8 +273,8 @@ static bool chain_is_broken(const struct search *search)
 }
 
 /* A volume whose second generation was never written is whole: number 1 is its first record. */
-static bool is_blank(struct search *search, const struct pcc_geometry *geometry, uint32_t generation,
-                     uint32_t replica)
+static bool is_blank(struct search *search, const struct pcc_geometry *geometry,
+                     uint32_t generation, uint32_t replica)
 {
     const uint64_t offset = pcc_geometry_record_offset(geometry, generation, replica);
 

@@ -31,9 +31,8 @@ uint32_t pcc_crc32c_portable(uint32_t crc, const void *bytes, size_t length_byte
 
 #if defined(__x86_64__)
 
-__attribute__((target("sse4.2"))) static uint32_t crc_by_instruction(uint32_t crc,
-                                                                     const void *bytes,
-                                                                     size_t length_bytes)
+__attribute__((target("sse4.2"))) static uint32_t
+crc_by_instruction(uint32_t crc, const void *bytes, size_t length_bytes)
 {
     const uint8_t *at = bytes;
     uint64_t wide = (uint32_t)~crc;

@@ -1,6 +1,6 @@
-/* Events to the daemon's loop: a bounded queue behind a mutex, and an eventfd that is readable while
- * the queue holds something. Producers are few per checkpoint, so a mutex costs nothing here; what
- * matters is that the loop sleeps in its poll and is woken once per burst. */
+/* Events to the daemon's loop: a bounded queue behind a mutex, and an eventfd that is readable
+ * while the queue holds something. Producers are few per checkpoint, so a mutex costs nothing here;
+ * what matters is that the loop sleeps in its poll and is woken once per burst. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -22,8 +22,7 @@ int pcc_events_open(uint32_t capacity, struct pcc_events **out)
 {
     if (capacity == 0 || (capacity & (capacity - 1)) != 0 || capacity > 1u << 24)
         return -EINVAL;
-    struct pcc_events *events =
-        calloc(1, sizeof(*events) + capacity * sizeof(struct pcc_event));
+    struct pcc_events *events = calloc(1, sizeof(*events) + capacity * sizeof(struct pcc_event));
     if (events == NULL)
         return -ENOMEM;
     int error = -pthread_mutex_init(&events->lock, NULL);

@@ -2,13 +2,13 @@
 
 #include <string.h>
 
+#include "pcc_hash.h"
 #include "pcc_xxhash.h"
 
 #define BLOCK_BYTES_MAX (1u << 26)
 #define RECORD_STRIDE_MAX (1u << 20)
 #define RECORD_AREAS (PCC_GENERATIONS * PCC_REPLICAS)
-#define SLOT_FLAGS \
-    (PCC_SLOT_GLOBAL | PCC_SLOT_PINNED | PCC_SLOT_QUARANTINED | PCC_SLOT_DAMAGED)
+#define SLOT_FLAGS (PCC_SLOT_GLOBAL | PCC_SLOT_PINNED | PCC_SLOT_QUARANTINED | PCC_SLOT_DAMAGED)
 
 static bool is_power_of_two(uint64_t value)
 {
@@ -61,8 +61,8 @@ int pcc_geometry_plan(uint64_t payload_capacity_bytes, uint32_t slot_count, uint
     const uint64_t manifest = pcc_manifest_bytes(payload_capacity_bytes, block_bytes);
     if (manifest > UINT32_MAX)
         return -EINVAL;
-    const uint64_t content = pcc_align_up(payload_capacity_bytes, PCC_IO_ALIGN) +
-                             pcc_align_up(manifest, PCC_IO_ALIGN);
+    const uint64_t content =
+        pcc_align_up(payload_capacity_bytes, PCC_IO_ALIGN) + pcc_align_up(manifest, PCC_IO_ALIGN);
     struct pcc_geometry geometry = {
         .record_stride_bytes = record_stride_bytes,
         .slot_stride_bytes = pcc_align_up(content, record_stride_bytes),
@@ -149,8 +149,7 @@ static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geo
         if (record->slots[other].sequence == entry->sequence)
             return false;
     return entry->payload_bytes > 0 && pcc_geometry_fits(geometry, entry->payload_bytes) &&
-           entry->manifest_bytes ==
-               pcc_manifest_bytes(entry->payload_bytes, record->block_bytes) &&
+           entry->manifest_bytes == pcc_manifest_bytes(entry->payload_bytes, record->block_bytes) &&
            entry->tree_offset_bytes <= entry->payload_bytes &&
            entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes;
 }
@@ -170,8 +169,7 @@ int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes)
     if (record->record_number == 0 || record->replica >= PCC_REPLICAS ||
         record->generation != record->record_number % PCC_GENERATIONS ||
         record->offset_bytes != offset_bytes ||
-        offset_bytes !=
-            pcc_geometry_record_offset(&geometry, record->generation, record->replica))
+        offset_bytes != pcc_geometry_record_offset(&geometry, record->generation, record->replica))
         return -PCC_E_DAMAGED;
     if (record->keep == 0 || record->keep >= record->slot_count || record->next_sequence == 0 ||
         record->job_bytes > PCC_JOB_BYTES_MAX ||
@@ -250,5 +248,5 @@ int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, u
 
 uint64_t pcc_block_checksum(const void *bytes, size_t length_bytes)
 {
-    return XXH3_64bits(bytes, length_bytes);
+    return pcc_hash_bytes(bytes, length_bytes);
 }

@@ -26,8 +26,8 @@ static inline void pcc_futex_wait(_Atomic uint32_t *word, uint32_t expected, uin
     (void)syscall(SYS_futex, word, FUTEX_WAIT, expected, &timeout, NULL, 0);
 }
 
-/* The value to sleep on. Acquire: pairs with the release in pcc_bell_ring, so that what was produced
- * before the ring is seen by the look that follows. */
+/* The value to sleep on. Acquire: pairs with the release in pcc_bell_ring, so that what was
+ * produced before the ring is seen by the look that follows. */
 static inline uint32_t pcc_bell_read(_Atomic uint32_t *bell)
 {
     return atomic_load_explicit(bell, memory_order_acquire);

@@ -170,11 +170,10 @@ int pcc_link_request(struct pcc_link *link, uint64_t snapshot)
         error = -ECONNRESET;
     else if (snapshot <= link->newest)
         error = -EINVAL;
-    else if (before != 0 &&
-             (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ ||
-              pcc_link_open_word(link, before) ||
-              (pcc_link_word(link, before) == pcc_word(before, PCC_WORD_COPIED) &&
-               !final(outcome_of(link, before)))))
+    else if (before != 0 && (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ ||
+                             pcc_link_open_word(link, before) ||
+                             (pcc_link_word(link, before) == pcc_word(before, PCC_WORD_COPIED) &&
+                              !final(outcome_of(link, before)))))
         error = -EBUSY;
     if (error == 0) {
         link->newest = snapshot;
@@ -193,8 +192,8 @@ int pcc_link_request(struct pcc_link *link, uint64_t snapshot)
     return error;
 }
 
-static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job,
-                          enum pcc_wait_for what, int *result)
+static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job, enum pcc_wait_for what,
+                          int *result)
 {
     const uint64_t snapshot = job->snapshot;
     const bool dead = atomic_load_explicit(&link->dead, memory_order_acquire);
@@ -202,8 +201,7 @@ static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job,
 
     if (what == PCC_WAIT_READ) {
         /* Acquire pairs with the thread's release: its last read of the source came before. */
-        reached =
-            atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED;
+        reached = atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED;
     } else {
         const uint64_t word = pcc_link_word(link, snapshot);
         reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||
@@ -226,8 +224,7 @@ static int wait_until(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_fo
         const uint32_t rung = pcc_bell_read(bell);
         (void)pthread_mutex_lock(&link->lock);
         /* An entry that was used again: it ended long ago. */
-        const bool is_over =
-            job->snapshot != snapshot || snapshot_over(link, job, what, &result);
+        const bool is_over = job->snapshot != snapshot || snapshot_over(link, job, what, &result);
         (void)pthread_mutex_unlock(&link->lock);
         if (is_over)
             return result;

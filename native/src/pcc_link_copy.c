@@ -5,8 +5,8 @@
 #include "pcc_hash.h"
 #include "pcc_link_private.h"
 
-#define PIECE_BYTES 65536u         /* copied, then hashed while it is in the second-level cache */
-#define BUSY_NS 100000000u         /* something is outstanding: look for a hang-up this often */
+#define PIECE_BYTES 65536u /* copied, then hashed while it is in the second-level cache */
+#define BUSY_NS 100000000u /* something is outstanding: look for a hang-up this often */
 #define IDLE_NS 1000000000u
 
 bool pcc_link_copying(const struct pcc_link *link)
@@ -182,8 +182,7 @@ static bool take_free(struct pcc_link *link, uint32_t chunk)
 
 static bool take_message(struct pcc_link *link, const struct pcc_message *message)
 {
-    struct pcc_message answer = {.kind = PCC_MSG_TAKEN, .chunk = message->chunk,
-                                 .id = message->id};
+    struct pcc_message answer = {.kind = PCC_MSG_TAKEN, .chunk = message->chunk, .id = message->id};
 
     switch (message->kind) {
     case PCC_MSG_FREE:
@@ -272,8 +271,7 @@ void *pcc_link_run(void *argument)
         if (!give_back(link))
             break;
         (void)pthread_mutex_lock(&link->lock);
-        const bool outstanding =
-            pcc_link_copying(link) || (link->load.active && !link->load.ended);
+        const bool outstanding = pcc_link_copying(link) || (link->load.active && !link->load.ended);
         (void)pthread_mutex_unlock(&link->lock);
         pcc_futex_wait(bell, rung, outstanding ? BUSY_NS : IDLE_NS);
     }

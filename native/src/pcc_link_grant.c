@@ -75,8 +75,7 @@ static int grant_take(struct pcc_link *link)
         .msg_control = control.bytes,
         .msg_controllen = sizeof(control.bytes),
     };
-    const ssize_t length =
-        recvmsg(link->socket_fd, &packet, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    const ssize_t length = recvmsg(link->socket_fd, &packet, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
 
     if (length < 0)
         return errno == EAGAIN || errno == EINTR ? 0 : -1;

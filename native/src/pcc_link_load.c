@@ -85,9 +85,8 @@ void pcc_link_take_data(struct pcc_link *link, const struct pcc_message *message
 
     (void)pthread_mutex_lock(&link->lock);
     struct pcc_link_load *load = &link->load;
-    const bool wanted =
-        load->active && !load->ended && load->id == message->id &&
-        !__builtin_add_overflow(message->offset_bytes, message->length_bytes, &end);
+    const bool wanted = load->active && !load->ended && load->id == message->id &&
+                        !__builtin_add_overflow(message->offset_bytes, message->length_bytes, &end);
     load->busy = wanted;
     (void)pthread_mutex_unlock(&link->lock);
     if (!wanted)

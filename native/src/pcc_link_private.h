@@ -28,23 +28,23 @@ struct pcc_source { /* payload [offset, offset+length) */
 
 struct pcc_job {
     uint64_t snapshot;
-    _Atomic uint32_t state;   /* enum pcc_job_state; written under the lock */
-    _Atomic bool stop;        /* looked at between two pieces */
-    bool busy;                /* the thread reads the sources now */
-    bool hung_up;             /* ended by the daemon's death */
-    void *memory;             /* the sources, then inline bytes and tail */
+    _Atomic uint32_t state; /* enum pcc_job_state; written under the lock */
+    _Atomic bool stop;      /* looked at between two pieces */
+    bool busy;              /* the thread reads the sources now */
+    bool hung_up;           /* ended by the daemon's death */
+    void *memory;           /* the sources, then inline bytes and tail */
     struct pcc_source *sources;
     uint64_t source_count;
-    uint64_t cursor;          /* sources before this one lie before next_bytes */
+    uint64_t cursor; /* sources before this one lie before next_bytes */
     uint64_t payload_bytes;
-    uint64_t next_bytes;      /* handed over up to here */
-    uint64_t trainer_bytes;   /* the trainer's memory ends here in the payload */
+    uint64_t next_bytes;    /* handed over up to here */
+    uint64_t trainer_bytes; /* the trainer's memory ends here in the payload */
 };
 
 struct pcc_link_load {
     bool active;
     bool ended;
-    bool busy;                /* the thread writes to the ranges now */
+    bool busy; /* the thread writes to the ranges now */
     uint64_t id;
     int result;
     struct pcc_range *ranges;
@@ -57,26 +57,26 @@ struct pcc_link_segment {
 };
 
 struct pcc_link {
-    struct pcc_link *next;    /* in the list of pcc_link_fork.c */
+    struct pcc_link *next; /* in the list of pcc_link_fork.c */
     int socket_fd;
     struct pcc_page_view view;
-    _Atomic bool stop;        /* close() */
-    _Atomic bool dead;        /* hang-up, or the daemon broke the protocol */
+    _Atomic bool stop; /* close() */
+    _Atomic bool dead; /* hang-up, or the daemon broke the protocol */
     pthread_t thread;
 
     pthread_mutex_t lock;
     pthread_cond_t idle;
     struct pcc_job jobs[PCC_SNAPSHOTS];
-    uint64_t newest;          /* the largest snapshot id requested */
-    uint32_t waiters;         /* threads inside a wait: close() lets them out first */
+    uint64_t newest;  /* the largest snapshot id requested */
+    uint32_t waiters; /* threads inside a wait: close() lets them out first */
     struct pcc_link_load load;
 
     /* the thread's own */
     struct pcc_link_segment *segments; /* [chunk_capacity] */
     uint32_t segment_count;
-    uint8_t **chunk_at;       /* [chunk_capacity]; NULL = not granted */
-    bool *held;               /* [chunk_capacity]; ours to fill */
-    uint32_t *free_chunks;    /* [chunk_capacity], a stack */
+    uint8_t **chunk_at;    /* [chunk_capacity]; NULL = not granted */
+    bool *held;            /* [chunk_capacity]; ours to fill */
+    uint32_t *free_chunks; /* [chunk_capacity], a stack */
     uint32_t free_count;
 };
 

@@ -9,8 +9,8 @@
 struct plan {
     struct pcc_source *sources;
     uint64_t count;
-    uint8_t *room;         /* where the next copied bytes go */
-    uint64_t end_bytes;    /* of the payload so far */
+    uint8_t *room;      /* where the next copied bytes go */
+    uint64_t end_bytes; /* of the payload so far */
     uint64_t trainer_bytes;
 };
 
@@ -32,9 +32,8 @@ static bool plan_add(struct plan *plan, const struct pcc_range *range, bool copi
     } else {
         plan->trainer_bytes = end;
     }
-    plan->sources[plan->count++] = (struct pcc_source){.bytes = bytes,
-                                                       .offset_bytes = range->offset_bytes,
-                                                       .length_bytes = range->length_bytes};
+    plan->sources[plan->count++] = (struct pcc_source){
+        .bytes = bytes, .offset_bytes = range->offset_bytes, .length_bytes = range->length_bytes};
     plan->end_bytes = end;
     return true;
 }
@@ -46,9 +45,8 @@ static bool plan_merge(struct plan *plan, const struct pcc_range *ranges, uint64
     uint64_t i = 0, k = 0;
 
     while (i < range_count || k < inline_count) {
-        const bool copied =
-            i == range_count ||
-            (k < inline_count && inline_ranges[k].offset_bytes < ranges[i].offset_bytes);
+        const bool copied = i == range_count || (k < inline_count && inline_ranges[k].offset_bytes <
+                                                                         ranges[i].offset_bytes);
         if (!plan_add(plan, copied ? &inline_ranges[k++] : &ranges[i++], copied))
             return false;
     }
@@ -96,8 +94,7 @@ static int job_start(struct pcc_link *link, uint64_t snapshot, void *memory,
     job->payload_bytes = plan->end_bytes;
     job->next_bytes = 0;
     job->trainer_bytes = plan->trainer_bytes;
-    atomic_store_explicit(&job->state,
-                          plan->trainer_bytes > 0 ? PCC_JOB_SUBMITTED : PCC_JOB_READ,
+    atomic_store_explicit(&job->state, plan->trainer_bytes > 0 ? PCC_JOB_SUBMITTED : PCC_JOB_READ,
                           memory_order_relaxed);
     return 0;
 }
@@ -109,9 +106,8 @@ int pcc_link_submit(struct pcc_link *link, uint64_t snapshot, const struct pcc_r
 {
     struct plan plan;
     uint64_t source_count;
-    const struct pcc_range tail_range = {.address = (uintptr_t)tail,
-                                         .offset_bytes = tail_offset_bytes,
-                                         .length_bytes = tail_bytes};
+    const struct pcc_range tail_range = {
+        .address = (uintptr_t)tail, .offset_bytes = tail_offset_bytes, .length_bytes = tail_bytes};
 
     if (__builtin_add_overflow(range_count, inline_count, &source_count) ||
         __builtin_add_overflow(source_count, 1, &source_count))

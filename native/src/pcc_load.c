@@ -125,9 +125,9 @@ int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, ui
 {
     if (!is_whole_blocks(load, offset_bytes, length_bytes) || offset_bytes % PCC_IO_ALIGN != 0)
         return -EINVAL;
-    const int result =
-        pcc_io_read_all(pcc_volume_io(load->volume), bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN),
-                        load->slot_offset_bytes + offset_bytes);
+    const int result = pcc_io_read_all(pcc_volume_io(load->volume), bytes,
+                                       pcc_align_up(length_bytes, PCC_IO_ALIGN),
+                                       load->slot_offset_bytes + offset_bytes);
     return result != 0 ? as_damage(result)
                        : pcc_load_check(load, bytes, offset_bytes, length_bytes);
 }
@@ -142,7 +142,7 @@ struct stream {
     pcc_load_sink sink;
     void *context;
     _Atomic uint64_t next_chunk;
-    _Atomic int result;   /* the first failure stops everybody */
+    _Atomic int result; /* the first failure stops everybody */
 };
 
 static void stream_fail(struct stream *stream, int result)
@@ -164,8 +164,7 @@ static int stream_chunk(struct stream *stream, uint8_t *buffer, uint64_t chunk)
     if (result != 0)
         return result;
     const uint64_t first = offset > stream->first_bytes ? offset : stream->first_bytes;
-    const uint64_t end =
-        offset + length < stream->end_bytes ? offset + length : stream->end_bytes;
+    const uint64_t end = offset + length < stream->end_bytes ? offset + length : stream->end_bytes;
     return stream->sink(stream->context, buffer + (first - offset), first, end - first);
 }
 

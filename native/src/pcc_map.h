@@ -1,5 +1,5 @@
-/* Shared mappings of memfds, placed so that huge pages can serve them: direct writes from huge pages
- * are half as fast again as from 4 KiB ones (the block layer works page by page). */
+/* Shared mappings of memfds, placed so that huge pages can serve them: direct writes from huge
+ * pages are half as fast again as from 4 KiB ones (the block layer works page by page). */
 #ifndef PCC_MAP_H
 #define PCC_MAP_H
 
@@ -28,8 +28,8 @@ PCC_MUST_CHECK static inline int pcc_map_shared(int fd, uint64_t length_bytes, v
         return -errno;
     const uint64_t at = (uint64_t)(uintptr_t)room;
     const uint64_t before = spare > 0 ? pcc_align_up(at, PCC_HUGE_PAGE_BYTES) - at : 0;
-    uint8_t *bytes = mmap(room + before, length_bytes, PROT_READ | PROT_WRITE,
-                          MAP_SHARED | MAP_FIXED, fd, 0);
+    uint8_t *bytes =
+        mmap(room + before, length_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
     if (bytes == MAP_FAILED) {
         const int error = -errno;
         (void)munmap(room, length_bytes + spare);

@@ -34,7 +34,7 @@ PCC_MUST_CHECK bool pcc_queue_push(struct pcc_queue *queue, uint64_t value); /* 
 PCC_MUST_CHECK bool pcc_queue_pop(struct pcc_queue *queue, uint64_t *out);
 /* Sleeps until there is a value; false when the queue is closed and empty. */
 PCC_MUST_CHECK bool pcc_queue_pop_wait(struct pcc_queue *queue, uint64_t *out);
-void pcc_queue_close(struct pcc_queue *queue); /* wakes every waiter for good */
+void pcc_queue_close(struct pcc_queue *queue);           /* wakes every waiter for good */
 uint64_t pcc_queue_count(const struct pcc_queue *queue); /* a snapshot, for display */
 
 #endif

@@ -52,16 +52,18 @@ static void view_make(void *bytes, const struct pcc_page_geometry *geometry,
     *out = (struct pcc_page_view){
         .page = page,
         .geometry = *geometry,
-        .to_client = {
-            .index = &page->to_client,
-            .messages = (void *)(base + geometry->to_client_offset_bytes),
-            .capacity = geometry->ring_capacity,
-        },
-        .to_daemon = {
-            .index = &page->to_daemon,
-            .messages = (void *)(base + geometry->to_daemon_offset_bytes),
-            .capacity = geometry->ring_capacity,
-        },
+        .to_client =
+            {
+                .index = &page->to_client,
+                .messages = (void *)(base + geometry->to_client_offset_bytes),
+                .capacity = geometry->ring_capacity,
+            },
+        .to_daemon =
+            {
+                .index = &page->to_daemon,
+                .messages = (void *)(base + geometry->to_daemon_offset_bytes),
+                .capacity = geometry->ring_capacity,
+            },
         .checksums = (void *)(base + geometry->checksums_offset_bytes),
     };
 }

@@ -9,10 +9,10 @@
 #include "pcc_shared.h"
 
 struct pcc_ring {
-    struct pcc_ring_index *index;  /* in the page */
-    struct pcc_message *messages;  /* in the page */
+    struct pcc_ring_index *index; /* in the page */
+    struct pcc_message *messages; /* in the page */
     uint32_t capacity;
-    uint32_t own;                  /* our index: the producer's tail or the consumer's head */
+    uint32_t own; /* our index: the producer's tail or the consumer's head */
 };
 
 struct pcc_page_geometry {
@@ -67,9 +67,8 @@ static inline bool pcc_word_move(struct pcc_snapshot *entry, uint64_t snapshot,
 {
     uint64_t expected = pcc_word(snapshot, from);
 
-    return atomic_compare_exchange_strong_explicit(&entry->word, &expected,
-                                                   pcc_word(snapshot, to), memory_order_acq_rel,
-                                                   memory_order_acquire);
+    return atomic_compare_exchange_strong_explicit(&entry->word, &expected, pcc_word(snapshot, to),
+                                                   memory_order_acq_rel, memory_order_acquire);
 }
 
 #endif

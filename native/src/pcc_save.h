@@ -1,7 +1,7 @@
 /* Saves: checkpoints on their way from chunks to a durable slot, N of them at once.
  *
  * A saver belongs to one volume and has N lanes; a save occupies one lane from begin to its end, and
- * p writer threads serve each lane. The order that durability rests on is in pcc_save.c alone:
+ * p writer threads serve each lane. The order that durability rests on is in pcc_save_work.c alone:
  * chunks and manifest written, every completion checked; flush; publish; free.
  * With writers_per_lane = 0 there are no threads and the caller steps the work itself
  * (pcc_saver_step): this is how crashes and faults are enumerated, deterministically. */

@@ -1,5 +1,5 @@
-/* The inside of a saver, shared by pcc_save.c (what owners call, and the threads) and pcc_save_work.c
- * (what is done with a save's bytes, in which order).
+/* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
+ * owners call) and pcc_save_work.c (what is done with a save's bytes, in which order).
  *
  * A lane has p threads, one work queue and two places for saves: the lane takes the next save while
  * the end of the last one is still being reported.
@@ -9,8 +9,8 @@
  * finished; when it falls to zero the next step is chosen and queued, so that a step never runs
  * beside a write of the same save, and a save never ends while a write of it is under way.
  *
- * Locks, outermost first: a save's lock -> the volume's. The saver's lock stands alone: inside a
- * save's it is never taken. Owners' callbacks run without any of them. */
+ * Locks, outermost first: the volume's publishing -> a save's lock -> the volume's lock. The
+ * saver's two locks stand alone. Owners' callbacks run without any of them. */
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
 
@@ -28,38 +28,38 @@ enum pcc_save_chunk_state {
     PCC_SAVE_CHUNK_HELD,       /* handed over, neither queued nor on the disk: waits for a move */
     PCC_SAVE_CHUNK_QUEUED,     /* one item names it */
     PCC_SAVE_CHUNK_WRITING,
-    PCC_SAVE_CHUNK_WRITTEN,    /* in the present slot */
+    PCC_SAVE_CHUNK_WRITTEN, /* in the present slot */
 };
 
 struct pcc_save_piece {
     const void *bytes;
     uint32_t length_bytes;
-    uint32_t index;            /* the owner's name */
+    uint32_t index; /* the owner's name */
     uint8_t state;
-    bool announced;            /* chunk_written was called */
-    bool uncached;             /* the owner has re-used the memory */
+    bool announced; /* chunk_written was called */
+    bool uncached;  /* the owner has re-used the memory */
 };
 
-enum pcc_save_step {           /* what happens alone */
-    PCC_SAVE_STEP_NONE = 0,
-    PCC_SAVE_STEP_MANIFEST,
-    PCC_SAVE_STEP_FLUSH,
-    PCC_SAVE_STEP_PUBLISH,
-    PCC_SAVE_STEP_MOVE,
-    PCC_SAVE_STEP_END,
+enum pcc_save_step { /* what happens alone */
+                     PCC_SAVE_STEP_NONE = 0,
+                     PCC_SAVE_STEP_MANIFEST,
+                     PCC_SAVE_STEP_FLUSH,
+                     PCC_SAVE_STEP_PUBLISH,
+                     PCC_SAVE_STEP_MOVE,
+                     PCC_SAVE_STEP_END,
 };
 
 struct pcc_lane;
 
 struct pcc_save {
     struct pcc_lane *lane;
-    uint32_t place;            /* which of its lane's */
-    bool used;                 /* guarded by the saver's lock; until `ended` has returned */
-    uint8_t *manifest;         /* header, then the checksums where they are collected */
+    uint32_t place;                /* which of its lane's */
+    bool used;                     /* guarded by the saver's lock; until `ended` has returned */
+    uint8_t *manifest;             /* header, then the checksums where they are collected */
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
 
-    pthread_mutex_t lock;      /* everything below */
-    bool active;               /* from begin to the moment its end is decided */
+    pthread_mutex_t lock; /* everything below */
+    bool active;          /* from begin to the moment its end is decided */
     struct pcc_save_request request;
     uint64_t sequence;
     uint32_t slot;
@@ -72,15 +72,15 @@ struct pcc_save {
     enum pcc_save_step last_step; /* the last step that succeeded in the present slot */
     bool sealed;
     bool superseded;
-    bool slot_failed;          /* a write or flush failed here: the slot is not used again */
-    bool slot_doubtful;        /* another save's flush failed: written again from the start */
-    bool durable;              /* replica A names it: whatever follows, it is durable */
-    bool quarantined;          /* this save took a slot out of use */
-    int error;                 /* 0 or why it failed or has to move */
+    bool slot_failed;   /* a write or flush failed here: the slot is not used again */
+    bool slot_doubtful; /* another save's flush failed: written again from the start */
+    bool durable;       /* replica A names it: whatever follows, it is durable */
+    bool quarantined;   /* this save took a slot out of use */
+    int error;          /* 0 or why it failed or has to move */
     const char *stage;
-    bool failed;               /* for good; ends when nothing is pending */
+    bool failed; /* for good; ends when nothing is pending */
     uint32_t moves;
-    uint64_t flush_failures;   /* the saver's count when this slot's first byte was written */
+    uint64_t flush_failures; /* the saver's count when this slot's first byte was written */
     struct pcc_slot_entry entry;
     struct pcc_save_times times;
 };
@@ -89,7 +89,7 @@ struct pcc_lane {
     struct pcc_saver *saver;
     struct pcc_queue work;
     struct pcc_save saves[PCC_SAVES_PER_LANE];
-    struct pcc_save *current;  /* guarded by the saver's lock; NULL when the lane is free */
+    struct pcc_save *current; /* guarded by the saver's lock; NULL when the lane is free */
     pthread_t *threads;
     uint32_t thread_count;
 };
@@ -103,11 +103,11 @@ struct pcc_saver {
     struct pcc_record identity; /* uuid and geometry, for manifests */
 
     pthread_mutex_t lock;
-    pthread_cond_t ended;      /* a place became free */
+    pthread_cond_t ended; /* a place became free */
     uint32_t in_flight;
     bool closing;
 
-    pthread_mutex_t flushing;  /* one flush at a time: who meets an error knows whom it concerns */
+    pthread_mutex_t flushing; /* one flush at a time: who meets an error knows whom it concerns */
     _Atomic uint64_t flush_failures;
 
     struct pcc_lane *lanes;
@@ -120,7 +120,9 @@ void pcc_save_advance(struct pcc_save *save);
 /* Does what one item of the lane's queue says. */
 void pcc_save_work(struct pcc_lane *lane, uint64_t item);
 
-/* -- pcc_save.c -- */
+/* -- pcc_saver.c -- */
+/* A free lane with a free place, taken; NULL when there is none. */
+struct pcc_save *pcc_saver_take_lane(struct pcc_saver *saver);
 /* The lane may take the next save; the place itself is free when `ended` has returned. */
 void pcc_save_leave_lane(struct pcc_save *save);
 void pcc_save_leave_place(struct pcc_save *save);

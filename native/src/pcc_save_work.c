@@ -113,9 +113,8 @@ static void write_piece(struct pcc_save *save, uint32_t position)
         return;
     if (first && saver->spec.events->writing)
         saver->spec.events->writing(saver->spec.owner, tag);
-    const int result =
-        pcc_io_write_all(pcc_volume_io(saver->volume), piece->bytes,
-                         pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
+    const int result = pcc_io_write_all(pcc_volume_io(saver->volume), piece->bytes,
+                                        pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
     lock(save);
     if (result == 0) {
         piece->state = PCC_SAVE_CHUNK_WRITTEN;
@@ -136,8 +135,8 @@ static void write_piece(struct pcc_save *save, uint32_t position)
 static void write_manifest(struct pcc_save *save)
 {
     const struct pcc_saver *saver = save->lane->saver;
-    const uint64_t *checksums = (const uint64_t *)(const void *)(save->manifest +
-                                                                 sizeof(struct pcc_manifest_header));
+    const uint64_t *checksums =
+        (const uint64_t *)(const void *)(save->manifest + sizeof(struct pcc_manifest_header));
 
     lock(save);
     look_for_newer(save);
@@ -168,8 +167,8 @@ static void flush(struct pcc_save *save)
     struct pcc_saver *saver = save->lane->saver;
 
     (void)pthread_mutex_lock(&saver->flushing);
-    const bool doubtful = atomic_load_explicit(&saver->flush_failures, memory_order_relaxed) !=
-                          save->flush_failures;
+    const bool doubtful =
+        atomic_load_explicit(&saver->flush_failures, memory_order_relaxed) != save->flush_failures;
     const int result = doubtful ? 0 : pcc_io_flush(pcc_volume_io(saver->volume));
     if (result != 0)
         (void)atomic_fetch_add_explicit(&saver->flush_failures, 1, memory_order_relaxed);
@@ -267,8 +266,8 @@ static void move(struct pcc_save *save)
         save->stage = NULL;
         save->last_step = PCC_SAVE_STEP_NONE;
         save->written = 0;
-        save->flush_failures = atomic_load_explicit(&save->lane->saver->flush_failures,
-                                                    memory_order_relaxed);
+        save->flush_failures =
+            atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
         for (uint32_t i = 0; i < save->piece_count; i++)
             if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT)
                 pcc_save_queue_piece(save, i);

@@ -2,76 +2,8 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 
 #include "pcc_volume_private.h"
-
-/* -- making one -- */
-
-static int first_record(struct pcc_record *record, const struct pcc_volume_spec *spec)
-{
-    struct pcc_geometry geometry;
-    const size_t job_bytes = strlen(spec->job);
-
-    if (spec->keep == 0 || spec->keep >= spec->slot_count || job_bytes > PCC_JOB_BYTES_MAX ||
-        spec->next_sequence == 0)
-        return -EINVAL;
-    int result = pcc_geometry_plan(spec->payload_capacity_bytes, spec->slot_count,
-                                   spec->block_bytes, spec->record_stride_bytes, &geometry);
-    if (result != 0)
-        return result;
-    memset(record, 0, sizeof *record);
-    record->magic = PCC_RECORD_MAGIC;
-    record->format_version = PCC_FORMAT_VERSION;
-    record->record_bytes = PCC_RECORD_BYTES;
-    record->record_number = 1;
-    record->volume_bytes = geometry.volume_bytes;
-    record->record_stride_bytes = geometry.record_stride_bytes;
-    record->slot_stride_bytes = geometry.slot_stride_bytes;
-    record->slot_count = geometry.slot_count;
-    record->block_bytes = geometry.block_bytes;
-    record->checksum_algorithm = PCC_CHECKSUM_XXH3_64;
-    record->keep = spec->keep;
-    record->uid = spec->uid;
-    record->rank = spec->rank;
-    record->world_size = spec->world_size;
-    record->job_bytes = (uint32_t)job_bytes;
-    memcpy(record->job, spec->job, job_bytes);
-    record->created_wall_ns = pcc_wall_ns();
-    record->next_sequence = spec->next_sequence;
-    record->incarnation = spec->incarnation;
-    if (getrandom(record->volume_uuid, sizeof record->volume_uuid, 0) !=
-        (ssize_t)sizeof record->volume_uuid)
-        return -EIO;
-    return 0;
-}
-
-int pcc_volume_format(struct pcc_io *io, const struct pcc_volume_spec *spec)
-{
-    struct pcc_record *record = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
-    struct pcc_record *blank = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
-    int result = record && blank ? first_record(record, spec) : -ENOMEM;
-
-    if (result == 0 && io->size_bytes < record->volume_bytes)
-        result = -EINVAL;
-    if (result == 0) {
-        const struct pcc_geometry geometry = pcc_record_geometry(record);
-        memset(blank, 0, PCC_RECORD_BYTES);
-        /* Whatever the other generation's place held before must not outnumber ours. */
-        for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++)
-            result =
-                pcc_io_write_durable_all(io, blank, PCC_RECORD_BYTES,
-                                         pcc_geometry_record_offset(&geometry, 0, replica));
-        for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++) {
-            pcc_record_seal(record, 1, replica);
-            PCC_ASSERT(pcc_record_accept(record, record->offset_bytes) == 0);
-            result = pcc_io_write_durable_all(io, record, PCC_RECORD_BYTES, record->offset_bytes);
-        }
-    }
-    free(blank);
-    free(record);
-    return result;
-}
 
 /* -- opening and closing -- */
 
@@ -240,16 +172,19 @@ int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation
     return pcc_volume_publish_staged(volume);
 }
 
-/* -- slots; with `lock` held where the name says so -- */
+/* -- slots -- */
 
+/* With `lock` held, so that whoever finds the queue empty under it knows that no push is half done.
+ */
 static void push_free(struct pcc_volume *volume, uint32_t slot)
 {
     /* The queue has room for every slot: a full one means that a slot was freed twice. */
     PCC_ASSERT(pcc_queue_push(&volume->free_slots, slot));
 }
 
-/* The slots of `mask` leave the staged table; the record that says so is not durable yet. */
-static void drop_locked(struct pcc_volume *volume, uint32_t mask)
+/* With `lock` held: the slots of `mask` leave the staged table; the record that says so is not
+ * durable yet. */
+static void drop(struct pcc_volume *volume, uint32_t mask)
 {
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++)
         if ((mask >> slot & 1u) != 0)
@@ -281,7 +216,7 @@ int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
     (void)pthread_mutex_lock(&volume->lock);
     volume->staged.done = 1;
     const uint32_t dropped = pcc_commit_expendable(&volume->staged, keep, PCC_SLOT_GLOBAL);
-    drop_locked(volume, dropped);
+    drop(volume, dropped);
     (void)pthread_mutex_unlock(&volume->lock);
     const int result = pcc_commit_staged(volume, NULL, NULL);
     if (result == 0)
@@ -303,7 +238,13 @@ int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
         return -EROFS;
     if (pcc_volume_stopped(volume))
         return -PCC_E_STOPPED;
-    if (!pcc_queue_pop(&volume->free_slots, &slot))
+    bool found = pcc_queue_pop(&volume->free_slots, &slot);
+    if (!found) {
+        (void)pthread_mutex_lock(&volume->lock);
+        found = pcc_queue_pop(&volume->free_slots, &slot);
+        (void)pthread_mutex_unlock(&volume->lock);
+    }
+    if (!found)
         return -PCC_E_NO_SLOT;
     PCC_ASSERT(slot < volume->geometry.slot_count);
     *slot_out = (uint32_t)slot;
@@ -313,7 +254,9 @@ int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot)
 {
     PCC_ASSERT(slot < volume->geometry.slot_count);
+    (void)pthread_mutex_lock(&volume->lock);
     push_free(volume, slot);
+    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
@@ -326,6 +269,14 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 }
 
 /* -- the publisher -- */
+
+/* With both locks held. The tables hold the same checkpoints then, as no other record is under way,
+ * but a damage flag may be in one of them only. */
+static bool is_superseded(const struct pcc_volume *volume, uint64_t sequence)
+{
+    return pcc_commit_newest(&volume->durable) > sequence ||
+           pcc_commit_newest(&volume->staged) > sequence;
+}
 
 int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pcc_slot_entry *entry,
                        bool *superseded_out, void (*on_durable)(void *context), void *context)
@@ -341,10 +292,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         return -PCC_E_STOPPED;
     }
     (void)pthread_mutex_lock(&volume->lock);
-    /* Both tables hold the same checkpoints now that no other record is under way, but a damage flag
-     * may be in one of them only. */
-    const bool superseded = pcc_commit_newest(&volume->durable) > entry->sequence ||
-                            pcc_commit_newest(&volume->staged) > entry->sequence;
+    const bool superseded = is_superseded(volume, entry->sequence);
     if (superseded) {
         push_free(volume, slot);
         (void)pthread_mutex_unlock(&volume->lock);
@@ -356,7 +304,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep,
                                         PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
         PCC_ASSERT((dropped >> slot & 1u) == 0);
-        drop_locked(volume, dropped);
+        drop(volume, dropped);
         (void)pthread_mutex_unlock(&volume->lock);
         result = pcc_commit_staged(volume, on_durable, context);
         if (result == 0)

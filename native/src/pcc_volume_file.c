@@ -115,8 +115,8 @@ int pcc_volume_create(const char *path, const struct pcc_volume_spec *spec, bool
     return result;
 }
 
-/* Locks for writing; and before anything is trusted, what a crashed writer left in the cache goes to
- * the media, so that no record is believed that a power cut could still take back. */
+/* Locks for writing; and before anything is trusted, what a crashed writer left in the cache goes
+ * to the media, so that no record is believed that a power cut could still take back. */
 static int lock_and_sync(int fd, bool writable)
 {
     if (writable && flock(fd, LOCK_EX | LOCK_NB) != 0)
@@ -127,8 +127,8 @@ static int lock_and_sync(int fd, bool writable)
     return !writable && (errno == EROFS || errno == EINVAL) ? 0 : -errno;
 }
 
-int pcc_volume_open(const char *path, bool writable, bool allow_buffered,
-                    uint64_t bytes_per_second, struct pcc_volume **out)
+int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64_t bytes_per_second,
+                    struct pcc_volume **out)
 {
     struct pcc_io *io;
     const int fd =

@@ -25,7 +25,7 @@ struct pcc_volume {
 
     pthread_mutex_t lock;
     struct pcc_record durable; /* sealed as replica A */
-    struct pcc_record staged;  /* slots, incarnation, world_size and done count; the rest is stale */
+    struct pcc_record staged; /* slots, incarnation, world_size and done count; the rest is stale */
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;

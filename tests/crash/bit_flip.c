@@ -39,7 +39,8 @@ static uint64_t below(const struct pcc_record *record, uint64_t sequence)
     uint64_t best = 0;
     for (uint32_t i = 0; i < record->slot_count; i++) {
         const struct pcc_slot_entry *entry = &record->slots[i];
-        if (entry->state == PCC_SLOT_DURABLE && entry->sequence < sequence && entry->sequence > best)
+        if (entry->state == PCC_SLOT_DURABLE && entry->sequence < sequence &&
+            entry->sequence > best)
             best = entry->sequence;
     }
     return best;
@@ -82,7 +83,8 @@ static void flip_slot(struct flips *flips, const struct pcc_geometry *geometry, 
     for (uint64_t bit = 0; bit < (uint64_t)entry->manifest_bytes * 8; bit++)
         flip(flips, IN_MANIFEST, manifest * 8 + bit, expected);
     for (uint64_t i = 0; i < data_flips; i++)
-        flip(flips, IN_DATA, data * 8 + rng_next(&flips->rng) % (entry->payload_bytes * 8), expected);
+        flip(flips, IN_DATA, data * 8 + rng_next(&flips->rng) % (entry->payload_bytes * 8),
+             expected);
 }
 
 /* Many bits at once: recovery may find anything valid or nothing, but never lies. */
@@ -134,7 +136,10 @@ static void run_volume(struct flips *flips, uint64_t history, uint64_t data_flip
     report_case("bit_flip", flips->seed, "volume %llu", (unsigned long long)history);
     flips->rng = rng_from(flips->seed, history);
     struct workload_spec spec = {
-        .slots = 4, .keep = 2, .block_bytes = history % 2 ? 4096 : 512, .chunk_bytes = 8192,
+        .slots = 4,
+        .keep = 2,
+        .block_bytes = history % 2 ? 4096 : 512,
+        .chunk_bytes = 8192,
         .payload_pages_max = 3,
     };
     struct workload *w = workload_new(&spec, rng_next(&flips->rng));

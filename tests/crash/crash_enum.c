@@ -1,11 +1,13 @@
-/* Crash enumerator: for every position of the core's write log, the images that a power cut may leave
- * there (exhaustively where at most 14 units are pending, sampled above), each recovered by the real
- * core and judged. Sessions follow one another on crashed media, so that recovery itself is cut off
- * too.
+/* Crash enumerator: for every position of the core's write log, the images that a power cut may
+ * leave there (exhaustively where at most 14 units are pending, sampled above), each recovered by
+ * the real core and judged. Sessions follow one another on crashed media, so that recovery itself
+ * is cut off too.
  *
  *   crash_enum [--images N] [--history K] [--mutant no-flush|no-durable|wrong-slot] [--killed]
+ * [--alone]
  *
- * --history K repeats one history; --killed: the core is a mutant, a violation is what we want. */
+ * --history K repeats one history; --killed: the core is a mutant, a violation is what we want;
+ * --alone: other saves rest while a record is being written. */
 #include "media.h"
 #include "report.h"
 #include "workload.h"
@@ -23,7 +25,7 @@ enum when { BEFORE, DURING, AFTER, WHENS };
 
 struct enumeration {
     struct media *media;
-    struct hash_set judged;  /* (image, what is required of it) */
+    struct hash_set judged; /* (image, what is required of it) */
     struct hash_set images;
     uint64_t states, epochs, exhaustive_epochs, positions, histories, sessions;
     uint64_t gaps[PART_COUNT][WHENS];
@@ -32,6 +34,7 @@ struct enumeration {
     uint64_t seed;
     const char *program;
     bool quiet;
+    bool alone; /* nothing moves while a record is being written */
 };
 
 struct position {
@@ -85,7 +88,8 @@ static void count_gap(struct enumeration *e, const struct position *at,
         e->gaps[at->previous->part][AFTER]++;
 }
 
-static void visit(struct enumeration *e, const struct position *at, const struct media_choice *choice)
+static void visit(struct enumeration *e, const struct position *at,
+                  const struct media_choice *choice)
 {
     count_gap(e, at, choice);
     judge_state(e, at, choice);
@@ -178,13 +182,16 @@ static uint32_t crash_somewhere(struct enumeration *e, const struct sim *sim, ui
 
 static struct workload_spec draw_spec(struct rng *rng, uint64_t history)
 {
-    static const struct { uint32_t slots, keep; } shapes[] = {{4, 1}, {5, 2}, {4, 1}, {5, 2}, {3, 1}, {3, 2}};
-    struct workload_spec spec = {.slots = shapes[history % 6].slots, .keep = shapes[history % 6].keep};
+    static const struct {
+        uint32_t slots, keep;
+    } shapes[] = {{4, 1}, {5, 2}, {4, 1}, {5, 2}, {3, 1}, {3, 2}};
+    struct workload_spec spec = {.slots = shapes[history % 6].slots,
+                                 .keep = shapes[history % 6].keep};
     spec.block_bytes = rng_chance(rng, 2) ? 512 : 4096;
     spec.chunk_bytes = rng_chance(rng, 2) ? 4096 : 8192;
     spec.payload_pages_max = 1 + rng_below(rng, 3);
     spec.policy_one_in = rng_chance(rng, 3) ? 0 : 25;
-    spec.fault_one_in = rng_chance(rng, 3) ? 60 : 0;
+    spec.fault_one_in = rng_chance(rng, 2) ? 40 : 0;
     return spec;
 }
 
@@ -195,6 +202,9 @@ static void run_history(struct enumeration *e, uint64_t history, enum sim_mutant
     struct workload_spec spec = draw_spec(&rng, history);
     struct workload *w = workload_new(&spec, rng_next(&rng));
     uint32_t unit_bytes = history % 2 ? 4096 : SIM_SECTOR;
+    w->sim->lenient = e->quiet;
+    if (e->alone)
+        w->sim->beside = NULL;
     e->media = media_new(w->sim->size_bytes);
     e->histories++;
     int result = workload_format(w);
@@ -263,6 +273,7 @@ int main(int argc, char **argv)
     bool killed = report_option(argc, argv, "--killed") != NULL;
     uint64_t wanted = report_number(argc, argv, "--images", 2000000);
     struct enumeration e = {.seed = report_seed(), .program = "crash_enum", .quiet = killed};
+    e.alone = report_option(argc, argv, "--alone") != NULL;
     hash_set_open(&e.judged, 1u << 22);
     hash_set_open(&e.images, 1u << 22);
     uint64_t history = report_number(argc, argv, "--history", 0);
@@ -270,7 +281,8 @@ int main(int argc, char **argv)
         run_history(&e, history++, mutant);
     while (!only && e.violations == 0 && e.images.count < wanted);
     printf("crash_enum: %llu states, %llu distinct images, %llu judged, %llu epochs (%llu "
-           "exhaustive), %llu positions, %llu sessions of %llu histories, %llu violations, seed %llu\n",
+           "exhaustive), %llu positions, %llu sessions of %llu histories, %llu violations, seed "
+           "%llu\n",
            (unsigned long long)e.states, (unsigned long long)e.images.count,
            (unsigned long long)e.judged.count, (unsigned long long)e.epochs,
            (unsigned long long)e.exhaustive_epochs, (unsigned long long)e.positions,

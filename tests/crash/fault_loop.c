@@ -1,8 +1,8 @@
-/* N-th I/O fault loop: a whole life of a volume (format, open, saves three in flight, policy, reads,
- * reopen, restore, one more save) in which the N-th operation fails, for N = 1, 2, 3, ... until a run
- * meets no fault; every kind of fault, once or from then on for ever.
+/* N-th I/O fault loop: a whole life of a volume (format, open, saves three in flight, policy,
+ * reads, reopen, restore, one more save) in which the N-th operation fails, for N = 1, 2, 3, ...
+ * until a run meets no fault; every kind of fault, once or from then on for ever.
  *
- *   fault_loop [--seeds N] [--only SEED:KIND:PERSISTENT:AT] */
+ *   fault_loop [--seeds N] [--only SEED:KIND:PERSISTENT:AT] [--killed] */
 #include "media.h"
 #include "report.h"
 #include "workload.h"
@@ -18,6 +18,7 @@ struct loop {
     uint64_t cases[FAULT_KINDS][2], violations;
     uint64_t durable, superseded, failed, rehomed, stopped, not_formatted, not_opened, quarantined;
     uint64_t images;
+    bool quiet;
 };
 
 struct fault_case {
@@ -30,7 +31,7 @@ struct fault_case {
 static void violation(struct loop *loop, const char *what, const struct judgement *found,
                       uint64_t required)
 {
-    if (loop->violations++ == 0)
+    if (loop->violations++ == 0 && !loop->quiet)
         report_violation("%s (%s, recovered %llu, acknowledged %llu, error %d)", what,
                          found ? verdict_names[found->verdict] : "contract",
                          (unsigned long long)(found ? found->sequence : 0),
@@ -121,19 +122,26 @@ static void check_after(struct loop *loop, struct workload *w)
     bool room = pcc_volume_free_slots(w->volume) > 0;
     w->faulty = false;
     if (room && workload_save(w, 1) != PCC_SAVE_DURABLE)
-        violation(loop, "no checkpoint becomes durable on a disk that is well again", NULL, required);
+        violation(loop, "no checkpoint becomes durable on a disk that is well again", NULL,
+                  required);
     workload_close(w);
     judge_image(loop, w, sim->image, sim->last_ack, "after the first save after the fault");
 }
 
 static struct workload *fresh(const struct fault_case *c, struct rng *rng)
 {
-    static const struct { uint32_t slots, keep; } shapes[] = {{4, 1}, {5, 2}, {4, 2}};
+    static const struct {
+        uint32_t slots, keep;
+    } shapes[] = {{4, 1}, {5, 2}, {4, 2}};
     *rng = rng_from(c->seed, 0xfa);
     uint32_t shape = rng_below(rng, 3);
     struct workload_spec spec = {
-        .slots = shapes[shape].slots, .keep = shapes[shape].keep, .block_bytes = 512,
-        .chunk_bytes = 4096, .payload_pages_max = 2, .policy_one_in = 20,
+        .slots = shapes[shape].slots,
+        .keep = shapes[shape].keep,
+        .block_bytes = 512,
+        .chunk_bytes = 4096,
+        .payload_pages_max = 2,
+        .policy_one_in = 20,
     };
     struct workload *w = workload_new(&spec, rng_next(rng));
     sim_restart(w->sim, NULL);
@@ -172,7 +180,11 @@ static bool run_gentle(struct loop *loop, const struct fault_case *c)
     report_case("fault_loop", loop->seed, "(gentle) --only %llu:%u:0:%llu",
                 (unsigned long long)c->seed, c->kind, (unsigned long long)c->at);
     struct workload_spec spec = {
-        .slots = 5, .keep = 2, .block_bytes = 512, .chunk_bytes = 4096, .payload_pages_max = 3,
+        .slots = 5,
+        .keep = 2,
+        .block_bytes = 512,
+        .chunk_bytes = 4096,
+        .payload_pages_max = 3,
     };
     struct workload *w = workload_new(&spec, c->seed);
     int result = workload_format(w);
@@ -237,7 +249,8 @@ static void print(const struct loop *loop)
 
 int main(int argc, char **argv)
 {
-    struct loop loop = {.seed = report_seed()};
+    bool killed = report_option(argc, argv, "--killed") != NULL;
+    struct loop loop = {.seed = report_seed(), .quiet = killed};
     const char *only = report_option(argc, argv, "--only");
     if (only) {
         unsigned long long seed = 0, at = 0;
@@ -247,11 +260,13 @@ int main(int argc, char **argv)
         struct fault_case c = {seed, (enum sim_fault_kind)kind, persistent != 0, at};
         run_case(&loop, &c);
     } else {
-        uint64_t seeds = report_number(argc, argv, "--seeds", 4);
+        uint64_t seeds = report_number(argc, argv, "--seeds", 20);
         for (uint64_t i = 0; i < seeds && loop.violations == 0; i++)
             run_seed(&loop, loop.seed + i);
     }
     print(&loop);
+    if (killed)
+        return loop.violations > 0 ? 0 : 1;
     bool reached = loop.rehomed > 0 && loop.stopped > 0 && loop.failed > 0 && loop.quarantined > 0;
     return loop.violations == 0 && (only || reached) ? 0 : 1;
 }

@@ -63,7 +63,8 @@ int __wrap_pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
     struct inner inner = {entry->sequence, on_durable, context};
     enum sim_purpose before = sim_current->purpose;
     sim_current->purpose = PURPOSE_SAVE;
-    int result = __real_pcc_volume_publish(volume, slot, entry, superseded_out, acknowledged, &inner);
+    int result =
+        __real_pcc_volume_publish(volume, slot, entry, superseded_out, acknowledged, &inner);
     sim_current->purpose = before;
     return result;
 }

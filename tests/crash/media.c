@@ -84,8 +84,8 @@ static void add_units(struct media *media, const struct sim_entry *entry, bool i
         }
         PCC_ASSERT(media->unit_count < MEDIA_UNITS_MAX);
         media->overlapping |= pending != NULL;
-        media->units[media->unit_count++] = (struct media_unit){
-            bytes, offset, delta_of(media, offset, bytes), settles, in_flight};
+        media->units[media->unit_count++] =
+            (struct media_unit){bytes, offset, delta_of(media, offset, bytes), settles, in_flight};
     }
 }
 

@@ -1,9 +1,9 @@
 /* What the media may hold after a crash: a log replayed up to a position gives sectors that are
  * certain and units (sectors or 4 KiB pages) that may have arrived or not.
  *
- * The disk assumed: units are written whole; a flush makes certain every write that completed before
- * it; a durable write makes certain only itself; a failed write or flush leaves what it touched in
- * doubt for ever: no later flush vouches for it. */
+ * The disk assumed: units are written whole; a flush makes certain every write that completed
+ * before it; a durable write makes certain only itself; a failed write or flush leaves what it
+ * touched in doubt for ever: no later flush vouches for it. */
 #ifndef MEDIA_H
 #define MEDIA_H
 
@@ -12,23 +12,23 @@
 #define MEDIA_UNITS_MAX 1024u
 
 struct media_unit {
-    const uint8_t *bytes;  /* in the log */
+    const uint8_t *bytes; /* in the log */
     uint64_t offset;
-    uint64_t delta;        /* what applying it changes in the image's hash */
-    bool settles;          /* the next flush makes it certain; false: makes it certainly lost */
-    bool in_flight;        /* of the operation at the crash position */
+    uint64_t delta; /* what applying it changes in the image's hash */
+    bool settles;   /* the next flush makes it certain; false: makes it certainly lost */
+    bool in_flight; /* of the operation at the crash position */
 };
 
 struct media {
-    uint8_t *certain;      /* the image with no pending unit applied */
-    uint8_t *image;        /* scratch: media_apply builds a crash image here */
+    uint8_t *certain; /* the image with no pending unit applied */
+    uint8_t *image;   /* scratch: media_apply builds a crash image here */
     uint64_t *sector_hash;
-    uint64_t hash;         /* of `certain` */
+    uint64_t hash; /* of `certain` */
     uint64_t size_bytes;
     uint32_t unit_bytes;
     struct media_unit units[MEDIA_UNITS_MAX]; /* in the order they were written */
     uint32_t unit_count;
-    bool overlapping;      /* two units for one place: the later one wins where both arrived */
+    bool overlapping; /* two units for one place: the later one wins where both arrived */
     struct rng rng;
 };
 
@@ -53,7 +53,8 @@ static inline bool media_chosen(const struct media_choice *choice, uint32_t unit
 static inline void media_choose(struct media_choice *choice, uint32_t unit, bool arrived)
 {
     uint64_t bit = 1ull << (unit % 64);
-    choice->bits[unit / 64] = arrived ? choice->bits[unit / 64] | bit : choice->bits[unit / 64] & ~bit;
+    choice->bits[unit / 64] =
+        arrived ? choice->bits[unit / 64] | bit : choice->bits[unit / 64] & ~bit;
 }
 uint64_t media_hash(const struct media *media, const struct media_choice *choice);
 /* Builds media->image; media_revert puts `certain` back. */
@@ -66,7 +67,7 @@ struct hash_set {
     uint64_t capacity, count;
 };
 void hash_set_open(struct hash_set *set, uint64_t capacity); /* a power of two, never filled */
-bool hash_set_add(struct hash_set *set, uint64_t key); /* true when it was not there */
+bool hash_set_add(struct hash_set *set, uint64_t key);       /* true when it was not there */
 void hash_set_close(struct hash_set *set);
 
 #endif

@@ -5,8 +5,8 @@
 #include <string.h>
 
 const char *const verdict_names[VERDICT_COUNT] = {
-    "sound",        "unreadable",           "older than acknowledged",
-    "wrong bytes",  "recovered unsealed",   "record names what is not there",
+    "sound",        "unreadable",          "older than acknowledged",
+    "wrong bytes",  "recovered unsealed",  "record names what is not there",
     "lost flagged", "inconsistent record",
 };
 
@@ -70,7 +70,8 @@ void oracle_crashed(struct oracle *oracle, const struct sim *sim, uint32_t posit
     }
 }
 
-static const struct oracle_save *find(const struct oracle *oracle, const struct pcc_slot_entry *entry)
+static const struct oracle_save *find(const struct oracle *oracle,
+                                      const struct pcc_slot_entry *entry)
 {
     for (uint32_t i = oracle->count; i-- > 0;)
         if (oracle->saves[i].sequence == entry->sequence &&
@@ -101,8 +102,8 @@ static enum verdict verify(const struct oracle *oracle, struct pcc_volume *volum
     enum verdict verdict = VERDICT_SOUND;
     const struct pcc_slot_entry *loaded = pcc_load_entry(load);
     const struct oracle_save *save = find(oracle, loaded);
-    uint64_t piece = pcc_load_block_bytes(load) > PCC_IO_ALIGN ? pcc_load_block_bytes(load)
-                                                               : 2 * PCC_IO_ALIGN;
+    uint64_t piece =
+        pcc_load_block_bytes(load) > PCC_IO_ALIGN ? pcc_load_block_bytes(load) : 2 * PCC_IO_ALIGN;
     for (uint64_t at = 0; at < loaded->payload_bytes && verdict == VERDICT_SOUND; at += piece) {
         uint64_t left = loaded->payload_bytes - at;
         uint64_t length = left < piece ? left : piece;

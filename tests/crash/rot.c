@@ -1,6 +1,6 @@
-/* Crash plus rot: every prefix of the log, the operation under way missing, torn or, for records, with
- * its two replicas arrived in the wrong order; and in each of these images every sector in turn
- * rotten (garbage) or unreadable. With keep = 2 something valid must always remain, the newest
+/* Crash plus rot: every prefix of the log, the operation under way missing, torn or, for records,
+ * with its two replicas arrived in the wrong order; and in each of these images every sector in
+ * turn rotten (garbage) or unreadable. With keep = 2 something valid must always remain, the newest
  * acknowledged unless its own data rotted; with keep = 1 losses are counted and expected.
  *
  *   rot [--cases N] [--history K] [--mutant no-replica] [--killed] */
@@ -188,6 +188,7 @@ int main(int argc, char **argv)
            (unsigned long long)rot.violations, (unsigned long long)rot.seed);
     if (killed || rot.violations > 0)
         return (rot.violations > 0) == killed ? 0 : 1;
-    /* With one checkpoint kept a rotten sector must be able to lose it, or the rot does not bite. */
+    /* With one checkpoint kept a rotten sector must be able to lose it, or the rot does not bite.
+     */
     return only || (rot.lost[1] > 0 && rot.reordered > 0) ? 0 : 1;
 }

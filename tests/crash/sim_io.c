@@ -7,9 +7,19 @@
 struct sim *sim_current;
 
 const char *const sim_part_names[PART_COUNT] = {
-    "chunk",       "chunk into reused slot", "chunk after move", "manifest",    "flush",
-    "record A",    "acknowledgement",        "record B",         "open: A",     "open: B",
-    "policy: A",   "policy: B",              "retain",
+    "chunk",
+    "chunk into reused slot",
+    "chunk after move",
+    "manifest",
+    "flush",
+    "record A",
+    "acknowledgement",
+    "record B",
+    "open: A",
+    "open: B",
+    "policy: A",
+    "policy: B",
+    "retain",
 };
 
 const char *const sim_fault_names[FAULT_KINDS] = {
@@ -18,7 +28,7 @@ const char *const sim_fault_names[FAULT_KINDS] = {
 
 void sim_breach(struct sim *sim, const char *what)
 {
-    if (!sim->breach)
+    if (!sim->breach && !sim->lenient)
         sim->breach = what;
 }
 
@@ -54,8 +64,8 @@ static struct sim_entry *append(struct sim *sim, enum sim_kind kind, enum sim_pa
     return entry;
 }
 
-static void append_write(struct sim *sim, enum sim_kind kind, enum sim_part part,
-                         const void *bytes, uint64_t length, uint64_t offset)
+static void append_write(struct sim *sim, enum sim_kind kind, enum sim_part part, const void *bytes,
+                         uint64_t length, uint64_t offset)
 {
     if (!sim->recording)
         return;
@@ -84,8 +94,8 @@ static bool strikes(struct sim *sim, bool able)
     if (!able || sim->fault.kind == FAULT_NONE)
         return false;
     sim->fault_seen++;
-    bool hit = sim->fault.persistent ? sim->fault_seen >= sim->fault.at
-                                     : sim->fault_seen == sim->fault.at;
+    bool hit =
+        sim->fault.persistent ? sim->fault_seen >= sim->fault.at : sim->fault_seen == sim->fault.at;
     sim->fault_hits += hit;
     return hit;
 }
@@ -111,7 +121,8 @@ static int64_t faulted_length(struct sim *sim, uint64_t length)
     case FAULT_ZERO:
         return 0;
     case FAULT_SHORT:
-        return SIM_SECTOR * (1 + (int64_t)rng_below(&sim->rng, (uint32_t)(length / SIM_SECTOR) - 1));
+        return SIM_SECTOR *
+               (1 + (int64_t)rng_below(&sim->rng, (uint32_t)(length / SIM_SECTOR) - 1));
     default:
         return -EIO;
     }

@@ -1,7 +1,8 @@
 /* A disk in memory behind the storage interface: it records what was written, flushed and
  * acknowledged, in order, and fails the n-th operation when told to.
  *
- * What a crash may leave on the media is not decided here: the log is, by media.h. Single-threaded. */
+ * What a crash may leave on the media is not decided here: the log is, by media.h. Single-threaded.
+ */
 #ifndef SIM_IO_H
 #define SIM_IO_H
 
@@ -18,19 +19,19 @@ enum sim_kind { SIM_WRITE, SIM_DURABLE, SIM_FLUSH, SIM_ACK, SIM_RETAIN };
 /* Which part of the protocol an operation belongs to; what happens just before or during it is a
  * gap that crashes must hit. */
 enum sim_part {
-    PART_CHUNK,        /* payload into a slot never used before in this session */
-    PART_REUSE,        /* payload into a slot that an earlier checkpoint held */
-    PART_MOVED,        /* payload after a write or flush error, into another slot */
+    PART_CHUNK, /* payload into a slot never used before in this session */
+    PART_REUSE, /* payload into a slot that an earlier checkpoint held */
+    PART_MOVED, /* payload after a write or flush error, into another slot */
     PART_MANIFEST,
     PART_FLUSH,
-    PART_SAVE_A,       /* the record that publishes a checkpoint */
+    PART_SAVE_A, /* the record that publishes a checkpoint */
     PART_ACK,
     PART_SAVE_B,
-    PART_OPEN_A,       /* the record of an opening, also after a crash: repair */
+    PART_OPEN_A, /* the record of an opening, also after a crash: repair */
     PART_OPEN_B,
-    PART_POLICY_A,     /* flags, incarnation, done, quarantine */
+    PART_POLICY_A, /* flags, incarnation, done, quarantine */
     PART_POLICY_B,
-    PART_RETAIN,       /* only marks that a flagged checkpoint may not go from here on */
+    PART_RETAIN, /* only marks that a flagged checkpoint may not go from here on */
     PART_COUNT,
 };
 extern const char *const sim_part_names[PART_COUNT];
@@ -40,58 +41,59 @@ enum sim_purpose { PURPOSE_SAVE, PURPOSE_OPEN, PURPOSE_POLICY };
 struct sim_entry {
     enum sim_kind kind;
     enum sim_part part;
-    bool failed;           /* reported as failed: what it touched is in doubt until written again */
+    bool failed; /* reported as failed: what it touched is in doubt until written again */
     uint64_t offset;
     uint64_t length;
     uint8_t *bytes;
-    uint64_t arrived;      /* failed writes: bit per tear unit, what a later read saw of it */
-    uint64_t sequence;     /* of SIM_ACK and SIM_RETAIN (0: nothing retained any more) */
+    uint64_t arrived;  /* failed writes: bit per tear unit, what a later read saw of it */
+    uint64_t sequence; /* of SIM_ACK and SIM_RETAIN (0: nothing retained any more) */
 };
 
 enum sim_fault_kind {
     FAULT_NONE,
-    FAULT_EIO,             /* any operation */
-    FAULT_ENOSPC,          /* any write */
-    FAULT_SHORT,           /* any transfer moves less than asked */
-    FAULT_ZERO,            /* any transfer moves nothing */
-    FAULT_EINTR,           /* any operation */
-    FAULT_DATA,            /* EIO, writes into slots only */
-    FAULT_FLUSH,           /* EIO, flushes only */
-    FAULT_RECORD,          /* EIO, durable writes only */
-    FAULT_READ,            /* EIO, reads only */
+    FAULT_EIO,    /* any operation */
+    FAULT_ENOSPC, /* any write */
+    FAULT_SHORT,  /* any transfer moves less than asked */
+    FAULT_ZERO,   /* any transfer moves nothing */
+    FAULT_EINTR,  /* any operation */
+    FAULT_DATA,   /* EIO, writes into slots only */
+    FAULT_FLUSH,  /* EIO, flushes only */
+    FAULT_RECORD, /* EIO, durable writes only */
+    FAULT_READ,   /* EIO, reads only */
     FAULT_KINDS,
 };
 extern const char *const sim_fault_names[FAULT_KINDS];
 
 struct sim_fault {
     enum sim_fault_kind kind;
-    uint64_t at;           /* counts the operations that this kind can hit, from 1 */
+    uint64_t at; /* counts the operations that this kind can hit, from 1 */
     bool persistent;
 };
 
 enum sim_mutant { /* broken protocols that need no change of the core */
-    SIM_SOUND,
-    SIM_NO_FLUSH,          /* no first flush: the record overtakes its data */
-    SIM_NO_DURABLE,        /* no second flush: acknowledged while still in the drive's cache */
-    SIM_WRONG_SLOT,        /* now and then a write goes one slot too far */
-    SIM_NO_REPLICA,        /* records are written once, at the head only */
+                  SIM_SOUND,
+                  SIM_NO_FLUSH,   /* no first flush: the record overtakes its data */
+                  SIM_NO_DURABLE, /* no second flush: acknowledged while still in the drive's cache
+                                   */
+                  SIM_WRONG_SLOT, /* now and then a write goes one slot too far */
+                  SIM_NO_REPLICA, /* records are written once, at the head only */
 };
 
 struct sim {
-    struct pcc_io io;      /* first member */
-    uint8_t *image;        /* what reads see */
-    uint8_t *base;         /* what was on the media when the log began */
+    struct pcc_io io; /* first member */
+    uint8_t *image;   /* what reads see */
+    uint8_t *base;    /* what was on the media when the log began */
     uint64_t size_bytes;
     struct rng rng;
     struct pcc_geometry geometry;
-    uint32_t tear_bytes;   /* what the drive never tears: SIM_SECTOR or 4096 */
+    uint32_t tear_bytes; /* what the drive never tears: SIM_SECTOR or 4096 */
 
     bool recording;
     struct sim_entry *log;
     uint32_t log_count, log_capacity;
 
     struct sim_fault fault;
-    uint64_t fault_seen;   /* operations that the fault's kind could have hit */
+    uint64_t fault_seen; /* operations that the fault's kind could have hit */
     uint64_t fault_hits;
     uint64_t operations;
 
@@ -100,13 +102,14 @@ struct sim {
     void (*beside)(void *owner); /* what other threads do while a record is being written */
     void *owner;
     bool is_beside;
-    bool moving;           /* a save of this session met an error in a slot */
+    bool moving; /* a save of this session met an error in a slot */
     bool slot_used[PCC_SLOTS_MAX];
     bool slot_bad[PCC_SLOTS_MAX]; /* a write failed there: nobody may write there again */
-    bool record_bad;       /* a record write failed: nothing may be published before a reopen */
+    bool record_bad; /* a record write failed: nothing may be published before a reopen */
     bool acknowledged[SIM_SEQUENCES_MAX];
-    uint64_t last_ack;     /* newest sequence acknowledged since the log began */
-    const char *breach;    /* the first rule the core broke, or NULL */
+    uint64_t last_ack;  /* newest sequence acknowledged since the log began */
+    bool lenient;       /* a mutant is at work: only crashes are to convict it */
+    const char *breach; /* the first rule the core broke, or NULL */
 };
 
 struct sim *sim_new(uint64_t size_bytes, uint64_t seed);

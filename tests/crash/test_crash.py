@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,6 @@ def test_bit_flips() -> None:
 
 @pytest.mark.timeout(600)
 def test_mutants_are_killed() -> None:
-    output = run("make", "--no-print-directory", "mutants")
+    output = run("make", "-s", "--no-print-directory", f"PYTHON={sys.executable}", "mutants")
     assert count("mutants killed", output) >= 6
     assert count("survived", output) == 0

@@ -158,8 +158,8 @@ int workload_begin(struct workload *workload, uint32_t pages)
     if (!live)
         return -PCC_E_NO_LANE;
     /* Half of the payloads end within a page and within a block. */
-    uint64_t bytes = (uint64_t)pages * PCC_IO_ALIGN - (rng_next(&workload->rng) & 1
-                                                       ? rng_below(&workload->rng, 4000) : 0);
+    uint64_t bytes = (uint64_t)pages * PCC_IO_ALIGN -
+                     (rng_next(&workload->rng) & 1 ? rng_below(&workload->rng, 4000) : 0);
     struct pcc_save_request request = {
         .tag = oracle->count,
         .step = oracle->next_step,
@@ -183,7 +183,8 @@ int workload_begin(struct workload *workload, uint32_t pages)
     live->tag = (uint32_t)request.tag;
     live->chunk_count = (uint32_t)pcc_ceil_div(bytes, workload->spec.chunk_bytes);
     PCC_ASSERT(live->chunk_count <= WORKLOAD_CHUNKS_MAX);
-    live->memory = aligned_alloc(PCC_IO_ALIGN, live->chunk_count * (size_t)workload->spec.chunk_bytes);
+    live->memory =
+        aligned_alloc(PCC_IO_ALIGN, live->chunk_count * (size_t)workload->spec.chunk_bytes);
     PCC_ASSERT(live->memory);
     workload->count.begun++;
     return 0;

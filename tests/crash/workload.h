@@ -1,6 +1,6 @@
-/* A seeded scheduler that drives the real saver without threads: which save gets a chunk, which lane
- * does its next unit of work, what is aborted, flagged, re-opened is drawn from the seed, so that
- * one number repeats a whole run. It plays an honest owner and holds the core to its contract;
+/* A seeded scheduler that drives the real saver without threads: which save gets a chunk, which
+ * lane does its next unit of work, what is aborted, flagged, re-opened is drawn from the seed, so
+ * that one number repeats a whole run. It plays an honest owner and holds the core to its contract;
  * what it finds broken goes to sim->breach. */
 #ifndef WORKLOAD_H
 #define WORKLOAD_H
@@ -12,14 +12,14 @@
 #define WORKLOAD_CHUNKS_MAX 8u
 
 struct workload_spec {
-    uint32_t slots, keep;  /* N = slots - keep lanes, three at most */
+    uint32_t slots, keep; /* N = slots - keep lanes, three at most */
     uint32_t block_bytes, chunk_bytes;
     uint32_t payload_pages_max;
-    uint32_t policy_one_in;  /* how seldom flags, incarnations, finish, reopen come; 0: never */
-    uint32_t fault_one_in;   /* how seldom an action arms a transient fault; 0: never */
+    uint32_t policy_one_in; /* how seldom flags, incarnations, finish, reopen come; 0: never */
+    uint32_t fault_one_in;  /* how seldom an action arms a transient fault; 0: never */
 };
 
-struct live { /* a save in flight, from its owner's side */
+struct live {              /* a save in flight, from its owner's side */
     struct pcc_save *save; /* NULL: not in use */
     uint32_t tag;
     uint32_t chunk_count;
@@ -41,14 +41,14 @@ struct workload {
     struct pcc_volume *volume;
     struct pcc_saver *saver;
     uint32_t lanes;
-    uint32_t stepping;     /* the lane that is at work, + 1 */
+    uint32_t stepping; /* the lane that is at work, + 1 */
     struct live lives[WORKLOAD_LANES_MAX];
     uint64_t incarnation;
     uint64_t newest_begun; /* sequence */
     uint64_t flagged;
     uint32_t flagged_with;
     struct pcc_load *reading; /* a reader that takes its time */
-    bool faulty;           /* a fault was armed: saves may fail */
+    bool faulty;              /* a fault was armed: saves may fail */
     struct {
         uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads;
     } count;

@@ -18,7 +18,8 @@ static void abort_save(struct workload *workload, struct live *live)
 }
 
 /* A durable checkpoint of the record, or NULL. */
-static const struct pcc_slot_entry *any_durable(struct workload *workload, struct pcc_record *record)
+static const struct pcc_slot_entry *any_durable(struct workload *workload,
+                                                struct pcc_record *record)
 {
     pcc_volume_record(workload->volume, record);
     uint32_t start = rng_below(&workload->rng, record->slot_count);
@@ -91,8 +92,8 @@ static void change_flag(struct workload *workload)
     bool now = rng_chance(&workload->rng, 2);
     if (workload->flagged) {
         sim_mark(workload->sim, SIM_RETAIN, 0);
-        int result = pcc_volume_flag(workload->volume, workload->flagged, 0,
-                                     workload->flagged_with, now);
+        int result =
+            pcc_volume_flag(workload->volume, workload->flagged, 0, workload->flagged_with, now);
         if (result == -ENOENT)
             sim_breach(workload->sim, "a flagged checkpoint was recycled");
         workload->flagged = 0;
@@ -158,8 +159,8 @@ static void arm_fault(struct workload *workload)
 
 static void begin_any(struct workload *workload)
 {
-    int result = workload_begin(workload, 1 + rng_below(&workload->rng,
-                                                        workload->spec.payload_pages_max));
+    int result =
+        workload_begin(workload, 1 + rng_below(&workload->rng, workload->spec.payload_pages_max));
     bool expected = result == 0 || result == -PCC_E_NO_LANE || result == -PCC_E_NO_SLOT;
     if (!expected && !workload->faulty)
         sim_breach(workload->sim, "a save could not begin on a disk without faults");
@@ -192,8 +193,9 @@ void workload_run(struct workload *workload, uint32_t actions)
     }
 }
 
-/* Writers go on while the publisher writes a record: a save may begin in whatever slot is free now and
- * fill it. Sealed saves stay put, for they might want to publish, which only one may at a time. */
+/* Writers go on while the publisher writes a record: a save may begin in whatever slot is free now
+ * and fill it. Sealed saves stay put, for they might want to publish, which only one may at a time.
+ */
 void workload_beside(void *owner)
 {
     struct workload *workload = owner;
@@ -211,7 +213,8 @@ void workload_beside(void *owner)
             workload_feed(workload, live);
     }
     for (uint32_t lane = 0; lane < workload->lanes; lane++)
-        for (uint32_t i = rng_below(&workload->rng, 4); lane + 1 != workload->stepping && i > 0; i--)
+        for (uint32_t i = rng_below(&workload->rng, 4); lane + 1 != workload->stepping && i > 0;
+             i--)
             (void)workload_step(workload, lane);
 }
 

@@ -2,7 +2,7 @@
 
     python -m tests.integration.kill_campaign --rounds 200 --seed 1
 
-Judged after every round: the recovered sequence is not older than the last acknowledged one, and the
+Judged after every round: the recovered step is not older than the last acknowledged one, and the
 bytes are those of its step, regenerated and compared. Prints counts per victim and state.
 """
 
@@ -14,7 +14,6 @@ import random
 import signal
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from tests.support.daemon import Daemon
@@ -155,8 +154,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    with ExitStack():
-        tally = run(options.rounds, options.seed)
+    tally = run(options.rounds, options.seed)
     print(f"seed {options.seed}: {options.rounds} rounds, {tally.recovered} recovered, "
           f"{tally.empty} empty, {len(tally.violations)} violations")  # fmt: skip
     for name, count in sorted(tally.kills.items()):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
-from pccheck_wire import attach
+from pccheck_wire import attach, codec
 from pccheck_wire.errors import (
     NoCheckpointError,
     PccheckError,
@@ -18,14 +20,17 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheck_wire.messages import (
+    PROTOCOL_VERSION,
     CheckpointState,
     Empty,
     Goodbye,
+    Hello,
     ListVolumes,
     Opened,
     Register,
     Registered,
     Report,
+    Request,
     Role,
     Status,
     Verify,
@@ -300,3 +305,94 @@ def test_memory_of_ranks_that_are_gone_makes_room(start_daemon: Start) -> None:
     for number in range(6):
         saved(daemon, 1, job=f"job-{number}")
     assert "made room" in daemon.log.read_text()
+
+
+def as_user(uid: int, work: Callable[[], str]) -> str:
+    """What `work` returns in a child of another uid."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            answer = work()
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writing, answer.encode()[:4000])
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read().decode()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+def test_users_are_apart(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    saved(daemon, 1)
+    daemon.root.chmod(0o755)
+    daemon.socket.parent.chmod(0o711)
+    daemon.socket.chmod(0o666)
+
+    def others() -> str:
+        assert not document(daemon, ListVolumes())["checkpoints"]
+        assert not document(daemon, Status())["ranks"]
+        assert not document(daemon, Status())["sessions"]
+        with pytest.raises(RefusedError):
+            document(daemon, Verify("job", uid=0))
+        with pytest.raises(RefusedError):
+            attach.connect(
+                Hello(PROTOCOL_VERSION, Role.READER, "", 1, job="job", uid=0), daemon.socket
+            )
+        saved(daemon, 7, job="job")  # the same name, but his own volume
+        with Rank(daemon.socket) as rank:
+            return str(rank.restore()[0].step)
+
+    assert as_user(65534, others) == "7"
+    assert len(document(daemon, ListVolumes())["checkpoints"]) == 2  # type: ignore[arg-type]
+    with Rank(daemon.socket) as rank:
+        assert rank.restore()[0].step == 1
+        endpoint, token = rank.welcome.endpoint, rank.welcome.token
+
+        def thief() -> str:
+            socket = zmq.Context().socket(zmq.DEALER)
+            socket.linger = 0
+            socket.connect(endpoint)
+            socket.send(codec.encode(Request(1, token, Goodbye(done=True))))
+            return str(socket.poll(1000))
+
+        assert as_user(65534, thief) == "0"
+
+
+def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        Rank(daemon.socket).register(SIZE)
+        worker = os.fork()  # holds every descriptor of the trainer
+        if worker == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.write(writing, str(worker).encode())
+        time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(reading, 20))
+    try:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        saved(daemon, 1)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_killed_daemon_leaves_nothing_behind_for_long(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    for _ in range(2):
+        saved(daemon, 1)
+        assert len(list(daemon.socket.parent.glob("ctl-*"))) == 1
+        daemon.kill()
+        daemon.start()
+    assert not list(daemon.socket.parent.glob("ctl-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def overlaps(daemon: Daemon) -> int:
         if c["state"] in ("durable", "superseded", "global")
     ]
     spans.sort()
-    return sum(late < end for (_, end), (late, _) in zip(spans, spans[1:], strict=False))
+    return sum(late < end for (_, end), (late, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(4, True), (2, False)])

@@ -20,14 +20,23 @@ Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 
 
+NOBODY = 65534
+
+
 def refused(daemon: Daemon, *flags: str, user: int | None = None) -> tuple[int, str]:
     """Exit code and stderr of a daemon that must not start."""
+    command = daemon.command(*flags)
+    if user is not None:
+        command = as_user(user, "pccheckd.cli", *command[3:])
     ran = subprocess.run(
-        daemon.command(*flags), capture_output=True, text=True, timeout=30, user=user,
-        env=daemon.environment(),
-    )  # fmt: skip
+        command, capture_output=True, text=True, timeout=30, env=daemon.environment()
+    )
     assert "Traceback" not in ran.stderr
     return ran.returncode, ran.stderr
+
+
+def as_user(user: int, module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tests.support.as_user", str(user), module, *arguments]
 
 
 def make_checkpoint(daemon: Daemon, connect: Connect, step: int = 3) -> None:
@@ -102,7 +111,7 @@ def test_storage_of_another_owner() -> None:
     with Daemon() as daemon:
         daemon.root.chmod(0o755)
         daemon.storage.chmod(0o700)
-        code, text = refused(daemon, user=65534)
+        code, text = refused(daemon, user=NOBODY)
         assert code in (1, 10)
         assert "chown" in text or "permission" in text.lower()
 
@@ -248,13 +257,14 @@ def test_another_uid_sees_and_gets_nothing(start_daemon: Start, start_trainer: C
     daemon.socket.parent.chmod(0o755)
     daemon.socket.chmod(0o666)
     ran = subprocess.run(
-        [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), "list", "--json"],
-        capture_output=True, text=True, user=65534, check=False,
+        as_user(NOBODY, "pccheckctl.cli", "--socket", str(daemon.socket), "list", "--json"),
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
+    assert '"schema"' in ran.stdout, ran.stderr
     assert '"job"' not in ran.stdout
     ran = subprocess.run(
-        [sys.executable, "-m", "pccheckctl", "--storage", str(daemon.storage), "list"],
-        capture_output=True, text=True, user=65534, check=False,
+        as_user(NOBODY, "pccheckctl.cli", "--storage", str(daemon.storage), "list"),
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode != 0
     assert "Traceback" not in ran.stderr

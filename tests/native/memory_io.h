@@ -15,14 +15,14 @@ struct memory_io {
     struct pcc_io io; /* first member */
     uint8_t *bytes;
     pthread_mutex_t lock;
-    _Atomic int fail_writes;   /* so many writes fail from now on; -1: all */
+    _Atomic int fail_writes; /* so many writes fail from now on; -1: all */
     _Atomic int fail_durables;
     _Atomic int fail_flushes;
     _Atomic int fail_reads;
-    _Atomic int short_every;   /* > 0: a transfer moves at most so many bytes */
-    _Atomic int interrupts;    /* so many transfers are interrupted */
+    _Atomic int short_every; /* > 0: a transfer moves at most so many bytes */
+    _Atomic int interrupts;  /* so many transfers are interrupted */
     _Atomic int writes, durables, flushes, reads;
-    _Atomic long write_ns;     /* how long a write takes */
+    _Atomic long write_ns; /* how long a write takes */
     _Atomic int writing, writing_most;
 };
 
@@ -75,9 +75,8 @@ static inline int64_t memory_write(struct pcc_io *io, const void *bytes, uint64_
     const struct timespec pause = {.tv_nsec = atomic_load(&self->write_ns)};
     if (pause.tv_nsec > 0)
         (void)nanosleep(&pause, NULL);
-    const int64_t moved = memory_spend(&self->fail_writes)
-                              ? -EIO
-                              : memory_move_in(self, bytes, length, offset);
+    const int64_t moved =
+        memory_spend(&self->fail_writes) ? -EIO : memory_move_in(self, bytes, length, offset);
     atomic_fetch_sub(&self->writing, 1);
     return moved;
 }

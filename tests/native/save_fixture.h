@@ -181,8 +181,8 @@ static inline int read_back(struct pcc_volume *volume, uint64_t sequence, uint32
         return result;
     const struct pcc_slot_entry *entry = pcc_load_entry(load);
     struct compare compare = {.tag = (uint64_t)entry->step};
-    result = pcc_load_stream(load, 0, entry->payload_bytes, 2 * BLOCK, threads, compare_sink,
-                             &compare);
+    result =
+        pcc_load_stream(load, 0, entry->payload_bytes, 2 * BLOCK, threads, compare_sink, &compare);
     if (result == 0)
         CHECK_EQUAL(compare.bytes, entry->payload_bytes);
     pcc_load_close(load);

@@ -1,6 +1,7 @@
 /* The way through shared memory with honest peers: saves, loads, little memory, death on either
  * side, and the word that decides between a late daemon and a client that let go. */
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 
 #include "channel_fixture.h"
@@ -9,8 +10,10 @@ static const struct settings roomy = {.payload_capacity = 2u << 20, .memory_byte
 static const struct settings scarce = {.payload_capacity = 4u << 20, .memory_bytes = 4 * CHUNK};
 static const struct settings slow = {
     .payload_capacity = 1u << 20, .memory_bytes = 4u << 20, .bytes_per_second = 4u << 20};
-static const struct settings stuck = { /* little memory that the disk gives back late */
-    .payload_capacity = 2u << 20, .memory_bytes = 4 * CHUNK, .bytes_per_second = 1u << 20};
+static const struct settings stuck = {/* little memory that the disk gives back late */
+                                      .payload_capacity = 2u << 20,
+                                      .memory_bytes = 4 * CHUNK,
+                                      .bytes_per_second = 1u << 20};
 
 /* Ranges, inline ranges and tail with gaps between them; the gaps come back as zeros. */
 static void test_ranges(void)
@@ -180,8 +183,9 @@ static void test_several_in_flight(void)
     free(bytes);
 }
 
-/* The trainer is killed by SIGKILL at points all over the copy: it fails or, when all of it was handed
- * over, becomes durable; what was durable before stays, and the channel serves the next one. */
+/* The trainer is killed by SIGKILL at points all over the copy: it fails or, when all of it was
+ * handed over, becomes durable; what was durable before stays, and the channel serves the next one.
+ */
 static void test_trainer_killed(void)
 {
     struct fixture f;
@@ -298,6 +302,43 @@ static void test_daemon_gone(void)
     fixture_close(&f);
 }
 
+static void *close_later(void *argument)
+{
+    (void)usleep(30000);
+    pcc_link_close(argument);
+    return NULL;
+}
+
+/* close() lets a waiter out first; and a worker that was forked does not keep the session alive. */
+static void test_close_and_fork(void)
+{
+    struct fixture f;
+    pthread_t closer;
+    struct pollfd hang_up = {.events = POLLRDHUP};
+
+    fixture_open(&f, &roomy);
+    link_open(&f);
+    const pid_t worker = fork();
+    CHECK(worker >= 0);
+    if (worker == 0) {
+        (void)close(f.sockets[1]); /* the link's copy of it is closed already */
+        for (;;)
+            (void)pause();
+    }
+    CHECK(pcc_link_request(f.link, 1) == 0);
+    CHECK(pthread_create(&closer, NULL, close_later, f.link) == 0);
+    CHECK(pcc_link_wait(f.link, 1, PCC_WAIT_COPIED, soon()) == -ECONNRESET);
+    CHECK(pthread_join(closer, NULL) == 0);
+    f.link = NULL;
+    CHECK(close(f.sockets[1]) == 0);
+    hang_up.fd = f.sockets[0];
+    CHECK(poll(&hang_up, 1, 10000) == 1);
+    f.sockets[1] = dup(f.sockets[0]);
+    CHECK(kill(worker, SIGKILL) == 0 && waitpid(worker, NULL, 0) == worker);
+    detach(&f);
+    fixture_close(&f);
+}
+
 int main(void)
 {
     RUN(test_ranges);
@@ -306,6 +347,7 @@ int main(void)
     RUN(test_several_in_flight);
     RUN(test_abandon_and_late_daemon);
     RUN(test_daemon_gone);
+    RUN(test_close_and_fork);
     RUN(test_trainer_killed);
     return 0;
 }

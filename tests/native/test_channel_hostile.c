@@ -1,6 +1,6 @@
-/* What no honest client says. The client here is hand-made: it maps the page and writes into it what
- * it likes. Each lie ends the session with BAD_PEER and nothing else: no copy is vouched for, and the
- * channel serves the next session. Then the races that an honest client can lose. */
+/* What no honest client says. The client here is hand-made: it maps the page and writes into it
+ * what it likes. Each lie ends the session with BAD_PEER and nothing else: no copy is vouched for,
+ * and the channel serves the next session. Then the races that an honest client can lose. */
 #include "channel_fixture.h"
 
 static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 8 * CHUNK};
@@ -44,7 +44,8 @@ static void admitted(struct fixture *f, uint64_t snapshot, uint32_t chunks[4])
     CHECK(pcc_ring_pop(&f->page.to_client, &message) == 0); /* never more than is needed */
 }
 
-/* An honest FULL message for part `part`, checksums of the zeros that a new chunk holds included. */
+/* An honest FULL message for part `part`, checksums of the zeros that a new chunk holds included.
+ */
 static struct pcc_message full(struct fixture *f, uint64_t snapshot, uint32_t chunk, uint32_t part)
 {
     const uint32_t length = part < 3 ? CHUNK : PAYLOAD - 3 * CHUNK;
@@ -106,55 +107,93 @@ static void tell_copied_twice(struct fixture *f, const uint32_t chunks[4])
     say(f, &message);
 }
 
+/* Lies that are one wrong field. */
+static void twist(enum lie lie, struct pcc_message *message)
+{
+    switch (lie) {
+    case LIE_KIND_ZERO:
+        message->kind = 0;
+        break;
+    case LIE_KIND_UNKNOWN:
+        message->kind = 77;
+        break;
+    case LIE_KIND_OF_THE_DAEMON:
+        message->kind = PCC_MSG_DATA;
+        break;
+    case LIE_CHUNK_TOO_LARGE:
+        message->chunk = UINT32_MAX;
+        break;
+    case LIE_SNAPSHOT_UNKNOWN:
+        message->id = 65;
+        break;
+    case LIE_OFFSET_UNALIGNED:
+        message->offset_bytes = BLOCK;
+        break;
+    case LIE_OFFSET_BEHIND_THE_END:
+        message->offset_bytes = 4 * CHUNK;
+        break;
+    case LIE_OFFSET_HUGE:
+        message->offset_bytes = UINT64_MAX - CHUNK + 1;
+        break;
+    case LIE_LENGTH_SHORT:
+        message->length_bytes -= BLOCK;
+        break;
+    case LIE_LENGTH_LONG:
+        message->length_bytes = UINT32_MAX;
+        break;
+    case LIE_LENGTH_OF_THE_LAST:
+        message->offset_bytes = 3 * CHUNK;
+        break;
+    case LIE_TAKEN_TOO_LARGE:
+        message->kind = PCC_MSG_TAKEN;
+        message->chunk = 8;
+        break;
+    default:
+        break;
+    }
+}
+
 static void tell(struct fixture *f, enum lie lie, const uint32_t chunks[4])
 {
     struct pcc_message message = full(f, 1, chunks[0], 0);
     const struct pcc_message honest = full(f, 1, chunks[1], 1);
 
     switch (lie) {
-    case LIE_KIND_ZERO: message.kind = 0; break;
-    case LIE_KIND_UNKNOWN: message.kind = 77; break;
-    case LIE_KIND_OF_THE_DAEMON: message.kind = PCC_MSG_DATA; break;
-    case LIE_CHUNK_TOO_LARGE: message.chunk = UINT32_MAX; break;
     case LIE_CHUNK_NOT_GRANTED:
-        for (message.chunk = 0; f->channel->chunks[message.chunk].state != PCC_CHUNK_FREE;)
+        message.chunk = 0;
+        while (f->channel->chunks[message.chunk].state != PCC_CHUNK_FREE)
             message.chunk++;
         break;
     case LIE_CHUNK_TWICE:
         say(f, &honest);
         message.chunk = honest.chunk;
         break;
-    case LIE_SNAPSHOT_UNKNOWN: message.id = 65; break;
-    case LIE_SNAPSHOT_ALREADY_COPIED: tell_copied_twice(f, chunks); return;
-    case LIE_OFFSET_UNALIGNED: message.offset_bytes = BLOCK; break;
-    case LIE_OFFSET_BEHIND_THE_END: message.offset_bytes = 4 * CHUNK; break;
-    case LIE_OFFSET_HUGE: message.offset_bytes = UINT64_MAX - CHUNK + 1; break;
     case LIE_OFFSET_TWICE:
         say(f, &honest);
         message.offset_bytes = honest.offset_bytes;
         break;
-    case LIE_LENGTH_SHORT: message.length_bytes -= BLOCK; break;
-    case LIE_LENGTH_LONG: message.length_bytes = UINT32_MAX; break;
-    case LIE_LENGTH_OF_THE_LAST: message.offset_bytes = 3 * CHUNK; break;
     case LIE_TAKEN_NOT_LENT:
         say(f, &honest);
         message.kind = PCC_MSG_TAKEN;
         message.chunk = honest.chunk;
         break;
-    case LIE_TAKEN_TOO_LARGE:
-        message.kind = PCC_MSG_TAKEN;
-        message.chunk = 8;
-        break;
-    case LIE_TAIL_JUMPS: atomic_fetch_add(&f->page.page->to_daemon.tail, 1u << 20); return;
     case LIE_HEAD_JUMPS: /* noticed when the chunk that came back is handed out again */
         atomic_fetch_add(&f->page.page->to_client.head, 1u << 20);
         message.kind = PCC_MSG_TAKEN;
         break;
+    case LIE_SNAPSHOT_ALREADY_COPIED:
+        tell_copied_twice(f, chunks);
+        return;
+    case LIE_TAIL_JUMPS:
+        atomic_fetch_add(&f->page.page->to_daemon.tail, 1u << 20);
+        return;
     case LIE_WORD_SCRIBBLED:
         atomic_store(&pcc_page_snapshot(&f->page, 1)->word, pcc_word(1, PCC_WORD_COPIED));
         say_all(f, 1, chunks);
         return;
-    case LIE_COUNT: break;
+    default:
+        twist(lie, &message);
+        break;
     }
     say(f, &message);
 }

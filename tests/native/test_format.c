@@ -36,53 +36,114 @@ static struct pcc_record sample(void)
     return record;
 }
 
-static void test_struct_offsets_are_those_of_the_tables(void)
+struct field {
+    const char *name;
+    size_t offset, size;
+};
+#define FIELD(type, name)                                                                          \
+    {                                                                                              \
+#name, offsetof(struct type, name), sizeof(((struct type *)0)->name)                       \
+    }
+
+static const struct field record_fields[] = {
+    FIELD(pcc_record, magic),
+    FIELD(pcc_record, format_version),
+    FIELD(pcc_record, record_bytes),
+    FIELD(pcc_record, volume_uuid),
+    FIELD(pcc_record, generation),
+    FIELD(pcc_record, replica),
+    FIELD(pcc_record, offset_bytes),
+    FIELD(pcc_record, record_number),
+    FIELD(pcc_record, previous_hash),
+    FIELD(pcc_record, boot_epoch),
+    FIELD(pcc_record, volume_bytes),
+    FIELD(pcc_record, record_stride_bytes),
+    FIELD(pcc_record, slot_stride_bytes),
+    FIELD(pcc_record, slot_count),
+    FIELD(pcc_record, block_bytes),
+    FIELD(pcc_record, checksum_algorithm),
+    FIELD(pcc_record, keep),
+    FIELD(pcc_record, uid),
+    FIELD(pcc_record, rank),
+    FIELD(pcc_record, world_size),
+    FIELD(pcc_record, job_bytes),
+    FIELD(pcc_record, job),
+    FIELD(pcc_record, created_wall_ns),
+    FIELD(pcc_record, next_sequence),
+    FIELD(pcc_record, incarnation),
+    FIELD(pcc_record, done),
+    FIELD(pcc_record, reserved0),
+    FIELD(pcc_record, reserved),
+    FIELD(pcc_record, slots),
+    FIELD(pcc_record, reserved1),
+    FIELD(pcc_record, crc32c),
+};
+static const struct field entry_fields[] = {
+    FIELD(pcc_slot_entry, state),           FIELD(pcc_slot_entry, flags),
+    FIELD(pcc_slot_entry, sequence),        FIELD(pcc_slot_entry, step),
+    FIELD(pcc_slot_entry, incarnation),     FIELD(pcc_slot_entry, payload_bytes),
+    FIELD(pcc_slot_entry, manifest_bytes),  FIELD(pcc_slot_entry, world_size),
+    FIELD(pcc_slot_entry, manifest_digest), FIELD(pcc_slot_entry, tree_offset_bytes),
+    FIELD(pcc_slot_entry, tree_bytes),      FIELD(pcc_slot_entry, wall_ns),
+    FIELD(pcc_slot_entry, reserved),
+};
+static const struct field manifest_fields[] = {
+    FIELD(pcc_manifest_header, magic),
+    FIELD(pcc_manifest_header, format_version),
+    FIELD(pcc_manifest_header, header_bytes),
+    FIELD(pcc_manifest_header, volume_uuid),
+    FIELD(pcc_manifest_header, slot),
+    FIELD(pcc_manifest_header, block_bytes),
+    FIELD(pcc_manifest_header, sequence),
+    FIELD(pcc_manifest_header, step),
+    FIELD(pcc_manifest_header, payload_bytes),
+    FIELD(pcc_manifest_header, block_count),
+    FIELD(pcc_manifest_header, tree_offset_bytes),
+    FIELD(pcc_manifest_header, tree_bytes),
+    FIELD(pcc_manifest_header, checksum_algorithm),
+    FIELD(pcc_manifest_header, reserved0),
+};
+
+/* The rows below a heading of FORMAT.md are the fields, in order, and leave no byte out. */
+static void check_table(const char *document, const char *heading, const struct field *fields,
+                        size_t count, size_t total)
 {
-    CHECK_EQUAL(offsetof(struct pcc_record, volume_uuid), 16);
-    CHECK_EQUAL(offsetof(struct pcc_record, generation), 32);
-    CHECK_EQUAL(offsetof(struct pcc_record, offset_bytes), 40);
-    CHECK_EQUAL(offsetof(struct pcc_record, record_number), 48);
-    CHECK_EQUAL(offsetof(struct pcc_record, previous_hash), 56);
-    CHECK_EQUAL(offsetof(struct pcc_record, boot_epoch), 64);
-    CHECK_EQUAL(offsetof(struct pcc_record, volume_bytes), 72);
-    CHECK_EQUAL(offsetof(struct pcc_record, record_stride_bytes), 80);
-    CHECK_EQUAL(offsetof(struct pcc_record, slot_stride_bytes), 88);
-    CHECK_EQUAL(offsetof(struct pcc_record, slot_count), 96);
-    CHECK_EQUAL(offsetof(struct pcc_record, block_bytes), 100);
-    CHECK_EQUAL(offsetof(struct pcc_record, checksum_algorithm), 104);
-    CHECK_EQUAL(offsetof(struct pcc_record, keep), 108);
-    CHECK_EQUAL(offsetof(struct pcc_record, uid), 112);
-    CHECK_EQUAL(offsetof(struct pcc_record, rank), 116);
-    CHECK_EQUAL(offsetof(struct pcc_record, world_size), 120);
-    CHECK_EQUAL(offsetof(struct pcc_record, job_bytes), 124);
-    CHECK_EQUAL(offsetof(struct pcc_record, job), 128);
-    CHECK_EQUAL(offsetof(struct pcc_record, created_wall_ns), 256);
-    CHECK_EQUAL(offsetof(struct pcc_record, next_sequence), 264);
-    CHECK_EQUAL(offsetof(struct pcc_record, incarnation), 272);
-    CHECK_EQUAL(offsetof(struct pcc_record, done), 280);
-    CHECK_EQUAL(offsetof(struct pcc_record, reserved), 288);
-    CHECK_EQUAL(offsetof(struct pcc_record, slots), 1016);
-    CHECK_EQUAL(offsetof(struct pcc_record, crc32c), 4092);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, sequence), 8);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, step), 16);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, incarnation), 24);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, payload_bytes), 32);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, manifest_bytes), 40);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, world_size), 44);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, manifest_digest), 48);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, tree_offset_bytes), 64);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, tree_bytes), 72);
-    CHECK_EQUAL(offsetof(struct pcc_slot_entry, wall_ns), 80);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, volume_uuid), 16);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, slot), 32);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, block_bytes), 36);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, sequence), 40);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, step), 48);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, payload_bytes), 56);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, block_count), 64);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, tree_offset_bytes), 72);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, tree_bytes), 80);
-    CHECK_EQUAL(offsetof(struct pcc_manifest_header, checksum_algorithm), 88);
+    const char *at = strstr(document, heading);
+    size_t end = 0;
+
+    CHECK(at);
+    for (size_t i = 0; i < count; i++) {
+        char row[128];
+        (void)snprintf(row, sizeof row, "\n| %zu | %zu | `%s` |", fields[i].offset, fields[i].size,
+                       fields[i].name);
+        at = strstr(at, row);
+        if (!at)
+            printf("FORMAT.md lacks, or has out of order:%s\n", row);
+        CHECK(at);
+        CHECK_EQUAL(fields[i].offset, end);
+        end += fields[i].size;
+    }
+    CHECK_EQUAL(end, total);
+}
+
+static void test_the_document_agrees_with_the_structs(void)
+{
+    static char document[65536];
+    FILE *file = fopen(FORMAT_MD, "r");
+
+    CHECK(file);
+    CHECK(fread(document, 1, sizeof document - 1, file) > 0);
+    CHECK_EQUAL(fclose(file), 0);
+#define TABLE(heading, fields, type)                                                               \
+    check_table(document, heading, fields, sizeof(fields) / sizeof(fields)[0], sizeof(struct type))
+    TABLE("## Commit record", record_fields, pcc_record);
+    TABLE("## Slot entry", entry_fields, pcc_slot_entry);
+    TABLE("## Manifest", manifest_fields, pcc_manifest_header);
+#undef TABLE
+    /* The vectors that the tests below check. */
+    CHECK(strstr(document, "`e3069283`") && strstr(document, "`5fb992b2`"));
+    CHECK(strstr(document, "`2d06800538d394c2`") && strstr(document, "`eb4b7c3707879151`"));
+    CHECK(strstr(document, "`6c43586dee041288983fbf025cd7ab2a`"));
 }
 
 static void test_vectors(void)
@@ -169,11 +230,11 @@ static void test_bounds_are_checked_behind_the_crc(void)
     struct pcc_record bad;
 
     CHECK_EQUAL(accept_sealed(good), 0);
-#define BAD(change)                                    \
-    do {                                               \
-        bad = good;                                    \
-        bad.change;                                    \
-        CHECK_EQUAL(accept_sealed(bad), -PCC_E_DAMAGED); \
+#define BAD(change)                                                                                \
+    do {                                                                                           \
+        bad = good;                                                                                \
+        bad.change;                                                                                \
+        CHECK_EQUAL(accept_sealed(bad), -PCC_E_DAMAGED);                                           \
     } while (0)
     BAD(slot_count = 33);
     BAD(slot_count = 0);
@@ -239,14 +300,15 @@ static void test_every_flipped_bit_of_a_manifest_is_found(void)
     struct pcc_record elsewhere = record;
     elsewhere.volume_uuid[0] ^= 1;
     CHECK_EQUAL(pcc_manifest_accept(manifest, &elsewhere, 1, &entry), -PCC_E_DAMAGED);
-    static const uint8_t digest[PCC_DIGEST_BYTES] = {0x6c, 0x43, 0x58, 0x6d, 0xee, 0x04, 0x12, 0x88,
-                                                    0x98, 0x3f, 0xbf, 0x02, 0x5c, 0xd7, 0xab, 0x2a};
+    static const uint8_t digest[PCC_DIGEST_BYTES] = {0x6c, 0x43, 0x58, 0x6d, 0xee, 0x04,
+                                                     0x12, 0x88, 0x98, 0x3f, 0xbf, 0x02,
+                                                     0x5c, 0xd7, 0xab, 0x2a};
     CHECK(memcmp(entry.manifest_digest, digest, sizeof digest) == 0);
 }
 
 int main(void)
 {
-    RUN(test_struct_offsets_are_those_of_the_tables);
+    RUN(test_the_document_agrees_with_the_structs);
     RUN(test_vectors);
     RUN(test_both_crc_implementations_agree);
     RUN(test_geometry);

@@ -1,7 +1,7 @@
 """A real training process for tests, told what to do over a pipe.
 
-Every element of its state is a function of the step, so that any tensor read back says which step it
-is from, and a mix of two steps cannot pass. Trainers are forked from a server process that has
+Every element of its state is a function of the step, so that any tensor read back says which step
+it is from, and a mix of two steps cannot pass. Trainers are forked from a server process that has
 imported torch already, which makes hundreds of kills cheap.
 """
 
@@ -71,7 +71,9 @@ class _Trainer:
         self.link = link
         self.handles: list[Any] = []
 
-    def open(self, counts: list[int], *, attach: bool = True, hook: bool = True, **options: Any) -> int:
+    def open(
+        self, counts: list[int], *, attach: bool = True, hook: bool = True, **options: Any
+    ) -> int:
         self.model = Stamped(counts)
         self.optimizer = Stamp(list(self.model.parts))
         self.client = PCcheckClient(**options)

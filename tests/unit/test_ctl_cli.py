@@ -102,11 +102,13 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["status"]) == 130
 
 
-def test_starts_without_the_heavy_modules() -> None:
-    """Nothing that takes longer than the answer itself is imported to ask a daemon."""
+@pytest.mark.parametrize("flags", [[], ["--storage", "/"]])
+def test_starts_without_the_heavy_modules(flags: list[str]) -> None:
+    """Nothing that takes longer than the answer itself is imported to ask, or to list."""
+    heavy = [name for name in HEAVY if not flags or name != "pccheck_native"]
     code = (
-        "import sys; from pccheckctl import cli; cli.main(['status', '--json']); "
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+        f"import sys; from pccheckctl import cli; cli.main([*{flags!r}, 'status', '--json']); "
+        f"print([m for m in {heavy!r} if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"

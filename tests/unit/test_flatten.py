@@ -150,7 +150,8 @@ def test_strides(make: Any) -> None:
 def test_aliases_survive() -> None:
     base = torch.arange(40.0)
     state = {
-        "row": base[3:13], "overlap": base[10:20].reshape(2, 5), "bytes": base.view(torch.uint8)[41:44],
+        "row": base[3:13], "overlap": base[10:20].reshape(2, 5),
+        "bytes": base.view(torch.uint8)[41:44],
         "tied": [base[3:13], base[3:13]], "own": torch.arange(4.0),
     }  # fmt: skip
     back = again(state)
@@ -234,6 +235,7 @@ def _cycle() -> list[object]:
     return loop
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("value", "said"),
     [

@@ -1,4 +1,4 @@
-"""The cached plan is never stale: whatever changed about the attached state is in the next snapshot."""
+"""The cached plan is never stale: whatever changed is in the next snapshot."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_a_given_state_is_sorted_by_memory(kit: Kit) -> None:
 def test_memory_that_is_read_is_kept(kit: Kit) -> None:
     made = kit.plan.snapshot(1, None)
     expected = kit.expected()
-    expected = {k: v for k, v in expected.items()}
+    expected = dict(expected.items())
     copy = round_trip(made)
     for p in kit.model.parameters():
         p.data = torch.zeros_like(p)

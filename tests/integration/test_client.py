@@ -1,0 +1,327 @@
+"""The client against a real daemon, in one process: what scripts see."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck import (
+    CheckpointFailedError,
+    CheckpointState,
+    DaemonUnreachableError,
+    PCcheckClient,
+    PccheckError,
+    StateMismatchError,
+    UnsupportedStateError,
+    UsageError,
+    WaitTimeoutError,
+)
+from tests.support.daemon import Daemon
+from tests.unit.test_flatten import same
+from tests.unit.test_inplace import make, states
+
+Connect = Callable[..., PCcheckClient]
+SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon()
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    made: list[PCcheckClient] = []
+
+    def start(daemon: Daemon, **options: Any) -> PCcheckClient:
+        options.setdefault("job", "job")
+        made.append(PCcheckClient(socket=daemon.socket, **options))
+        return made[-1]
+
+    yield start
+    for client in made:
+        client.close()
+
+
+def update(kit: dict[str, Any]) -> None:
+    for p in kit["model"].parameters():
+        p.grad = torch.randn_like(p)
+    kit["optimizer"].step()
+    kit["scheduler"].step()
+    kit["model"].norm(torch.randn(3, 4))
+
+
+def test_a_whole_training_state(daemon: Daemon, connect: Connect) -> None:
+    client, kit = connect(daemon), make(1)
+    client.attach(**kit, rng=True)
+    assert not client.restore()
+    for _ in range(4):
+        update(kit)
+        handle = client.checkpoint(metadata={"loss": 0.5, "tags": ["a", None]})
+    expected, drawn = states(kit), torch.rand(3)
+    assert (handle.step, handle.wait_durable(30).step, handle.sequence) == (4, 4, 4)
+    client.close()
+
+    again, other = connect(daemon), make(2)
+    again.attach(**other, rng=True)
+    done = again.restore()
+    assert (bool(done), done.step, done.metadata) == (True, 4, {"loss": 0.5, "tags": ["a", None]})
+    assert same(expected, states(other)) and torch.equal(torch.rand(3), drawn)
+    update(other)
+    assert again.checkpoint().step == 5
+    found = again.recover()
+    assert found.step in (4, 5) and list(found.state) == ["model", "optimizer", "scheduler", "rng"]
+
+
+@pytest.mark.parametrize(
+    "state", [torch.arange(5), [], {}, None, [1, {"x": torch.ones(3)}], {"a": torch.zeros(0)}]
+)
+def test_a_given_state(daemon: Daemon, connect: Connect, state: Any) -> None:
+    client = connect(daemon)
+    if state is None:
+        with pytest.raises(UnsupportedStateError, match="attach"):
+            client.checkpoint()
+        return
+    handle = client.checkpoint(state)
+    assert handle.state >= CheckpointState.COPIED
+    assert handle.wait_durable(30).step == 1
+    assert same(client.recover(step=1).state, state)
+    with pytest.raises(UsageError):
+        client.checkpoint(state, step=-1)
+
+
+def test_without_a_gate_it_is_copied_on_return(daemon: Daemon, connect: Connect) -> None:
+    client, tensor = connect(daemon), torch.ones(500_000)
+    for step in range(1, 8):
+        tensor.fill_(step)
+        client.checkpoint({"t": tensor})
+        tensor.fill_(-1)
+    client.checkpoint({"t": tensor}).wait_durable(30)
+    assert float(client.recover().state["t"].sum()) == -500_000
+
+
+def test_many_handles_stay_right_when_entries_are_used_again(
+    daemon: Daemon, connect: Connect
+) -> None:
+    client = connect(daemon)
+    handles = [client.checkpoint([torch.full((10,), i)], step=i) for i in range(200)]
+    assert handles[-1].wait_durable(60).sequence == 200
+    ends = {h.state for h in handles}
+    assert ends <= {CheckpointState.DURABLE, CheckpointState.SUPERSEDED}
+    assert [h.step for h in handles] == list(range(200))
+    assert [h.sequence for h in handles if h.state is CheckpointState.DURABLE] == [
+        i + 1 for i, h in enumerate(handles) if h.state is CheckpointState.DURABLE
+    ]
+
+
+def test_buffers_are_as_they_were_at_the_call(
+    start_daemon: Callable[..., Daemon], connect: Connect
+) -> None:
+    client, kit = connect(start_daemon(*SLOW)), make(1)
+    kit["model"].big = torch.nn.Parameter(torch.zeros(1_500_000))
+    kit["optimizer"].add_param_group({"params": [kit["model"].big]})
+    client.attach(**kit)
+    client.checkpoint().wait_durable(30)
+    before = kit["model"].norm.running_mean.clone()
+    handle = client.checkpoint()
+    kit["model"].norm(torch.randn(3, 4))  # a forward pass changes buffers while the copy goes on
+    assert handle.state < CheckpointState.COPIED
+    handle.wait_durable(30)
+    found = client.recover().state["model"]["norm.running_mean"]
+    assert torch.equal(found, before) and not torch.equal(kit["model"].norm.running_mean, before)
+
+
+def test_a_stopped_daemon_costs_one_stall_and_then_nothing(
+    daemon: Daemon, connect: Connect
+) -> None:
+    client = connect(daemon, stall_limit_s=0.3)
+    tensor = torch.ones(1000)
+    client.checkpoint([tensor]).wait_durable(30)
+    daemon.kill(signal.SIGSTOP)
+    try:
+        with pytest.warns(UserWarning, match="stall_limit_s") as told:
+            states = [client.checkpoint([tensor]).state for _ in range(20)]
+    finally:
+        daemon.kill(signal.SIGCONT)
+    assert len(told) == 1
+    assert states[0] is CheckpointState.FAILED
+    assert set(states[1:]) == {CheckpointState.SKIPPED}
+    for _ in range(10_000):
+        handle = client.checkpoint([tensor])
+        if handle.state is not CheckpointState.SKIPPED:
+            break
+    assert handle.wait_durable(30).step == handle.step
+
+
+def test_on_error_raise(daemon: Daemon, connect: Connect) -> None:
+    client = connect(daemon, on_error="raise")
+    client.checkpoint([1]).wait_durable(30)
+    daemon.kill()
+    with pytest.raises(DaemonUnreachableError, match="pccheckd --storage"):
+        client.checkpoint([1])
+    with pytest.raises(DaemonUnreachableError):
+        client.recover()
+    daemon.start()
+    assert client.recover().step == 1
+    assert client.checkpoint([2]).wait_durable(30).step == 2
+
+
+def test_a_handle_of_a_dead_daemon(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
+    daemon = start_daemon(*SLOW)
+    client = connect(daemon)
+    client.checkpoint([1]).wait_durable(30)
+    handle = client.checkpoint([torch.ones(700_000)])
+    daemon.kill()
+    with pytest.raises(CheckpointFailedError, match="ended"):
+        handle.wait_durable(30)
+    assert handle.state is CheckpointState.FAILED
+    with pytest.warns(UserWarning, match="pccheckd"):
+        client.checkpoint([1])
+
+
+def test_waits_have_deadlines(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
+    client = connect(start_daemon(*SLOW))
+    client.checkpoint([1]).wait_durable(30)
+    handle = client.checkpoint([torch.ones(700_000)])
+    with pytest.raises(WaitTimeoutError):
+        handle.wait_durable(0.01)
+    handle.wait_durable(30)
+
+
+def _use_in_child(client: PCcheckClient, answers: Any) -> None:
+    handle = client.checkpoint([1])
+    client.gate()
+    client.close()
+    try:
+        client.recover()
+    except UsageError as error:
+        answers.put((handle.state.name, client.connected, str(error)))
+
+
+def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
+    client = connect(daemon)
+    client.checkpoint([1]).wait_durable(30)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_use_in_child, args=(client, answers))
+    child.start()
+    name, connected, said = answers.get(timeout=30)
+    child.join()
+    assert (name, connected) == ("SKIPPED", False) and "parent" in said
+    assert client.checkpoint([2]).wait_durable(30).step == 2
+
+
+def test_restoring_what_does_not_fit_changes_nothing(daemon: Daemon, connect: Connect) -> None:
+    client, kit = connect(daemon), make(1, steps=2)
+    client.attach(**kit)
+    client.checkpoint().wait_durable(30)
+    client.attach(model=make(2, width=6)["model"])
+    with pytest.raises(StateMismatchError, match=r"model\.embed\.weight"):
+        client.restore()
+    client.attach(model=kit["model"])
+    assert client.restore().step == 1
+
+
+def test_a_finished_job(daemon: Daemon, connect: Connect) -> None:
+    client = connect(daemon)
+    for _ in range(4):
+        client.checkpoint([torch.ones(100)]).wait_durable(30)
+    client.close(done=True)
+    client.close()
+    assert client.checkpoint is not None
+    with pytest.raises(UsageError, match="closed"):
+        client.checkpoint([1])
+    assert connect(daemon).recover().step == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gate": "no"}, {"on_busy": "x"}, {"on_error": "x"}, {"transfer": "pull"}, {"job": "../x"},
+        {"rank": 2, "world_size": 2}, {"stall_limit_s": 0}, {"autostart": True},
+    ],
+)  # fmt: skip
+def test_wrong_arguments(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        PCcheckClient(**{"job": "job", **options})
+
+
+def test_steps_and_metadata_are_taken_by_value(daemon: Daemon, connect: Connect) -> None:
+    client = connect(daemon)
+    assert client.checkpoint([1], step=torch.tensor(7)).step == 7
+    assert client.checkpoint([1]).step == 8
+    for wrong in ({"x": object()}, {1: 2}, torch.ones(1), (1,)):
+        with pytest.raises(UnsupportedStateError, match="metadata"):
+            client.checkpoint([1], metadata=wrong)
+    with pytest.raises(UsageError):
+        client.checkpoint([1], step=1.5)  # type: ignore[arg-type]
+
+
+SCRIPT = """
+import torch
+from pccheck import PCcheckClient
+client = PCcheckClient(job="auto", autostart=True, storage={storage!r})
+done = client.recover()
+print(done.step, flush=True)
+client.checkpoint([torch.ones(1000)], step=done.step + 1).wait_durable(60)
+{end}
+"""
+
+
+def run(storage: Path, end: str, runtime: Path) -> list[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(storage=str(storage), end=end)],
+        capture_output=True, text=True, timeout=90, env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
+    )  # fmt: skip
+    assert ran.returncode in (0, -9), ran.stderr
+    return ran.stdout.split()
+
+
+def test_autostart(daemon: Daemon) -> None:
+    """A private daemon outlives a crash and ends with an orderly close."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    runtime.mkdir(mode=0o700)
+    kill = "import os; os.kill(os.getpid(), 9)"
+    assert run(storage, kill, runtime) == ["0"]
+    (pid_file,) = runtime.rglob("pid")
+    pid = int(pid_file.read_text())
+    os.kill(pid, 0)
+    assert run(storage, "", runtime) == ["1"]
+    assert pid == int(pid_file.read_text())
+    for _ in range(300):
+        if not _alive(pid):
+            break
+        select_sleep()
+    assert not _alive(pid)
+    assert run(storage, "client.close()", runtime) == ["2"]
+
+
+def select_sleep() -> None:
+    import select
+
+    select.select([], [], [], 0.1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_autostart_needs_a_parent_directory(tmp_path: Path) -> None:
+    with pytest.raises(PccheckError, match="storage directory"), warnings.catch_warnings():
+        PCcheckClient(
+            job="x", autostart=True, storage=tmp_path / "not" / "mounted", on_error="raise"
+        )

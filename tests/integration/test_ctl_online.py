@@ -1,0 +1,123 @@
+"""`pccheckctl` against a running daemon, which has volumes of an earlier run."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pccheckctl import cli, source
+from tests.support.daemon import Daemon
+from tests.support.volumes import UID, make, scribble
+
+Ctl = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon], tmp_path: Path) -> Daemon:
+    return start_daemon("--allow-any-filesystem", storage=make(tmp_path / "storage", 10, 20, 30))
+
+
+@pytest.fixture
+def ctl(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = cli.main(["--socket", str(daemon.socket), *map(str, arguments)])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture(params=["files", "daemon"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Checkpoints are read from the files, or through the daemon by who may not open them."""
+    if request.param == "daemon":
+        monkeypatch.setattr(source, "_may_read", lambda _: False)
+    return str(request.param)
+
+
+def test_status_and_list_have_what_nobody_connected_to(ctl: Ctl, daemon: Daemon) -> None:
+    code, out, _ = ctl("status", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["daemon"]["pid"] == daemon.pid
+    (rank,) = document["ranks"]
+    assert (rank["uid"], rank["job"], rank["newest"]["step"]) == (UID, "job", 30)
+    code, out, _ = ctl("list", "--json")
+    assert [one["step"] for one in json.loads(out)["checkpoints"]] == [30, 20, 10]
+    assert ctl("status")[0] == 0
+    assert ctl("list", "--uid", 8)[1] == "no checkpoints\n"
+
+
+def test_documents_have_the_same_keys_without_the_daemon(
+    ctl: Ctl, daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online = json.loads(ctl("list", "--json")[1])
+    cli.main(["--storage", str(daemon.storage), "list", "--json"])
+    offline = json.loads(capsys.readouterr().out)
+    assert online.keys() == offline.keys()
+    assert online["checkpoints"] == offline["checkpoints"]
+    assert [v.keys() for v in online["volumes"]] == [v.keys() for v in offline["volumes"]]
+
+
+@pytest.mark.usefixtures("way")
+def test_show(ctl: Ctl) -> None:
+    code, out, _ = ctl("show", "job", "--step", 20, "--json")
+    assert code == 0
+    assert json.loads(out)["metadata"] == {"note": "step 20"}
+
+
+@pytest.mark.usefixtures("way")
+def test_verify_finds_damage(ctl: Ctl, daemon: Daemon) -> None:
+    assert ctl("verify", "job")[0] == 0
+    scribble(daemon.storage, 20)
+    code, out, _ = ctl("verify", "job", "--json")
+    assert code == 14
+    assert {c["step"]: c["result"] for c in json.loads(out)["checkpoints"]} == {
+        30: "ok", 20: "damaged", 10: "ok",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+def test_recover_is_the_same_either_way(
+    ctl: Ctl, daemon: Daemon, tmp_path: Path, name: str
+) -> None:
+    assert ctl("recover", "job", "-o", tmp_path / name)[0] == 0
+    other = tmp_path / f"offline-{name}"
+    assert cli.main(["--storage", str(daemon.storage), "recover", "job", "-o", str(other)]) == 0
+    if name.endswith(".safetensors"):
+        assert filecmp.cmp(tmp_path / name, other, shallow=False)
+
+
+@pytest.mark.usefixtures("way")
+def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) -> None:
+    scribble(daemon.storage, 30)
+    code, out, _ = ctl("recover", "job", "-o", tmp_path / "a.safetensors", "--json")
+    assert code == 14
+    document = json.loads(out)
+    assert document["written"][0]["checkpoint"]["step"] == 20
+    assert [s["checkpoint"]["step"] for s in document["skipped"]] == [30]
+
+
+def test_wait(ctl: Ctl) -> None:
+    assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable\n")
+    code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)
+    assert code == 1
+    assert "not durable" in err
+
+
+def test_the_storage_flag_asks_no_daemon(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--socket", str(daemon.socket), "--storage", str(daemon.storage)]
+    assert cli.main([*flags, "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["daemon"] is None
+
+
+def test_a_daemon_that_ended_is_twelve(ctl: Ctl, daemon: Daemon) -> None:
+    daemon.stop()
+    assert ctl("status")[0] == 12

@@ -1,0 +1,43 @@
+"""Runs a module's main() as another uid: python -m tests.support.as_user UID pccheckctl.cli ARG...
+
+Everything is imported before the uid changes, since the interpreter itself may lie where that user
+cannot go (a virtual environment in root's home).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+
+
+def _import_all(package: str) -> None:
+    found = importlib.import_module(package)
+    for module in pkgutil.iter_modules(found.__path__, package + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def main() -> int:
+    uid, target, *arguments = sys.argv[1:]
+    package = target.split(".")[0]
+    for name in ("pccheck_wire", "pccheck_native", package):
+        if name != "pccheckctl" or package == "pccheckctl":
+            _import_all(name)
+    if package == "pccheckd":
+        import uvloop
+        import zmq.asyncio  # noqa: F401
+
+        uvloop.new_event_loop().close()
+    argparse.ArgumentParser().format_help()  # pulls in what the standard library imports late
+    os.setgroups([])
+    os.setgid(int(uid))
+    os.setuid(int(uid))
+    sys.argv = [package, *arguments]
+    return int(importlib.import_module(target).main() or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What was recovered goes straight into what is attached, or nothing is touched at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pccheck.inplace import Placement
+from pccheck.plan import AttachedPlan, Snapshot
+from pccheck_wire.errors import StateMismatchError
+from tests.support import payload
+from tests.unit.test_flatten import same
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.body = nn.Linear(width, width)
+        self.head = nn.Linear(width, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def make(
+    seed: int, *, width: int = 4, steps: int = 0, cls: type = torch.optim.AdamW
+) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net(width)
+    optimizer = cls(model.parameters(), lr=0.1 * seed)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        scheduler.step()
+        model.norm(torch.randn(3, width))
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def states(attached: dict[str, Any]) -> dict[str, Any]:
+    return {name: thing.state_dict() for name, thing in attached.items()}
+
+
+def save(attached: dict[str, Any]) -> Snapshot:
+    return AttachedPlan(attached, mode="sync").snapshot(1, None)
+
+
+def put(made: Snapshot, attached: dict[str, Any]) -> list[tuple[int, int]]:
+    """Restores; the (address, bytes) that were loaded."""
+    loaded: list[tuple[int, int]] = []
+    data = payload.build(made)
+
+    def load(ranges: bytes) -> None:
+        for at in range(0, len(ranges), 24):
+            address, _, nbytes = (
+                int.from_bytes(ranges[at + i : at + i + 8], "little") for i in (0, 8, 16)
+            )
+            loaded.append((address, nbytes))
+        payload.load(data, ranges)
+
+    Placement(payload.tree_of(made), attached).load(load)
+    return loaded
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_everything_comes_back(steps: int, cls: type) -> None:
+    before, after = make(1, steps=3, cls=cls), make(2, steps=steps, cls=cls)
+    put(save(before), after)
+    assert same(states(before), states(after))
+    assert after["optimizer"].param_groups[0]["params"][0] is after["model"].embed.weight
+    for kit in (before, after):  # and goes on alike
+        torch.manual_seed(9)
+        for p in kit["model"].parameters():
+            p.grad = torch.randn_like(p)
+        kit["optimizer"].step()
+    assert same(states(before), states(after))
+
+
+def test_tensors_keep_their_memory_and_identity() -> None:
+    before, after = make(1, steps=2), make(2, steps=1)
+    model, optimizer = after["model"], after["optimizer"]
+    moment = optimizer.state[model.body.weight]["exp_avg"]
+    addresses = {p.data_ptr() for p in model.parameters()} | {moment.data_ptr()}
+    loaded = put(save(before), after)
+    assert addresses <= {address for address, _ in loaded}
+    assert optimizer.state[model.body.weight]["exp_avg"] is moment
+    assert model.head.weight is model.embed.weight
+
+
+def test_float32_moments_of_bfloat16_parameters_stay_float32() -> None:
+    def kit() -> dict[str, Any]:
+        made = make(1, steps=1)
+        made["model"].bfloat16()
+        for entry in made["optimizer"].state.values():
+            entry["exp_avg"] = torch.randn(entry["exp_avg"].shape)
+        return made
+
+    before, after = kit(), kit()
+    after["optimizer"].state.clear()
+    put(save(before), after)
+    assert same(states(before), states(after))
+    assert after["optimizer"].state[after["model"].body.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_other_strides_are_copied() -> None:
+    before, after = make(1), make(2)
+    after["model"].body.weight.data = torch.zeros(8, 8)[::2, ::2]
+    beside = after["model"].body.weight.data.untyped_storage()
+    put(save(before), after)
+    assert torch.equal(before["model"].body.weight, after["model"].body.weight)
+    whole = torch.empty(0).set_(beside, 0, (8, 8))
+    assert int(whole.count_nonzero()) == 16  # what lies between was not touched
+
+
+def test_untied_now_tied_then() -> None:
+    before, after = make(1), make(2)
+    after["model"].head.weight = nn.Parameter(torch.zeros(5, 4))
+    after["optimizer"] = torch.optim.AdamW(list(after["model"].parameters())[:-1])
+    after["scheduler"] = torch.optim.lr_scheduler.StepLR(after["optimizer"], 2)
+    put(save(before), after)
+    assert torch.equal(after["model"].head.weight, before["model"].embed.weight)
+    assert torch.equal(after["model"].embed.weight, before["model"].embed.weight)
+
+
+def rename(kit: dict[str, Any]) -> None:
+    kit["net"] = kit.pop("model")
+
+
+def reshape(kit: dict[str, Any]) -> None:
+    kit["model"].body = nn.Linear(4, 6)
+
+
+def recast(kit: dict[str, Any]) -> None:
+    kit["model"].norm.double()
+
+
+def add(kit: dict[str, Any]) -> None:
+    kit["model"].more = nn.Linear(2, 2)
+
+
+def regroup(kit: dict[str, Any]) -> None:
+    kit["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def fewer(kit: dict[str, Any]) -> None:
+    kit["optimizer"] = torch.optim.AdamW(list(kit["model"].parameters())[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        (rename, "net"), (reshape, "model.body.weight"), (recast, "model.norm.weight"),
+        (add, "more.bias"), (regroup, "optimizer.param_groups"),
+        (fewer, r"optimizer.param_groups.0.params"),
+    ],
+)  # fmt: skip
+def test_a_mismatch_names_its_path_and_touches_nothing(change: Any, path: str) -> None:
+    made, after = save(make(1, steps=2)), make(2, steps=1)
+    change(after)
+    before = payload.round_trip(AttachedPlan(after, mode="sync").snapshot(1, None))
+    with pytest.raises(StateMismatchError, match=path):
+        put(made, after)
+    assert same(before, states(after))
+
+
+def test_a_given_state_cannot_be_put_in_place() -> None:
+    from tests.unit.test_flatten import snapshot
+
+    with pytest.raises(StateMismatchError, match="recover"):
+        put(snapshot({"model": torch.ones(1)}), make(1))
+
+
+class Versioned(nn.Linear):
+    """Has a state dict and a way to load it of its own."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"v2.weight": self.weight.detach(), "bias": self.bias.detach()}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            self.weight.copy_(state["v2.weight"])
+            self.bias.copy_(state["bias"])
+
+
+def test_custom_modules_load_their_own_way() -> None:
+    before, after = {"model": Versioned(3, 3)}, {"model": Versioned(3, 3)}
+    put(save(before), after)
+    assert torch.equal(before["model"].weight, after["model"].weight)
+
+
+def test_a_learning_rate_tensor_stays_the_same_object() -> None:
+    before, after = make(1), make(2)
+    for kit, value in ((before, 0.5), (after, 0.25)):
+        kit["optimizer"].param_groups[0]["lr"] = torch.tensor(value)
+    rate = after["optimizer"].param_groups[0]["lr"]
+    put(save(before), after)
+    assert after["optimizer"].param_groups[0]["lr"] is rate and float(rate) == 0.5
