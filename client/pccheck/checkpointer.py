@@ -141,7 +141,9 @@ class PCcheckClient:
         `load_state_dict`, and with rng=True the generators of Python, NumPy and torch.
 
         With gate="auto" the step of every attached optimizer waits until a snapshot was read.
-        Attaching a name again replaces it. Raises UsageError.
+        Between `checkpoint()` and that step tensors may be replaced, but their storages not
+        resized, which would free memory under the copy; call `gate()` before. Attaching a name
+        again replaces it. Raises UsageError.
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more

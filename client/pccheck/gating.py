@@ -61,7 +61,11 @@ def _plain(tensor: torch.Tensor) -> bool:
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, ValueError, NotImplementedError):  # wrappers without memory; refused later, by path
+    except (
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+    ):  # wrappers without memory; refused later, by path
         return 0
 
 
