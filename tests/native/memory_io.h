@@ -19,8 +19,9 @@ struct memory_io {
     _Atomic int fail_durables;
     _Atomic int fail_flushes;
     _Atomic int fail_reads;
-    _Atomic int short_every; /* > 0: a transfer moves at most so many bytes */
-    _Atomic int interrupts;  /* so many transfers are interrupted */
+    _Atomic int fail_reads_after; /* > 0: the n-th read from now on and all after it fail */
+    _Atomic int short_every;      /* > 0: a transfer moves at most so many bytes */
+    _Atomic int interrupts;       /* so many transfers are interrupted */
     _Atomic int writes, durables, flushes, reads;
     _Atomic long write_ns; /* how long a write takes */
     _Atomic int writing, writing_most;
@@ -94,7 +95,10 @@ static inline int64_t memory_read(struct pcc_io *io, void *bytes, uint64_t lengt
 {
     struct memory_io *self = memory_of(io);
     atomic_fetch_add(&self->reads, 1);
-    if (memory_spend(&self->fail_reads))
+    const int left = atomic_load(&self->fail_reads_after);
+    if (left > 1)
+        atomic_store(&self->fail_reads_after, left - 1);
+    if (memory_spend(&self->fail_reads) || left == 1)
         return -EIO;
     PCC_ASSERT(offset <= io->size_bytes && length <= io->size_bytes - offset);
     const int64_t moved = memory_length(self, length);

@@ -190,6 +190,29 @@ static void test_what_was_uncached_cannot_move(void)
     owner_free(owner);
 }
 
+static void test_given_up_between_the_error_and_the_move(void)
+{
+    struct owner *owner = owner_new(4, 2, 1, 0);
+    struct payload payload;
+    struct pcc_record record;
+
+    CHECK_EQUAL(payload_begin(owner, 1, 2 * CHUNK, &payload), 0);
+    CHECK_EQUAL(payload_chunk(&payload, 0), 0);
+    owner->media->fail_writes = 1;
+    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+    pcc_save_abort(payload.save, -PCC_E_ABORTED); /* the move is queued */
+    step_all(owner, 1);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(owner_wait(owner, 1).error, -PCC_E_ABORTED);
+    CHECK(strcmp(owner_wait(owner, 1).stage, "copy") == 0);
+    CHECK_EQUAL(owner->media->writes, 1);
+    pcc_volume_record(owner->volume, &record);
+    CHECK_EQUAL(record.slots[0].flags, PCC_SLOT_QUARANTINED);
+    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
+    free(payload.memory);
+    owner_free(owner);
+}
+
 /* A flush that fails concerns every save whose bytes it was to cover. */
 static void test_a_failed_flush_is_nobodys_success(void)
 {
@@ -320,6 +343,7 @@ int main(void)
     RUN(test_a_write_error_moves_the_save);
     RUN(test_errors_without_end_fail_the_save_and_are_remembered);
     RUN(test_what_was_uncached_cannot_move);
+    RUN(test_given_up_between_the_error_and_the_move);
     RUN(test_a_failed_flush_is_nobodys_success);
     RUN(test_a_failed_record_fails_the_save_and_stops);
     RUN(test_damage_is_found_by_the_load);
