@@ -102,6 +102,7 @@ class Ours(AbstractContextManager["Ours"]):
             document: Any = observer.status()
         for rank in document["ranks"]:
             for found in reversed(rank["checkpoints"]):
-                if found["step"] == self.step and found["durable_s"]:
-                    return float(found["durable_s"] - found["first_write_s"])
+                times = found["times"]
+                if found["step"] == self.step and times["durable"]:
+                    return float(times["durable"] - times["first_write"]) * 1e-9
         raise BenchError(f"the daemon's status does not tell when step {self.step} became durable")

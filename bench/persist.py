@@ -4,7 +4,8 @@
 
 In every round each contender saves the same state once, in an order that rotates; the limit (the
 best direct overwrite that fio or a plain C program reaches) is taken in the same rounds. Everything
-lies on one file system. Memory is touched just before each run.
+lies on one file system. Memory is touched just before each run: what is free by writing to it, what
+a contender keeps from save to save (PCcheck's pool, a kept stager's copy) by a save not measured.
 Writes bench/results/persist-DATE.{json,md}.
 """
 
@@ -26,7 +27,7 @@ from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
-from bench.rivals import Rivals, State
+from bench.rivals import KEPT, Rivals, State
 
 OURS = "PCcheck"
 
@@ -74,8 +75,9 @@ def _rival_run(save: object, directory: Path, payload_bytes: int) -> dict[str, f
 
 
 def _our_run(ours: Ours, payload_bytes: int) -> dict[str, float]:
-    common.settle()
     common.warm_memory(payload_bytes * 11 // 5)
+    ours.save()
+    common.settle()
     saved = ours.save()
     return asdict(saved) | {
         "stall_s": saved.call_s,
@@ -100,15 +102,17 @@ def measure(size_bytes: int, rounds: int, directory: Path, rawwrite: Path) -> tu
         names = [OURS, *rivals.save]
         for number in range(rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                run = (
-                    _our_run(ours, payload_bytes)
-                    if name == OURS
-                    else _rival_run(rivals.save[name], directory, payload_bytes)
-                )
+                if name == OURS:
+                    run = _our_run(ours, payload_bytes)
+                else:
+                    if name == KEPT:
+                        _rival_run(rivals.save[name], directory, payload_bytes)
+                    run = _rival_run(rivals.save[name], directory, payload_bytes)
                 print(f"  round {number} {name:28} {run['durable_s']:.3f} s", flush=True)
                 if number:
                     runs.contenders[name].append(run)
             for setting in settings:
+                common.settle()
                 seconds = limit.seconds(setting, write=True)
                 if number:
                     runs.limit[setting.name].append(seconds)

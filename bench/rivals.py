@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from bench.common import sync_directory, tensors_of
 
+KEPT = "DCP async_save, stager kept"
 Finish = Callable[[], None]
 
 
@@ -61,7 +62,7 @@ class Rivals(AbstractContextManager["Rivals"]):
             "safetensors": self._safetensors,
             "DCP save": self._dcp_save,
             "DCP async_save": self._dcp_async,
-            "DCP async_save, stager kept": self._dcp_async_kept,
+            KEPT: self._dcp_async_kept,
         }
 
     def __enter__(self) -> Self:

@@ -26,10 +26,10 @@ from torch import nn
 from bench import common
 from bench.common import GIB, BenchError, Spread
 from bench.ours import Ours
-from bench.rivals import Finish, Rivals, State
+from bench.rivals import KEPT, Finish, Rivals, State
 
 NONE, OURS = "none", "PCcheck"
-RIVALS = ("torch.save", "DCP async_save, stager kept")
+RIVALS = ("torch.save", KEPT)
 SYMBOLS, WINDOW, BATCH = 256, 128, 4
 
 Save = Callable[[int], object]

@@ -32,6 +32,7 @@ THREADS = 32
 #: Threads that one user's slow disk or large volume may keep busy; the others stay free.
 THREADS_PER_UID = 6
 SCANS = 4
+GROWERS = 2
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -80,6 +81,7 @@ class Engine:
         self._next_channel = 1
         self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="call")
         self._scans = ThreadPoolExecutor(SCANS, thread_name_prefix="scan")
+        self._growers = ThreadPoolExecutor(GROWERS, thread_name_prefix="grow")
         self._limits: dict[int, asyncio.Semaphore] = {}
         self._scan_limits: dict[int, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,6 +97,7 @@ class Engine:
             self._loop.remove_reader(self._events.fileno())
         self._calls.shutdown(wait=False, cancel_futures=True)
         self._scans.shutdown(wait=False, cancel_futures=True)
+        self._growers.shutdown(wait=False, cancel_futures=True)
 
     async def call(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
@@ -113,6 +116,11 @@ class Engine:
         loop = asyncio.get_running_loop()
         async with limit:
             return await loop.run_in_executor(self._scans, lambda: function(*args, **kwargs))
+
+    async def grow(self, function: Callable[[int], int], wanted_bytes: int) -> int:
+        """Runs something that touches new memory; nobody's other calls wait for it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._growers, function, wanted_bytes)
 
     def open_channel(
         self,

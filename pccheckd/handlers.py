@@ -135,11 +135,13 @@ class Handlers:
         volume = await tenant.register(body.payload_bytes)
         wanted = tenant.wanted_bytes(body.payload_bytes)
         granted = await self._registry.grow(port, tenant, wanted)
+        budget, used = self._engine.pool.usage()
+        expected = max(granted, min(wanted, granted + budget - used))
         lanes = volume.info.slots - volume.info.keep
         return Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
             granted_bytes=granted, volume=str(volume.path),
-            effective_in_flight=round(min(lanes, 1 + granted / body.payload_bytes), 2),
+            effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
     def _begin(self, session: Session, body: Begin) -> None:

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pccheck_native import _core
 
 from .engine import Engine, translated
+from .logs import LOG
 
 #: A detach drains what is in the ring; the disk is not waited for.
 DETACH_LIMIT_S = 60.0
+#: Memory is taken in steps of a segment, so that an end does not wait for minutes of page faults.
+GROW_STEP_BYTES = 256 << 20
 _RETRY_S = 0.02
 
 
@@ -58,6 +61,8 @@ class Port:
         self.attached = False
         self.granted_bytes = 0
         self._drained = asyncio.Event()
+        self._wanted_bytes = 0
+        self._growth: asyncio.Task[None] | None = None
 
     async def attach(self, socket_fd: int, session: int) -> int:
         """The session page's descriptor, the caller's to send and close."""
@@ -85,16 +90,44 @@ class Port:
             await asyncio.wait_for(self._drained.wait(), DETACH_LIMIT_S)
         self.attached = False
 
-    async def grow(self, wanted_bytes: int) -> int:
-        """DRAM up to `wanted_bytes`; what the channel has now, which may be less."""
-        try:
-            self.granted_bytes = await self._engine.call(self._uid, self.channel.grow, wanted_bytes)
-        except (OSError, _core.NativeError) as error:
-            raise translated(error, "the session") from error
+    async def grow(self, wanted_bytes: int, *, least_bytes: int) -> int:
+        """Returns once the channel has `least_bytes` of DRAM, or all that is to be had; more, up to
+        `wanted_bytes`, follows in the background: touching new pages takes seconds per GiB."""
+        if self.granted_bytes < least_bytes:
+            try:
+                self.granted_bytes = await self._engine.call(
+                    self._uid, self.channel.grow, least_bytes
+                )
+            except (OSError, _core.NativeError) as error:
+                raise translated(error, "the session") from error
+        else:  # a session that has come back is sent its segments
+            await self._engine.call(self._uid, self.channel.grow, 0)
+        self._wanted_bytes = max(wanted_bytes, least_bytes)
+        if self._growth is None and self.granted_bytes < self._wanted_bytes:
+            self._growth = asyncio.get_running_loop().create_task(self._grow_on())
         return self.granted_bytes
+
+    async def _grow_on(self) -> None:
+        try:
+            while self.granted_bytes < self._wanted_bytes:
+                step = min(self._wanted_bytes, self.granted_bytes + GROW_STEP_BYTES)
+                granted = await self._engine.grow(self.channel.grow, step)
+                if granted <= self.granted_bytes:
+                    return  # the budget is used up
+                self.granted_bytes = granted
+        except (OSError, _core.NativeError) as error:  # it goes on with what it has
+            LOG.warning("no more memory: %s", translated(error, "the session").message)
+        finally:
+            self._growth = None
+
+    async def _stop_growing(self) -> None:
+        self._wanted_bytes = 0
+        if self._growth is not None:
+            await asyncio.wait([self._growth])
 
     async def release_memory(self) -> bool:
         """Gives the segments back when detached and idle; whether it did."""
+        await self._stop_growing()
         try:
             await self._engine.call(self._uid, self.channel.release_memory)
         except OSError:
@@ -130,6 +163,7 @@ class Port:
 
     async def close(self) -> None:
         """Drains sealed saves; the memory goes back to the pool."""
+        await self._stop_growing()
         await self._engine.call(self._uid, self.channel.close)
         self._engine.forget_channel(self.number)
 

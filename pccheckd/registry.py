@@ -75,7 +75,7 @@ class Registry:
 
     async def grow(self, port: Port, tenant: Tenant, wanted_bytes: int) -> int:
         """DRAM for a channel, taken back from tenants without a trainer when the pool is short,
-        longest gone first; what it has now. Raises RefusedError below two chunks."""
+        longest gone first; what it has now (more follows). Raises RefusedError below two chunks."""
         budget, used = self.engine.pool.usage()
         for other in sorted(self.tenants(), key=lambda t: t.last_used_ns):
             if budget - used >= wanted_bytes - port.granted_bytes:
@@ -86,8 +86,8 @@ class Registry:
                 if other.owner is None and await other.port.release_memory():
                     LOG.info("%s: its cached chunks made room for others", other.key)
             budget, used = self.engine.pool.usage()
-        granted = await port.grow(wanted_bytes)
         least = CHUNKS_MIN * port.chunk_bytes
+        granted = await port.grow(wanted_bytes, least_bytes=least)
         if granted < least:
             raise RefusedError(
                 f"{tenant.key} needs at least two chunks ({least} bytes) of DRAM and got "

@@ -296,6 +296,7 @@ class PCcheckClient:
                 return RestoreResult(skipped=found)
             opened, described, _, skipped = found
             self._took_over(connection, opened, skipped)
+            self._session.announce(connection, opened.payload_bytes)
             return RestoreResult(
                 opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
             )

@@ -90,6 +90,10 @@ class Session:
             answer.slots, rounded / _MIB, answer.volume, answer.effective_in_flight,
         )  # fmt: skip
 
+    def announce(self, connection: Connection, payload_bytes: int) -> None:
+        """Has the daemon make room already, so that the first checkpoint need not wait for it."""
+        connection.post(Register(-(-payload_bytes // _MIB) * _MIB))
+
     def took_over(self, connection: Connection, sequence: int) -> None:
         """The newest checkpoint is restored (0: there is none): its slot may be used again."""
         say_restored(connection, sequence)
