@@ -7,7 +7,7 @@ SEED ?= 1
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(wildcard native/src/*.[ch] native/python/*.[ch] native/vendor/*.h setup.py)
-C_SOURCES := native/src/*.[ch] native/python/*.[ch]
+C_SOURCES := $(wildcard native/src/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch])
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
@@ -38,19 +38,18 @@ build: ## compiles the C core anew
 test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills
 	$(BIN)/python -m pytest
 
-lint: $(READY) ## ruff, mypy --strict, the layers, clang-format where it is installed
+lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
 	$(BIN)/ruff check -q $(PYTHON_SOURCES)
 	$(BIN)/ruff format -q --check $(PYTHON_SOURCES)
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/mypy bench examples
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
-	@if command -v clang-format >/dev/null; then clang-format --dry-run -Werror $(C_SOURCES); \
-		else echo 'clang-format is not installed: C formatting not checked'; fi
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 
 format: $(READY) ## formats Python and C in place
 	$(BIN)/ruff check -q --fix $(PYTHON_SOURCES)
 	$(BIN)/ruff format -q $(PYTHON_SOURCES)
-	clang-format -i $(C_SOURCES)
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 native: ## the C core's own tests
 	$(MAKE) --no-print-directory -C tests/native run
