@@ -29,6 +29,10 @@ from pccheck_native._core import (
     Volume,
     VolumeInfo,
     create_volume,
+    same_geometry,
+    same_items,
+    same_values,
+    tensor_geometry,
     volume_bytes_for,
 )
 
@@ -61,5 +65,9 @@ __all__ = [
     "Volume",
     "VolumeInfo",
     "create_volume",
+    "same_geometry",
+    "same_items",
+    "same_values",
+    "tensor_geometry",
     "volume_bytes_for",
 ]

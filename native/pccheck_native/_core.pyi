@@ -10,7 +10,7 @@ may not use what its parent opened (ValueError).
 """
 
 import os
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 _Path = str | bytes | os.PathLike[str]
 _Packed = bytes | bytearray | memoryview
@@ -91,6 +91,21 @@ def create_volume(
     record_stride: int = ...,
     allow_buffered: bool = False,
 ) -> None: ...
+def tensor_geometry(api: object, tensors: list[Any]) -> bytes:
+    """Addresses, shapes, strides, types and devices, through the library's DLPack exchange capsule
+    (`__dlpack_c_exchange_api__`). Raises what the library raises for what it cannot describe."""
+
+def same_geometry(api: object, tensors: list[Any], then: bytes) -> bool:
+    """Whether tensor_geometry() would return `then`; False when in doubt."""
+
+def same_items(dicts: list[dict[Any, Any]], then: tuple[object, ...]) -> bool:
+    """Whether the dicts hold exactly these objects: per dict its keys and values in turn, then the
+    dict itself. By identity: a "no" may mean equal objects."""
+
+def same_values(
+    dicts: list[dict[Any, Any]], keys: tuple[object, ...], then: tuple[object, ...]
+) -> bool:
+    """Whether every dict holds these objects under the keys: all of the first dict, and so on."""
 
 @final
 class Volume:
@@ -107,6 +122,7 @@ class Volume:
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
     def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...
     def finish(self, keep: int) -> None: ...
+    def recycle(self) -> None: ...
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...

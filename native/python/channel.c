@@ -161,7 +161,9 @@ PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
     return known < 0 || PyErr_Occurred() ? NULL : pcc_py_none_or_raise(state, result);
 }
 
-static void forget(PyObject *self, PyObject *volume)
+/* `before` counts the load calls at the time of the unbind, none of them under way: one that came
+ * since borrows the volume for a load that may be running. */
+static void forget(PyObject *self, PyObject *volume, uint64_t before)
 {
     struct pcc_py_channel *channel = (struct pcc_py_channel *)self;
     for (Py_ssize_t i = 0; i < PyList_Size(channel->bound); i++) {
@@ -171,7 +173,8 @@ static void forget(PyObject *self, PyObject *volume)
             break;
         }
     }
-    if (channel->loading == volume) {
+    if (channel->loading == volume && channel->load_returns == before &&
+        channel->load_calls == before) {
         channel->loading = NULL;
         give_back(volume);
     }
@@ -191,12 +194,15 @@ PyObject *pcc_py_channel_unbind(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     }
     int result = 0;
+    const struct pcc_py_channel *counted = (struct pcc_py_channel *)self;
+    const uint64_t before =
+        counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
     if (handle != NULL) { /* a closed volume is nobody's any more */
         PCC_PY_UNLOCKED(result = pcc_channel_unbind(channel, handle));
     }
     if (result == 0) {
-        forget(self, volume);
+        forget(self, volume, before);
     }
     return pcc_py_channel_leave_with(self, result);
 }
@@ -222,8 +228,10 @@ PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     int result;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
+    ((struct pcc_py_channel *)self)->load_calls++;
     PCC_PY_UNLOCKED(
         result = pcc_channel_load(channel, handle, sequence, offset_bytes, length_bytes, load_id));
+    ((struct pcc_py_channel *)self)->load_returns++;
     PyObject *unused = volume;
     if (result == 0) { /* one load at a time: the one before has ended */
         unused = ((struct pcc_py_channel *)self)->loading;

@@ -14,6 +14,8 @@ struct pcc_py_channel {
     PyObject *events;
     PyObject *bound;   /* list of volumes */
     PyObject *loading; /* or NULL */
+    uint64_t load_calls;
+    uint64_t load_returns;
 };
 
 /* NULL with ValueError when it is closed; else to be left again. */

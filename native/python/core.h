@@ -106,6 +106,11 @@ PyTypeObject *pcc_py_link_type(PyObject *module);
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
 
+PyObject *pcc_py_tensor_geometry(PyObject *module, PyObject *args);
+PyObject *pcc_py_same_geometry(PyObject *module, PyObject *args);
+PyObject *pcc_py_same_items(PyObject *module, PyObject *args);
+PyObject *pcc_py_same_values(PyObject *module, PyObject *args);
+
 #define PCC_PY_METHOD(function) ((PyCFunction)(void (*)(void))(function))
 /* For statements that block or move bytes. */
 #define PCC_PY_UNLOCKED(statement)                                                                 \

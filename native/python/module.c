@@ -95,6 +95,14 @@ static PyMethodDef functions[] = {
      "The size of a volume of that many slots for payloads of that size."},
     {"create_volume", PCC_PY_METHOD(pcc_py_create_volume), METH_VARARGS | METH_KEYWORDS,
      "Makes a volume, all its room taken, durable and under its name on return."},
+    {"tensor_geometry", pcc_py_tensor_geometry, METH_VARARGS,
+     "Where tensors lie, their shapes, strides and types, for same_geometry()."},
+    {"same_geometry", pcc_py_same_geometry, METH_VARARGS,
+     "Whether tensors are as tensor_geometry() saw them; False when in doubt."},
+    {"same_items", pcc_py_same_items, METH_VARARGS,
+     "Whether dicts hold these keys and values, each dict itself behind its own."},
+    {"same_values", pcc_py_same_values, METH_VARARGS,
+     "Whether the values of some keys of every dict are these objects."},
     {NULL, NULL, 0, NULL},
 };
 

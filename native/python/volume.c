@@ -275,6 +275,19 @@ static PyObject *volume_finish(PyObject *self, PyObject *args, PyObject *kwargs)
     return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
 }
 
+static PyObject *volume_recycle(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_volume_recycle(volume));
+    pcc_py_leave((struct pcc_py_object *)self);
+    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+}
+
 static PyMethodDef methods[] = {
     {"info", volume_info, METH_NOARGS, "Identity, geometry and health."},
     {"table", volume_table, METH_NOARGS, "One SlotEntry per slot, of the newest durable record."},
@@ -284,6 +297,8 @@ static PyMethodDef methods[] = {
      "Records a new start of the job; durable on return."},
     {"finish", PCC_PY_METHOD(volume_finish), METH_VARARGS | METH_KEYWORDS,
      "Keeps the newest checkpoints only and says done; durable on return."},
+    {"recycle", volume_recycle, METH_NOARGS,
+     "Lets go of what is no longer kept, durably, when no slot is free."},
     {"read", PCC_PY_METHOD(pcc_py_volume_read), METH_VARARGS | METH_KEYWORDS,
      "Verified bytes of a payload."},
     {"read_into", PCC_PY_METHOD(pcc_py_volume_read_into), METH_VARARGS | METH_KEYWORDS,

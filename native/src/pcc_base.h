@@ -14,7 +14,7 @@
 
 /* Stays on in release builds: a broken invariant must stop the program before it reaches a disk.
  * For programmer errors only; I/O errors and hostile input are returned. */
-#define PCC_ASSERT(condition) \
+#define PCC_ASSERT(condition)                                                                      \
     ((condition) ? (void)0 : pcc_assert_failed(#condition, __FILE__, __LINE__))
 _Noreturn void pcc_assert_failed(const char *condition, const char *file, int line);
 
@@ -45,8 +45,8 @@ enum {
 /* The code's name ("DAMAGED", "EIO"), for messages and tests. Never NULL. */
 const char *pcc_error_name(int code);
 
-#define PCC_IO_ALIGN 4096u        /* offset, length and address of every direct I/O */
-#define PCC_TENSOR_ALIGN 64u      /* extents start here within the payload */
+#define PCC_IO_ALIGN 4096u   /* offset, length and address of every direct I/O */
+#define PCC_TENSOR_ALIGN 64u /* extents start here within the payload */
 
 static inline uint64_t pcc_align_up(uint64_t value, uint64_t alignment)
 {
@@ -58,7 +58,7 @@ static inline uint64_t pcc_ceil_div(uint64_t value, uint64_t divisor)
     return (value + divisor - 1) / divisor;
 }
 
-uint64_t pcc_now_ns(void);      /* CLOCK_MONOTONIC */
-uint64_t pcc_wall_ns(void);     /* CLOCK_REALTIME, for display only */
+uint64_t pcc_now_ns(void);  /* CLOCK_MONOTONIC */
+uint64_t pcc_wall_ns(void); /* CLOCK_REALTIME, for display only */
 
 #endif

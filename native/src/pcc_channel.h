@@ -4,8 +4,8 @@
  *
  * A chunk is FREE -> GRANTED (a FREE message is out) -> FULL (validated, with the saver) -> CACHED
  * (written; re-used oldest first) -> FREE; loads borrow FREE or CACHED chunks (LENT). The drain
- * thread, one per attached session, is the only consumer of to_daemon; everything the client says is
- * checked against this table.
+ * thread, one per attached session, is the only consumer of to_daemon; everything the client says
+ * is checked against this table.
  *
  * Events go to the daemon's loop through a bounded ring and an eventfd (pcc_events). */
 #ifndef PCC_CHANNEL_H
@@ -17,36 +17,36 @@
 #include "pcc_shared.h"
 
 enum pcc_event_kind {
-    PCC_EVENT_COPIED = 1,    /* the snapshot is complete in our memory and the word says COPIED */
-    PCC_EVENT_WRITING,       /* its first chunk went to the disk; told after COPIED */
+    PCC_EVENT_COPIED = 1, /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_WRITING,    /* its first chunk went to the disk; told after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
-    PCC_EVENT_FAILED,        /* stage and error say why; "copy"/ABORTED: trainer died or let go */
-    PCC_EVENT_LOAD_ENDED,    /* id is the load id */
-    PCC_EVENT_BAD_PEER,      /* the session broke the protocol of the page; detach it */
-    PCC_EVENT_DETACHED,      /* the ring is drained and every copy judged */
+    PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or let go */
+    PCC_EVENT_LOAD_ENDED, /* id is the load id */
+    PCC_EVENT_BAD_PEER,   /* the session broke the protocol of the page; detach it */
+    PCC_EVENT_DETACHED,   /* the ring is drained and every copy judged */
 };
 
 struct pcc_event {
     uint32_t kind;
     int32_t error;
-    uint64_t channel;        /* the id given at open */
+    uint64_t channel; /* the id given at open */
     uint64_t session;
-    uint64_t id;             /* snapshot or load */
+    uint64_t id; /* snapshot or load */
     uint64_t sequence;
     uint32_t slot;
     uint32_t rehomed;
-    const char *stage;       /* static string or NULL */
+    const char *stage; /* static string or NULL */
     struct pcc_save_times times;
 };
 
-/* Put while a channel is locked: `capacity` (a power of two) must have room for what can happen
- * between two takes, 4 events per checkpoint in flight and a few per session. */
+/* Put while a channel is locked: `capacity` (a power of two) should have room for what can happen
+ * between two takes, 4 events per checkpoint in flight and a few per session; it grows else. */
 struct pcc_events;
 PCC_MUST_CHECK int pcc_events_open(uint32_t capacity, struct pcc_events **out);
 void pcc_events_close(struct pcc_events *events);
 int pcc_events_fd(const struct pcc_events *events);
-void pcc_events_put(struct pcc_events *events, const struct pcc_event *event); /* waits when full */
+void pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
 uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint32_t capacity);
 
 struct pcc_channel;
@@ -55,9 +55,9 @@ struct pcc_channel_spec {
     uint64_t id;
     uint32_t chunk_bytes;
     uint32_t block_bytes;
-    uint32_t chunk_capacity;    /* of all segments together */
-    uint32_t lanes;             /* N per volume */
-    uint32_t writers_per_lane;  /* p */
+    uint32_t chunk_capacity;   /* of all segments together */
+    uint32_t lanes;            /* N per volume */
+    uint32_t writers_per_lane; /* p */
 };
 
 /* Borrows pool and events. */
@@ -73,8 +73,8 @@ PCC_MUST_CHECK int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_vo
 /* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
  * granted over socket_fd (duplicated) by the next grow or before they are first used, so that the
  * handshake's answer comes before them. -EBUSY when one is attached. */
-PCC_MUST_CHECK int pcc_channel_attach(struct pcc_channel *channel, int socket_fd,
-                                      uint64_t session, int *page_fd_out);
+PCC_MUST_CHECK int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t session,
+                                      int *page_fd_out);
 /* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
  * takes granted chunks back. DETACHED follows as an event. Blocks for the drain only. */
 void pcc_channel_detach(struct pcc_channel *channel);
@@ -103,8 +103,8 @@ void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,
  * from cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it.
  * One load at a time per channel (-EBUSY). Returns at once. */
 PCC_MUST_CHECK int pcc_channel_load(struct pcc_channel *channel, struct pcc_volume *volume,
-                                    uint64_t sequence, uint64_t offset_bytes,
-                                    uint64_t length_bytes, uint64_t load_id);
+                                    uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
+                                    uint64_t load_id);
 /* True when every chunk of `sequence` is cached: it can be recovered from DRAM. */
 bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence);
 

@@ -75,6 +75,7 @@ int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes, uint64_t *gran
 
 int pcc_channel_release_memory(struct pcc_channel *channel)
 {
+    uint32_t count = 0;
     bool busy;
 
     (void)pthread_mutex_lock(&channel->control);
@@ -84,12 +85,14 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
     for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++)
         busy = busy || channel->bindings[i].active > 0;
     if (!busy) {
-        for (uint32_t i = 0; i < channel->segment_count; i++)
-            pcc_pool_return(channel->pool, &channel->segments[i].memory);
+        count = channel->segment_count;
         channel->segment_count = 0;
         channel->chunk_count = 0;
     }
     pcc_channel_unlock(channel);
+    /* Nobody finds them any more, and `growing` keeps new ones away while they are unmapped. */
+    for (uint32_t i = 0; i < count; i++)
+        pcc_pool_return(channel->pool, &channel->segments[i].memory);
     (void)pthread_mutex_unlock(&channel->growing);
     (void)pthread_mutex_unlock(&channel->control);
     return busy ? -EBUSY : 0;

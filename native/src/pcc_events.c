@@ -8,6 +8,8 @@
 
 #include "pcc_channel.h"
 
+#define CAPACITY_MAX (1u << 24)
+
 struct pcc_events {
     pthread_mutex_t lock;
     pthread_cond_t taken;
@@ -15,17 +17,21 @@ struct pcc_events {
     uint32_t capacity;
     uint32_t head; /* free-running; count = tail - head */
     uint32_t tail;
-    struct pcc_event entries[];
+    struct pcc_event *entries;
 };
 
 int pcc_events_open(uint32_t capacity, struct pcc_events **out)
 {
-    if (capacity == 0 || (capacity & (capacity - 1)) != 0 || capacity > 1u << 24)
+    if (capacity == 0 || (capacity & (capacity - 1)) != 0 || capacity > CAPACITY_MAX)
         return -EINVAL;
-    struct pcc_events *events = calloc(1, sizeof(*events) + capacity * sizeof(struct pcc_event));
+    struct pcc_events *events = calloc(1, sizeof(*events));
     if (events == NULL)
         return -ENOMEM;
-    int error = -pthread_mutex_init(&events->lock, NULL);
+    int error = -ENOMEM;
+    events->entries = calloc(capacity, sizeof(*events->entries));
+    if (events->entries == NULL)
+        goto fail;
+    error = -pthread_mutex_init(&events->lock, NULL);
     if (error != 0)
         goto fail;
     error = -pthread_cond_init(&events->taken, NULL);
@@ -45,6 +51,7 @@ fail_cond:
 fail_lock:
     (void)pthread_mutex_destroy(&events->lock);
 fail:
+    free(events->entries);
     free(events);
     return error;
 }
@@ -56,6 +63,7 @@ void pcc_events_close(struct pcc_events *events)
     (void)close(events->fd);
     (void)pthread_cond_destroy(&events->taken);
     (void)pthread_mutex_destroy(&events->lock);
+    free(events->entries);
     free(events);
 }
 
@@ -64,10 +72,30 @@ int pcc_events_fd(const struct pcc_events *events)
     return events->fd;
 }
 
+/* With the lock held. Whoever puts holds a channel's lock, which the loop may be waiting for: a put
+ * that waited for the loop to take could wait for ever. */
+static bool make_room(struct pcc_events *events)
+{
+    if (events->capacity >= CAPACITY_MAX)
+        return false;
+    struct pcc_event *entries = calloc(2ull * events->capacity, sizeof(*entries));
+    if (entries == NULL)
+        return false;
+    const uint32_t count = events->tail - events->head;
+    for (uint32_t i = 0; i < count; i++)
+        entries[i] = events->entries[(events->head + i) % events->capacity];
+    free(events->entries);
+    events->entries = entries;
+    events->capacity *= 2;
+    events->head = 0;
+    events->tail = count;
+    return true;
+}
+
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {
     (void)pthread_mutex_lock(&events->lock);
-    while (events->tail - events->head == events->capacity)
+    while (events->tail - events->head == events->capacity && !make_room(events))
         (void)pthread_cond_wait(&events->taken, &events->lock);
     const bool was_empty = events->tail == events->head;
     events->entries[events->tail % events->capacity] = *event;

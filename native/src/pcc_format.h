@@ -29,8 +29,8 @@
 #define PCC_MANIFEST_MAGIC 0x314e414d50434350ull /* "PCCPMAN1" */
 
 enum pcc_slot_state_on_disk { /* stored as uint32_t */
-    PCC_SLOT_FREE = 0,
-    PCC_SLOT_DURABLE = 1,
+                              PCC_SLOT_FREE = 0,
+                              PCC_SLOT_DURABLE = 1,
 };
 
 /* Slot flags, stored as uint32_t. */
@@ -51,7 +51,7 @@ struct pcc_slot_entry {
     uint8_t manifest_digest[PCC_DIGEST_BYTES]; /* XXH3-128 over the manifest */
     uint64_t tree_offset_bytes; /* within the payload; the client's description of its tensors */
     uint64_t tree_bytes;
-    uint64_t wall_ns;           /* when it was published; for display */
+    uint64_t wall_ns; /* when it was published; for display */
     uint64_t reserved;
 };
 _Static_assert(sizeof(struct pcc_slot_entry) == 96, "slot entry");
@@ -61,12 +61,12 @@ struct pcc_record {
     uint32_t format_version;
     uint32_t record_bytes;
     uint8_t volume_uuid[PCC_UUID_BYTES];
-    uint32_t generation;        /* own position: record_number % 2 ... */
-    uint32_t replica;           /* ... 0 at the head, 1 at the tail ... */
-    uint64_t offset_bytes;      /* ... and where that is */
-    uint64_t record_number;     /* grows by one with every published record */
-    uint64_t previous_hash;     /* XXH3-64 of the record before, replica A */
-    uint64_t boot_epoch;        /* grows by one each time the volume is opened for writing */
+    uint32_t generation;    /* own position: record_number % 2 ... */
+    uint32_t replica;       /* ... 0 at the head, 1 at the tail ... */
+    uint64_t offset_bytes;  /* ... and where that is */
+    uint64_t record_number; /* grows by one with every published record */
+    uint64_t previous_hash; /* XXH3-64 of the record before, replica A */
+    uint64_t boot_epoch;    /* grows by one each time the volume is opened for writing */
     /* geometry, fixed for the life of the volume */
     uint64_t volume_bytes;
     uint64_t record_stride_bytes;
@@ -82,19 +82,20 @@ struct pcc_record {
     uint32_t job_bytes;
     char job[PCC_JOB_BYTES_MAX];
     uint64_t created_wall_ns;
-    uint64_t next_sequence;     /* no sequence at or above this one was ever published here */
-    uint64_t incarnation;       /* the newest incarnation that opened this volume */
-    uint32_t done;              /* the job said close(done=True) */
+    uint64_t next_sequence; /* no sequence at or above this one was ever published here */
+    uint64_t incarnation;   /* the newest incarnation that opened this volume */
+    uint32_t done;          /* the job said close(done=True) */
     uint32_t reserved0;
     uint8_t reserved[728];
     struct pcc_slot_entry slots[PCC_SLOTS_MAX];
     uint32_t reserved1;
-    uint32_t crc32c;            /* over all bytes before this field */
+    uint32_t crc32c; /* over all bytes before this field */
 };
 _Static_assert(sizeof(struct pcc_record) == PCC_RECORD_BYTES, "commit record");
 _Static_assert(offsetof(struct pcc_record, crc32c) == PCC_RECORD_BYTES - 4, "crc is last");
 
-/* Followed by block_count uint64_t checksums. Binds the payload to one volume, slot and sequence. */
+/* Followed by block_count uint64_t checksums. Binds the payload to one volume, slot and sequence.
+ */
 struct pcc_manifest_header {
     uint64_t magic;
     uint32_t format_version;

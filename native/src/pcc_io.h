@@ -17,7 +17,8 @@ struct pcc_io_ops {
     int64_t (*read)(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset);
     /* Like write, but these bytes are on stable storage on return (RWF_DSYNC). Says nothing of
      * earlier writes. */
-    int64_t (*write_durable)(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset);
+    int64_t (*write_durable)(struct pcc_io *io, const void *bytes, uint64_t length,
+                             uint64_t offset);
     /* Writes completed before the call are on stable storage after it. A clean flush proves
      * nothing about a write that failed before; a failed flush is never repeated. */
     int (*flush)(struct pcc_io *io);
@@ -29,7 +30,8 @@ struct pcc_io { /* engines embed this as their first member */
     uint64_t size_bytes;
 };
 
-/* Whole transfers: resume short ones and EINTR; 0 or -errno; -EIO when the end of the file is met. */
+/* Whole transfers: resume short ones and EINTR; 0 or -errno; -EIO when the end of the file is met.
+ */
 PCC_MUST_CHECK int pcc_io_write_all(struct pcc_io *io, const void *bytes, uint64_t length,
                                     uint64_t offset);
 PCC_MUST_CHECK int pcc_io_write_durable_all(struct pcc_io *io, const void *bytes, uint64_t length,

@@ -1,9 +1,9 @@
-/* The client's end: one native thread that fills granted chunks from the trainer's tensors (copy and
- * checksum fused) and takes loaded data back into them, without the GIL.
+/* The client's end: one native thread that fills granted chunks from the trainer's tensors (copy
+ * and checksum fused) and takes loaded data back into them, without the GIL.
  *
  * The thread also reads grants from the attach socket and notices the daemon's death (hang-up):
- * outstanding snapshots are then abandoned and every waiter returns -ECONNRESET. Any thread may call;
- * waits have deadlines (CLOCK_MONOTONIC ns). A forked child must not touch it; segments are
+ * outstanding snapshots are then abandoned and every waiter returns -ECONNRESET. Any thread may
+ * call; waits have deadlines (CLOCK_MONOTONIC ns). A forked child must not touch it; segments are
  * MADV_DONTFORK. */
 #ifndef PCC_LINK_H
 #define PCC_LINK_H
@@ -65,7 +65,8 @@ PCC_MUST_CHECK int pcc_link_state(struct pcc_link *link, uint64_t snapshot,
 /* Takes the DATA messages of `load_id` and scatters them into ranges (ascending, disjoint; payload
  * outside of them is dropped) until END. Call before the daemon is asked for the load
  * (pcc_link_load_start; -EBUSY while one is open), then wait. Result: 0, the daemon's code,
- * -ETIMEDOUT, -ECONNRESET; whichever, the load is closed and nothing writes to the ranges any more. */
+ * -ETIMEDOUT, -ECONNRESET; whichever, the load is closed and nothing writes to the ranges any more.
+ */
 PCC_MUST_CHECK int pcc_link_load_start(struct pcc_link *link, uint64_t load_id,
                                        const struct pcc_range *ranges, uint64_t range_count);
 PCC_MUST_CHECK int pcc_link_load_wait(struct pcc_link *link, uint64_t load_id,

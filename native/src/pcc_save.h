@@ -1,10 +1,10 @@
 /* Saves: checkpoints on their way from chunks to a durable slot, N of them at once.
  *
- * A saver belongs to one volume and has N lanes; a save occupies one lane from begin to its end, and
- * p writer threads serve each lane. The order that durability rests on is in pcc_save_work.c alone:
- * chunks and manifest written, every completion checked; flush; publish; free.
- * With writers_per_lane = 0 there are no threads and the caller steps the work itself
- * (pcc_saver_step): this is how crashes and faults are enumerated, deterministically. */
+ * A saver belongs to one volume and has N lanes; a save occupies one lane from begin to its end,
+ * and p writer threads serve each lane. The order that durability rests on is in pcc_save_work.c
+ * alone: chunks and manifest written, every completion checked; flush; publish; free. With
+ * writers_per_lane = 0 there are no threads and the caller steps the work itself (pcc_saver_step):
+ * this is how crashes and faults are enumerated, deterministically. */
 #ifndef PCC_SAVE_H
 #define PCC_SAVE_H
 
@@ -21,21 +21,21 @@ struct pcc_save_times { /* CLOCK_MONOTONIC ns; 0 = never reached */
 
 struct pcc_save_result {
     enum pcc_save_end end;
-    int error;                  /* 0, or why it failed (negative code) */
-    const char *stage;          /* "write", "flush", "publish", "copy": where, static string */
+    int error;         /* 0, or why it failed (negative code) */
+    const char *stage; /* "write", "flush", "publish", "copy": where, static string */
     uint64_t tag;
     uint64_t sequence;
     uint32_t slot;
-    uint32_t rehomed;           /* times it was moved to another slot */
+    uint32_t rehomed; /* times it was moved to another slot */
     struct pcc_save_times times;
 };
 
-struct pcc_chunk { /* what a lane is handed: one piece of the payload, in the pool */
-    const void *bytes;          /* PCC_IO_ALIGN aligned, readable to length rounded up to it */
+struct pcc_chunk {     /* what a lane is handed: one piece of the payload, in the pool */
+    const void *bytes; /* PCC_IO_ALIGN aligned, readable to length rounded up to it */
     uint64_t payload_offset_bytes; /* multiple of the chunk size */
-    uint32_t length_bytes;      /* the chunk size, except for the last one of a payload */
-    uint32_t index;             /* the owner's name for it */
-    const uint64_t *checksums;  /* one per block; copied during the call */
+    uint32_t length_bytes;         /* the chunk size, except for the last one of a payload */
+    uint32_t index;                /* the owner's name for it */
+    const uint64_t *checksums;     /* one per block; copied during the call */
 };
 
 struct pcc_save_events { /* called from writer threads without locks held; must not block */
@@ -48,9 +48,9 @@ struct pcc_save_events { /* called from writer threads without locks held; must 
 };
 
 struct pcc_saver_spec {
-    uint32_t lanes;             /* N */
-    uint32_t writers_per_lane;  /* p */
-    uint32_t chunk_bytes;       /* b; multiple of the volume's block size and of PCC_IO_ALIGN */
+    uint32_t lanes;            /* N */
+    uint32_t writers_per_lane; /* p */
+    uint32_t chunk_bytes;      /* b; multiple of the volume's block size and of PCC_IO_ALIGN */
     const struct pcc_save_events *events;
     void *owner;
 };
@@ -63,7 +63,7 @@ PCC_MUST_CHECK int pcc_saver_open(struct pcc_volume *volume, const struct pcc_sa
 void pcc_saver_close(struct pcc_saver *saver);
 
 struct pcc_save_request {
-    uint64_t tag;               /* the owner's name for it */
+    uint64_t tag; /* the owner's name for it */
     int64_t step;
     uint64_t incarnation;
     uint32_t world_size;

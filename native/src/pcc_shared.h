@@ -7,8 +7,8 @@
  *
  *   struct pcc_page | ring to_client | ring to_daemon | checksum table
  *
- * Both rings are single producer, single consumer, with room for every chunk plus the loads, so that
- * an honest peer never finds one full. Bells are futex words: the side that produced something
+ * Both rings are single producer, single consumer, with room for every chunk plus the loads, so
+ * that an honest peer never finds one full. Bells are futex words: the side that produced something
  * increments the other's bell and wakes it (FUTEX_WAKE, shared); a waiter reads the bell, looks for
  * work, and sleeps only on the value it read. */
 #ifndef PCC_SHARED_H
@@ -52,7 +52,7 @@ enum pcc_outcome {
 struct pcc_snapshot {
     _Atomic uint64_t word;
     _Atomic uint64_t outcome;
-    _Atomic uint64_t sequence;  /* its own, or for SUPERSEDED the newer one's */
+    _Atomic uint64_t sequence; /* its own, or for SUPERSEDED the newer one's */
     uint64_t reserved[5];
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
@@ -73,8 +73,8 @@ enum pcc_message_kind {
 struct pcc_message {
     uint32_t kind;
     uint32_t chunk;
-    uint64_t id;                /* snapshot or load */
-    uint64_t offset_bytes;      /* within the payload */
+    uint64_t id;           /* snapshot or load */
+    uint64_t offset_bytes; /* within the payload */
     uint32_t length_bytes;
     int32_t result;
 };
@@ -83,11 +83,11 @@ _Static_assert(sizeof(struct pcc_message) == 32, "ring message");
 struct pcc_page {
     uint64_t magic;
     uint32_t version;
-    uint32_t page_bytes;        /* of the whole mapping; up to 4 GiB */
+    uint32_t page_bytes; /* of the whole mapping; up to 4 GiB */
     uint32_t chunk_bytes;
     uint32_t block_bytes;
-    uint32_t chunk_capacity;    /* chunk indices are below this */
-    uint32_t ring_capacity;     /* power of two, > 2 * chunk_capacity */
+    uint32_t chunk_capacity; /* chunk indices are below this */
+    uint32_t ring_capacity;  /* power of two, > 2 * chunk_capacity */
     uint64_t session;
     _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
     _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
@@ -108,7 +108,7 @@ struct pcc_grant {
     uint32_t segment;
     uint32_t first_chunk;
     uint32_t chunk_count;
-    uint64_t bytes;             /* chunk_count * chunk_bytes */
+    uint64_t bytes; /* chunk_count * chunk_bytes */
 };
 
 #endif

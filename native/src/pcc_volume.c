@@ -215,10 +215,32 @@ int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
     (void)pthread_mutex_lock(&volume->publishing);
     (void)pthread_mutex_lock(&volume->lock);
     volume->staged.done = 1;
-    const uint32_t dropped = pcc_commit_expendable(&volume->staged, keep, PCC_SLOT_GLOBAL);
+    /* A job that never read what the run before left does not throw it away by ending (P7). */
+    const uint32_t dropped =
+        pcc_commit_expendable(&volume->staged, keep, PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
     drop(volume, dropped);
     (void)pthread_mutex_unlock(&volume->lock);
     const int result = pcc_commit_staged(volume, NULL, NULL);
+    if (result == 0)
+        free_dropped(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->publishing);
+    return result;
+}
+
+int pcc_volume_recycle(struct pcc_volume *volume)
+{
+    int result = 0;
+
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->publishing);
+    (void)pthread_mutex_lock(&volume->lock);
+    const uint32_t dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep,
+                                                   PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
+    drop(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->lock);
+    if (dropped != 0)
+        result = pcc_commit_staged(volume, NULL, NULL);
     if (result == 0)
         free_dropped(volume, dropped);
     (void)pthread_mutex_unlock(&volume->publishing);

@@ -24,7 +24,7 @@ struct pcc_volume_spec { /* what a new volume is made from */
     uint32_t rank;
     uint32_t world_size;
     const char *job;
-    uint64_t next_sequence;     /* a grown volume goes on where the old one stood */
+    uint64_t next_sequence; /* a grown volume goes on where the old one stood */
     uint64_t incarnation;
 };
 
@@ -36,10 +36,10 @@ PCC_MUST_CHECK int pcc_volume_format(struct pcc_io *io, const struct pcc_volume_
 PCC_MUST_CHECK int pcc_volume_create(const char *path, const struct pcc_volume_spec *spec,
                                      bool allow_buffered);
 
-struct pcc_volume_health { /* of the records, as found at open */
-    uint32_t valid_replicas;    /* of the newest record */
+struct pcc_volume_health {   /* of the records, as found at open */
+    uint32_t valid_replicas; /* of the newest record */
     uint32_t repaired_replicas;
-    uint32_t damaged_records;   /* present but not acceptable */
+    uint32_t damaged_records; /* present but not acceptable */
 };
 
 /* Reads the records (highest valid number wins, never promotes what was not published), checks the
@@ -69,6 +69,9 @@ PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint6
                                                 uint32_t world_size);
 /* close(done=True): keep only the newest `keep` checkpoints, say done. Published at once. */
 PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);
+/* Lets go of what `keep` and the flags no longer hold, as the next publish would: for a volume
+ * without a free slot, where there will be none. Published at once when there is such a thing. */
+PCC_MUST_CHECK int pcc_volume_recycle(struct pcc_volume *volume);
 
 /* -- used by pcc_save -- */
 /* The newest undamaged durable sequence; 0 when there is none. */
@@ -78,7 +81,7 @@ PCC_MUST_CHECK int pcc_volume_publish_staged(struct pcc_volume *volume);
 uint64_t pcc_volume_next_sequence(struct pcc_volume *volume); /* takes one */
 /* -PCC_E_NO_SLOT or -PCC_E_STOPPED. */
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
-void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
+void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);     /* never published */
 void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
 /* The publisher: newest wins. The data and the manifest in entry's slot must be flushed. On 0 the
  * record is durable in both replicas, superseded slots are free; *superseded_out says that a newer
@@ -88,8 +91,8 @@ PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
                                       const struct pcc_slot_entry *entry, bool *superseded_out,
                                       void (*on_durable)(void *context), void *context);
 /* Readers hold a slot so that it is not recycled under them. -ENOENT. */
-PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence,
-                                   uint32_t *slot_out, struct pcc_slot_entry *entry_out);
+PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out,
+                                   struct pcc_slot_entry *entry_out);
 void pcc_volume_release(struct pcc_volume *volume, uint32_t slot);
 
 #endif

@@ -141,6 +141,9 @@ static void change_policy(struct workload *workload)
     case 2:
         reopen(workload);
         break;
+    case 3:
+        result = pcc_volume_recycle(workload->volume);
+        break;
     default:
         change_flag(workload);
     }

@@ -335,6 +335,24 @@ static void test_quarantine_lasts_until_nothing_is_left(void)
     memory_free(media);
 }
 
+static void test_a_full_volume_lets_go_of_what_lost_its_flag(void)
+{
+    struct memory_io *media = formatted(2, 1);
+    struct pcc_volume *volume = opened(media);
+    uint64_t first = 0, sequence = 0;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, 0, PCC_SLOT_PINNED, false), 0);
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 1);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 static void test_incarnation_and_done(void)
 {
     struct memory_io *media = formatted(6, 2);
@@ -375,6 +393,7 @@ int main(void)
     RUN(test_a_failed_record_stops_the_volume);
     RUN(test_a_failed_second_replica_is_durable_but_stops);
     RUN(test_quarantine_lasts_until_nothing_is_left);
+    RUN(test_a_full_volume_lets_go_of_what_lost_its_flag);
     RUN(test_incarnation_and_done);
     return 0;
 }

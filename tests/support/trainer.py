@@ -56,6 +56,10 @@ class Stamp(torch.optim.Optimizer):
                 parameter.copy_(expected(self.now, index, parameter.numel()).view_as(parameter))
 
 
+#: torch loads its compiler with the first optimizer; here, once, and not in every forked trainer.
+Stamp([torch.nn.Parameter(torch.zeros(1))]).step()
+
+
 class Stamped(torch.nn.Module):
     def __init__(self, counts: list[int]) -> None:
         super().__init__()

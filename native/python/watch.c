@@ -1,0 +1,238 @@
+/* Cheap "is it still what it was" for what a training script holds: dicts by the identity of their
+ * keys and values, tensors by address, shape, strides and type. Nothing here runs Python code, and
+ * as few objects as possible are touched: they are cold when training just used the caches.
+ *
+ * Tensors are looked at by the C exchange interface of DLPack 1.2, which their library offers as a
+ * capsule; no header of that library is needed. */
+#include "core.h"
+
+#include <stddef.h>
+#include <string.h>
+
+#define CAPSULE_NAME "dlpack_exchange_api"
+#define DIMENSIONS_MAX 64
+#define DLPACK_MAJOR 1
+#define AHEAD 8 /* how many tensors ahead memory is asked for */
+#define LINE_BYTES 64
+
+/* -- DLPack's ABI, as far as it is used -- */
+
+struct dl_tensor {
+    void *data;
+    int32_t device_type;
+    int32_t device_id;
+    int32_t dimension_count;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } type;
+    const int64_t *shape;
+    const int64_t *strides; /* in elements */
+    uint64_t offset_bytes;
+};
+
+struct dl_exchange {
+    uint32_t major, minor;
+    struct dl_exchange *previous;
+    void (*unused[3])(void);
+    int (*look)(void *object, struct dl_tensor *out); /* fills *out; owns nothing */
+};
+
+_Static_assert(sizeof(struct dl_tensor) == 48 && sizeof(void *) == 8, "the ABI of DLPack 1");
+
+/* -- geometry -- */
+
+struct geometry { /* packed without gaps, so that memory comparison is comparison */
+    uint64_t address;
+    int32_t device_type, device_id;
+    int32_t dimension_count;
+    uint32_t type;
+    int64_t sizes[2 * DIMENSIONS_MAX]; /* shape, then strides */
+};
+
+#define HEAD_BYTES offsetof(struct geometry, sizes)
+
+static const struct dl_exchange *exchange_of(PyObject *capsule)
+{
+    const struct dl_exchange *api = PyCapsule_GetPointer(capsule, CAPSULE_NAME);
+    if (api != NULL && (api->major != DLPACK_MAJOR || api->look == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "another version of DLPack");
+        return NULL;
+    }
+    return api;
+}
+
+/* The bytes used of *out; -1 with an exception. *near_out is some address in the memory that was
+ * looked at: mostly, shapes lie inside of their tensors. */
+static Py_ssize_t geometry_of(const struct dl_exchange *api, PyObject *tensor, struct geometry *out,
+                              uint64_t *near_out)
+{
+    struct dl_tensor seen;
+    if (api->look(tensor, &seen) != 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "not a tensor that DLPack describes");
+        }
+        return -1;
+    }
+    if (seen.dimension_count < 0 || seen.dimension_count > DIMENSIONS_MAX) {
+        PyErr_SetString(PyExc_ValueError, "a tensor of too many dimensions");
+        return -1;
+    }
+    const size_t part_bytes = (size_t)seen.dimension_count * sizeof(int64_t);
+    *near_out = (uintptr_t)seen.shape;
+    out->address = (uintptr_t)seen.data + seen.offset_bytes;
+    out->device_type = seen.device_type;
+    out->device_id = seen.device_id;
+    out->dimension_count = seen.dimension_count;
+    out->type = (uint32_t)seen.type.code << 24 | (uint32_t)seen.type.bits << 16 | seen.type.lanes;
+    if (part_bytes > 0) {
+        memcpy(out->sizes, seen.shape, part_bytes);
+        memcpy(out->sizes + seen.dimension_count, seen.strides, part_bytes);
+    }
+    return (Py_ssize_t)(HEAD_BYTES + 2 * part_bytes);
+}
+
+PyObject *pcc_py_tensor_geometry(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *capsule, *tensors;
+    struct geometry now;
+    if (!PyArg_ParseTuple(args, "OO!:tensor_geometry", &capsule, &PyList_Type, &tensors)) {
+        return NULL;
+    }
+    const struct dl_exchange *api = exchange_of(capsule);
+    if (api == NULL) {
+        return NULL;
+    }
+    /* First all the addresses to ask for ahead of time, then all geometries. */
+    const Py_ssize_t count = PyList_Size(tensors);
+    PyObject *near = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint64_t));
+    PyObject *packed = near != NULL ? PyList_New(0) : NULL;
+    int result = packed != NULL ? PyList_Append(packed, near) : -1;
+    for (Py_ssize_t i = 0; result == 0 && i < count; i++) {
+        uint64_t *place = (uint64_t *)(void *)PyBytes_AsString(near) + i;
+        const Py_ssize_t used = geometry_of(api, PyList_GetItem(tensors, i), &now, place);
+        PyObject *one = used < 0 ? NULL : PyBytes_FromStringAndSize((const char *)&now, used);
+        result = one == NULL ? -1 : PyList_Append(packed, one);
+        Py_XDECREF(one);
+    }
+    PyObject *empty = result == 0 ? PyBytes_FromStringAndSize(NULL, 0) : NULL;
+    PyObject *joined = empty != NULL ? PyObject_CallMethod(empty, "join", "O", packed) : NULL;
+    Py_XDECREF(empty);
+    Py_XDECREF(packed);
+    Py_XDECREF(near);
+    return joined;
+}
+
+/* Waiting for memory is most of the time, so it is asked for some tensors ahead: only a hint, which
+ * harms nothing where it is wrong. */
+static void ask_for(PyObject *tensors, const uint64_t *near, Py_ssize_t i)
+{
+    const uintptr_t inside = near[i];
+    __builtin_prefetch(PyList_GetItem(tensors, i));
+    __builtin_prefetch((const void *)(inside - LINE_BYTES));
+    __builtin_prefetch((const void *)inside);
+    __builtin_prefetch((const void *)(inside + LINE_BYTES));
+}
+
+/* False also for what cannot be told: whoever asks then looks in another way. */
+static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, const char *then,
+                           Py_ssize_t left)
+{
+    struct geometry now;
+    uint64_t unused;
+    const Py_ssize_t count = PyList_Size(tensors);
+    const uint64_t *near = (const uint64_t *)(const void *)then; /* bytes objects are aligned */
+    const Py_ssize_t near_bytes = count * (Py_ssize_t)sizeof(*near);
+    if (left < near_bytes) {
+        return false;
+    }
+    then += near_bytes;
+    left -= near_bytes;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) {
+            ask_for(tensors, near, i + AHEAD);
+        }
+        const Py_ssize_t used = geometry_of(api, PyList_GetItem(tensors, i), &now, &unused);
+        if (used < 0) {
+            PyErr_Clear();
+            return false;
+        }
+        if (used > left || memcmp(&now, then, (size_t)used) != 0) {
+            return false;
+        }
+        then += used;
+        left -= used;
+    }
+    return left == 0;
+}
+
+PyObject *pcc_py_same_geometry(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *capsule, *tensors, *then;
+    if (!PyArg_ParseTuple(args, "OO!S:same_geometry", &capsule, &PyList_Type, &tensors, &then)) {
+        return NULL;
+    }
+    const struct dl_exchange *api = exchange_of(capsule);
+    if (api == NULL) {
+        return NULL;
+    }
+    return PyBool_FromLong(
+        geometry_holds(api, tensors, PyBytes_AsString(then), PyBytes_Size(then)));
+}
+
+/* -- identity -- */
+
+/* The next object that is expected; NULL at the end. Borrowed, and never dereferenced. */
+static PyObject *next_of(PyObject *flat, Py_ssize_t *at)
+{
+    return *at < PyTuple_Size(flat) ? PyTuple_GetItem(flat, (*at)++) : NULL;
+}
+
+PyObject *pcc_py_same_items(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *dicts, *flat, *key, *value;
+    Py_ssize_t at = 0;
+    if (!PyArg_ParseTuple(args, "O!O!:same_items", &PyList_Type, &dicts, &PyTuple_Type, &flat)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(dicts); i++) {
+        PyObject *dict = PyList_GetItem(dicts, i);
+        Py_ssize_t position = 0;
+        if (!PyDict_Check(dict)) {
+            PyErr_SetString(PyExc_TypeError, "same_items: not a dict");
+            return NULL;
+        }
+        while (PyDict_Next(dict, &position, &key, &value)) {
+            if (next_of(flat, &at) != key || next_of(flat, &at) != value) {
+                Py_RETURN_FALSE;
+            }
+        }
+        if (next_of(flat, &at) != dict) { /* so that no item moved from one dict to the next */
+            Py_RETURN_FALSE;
+        }
+    }
+    return PyBool_FromLong(at == PyTuple_Size(flat));
+}
+
+PyObject *pcc_py_same_values(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *dicts, *keys, *flat;
+    Py_ssize_t at = 0;
+    if (!PyArg_ParseTuple(args, "O!O!O!:same_values", &PyList_Type, &dicts, &PyTuple_Type, &keys,
+                          &PyTuple_Type, &flat)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(dicts); i++) {
+        PyObject *dict = PyList_GetItem(dicts, i);
+        for (Py_ssize_t k = 0; k < PyTuple_Size(keys); k++) {
+            PyObject *value = PyDict_GetItemWithError(dict, PyTuple_GetItem(keys, k));
+            if (value == NULL && PyErr_Occurred()) {
+                return NULL;
+            }
+            if (value == NULL || next_of(flat, &at) != value) {
+                Py_RETURN_FALSE;
+            }
+        }
+    }
+    return PyBool_FromLong(at == PyTuple_Size(flat));
+}
