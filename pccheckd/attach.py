@@ -8,6 +8,7 @@ import errno
 import grp
 import os
 import socket
+import stat
 import struct
 from collections import Counter
 from pathlib import Path
@@ -44,7 +45,8 @@ def make_runtime(directory: Path, group: str) -> None:
             directory.chmod(0o750)
         if group:
             number = grp.getgrnam(group).gr_gid
-            os.chown(directory, -1, number)
+            if not directory.stat().st_mode & stat.S_IWOTH:  # /tmp stays as it is
+                os.chown(directory, -1, number)
     except KeyError:
         raise UsageError(f"--group: there is no group {group!r}", hint="groupadd it") from None
     except OSError as error:
@@ -171,7 +173,7 @@ class AttachServer:
         """
         gone = session.broken
         loop = asyncio.get_running_loop()
-        pidfd = _pidfd(connection, session.pid)
+        pidfd = _pidfd(connection)
         if pidfd is not None:
             loop.add_reader(pidfd, gone.set)
         serving = loop.create_task(self._requests(connection, session))
@@ -229,10 +231,10 @@ def _peer(connection: socket.socket) -> Peer:
     return Peer(uid=uid, gid=gid, pid=pid)
 
 
-def _pidfd(connection: socket.socket, pid: int) -> int | None:
+def _pidfd(connection: socket.socket) -> int | None:
     """A descriptor that becomes readable when the peer ends; None where there is none to have."""
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
+        return os.pidfd_open(_peer(connection).pid)  # what the peer says of itself may be anybody's
     return None

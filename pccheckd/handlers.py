@@ -112,7 +112,7 @@ class Handlers:
                 await recovery.read(session, self._registry, body)
             case Restored():
                 assert session.tenant is not None
-                await session.tenant.unprotect()
+                await session.tenant.retention.restored(session.tenant.owner)
             case Goodbye():
                 await self._goodbye(session, body)
             case Status():
@@ -185,7 +185,7 @@ class Handlers:
         uid = session.uid if body.uid < 0 else body.uid
         if not report.may_see(session.uid, uid):
             raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
-        tenant = await self._registry.existing(Key(uid, body.job, body.rank))
+        _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
         volumes: list[tuple[str, _core.Volume]] = [
             (str(item.path), item.volume) for item in tenant.volumes.open
         ]

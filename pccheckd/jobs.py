@@ -53,6 +53,7 @@ class Job:
             self.launch = launch
             self._joined.clear()
             self._decisions.clear()
+            self._global = None  # said again, in case the flags were lost or let go
         self._joined.add(rank)
         return self.incarnation
 
@@ -79,6 +80,7 @@ class Job:
                 await tenant.volumes.refresh()
             decision = self._common(world_size, step)
             if memoise:
+                await self.update_global(world_size)  # or a faster rank recycles it
                 self._decisions[step] = decision
             LOG.info("job %r of uid %d recovers (run, step) %s", self.name, self.uid, decision)
             return decision
@@ -124,7 +126,7 @@ class Job:
             newest = shared.incarnation, shared.step
             for rank in range(world_size):
                 sequence = self.sequence_of(rank, newest)
-                if not await self.tenants[rank].flag(sequence, set_=GLOBAL):
+                if not await self.tenants[rank].retention.flag(sequence, set_=GLOBAL):
                     return  # recycled meanwhile: the older one stays the global one
             self._global = newest
             for rank in range(world_size):

@@ -48,6 +48,11 @@ class Ledger:
             and (before_incarnation is None or checkpoint.incarnation < before_incarnation)
         ]
 
+    @property
+    def in_flight(self) -> bool:
+        """Some have a slot and have not ended."""
+        return any(checkpoint.sequence for checkpoint in self.live())
+
     async def settled(self, limit_s: float, *, before_incarnation: int | None = None) -> bool:
         """Waits until none is live (of the incarnations before); False at the limit."""
         return await self.until(lambda: not self.live(before_incarnation), limit_s)

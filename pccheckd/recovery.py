@@ -121,7 +121,7 @@ async def read(session: Session, registry: Registry, body: Read) -> None:
         if session.loads.pop(body.load, None) is not None:
             tenant.reading -= 1
         if isinstance(error, DamagedError):
-            await tenant.found_damaged(body.sequence)
+            await tenant.retention.damaged(body.sequence)
         raise
 
 

@@ -36,27 +36,17 @@ class Registry:
     async def job(self, uid: int, name: str) -> Job:
         """The job with a tenant for every rank that has a volume here."""
         async with self._lock(uid):
-            job = self.jobs.get((uid, name))
-            if job is None:
-                job = Job(uid, name)
-                files = await self.engine.call(
-                    uid, layout.list_volumes, self.config.storage, uid=uid, job=name
-                )
-                for rank in sorted({file.rank for file in files}):
-                    await self._load(job, rank)
-                self.jobs[uid, name] = job
-            return job
+            return await self._job(uid, name)
 
     async def tenant(self, key: Key) -> tuple[Job, Tenant]:
         """The tenant, loaded if it was not. It need not have a volume."""
-        job = await self.job(key.uid, key.job)
         async with self._lock(key.uid):
+            job = await self._job(key.uid, key.job)
             if key.rank not in job.tenants:
                 await self._load(job, key.rank)
-            self.jobs[key.uid, key.job] = job
             return job, job.tenants[key.rank]
 
-    async def existing(self, key: Key) -> Tenant:
+    async def existing(self, key: Key) -> tuple[Job, Tenant]:
         """The tenant of a rank that has a readable volume. Raises NoCheckpointError or why not.
 
         Nothing is kept for names that do not exist, however many are asked for.
@@ -67,11 +57,11 @@ class Registry:
         )  # fmt: skip
         if not files:
             raise NoCheckpointError(f"{key} has no volume", hint="see: pccheckctl list")
-        _job, tenant = await self.tenant(key)
+        job, tenant = await self.tenant(key)
         tenant.volumes.require_readable(fresh=False)
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no readable volume", hint="see: pccheckctl list")
-        return tenant
+        return job, tenant
 
     async def grow(self, port: Port, tenant: Tenant, wanted_bytes: int) -> int:
         """DRAM for a channel, taken back from tenants without a trainer when the pool is short,
@@ -80,10 +70,12 @@ class Registry:
         for other in sorted(self.tenants(), key=lambda t: t.last_used_ns):
             if budget - used >= wanted_bytes - port.granted_bytes:
                 break
-            if other is tenant or not other.idle or other.port is None:
+            if other is tenant or not other.quiet or other.port is None:
                 continue
             async with other.lock:
-                if other.owner is None and await other.port.release_memory():
+                if other.owner is not None or other.port is None:
+                    continue  # somebody came, or it was closed, while we waited
+                if await other.port.release_memory():
                     LOG.info("%s: its cached chunks made room for others", other.key)
             budget, used = self.engine.pool.usage()
         least = CHUNKS_MIN * port.chunk_bytes
@@ -111,6 +103,19 @@ class Registry:
                     for tenant in job.tenants.values():
                         await tenant.close()
 
+    async def _job(self, uid: int, name: str) -> Job:
+        """With the lock held: a job is loaded and closed under it."""
+        job = self.jobs.get((uid, name))
+        if job is None:
+            job = Job(uid, name)
+            files = await self.engine.call(
+                uid, layout.list_volumes, self.config.storage, uid=uid, job=name
+            )
+            for rank in sorted({file.rank for file in files}):
+                await self._load(job, rank)
+            self.jobs[uid, name] = job
+        return job
+
     def _lock(self, uid: int) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
 
@@ -120,8 +125,8 @@ class Registry:
         job.tenants[rank] = tenant
 
     def _on_durable(self, tenant: Tenant) -> None:
-        job, owner = self.jobs.get((tenant.key.uid, tenant.key.job)), tenant.owner
-        world_size = owner.world_size if owner else 1
+        job, found = self.jobs.get((tenant.key.uid, tenant.key.job)), tenant.volumes.checkpoints()
+        world_size = found[0].world_size if found else 1  # its ranks may all be gone by now
         if job is None or world_size < 2:
             return
         task = asyncio.get_running_loop().create_task(job.update_global(world_size))

@@ -280,12 +280,10 @@ def _warnings(tenant: Tenant) -> list[str]:
 
 def _notices(tenant: Tenant) -> list[str]:
     """Worth knowing, but nothing is wrong."""
-    if not tenant.protected or tenant.owner is None:
+    protected = sorted(tenant.retention.protected)
+    if not protected or tenant.owner is None:
         return []
-    return [
-        f"checkpoints {sorted(tenant.protected)} of the run before are kept until restore() "
-        "or fresh=True"
-    ]
+    return [f"checkpoints {protected} of the run before are kept until restore() or fresh=True"]
 
 
 def _ago(since_ns: int) -> float:

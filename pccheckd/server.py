@@ -65,8 +65,7 @@ class ControlServer:
     def _bind(self, uid: int, path: Path) -> zmq.asyncio.Socket:
         if self._context is None:
             self._context = zmq.asyncio.Context()
-            self._note.write_text(self._directory.name)
-            self._note.chmod(0o600)
+            _write_note(self._note, self._directory.name)
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
         router = self._context.socket(zmq.ROUTER)
@@ -113,6 +112,16 @@ class ControlServer:
                 await router.send_multipart([identity, answer], flags=zmq.DONTWAIT)
             except zmq.ZMQError as error:
                 LOG.warning("no answer to uid %d: %s", uid, error)
+
+
+def _write_note(note: Path, text: str) -> None:
+    """Follows no link: the directory may be one that others write to."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(note, flags, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
 
 
 def _remove_noted(note: Path) -> None:

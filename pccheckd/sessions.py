@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import re
@@ -129,6 +130,7 @@ class Sessions:
         finally:
             if session.tenant is not None:
                 session.tenant.reading -= len(session.loads)
+                session.tenant.readers -= session.role is Role.READER
             session.loads.clear()
             self._sessions.pop(session.number, None)
         if session.role is not Role.OBSERVER and not self.draining:
@@ -164,6 +166,8 @@ class Sessions:
                 except BaseException:
                     theirs.close()
                     raise
+            if session.world_size > 1:
+                await job.update_global(session.world_size)
         session.port = tenant.port
         session.transfer, session.transfer_reason = "push", "CPU tensors"
         LOG.info(
@@ -187,8 +191,10 @@ class Sessions:
         uid = session.uid if hello.uid < 0 else hello.uid
         if uid != session.uid and session.uid != 0:
             raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
-        session.tenant = tenant = await self.registry.existing(Key(uid, hello.job, hello.rank))
-        session.job = await self.registry.job(uid, hello.job)
+        key = Key(uid, hello.job, hello.rank)
+        session.job, tenant = await self.registry.existing(key)
+        session.tenant = tenant
+        tenant.readers += 1  # it stays loaded
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
         session.port = Port(
@@ -216,11 +222,24 @@ class Sessions:
         sequence, tenant = session.loads.pop(event.id), session.tenant
         if tenant is None:
             return
-        tenant.reading -= 1
-        if event.error_name == "DAMAGED":
-            task = asyncio.get_running_loop().create_task(tenant.found_damaged(sequence))
-            self._work.add(task)
-            task.add_done_callback(self._work.discard)
+        task = asyncio.get_running_loop().create_task(
+            self._after_load(session, tenant, sequence, damaged=event.error_name == "DAMAGED")
+        )
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _after_load(
+        self, session: Session, tenant: Tenant, sequence: int, *, damaged: bool
+    ) -> None:
+        item = tenant.volumes.find(sequence)
+        try:
+            if session.role is Role.READER and session.port is not None and item is not None:
+                with contextlib.suppress(ValueError):  # it has ended
+                    await session.port.unbind(item.volume, 0)  # it could not be reopened else
+        finally:
+            tenant.reading -= 1
+        if damaged:
+            await tenant.retention.damaged(sequence)
 
 
 def _check_names(hello: Hello) -> None:

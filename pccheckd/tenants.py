@@ -18,11 +18,13 @@ from .engine import Engine, translated
 from .ledger import Ledger
 from .logs import LOG
 from .port import Owner, Port
+from .retention import Retention
 from .scheduler import Scheduler
-from .volumes import DAMAGED, GLOBAL, PINNED, Key, OpenVolume, VolumeSet, pins
+from .volumes import Key, OpenVolume, VolumeSet
 
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
+BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
 
 
 class Tenant:
@@ -37,9 +39,9 @@ class Tenant:
         self.owner: Owner | None = None
         self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
-        self.protected: set[int] = set()  # sequences pinned until Restored or fresh (P7)
+        self.retention = Retention(self.volumes, engine)
         self.reading = 0  # loads in progress: their volumes stay open
-        self.global_sequence = 0  # flagged GLOBAL: every rank of the group has its step
+        self.readers = 0  # sessions that may load
         self.closed = False
         self.stopped = False  # a commit record failed; reopened before the next save
         self.registered_in = -1  # incarnation whose beginning is on the disk
@@ -57,7 +59,7 @@ class Tenant:
         found = self.volumes.checkpoints()
         if found:
             self.ledger.newest = found[0].sequence, found[0].step
-        self.global_sequence = max((f.sequence for f in found if f.is_global), default=0)
+        self.retention.load()
 
     async def attach(self, owner: Owner, socket_fd: int) -> int:
         """Makes `owner` the tenant's trainer; the page's descriptor. Raises PccheckError."""
@@ -74,7 +76,7 @@ class Tenant:
             if self.port is None:
                 await self._open_port()
             assert self.port is not None
-            await self._protect(owner)
+            await self.retention.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session)
             self.owner = owner
             return page_fd
@@ -102,14 +104,14 @@ class Tenant:
             await self.volumes.close()
 
     @property
+    def quiet(self) -> bool:
+        """No trainer and nothing in flight: its memory is a cache."""
+        return self.owner is None and not self.ledger.live() and not self.lock.locked()
+
+    @property
     def idle(self) -> bool:
-        """No trainer, nothing in flight, nobody reading: it may be closed."""
-        return (
-            self.owner is None
-            and not self.reading
-            and not self.ledger.live()
-            and not self.lock.locked()
-        )
+        """Quiet, and nobody who may read: it may be closed."""
+        return self.quiet and not self.reading and not self.readers
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -118,13 +120,14 @@ class Tenant:
         async with self.lock:
             owner, port = self._present()
             current = self.volumes.current
-            if current is None or payload_bytes > current.info.payload_capacity:
+            too_small = current is None or payload_bytes > current.info.payload_capacity
+            if current is None or too_small or self.volumes.is_followed:
                 async with self._admission:  # no sequence is taken from the old one meanwhile
                     current = await self.volumes.make(
                         payload_bytes, incarnation=owner.incarnation,
                         world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
                     )  # fmt: skip
-                    await self._bind(port, current)
+                    await self._move_to(port, current)
             elif self.registered_in != owner.incarnation:
                 await self._begin_incarnation(current, owner)
             self.registered_in = owner.incarnation
@@ -187,10 +190,13 @@ class Tenant:
         port = self.port
         if port is None or checkpoint.state is not State.REQUESTED:
             return ""
+        reopened = self.stopped
         try:
-            if self.stopped:
+            if reopened:
                 await self._reopen()
             async with self._admission:
+                if self.owner is None or self.owner.session != checkpoint.session:
+                    return ""  # the page is another session's by now; dropped with its own
                 sequence = await self.engine.call(
                     self.key.uid, port.channel.begin, checkpoint.snapshot, step=checkpoint.step,
                     incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
@@ -199,9 +205,11 @@ class Tenant:
                 )  # fmt: skip
                 self.ledger.last_sequence = max(self.ledger.last_sequence, sequence)
         except _core.NativeError as error:
+            if error.code_name == "NO_SLOT":
+                await self._recycle()
             if error.code_name in ("NO_LANE", "NO_SLOT"):
                 return error.code_name
-            if error.code_name == "STOPPED" and not self.stopped:
+            if error.code_name == "STOPPED" and not reopened:
                 self.stopped = True
                 return "NO_LANE"
             if error.code_name == "ABORTED":
@@ -221,19 +229,33 @@ class Tenant:
             checkpoint.advance(State.COPYING, time.monotonic_ns())
         return ""
 
+    async def _recycle(self) -> None:
+        """No slot is free: what lost its flag since the last record may go, since none may follow
+        that would say so. With saves in flight one will."""
+        current = self.volumes.current
+        if current is None or self.ledger.in_flight:
+            return
+        try:
+            await self.engine.call(self.key.uid, current.volume.recycle)
+        except (OSError, ValueError, _core.NativeError) as error:
+            LOG.warning("%s: cannot recycle: %s", self.key, error)
+
     async def _hopeless(self) -> tuple[str, str]:
         """Why no slot can come free by waiting; ("", "") when one can."""
-        if any(checkpoint.sequence for checkpoint in self.ledger.live()):
+        if self.ledger.in_flight or self.reading:  # a reader holds the slot that it reads
             return "", ""
         await self.volumes.refresh()
-        current = self.volumes.current
+        current, owner = self.volumes.current, self.owner
         if current is None or current.info.free_slots:
             return "", ""
-        if self.protected:
+        protected = sorted(self.retention.protected)
+        if protected:
             return (
-                f"the slots left hold checkpoints of the run before: {sorted(self.protected)}",
+                f"the slots left hold checkpoints of the run before: {protected}",
                 "call restore() first, or start with fresh=True",
             )
+        if owner is not None and owner.world_size > 1 and self.retention.global_sequence:
+            return "", ""  # when the other ranks have caught up
         return (
             f"no slot of {current.path} is usable: {current.quarantined} quarantined",
             "check the disk",
@@ -255,12 +277,12 @@ class Tenant:
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
             LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, checkpoint.reason)
+        if event.kind in ("failed", "superseded"):
+            self._spawn(self._retire())
 
     async def became_global(self, sequence: int) -> None:
         """Every rank has it durable and flagged: says so on the page; the older flag goes."""
-        before, self.global_sequence = self.global_sequence, sequence
-        if before not in (0, sequence):
-            await self.flag(before, clear=GLOBAL)
+        await self.retention.became_global(sequence)
         for checkpoint in self.ledger.became_global(sequence):
             owner, port = self.owner, self.port
             if port is not None and owner is not None and owner.session == checkpoint.session:
@@ -280,15 +302,15 @@ class Tenant:
             await self._retire_locked()
 
     async def _retire_locked(self) -> None:
-        current = self.volumes.current
-        if current is None or all(found.is_damaged for found in current.checkpoints):
-            return
-        for item in self.volumes.open[:-1]:
-            # What the media say of flags may be older than what was staged, so it is not asked.
-            needed = {*self.protected, self.global_sequence}
-            if self.reading or needed & {found.sequence for found in item.checkpoints}:
+        volumes = self.volumes.open
+        good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
+        follower = max((index for index, has in enumerate(good) if has), default=0)
+        for item in volumes[:follower]:
+            if self.reading or self.retention.needs(item):
                 continue
-            if self.port is None or await self.port.unbind(item.volume, UNBIND_LIMIT_S):
+            if self.port is not None and not await self.port.unbind(item.volume, 0):
+                continue  # looked at again when its last save has ended
+            if not self.reading:  # nobody began to meanwhile
                 await self.volumes.drop(item)
 
     # -- volumes under the lock ----------------------------------------------------------------
@@ -317,6 +339,27 @@ class Tenant:
         except (OSError, _core.NativeError) as error:
             raise translated(error, f"the volume {item.path}") from error
 
+    async def _move_to(self, port: Port, made: OpenVolume) -> None:
+        """New saves go to a volume that was just made. Outgrown ones need no binding to be read,
+        and none of them stays that holds nothing."""
+        busy = []
+        try:
+            for item in self.volumes.open[:-1]:
+                if not await port.unbind(item.volume, 0):
+                    busy.append(item)
+                    continue
+                await self.engine.call(self.key.uid, item.read)
+                if not item.checkpoints:
+                    await self.volumes.drop(item)
+            if len(busy) >= BINDINGS_MAX:
+                await port.unbind(busy[0].volume, UNBIND_LIMIT_S)
+            await self._bind(port, made)
+        except BaseException:
+            await self.volumes.drop(made)
+            if self.volumes.current is not None:
+                await self._bind(port, self.volumes.current)
+            raise
+
     async def _begin_incarnation(self, item: OpenVolume, owner: Owner) -> None:
         try:
             await self.engine.call(
@@ -328,60 +371,20 @@ class Tenant:
 
     async def _reopen(self) -> None:
         """A stopped volume is closed and read from the media again. Raises when that fails."""
+        if not await self.ledger.until(lambda: not self.reading, UNBIND_LIMIT_S):
+            raise RefusedError("the stopped volume is still being read")
+        port, current = self.port, self.volumes.current
+        if port is None or current is None:
+            return
+        # Without the lock: a write in progress may be one that only a detach can end.
+        if not await port.unbind(current.volume, UNBIND_LIMIT_S):
+            raise RefusedError("the stopped volume still has writes in progress")
         async with self.lock:
-            port, current = self.port, self.volumes.current
-            if port is None or current is None:
-                return
-            if not await port.unbind(current.volume, UNBIND_LIMIT_S):
-                raise RefusedError("the stopped volume still has writes in progress")
-            await self.volumes.reopen(current)
-            await self._bind(port, current)
+            if self.port is port and self.volumes.current is current:
+                await self.volumes.reopen(current)
+                await self._bind(port, current)
             self.stopped = False
-        for sequence in self.protected:  # what was staged only is gone
-            await self.flag(sequence, set_=PINNED)
-        if self.global_sequence:
-            await self.flag(self.global_sequence, set_=GLOBAL)
-
-    # -- policy flags --------------------------------------------------------------------------
-
-    async def flag(
-        self, sequence: int, *, set_: int = 0, clear: int = 0, now: bool = False
-    ) -> bool:
-        """Flags a durable checkpoint; False when it is not there (any more) or cannot be."""
-        item = self.volumes.find(sequence)
-        if item is None:
-            return False
-        try:
-            await self.engine.call(
-                self.key.uid, item.volume.flag, sequence, set=set_, clear=clear, now=now
-            )
-        except (OSError, _core.NativeError) as error:
-            LOG.warning("%s: checkpoint %d cannot be flagged: %s", self.key, sequence, error)
-            return False
-        await self.engine.call(self.key.uid, item.read)
-        return True
-
-    async def found_damaged(self, sequence: int) -> None:
-        """A reader found it damaged: recovery passes it over from now on, after a restart too."""
-        LOG.error("%s: checkpoint %d is damaged", self.key, sequence)
-        await self.flag(sequence, set_=DAMAGED, now=True)
-
-    async def _protect(self, owner: Owner) -> None:
-        """P7: the newest checkpoint of the run before is kept until restored or `fresh`."""
-        found = self.volumes.checkpoints()
-        pinned = {item.sequence for item in found if item.is_pinned} | self.protected
-        wanted = set() if owner.fresh else pins(found, pinned, owner.incarnation, self.config.slots)
-        for sequence in pinned - wanted:
-            await self.flag(sequence, clear=PINNED)
-        for sequence in wanted - pinned:
-            await self.flag(sequence, set_=PINNED)
-        self.protected = wanted
-
-    async def unprotect(self) -> None:
-        """The trainer restored: its checkpoints may recycle what it restored from."""
-        for sequence in self.protected:
-            await self.flag(sequence, clear=PINNED)
-        self.protected = set()
+        await self.retention.stage_again()
 
     # -- small ---------------------------------------------------------------------------------
 

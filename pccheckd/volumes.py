@@ -20,7 +20,7 @@ from .logs import LOG
 GLOBAL, PINNED = _core.SLOT_GLOBAL, _core.SLOT_PINNED
 QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
 PAYLOAD_BYTES_MAX = 1 << 50
-PINS_SLOTS_MIN = 4
+SEQUENCE_BITS = 32  # more than any volume gives out
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,11 @@ def capacity_for(payload_bytes: int) -> int:
     return rounded + rounded // 32 + MIB
 
 
-def pins(
-    found: list[catalog.Checkpoint], pinned: set[int], incarnation: int, slots: int
-) -> set[int]:
-    """Which sequences a run that has not restored yet must leave alone (P7); `found` is newest
-    first, `pinned` what is pinned already.
-
-    The newest of the run before; and one that an earlier run, which did not restore either, had to
-    leave alone: it is worth more than the few steps since. Small volumes have room for one pin.
-    """
-    before = [item.sequence for item in found if item.incarnation < incarnation]
-    if not before:
-        return set()
-    wanted = {min((s for s in before if s in pinned), default=before[0])}
-    return wanted | {before[0]} if slots >= PINS_SLOTS_MIN else wanted
+def _size(path: Path) -> int:
+    """0 for a file that was dropped while we looked."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 class VolumeSet:
@@ -111,6 +102,16 @@ class VolumeSet:
                 self.unreadable[file.path] = translated(error, f"the volume {file.path}")
                 LOG.warning("%s", self.unreadable[file.path])
 
+    @property
+    def is_followed(self) -> bool:
+        """A later file than the current one is there but cannot be read: to go on in the current
+        one would give its sequences out again."""
+        current = self.current
+        return current is not None and any(
+            layout.parse_volume_path(self._config.storage, path).generation > current.generation
+            for path in self.unreadable
+        )
+
     def require_readable(self, *, fresh: bool) -> None:
         """Raises why no volume can be read, unless one can, there is none, or `fresh` says to go
         on without: a job must not begin at step 0 over checkpoints by accident."""
@@ -122,8 +123,9 @@ class VolumeSet:
 
     async def refresh(self) -> None:
         """Reads tables and states again, in a thread."""
-        for item in self.open:
-            await self._engine.call(self.key.uid, item.read)
+        for item in list(self.open):
+            with contextlib.suppress(ValueError):  # dropped or reopened meanwhile
+                await self._engine.call(self.key.uid, item.read)
 
     async def make(
         self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
@@ -151,6 +153,8 @@ class VolumeSet:
         path = layout.volume_path(config.storage, key.uid, key.job, key.rank, generation)
         await self.refresh()
         sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
+        if self.unreadable:  # above whatever they hold, should they be read again one day
+            sequence = max(sequence, generation << SEQUENCE_BITS)
 
         def create() -> None:
             layout.make_directories(path)
@@ -174,9 +178,16 @@ class VolumeSet:
         return made
 
     async def reopen(self, item: OpenVolume) -> None:
-        """Closes a stopped volume and reads it from the media again."""
+        """Closes a stopped volume and reads it from the media again. When it cannot be written to
+        any more, what is in it can still be read."""
         await self._engine.call(self.key.uid, item.volume.close)
-        fresh = await self._opened(item.path, item.generation)
+        try:
+            fresh = await self._opened(item.path, item.generation)
+        except (OSError, _core.NativeError, PccheckError):
+            with contextlib.suppress(OSError, _core.NativeError, PccheckError):
+                fresh = await self._opened(item.path, item.generation, writable=False)
+                item.volume = fresh.volume
+            raise
         item.volume = fresh.volume
         await self._engine.call(self.key.uid, item.read)
         LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
@@ -201,12 +212,12 @@ class VolumeSet:
     def _key_parts(self) -> tuple[int, str, int]:
         return self.key.uid, self.key.job, self.key.rank
 
-    async def _opened(self, path: Path, generation: int) -> OpenVolume:
+    async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config
 
         def open_it() -> OpenVolume:
             volume = _core.Volume(
-                str(path), writable=True, allow_buffered=config.allow_any_filesystem,
+                str(path), writable=writable, allow_buffered=config.allow_any_filesystem,
                 bytes_per_second=config.max_bandwidth_bytes,
             )  # fmt: skip
             try:
@@ -234,7 +245,7 @@ class VolumeSet:
                 f"{numbers}, but {config.storage} has {free} free", hint=self._droppable()
             )
         if config.max_storage_bytes:
-            used = sum(p.stat().st_size for p in config.storage.glob("*/*/*.pcc"))
+            used = sum(_size(path) for path in config.storage.glob("*/*/*.pcc"))
             if used + needed > config.max_storage_bytes:
                 raise StorageFullError(
                     f"{numbers}, but {used} of --max-storage {config.max_storage_bytes} are used",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -141,6 +142,22 @@ def test_buffers_are_as_they_were_at_the_call(
     assert torch.equal(found, before) and not torch.equal(kit["model"].norm.running_mean, before)
 
 
+def test_frozen_parameters_are_as_they_were_at_the_call(
+    start_daemon: Callable[..., Daemon], connect: Connect
+) -> None:
+    """An average of the weights is updated after the step, and no gate holds that back."""
+    client = connect(start_daemon(*SLOW))
+    model = torch.nn.ParameterList([torch.ones(1_000_000)])
+    average = copy.deepcopy(model).requires_grad_(False)
+    client.attach(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), ema=average)
+    for step in (1, 2):
+        average[0].fill_(step)
+        handle = client.checkpoint()
+        average[0].fill_(-1)
+        handle.wait_durable(30)
+        assert bool((client.recover().state["ema"]["0"] == step).all())
+
+
 def test_a_stopped_daemon_costs_one_stall_and_then_nothing(
     daemon: Daemon, connect: Connect
 ) -> None:
@@ -260,6 +277,9 @@ def test_steps_and_metadata_are_taken_by_value(daemon: Daemon, connect: Connect)
     client = connect(daemon)
     assert client.checkpoint([1], step=torch.tensor(7)).step == 7
     assert client.checkpoint([1]).step == 8
+    with pytest.raises(UnsupportedStateError):
+        client.checkpoint([object()])
+    assert client.checkpoint([1]).step == 9  # what was refused does not count
     for wrong in ({"x": object()}, {1: 2}, torch.ones(1), (1,)):
         with pytest.raises(UnsupportedStateError, match="metadata"):
             client.checkpoint([1], metadata=wrong)

@@ -16,3 +16,4 @@ def test_200_kills() -> None:
     print(f"seed {seed}", dict(tally.kills))
     assert not tally.violations, (seed, tally.violations[:5], len(tally.violations))
     assert sum(tally.kills.values()) == 200
+    assert min(tally.states[s] for s in ("copying", "copied", "writing", "publishing")) >= 30

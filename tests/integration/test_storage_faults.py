@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
+from pccheck import CheckpointFailedError, PCcheckClient, PccheckWarning
+from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Opened, Role
 from tests.support.daemon import Daemon
+from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Trainer
 
 Start = Callable[..., Daemon]
@@ -54,6 +60,44 @@ def test_after_a_failed_record_the_volume_is_read_again(
             break
     assert trainer.state(handle) in ("failed", "durable", "superseded")
     assert trainer.state(last) == "durable"
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_failure_after_the_call_is_told_by_the_next(start_daemon: Start, on_error: Any) -> None:
+    daemon = start_daemon(shim="eio:record-a:1")
+    with PCcheckClient(job="job", socket=daemon.socket, on_error=on_error) as client:
+        client.checkpoint([1]).wait_durable(30)
+        daemon.armed.touch()
+        handle = client.checkpoint([2])
+        with pytest.raises(CheckpointFailedError):
+            handle.wait_durable(30)
+        told = (
+            pytest.raises(CheckpointFailedError, match="step 2 failed")
+            if on_error == "raise"
+            else pytest.warns(PccheckWarning, match="step 2 failed")
+        )
+        with told:
+            for step in range(3, 103):
+                client.checkpoint([step], step=step)
+        assert client.checkpoint([1000], step=1000).wait_durable(30).step == 1000
+
+
+def test_a_reader_that_stays_does_not_keep_a_stopped_volume(start_daemon: Start) -> None:
+    size = 200_000
+    daemon = start_daemon(shim="eio:record-a:1")
+    with Rank(daemon.socket) as rank, ExitStack() as stack:
+        rank.register(size)
+        rank.save(1, payload_of(1, size))
+        reader = stack.enter_context(Rank(daemon.socket, role=Role.READER))
+        opened = reader.open()
+        assert isinstance(opened, Opened)
+        assert reader.load(opened) == (0, payload_of(1, size))
+        daemon.armed.touch()
+        assert rank.wait(rank.begin(2, payload_of(2, size))).outcome == State.FAILED
+        rank.save(3, payload_of(3, size))
+        opened = reader.open()
+        assert isinstance(opened, Opened)
+        assert opened.step == 3 and reader.load(opened) == (0, payload_of(3, size))
 
 
 def _settled(trainer: object) -> bool:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_native import catalog
-from pccheckd.volumes import capacity_for, pins
+from pccheck_native import SLOT_DAMAGED, catalog
+from pccheckd.retention import pins
+from pccheckd.volumes import capacity_for
 
 
 def found(*runs: tuple[int, int]) -> list[catalog.Checkpoint]:
@@ -40,6 +41,11 @@ RUNS = found((5, 1), (6, 2), (7, 2), (9, 3))
 )
 def test_pins(pinned: set[int], incarnation: int, slots: int, wanted: set[int]) -> None:
     assert pins(RUNS, pinned, incarnation, slots) == wanted
+
+
+def test_a_damaged_one_is_worth_no_pin() -> None:
+    runs = [item._replace(flags=SLOT_DAMAGED) if item.sequence == 9 else item for item in RUNS]
+    assert pins(runs, {9}, 4, 3) == {7}
 
 
 def test_a_new_volume_leaves_room_to_grow_a_little() -> None:

@@ -205,12 +205,12 @@ CHANGES: list[Callable[[Kit], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("quick", [True, False], ids=["guards", "slow"])
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 def test_every_change_is_in_the_next_snapshot(
     kit: Kit, change: Callable[[Kit], None], quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:
-        monkeypatch.setattr("pccheck.watch._guards", lambda tensors: 1 / 0)
+        monkeypatch.setattr("pccheck.watch._exchange", lambda: None)
         kit = Kit()
         kit.update()
         kit.check()
@@ -303,12 +303,12 @@ def test_what_no_gate_guards_is_copied_at_once(kit: Kit) -> None:
     made = kit.check()
     volatile = paths(made, made.volatile)
     assert volatile == {
-        "model.extra", "model.norm.running_mean", "model.norm.running_var",
+        "model.extra", "model.frozen", "model.norm.running_mean", "model.norm.running_var",
         "model.norm.num_batches_tracked",
     }  # fmt: skip
-    kit.model.frozen.requires_grad_()
+    kit.model.body[0].weight.requires_grad_(False)  # from now on the optimizer leaves it alone
     made = kit.check()
-    assert "model.frozen" in paths(made, made.volatile)
+    assert "model.body.0.weight" in paths(made, made.volatile)
 
 
 def test_manual_gating_trusts_the_user_except_for_buffers() -> None:

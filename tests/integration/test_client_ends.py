@@ -1,0 +1,142 @@
+"""How clients come to an end: dropped, interrupted, in front of a daemon that is stopped."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient
+from tests.support.daemon import Daemon
+
+SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
+
+DROPPED = """
+import gc, sys
+from pccheck import PCcheckClient
+for _ in range(3):
+    client = PCcheckClient(job="dropped", socket=sys.argv[1], fresh=True)
+    client.myself = client  # garbage as a cycle, as an exception's frames make one
+    client.checkpoint([1]).wait_durable(30)
+    del client
+    gc.collect()
+print("done")
+"""
+
+
+def test_a_client_that_is_garbage_does_not_hang(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DROPPED, str(daemon.socket)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.stdout == "done\n", ran.stderr
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[float], None]]:
+    """Ctrl-C for this thread, in so many seconds."""
+    timers: list[threading.Timer] = []
+
+    def start(after_s: float) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        timers.append(threading.Timer(after_s, signal.pthread_kill, (main, signal.SIGINT)))
+        timers[-1].start()
+
+    yield start
+    for timer in timers:
+        timer.join()
+
+
+def test_an_interrupted_close_ends_the_session(
+    start_daemon: Callable[..., Daemon], interrupt: Callable[[float], None]
+) -> None:
+    daemon = start_daemon(*SLOW)
+    client = PCcheckClient(job="job", socket=daemon.socket)
+    client.checkpoint([torch.ones(5_000_000)])
+    interrupt(0.2)
+    with pytest.raises(KeyboardInterrupt):
+        client.close()
+    assert not client.connected
+    with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as again:
+        assert again.recover().step == 1  # it was copied; no duplicate stands in the way
+
+
+@pytest.mark.parametrize("where", ["wait", "gate"])
+def test_waits_can_be_interrupted(
+    start_daemon: Callable[..., Daemon], interrupt: Callable[[float], None], where: str
+) -> None:
+    daemon = start_daemon(*SLOW)
+    parameter = torch.nn.Parameter(torch.ones(3_000_000))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        client.attach(model=torch.nn.ParameterList([parameter]), optimizer=optimizer)
+        client.checkpoint()
+        handle = client.checkpoint()
+        interrupt(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            _ = handle.wait_durable() if where == "wait" else optimizer.step()
+        if where == "gate":  # nobody waits any more before the tensors change
+            assert handle.state is CheckpointState.FAILED
+            with pytest.raises(CheckpointFailedError, match="interrupted"):
+                handle.wait_durable(30)
+
+
+def test_any_number_of_seconds_is_a_timeout(start_daemon: Callable[..., Daemon]) -> None:
+    with PCcheckClient(job="job", socket=start_daemon().socket) as client:
+        handle = client.checkpoint([1])
+        assert handle.wait_durable(float("inf")).step == 1
+        handle.wait_copied(-1.0)
+
+
+def test_closing_before_a_stopped_daemon_is_bounded(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    client = PCcheckClient(job="job", socket=daemon.socket, stall_limit_s=0.2)
+    client.checkpoint([1]).wait_durable(30)
+    daemon.kill(signal.SIGSTOP)
+    before = time.monotonic()
+    client.close()
+    daemon.kill(signal.SIGCONT)
+    assert time.monotonic() - before < 20  # saying goodbye has the limit of everything else
+
+
+def test_an_exception_in_the_loop_comes_through(start_daemon: Callable[..., Daemon]) -> None:
+    socket: Any = start_daemon().socket
+    with (
+        pytest.raises(ZeroDivisionError),
+        PCcheckClient(job="job", socket=socket) as client,
+    ):
+        handle = client.checkpoint([torch.ones(100_000)])
+        _ = 1 / 0
+    assert handle.state is CheckpointState.DURABLE
+
+
+def test_a_private_daemon_ends_with_the_last_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every time, however long the daemon takes to notice that the session has ended."""
+    with Daemon() as place:  # never started: its directories are used
+        runtime = place.root / "r"
+        runtime.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        for step in range(4):
+            client = PCcheckClient(job="job", autostart=True, storage=place.storage)
+            assert client.recover().step == step
+            client.checkpoint([step], step=step + 1).wait_durable(30)
+            PCcheckClient(job="other", autostart=True, storage=place.storage).close()
+            assert client.connected
+            (pid_file,) = runtime.rglob("pid")
+            daemon = os.pidfd_open(int(pid_file.read_text()))
+            client.close()
+            try:
+                assert select.select([daemon], [], [], 30)[0], "the private daemon lives on"
+            finally:
+                os.close(daemon)

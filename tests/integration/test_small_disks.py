@@ -1,0 +1,62 @@
+"""A disk that is full from the start, or read-only: one clear error, and nothing is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pccheck import CheckpointState, PCcheckClient, PccheckWarning
+from tests.support.daemon import Daemon
+
+
+def mounted(place: Path, *options: str) -> bool:
+    given = ",".join(("size=24m", *options))
+    ran = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", given, "none", str(place)], capture_output=True
+    )
+    return ran.returncode == 0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """24 MiB of their own."""
+    if not mounted(tmp_path):
+        pytest.skip("may not mount")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_named_and_what_fits_goes_on(
+    start_daemon: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", storage=disk)
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        client.checkpoint([1]).wait_durable(30)
+        with pytest.warns(PccheckWarning, match=r"bytes.*free") as told:
+            ended = [client.checkpoint([torch.ones(5_000_000)]) for _ in range(3)]
+        assert len(told) == 1
+        assert {handle.state for handle in ended} == {CheckpointState.FAILED}
+        assert client.checkpoint([5]).wait_durable(30).step == 5
+        assert client.recover().state == [5]
+    assert [path.name for path in disk.rglob("*.tmp")] == []
+
+
+def test_a_read_only_disk_is_refused_and_can_be_read(
+    start_daemon: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", storage=disk)
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        client.checkpoint([torch.ones(3)], step=7).wait_durable(30)
+    daemon.stop()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    ran = subprocess.run(daemon.command("--allow-any-filesystem"), capture_output=True, text=True)
+    assert ran.returncode == 10
+    assert "read-write" in ran.stderr and str(disk) in ran.stderr
+    for command in ("status", "list", "verify"):
+        read = [sys.executable, "-m", "pccheckctl", "--storage", str(disk), command]
+        assert "job" in subprocess.run(read, capture_output=True, text=True, check=True).stdout

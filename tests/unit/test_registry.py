@@ -1,0 +1,197 @@
+"""Which jobs stay loaded, and what of a volume is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pccheck_native import NativeError, Volume, layout
+from pccheck_wire.errors import RefusedError
+from pccheckd import registry as registry_module
+from pccheckd.config import Config
+from pccheckd.engine import Engine
+from pccheckd.port import Owner
+from pccheckd.registry import Registry
+from pccheckd.volumes import GLOBAL, PINNED, Key
+from tests.support.coreloop import BLOCK_BYTES, Loop
+
+KEY = Key(7, "job", 0)
+Work = Callable[[Registry], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Work], None]]:
+    monkeypatch.setattr(registry_module, "IDLE_MAX", 0)
+    path = layout.volume_path(tmp_path, KEY.uid, KEY.job, KEY.rank)
+    path.parent.mkdir(parents=True)
+    with Loop(path) as loop:
+        for step in (1, 2, 3):
+            loop.save(step, [bytearray(100)], step=step)
+    config = Config(
+        storage=tmp_path, socket=tmp_path / "s", dram_bytes=1 << 24, chunk_bytes=1 << 16,
+        block_bytes=BLOCK_BYTES, allow_any_filesystem=True,
+    )  # fmt: skip
+
+    def run(work: Work) -> None:
+        async def all_of_it() -> None:
+            engine = Engine(config)
+            engine.start()
+            await asyncio.wait_for(work(Registry(config, engine)), 20)
+            engine.stop()
+
+        asyncio.run(all_of_it())
+
+    yield run
+
+
+def flags(tmp_path: Path) -> dict[int, int]:
+    path = layout.volume_path(tmp_path, KEY.uid, KEY.job, KEY.rank)
+    volume = Volume(path, writable=False, allow_buffered=True)
+    try:
+        return {entry.sequence: entry.flags for entry in volume.table() if entry.sequence}
+    finally:
+        volume.close()
+
+
+def owner(*, world_size: int = 1, fresh: bool = False) -> Owner:
+    return Owner(1, 1, 2, world_size, world_size, fresh, lambda event: None)
+
+
+def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.existing(KEY)
+        tenant.readers += 1
+        await registry.trim()
+        assert not tenant.closed and tenant.volumes.checkpoints()
+        tenant.readers -= 1
+        await registry.trim()
+        assert tenant.closed
+
+    run(work)
+
+
+def test_a_job_that_is_closed_while_it_is_looked_up_is_loaded_again(
+    run: Callable[[Work], None],
+) -> None:
+    async def work(registry: Registry) -> None:
+        await registry.job(KEY.uid, KEY.job)
+        async with registry._lock(KEY.uid):
+            found = asyncio.create_task(registry.tenant(KEY))
+            await asyncio.sleep(0)
+            trimmed = asyncio.create_task(registry.trim())
+            await asyncio.sleep(0)
+        await asyncio.gather(found, trimmed)
+        _, tenant = await registry.tenant(KEY)
+        assert not tenant.closed and tenant.volumes.open
+
+    run(work)
+
+
+def test_a_second_flag_of_a_killed_daemon_goes_with_the_next(
+    run: Callable[[Work], None], tmp_path: Path
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+        for sequence in (newest, before):
+            assert await tenant.retention.flag(sequence, set_=GLOBAL, now=True)
+        tenant.retention.load()
+        await tenant.became_global(newest)
+        assert await tenant.retention.flag(newest, set_=PINNED, now=True)
+        assert flags(tmp_path) == {newest: GLOBAL | PINNED, before: 0}
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_rank_alone_needs_no_common_step_once_it_restored(
+    run: Callable[[Work], None],
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        newest = tenant.volumes.checkpoints()[0].sequence
+        await tenant.retention.flag(newest, set_=GLOBAL, now=True)
+        tenant.retention.load()
+        for alone, kept in ((owner(world_size=2), newest), (owner(), 0)):
+            await tenant.retention.restored(alone)
+            assert tenant.retention.global_sequence == kept
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_stopped_volume_is_not_reopened_under_a_reader(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccheckd.tenants.UNBIND_LIMIT_S", 0.0)
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        tenant.reading += 1
+        with pytest.raises(RefusedError, match="still being read"):
+            await tenant._reopen()
+        assert tenant.volumes.checkpoints()[0].step == 3
+        tenant.reading -= 1
+        await tenant._reopen()
+        await tenant.volumes.refresh()
+        assert tenant.volumes.checkpoints()[0].step == 3
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_volume_that_goes_while_it_is_looked_at_disturbs_nobody(
+    run: Callable[[Work], None],
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        newest = tenant.volumes.checkpoints()[0].sequence
+        tenant.volumes.open[0].volume.close()
+        await tenant.volumes.refresh()
+        assert not await tenant.retention.flag(newest, set_=GLOBAL)
+
+    run(work)
+
+
+def test_a_follower_that_cannot_be_read_is_never_outnumbered_by_its_own_sequences(
+    run: Callable[[Work], None], tmp_path: Path
+) -> None:
+    layout.volume_path(tmp_path, KEY.uid, KEY.job, KEY.rank, 1).write_bytes(b"x" * (1 << 16))
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with near, far:
+            os.close(await tenant.attach(owner(), far.fileno()))
+            made = await tenant.register(1000)
+            assert made.generation == 2 and made.info.next_sequence == 2 << 32
+            await tenant.detach(1)
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
+    run: Callable[[Work], None],
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        item = tenant.volumes.open[0]
+        item.volume.close()
+        with item.path.open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(NativeError, match="LOCKED"):
+                await tenant.volumes.reopen(item)
+            item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
+        await tenant.volumes.reopen(item)
+        assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PINNED)
+        await tenant.close()
+
+    run(work)

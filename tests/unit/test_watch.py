@@ -1,0 +1,115 @@
+"""The native looks at dicts and tensors: what they see, and what they refuse."""
+
+from __future__ import annotations
+
+import collections
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pccheck.flatten import Flattener
+from pccheck.rng import capture_rng, captured_node
+from pccheck.watch import GeometryWatch, _items
+from pccheck_native import same_geometry, same_items, same_values, tensor_geometry
+from pccheck_wire import tree
+
+EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+exchange = pytest.mark.skipif(EXCHANGE is None, reason="torch is older than 2.10")
+
+
+def dicts() -> list[dict[Any, Any]]:
+    return [{"a": object(), "b": object()}, {}, collections.defaultdict(list, c=object())]
+
+
+def move(some: list[dict[Any, Any]]) -> None:
+    """The last item of one dict becomes the first one of the next."""
+    some[1]["b"] = some[0].pop("b")
+
+
+def swap(some: list[dict[Any, Any]]) -> None:
+    some[0], some[1] = some[1], some[0]
+
+
+def reorder(some: list[dict[Any, Any]]) -> None:
+    some[0]["a"] = some[0].pop("a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        move, swap, reorder, lambda some: some.pop(), lambda some: some.append({}),
+        lambda some: some[0].pop("a"), lambda some: some[1].update(new=1),
+        lambda some: some[0].update(a=object()), lambda some: some[2].update(c=None),
+        lambda some: some.__setitem__(1, {}),
+    ],
+)  # fmt: skip
+def test_every_change_of_items_is_seen(change: Any) -> None:
+    some = dicts()
+    then = _items(some)
+    assert same_items(some, then)
+    change(some)
+    assert not same_items(some, then)
+
+
+def test_values_of_some_keys() -> None:
+    some: list[dict[Any, Any]] = [{"a": [], "b": 1, "x": 0}, {"a": [], "b": 1}]
+    then = (some[0]["a"], 1, some[1]["a"], 1)
+    some[0]["x"] = 5
+    assert same_values(some, ("a", "b"), then)
+    assert not same_values(some, ("a", "b"), then[:3])
+    some[1]["a"] = []
+    assert not same_values(some, ("a", "b"), then)
+    assert not same_values(some, ("a", "missing"), then)
+
+
+def test_what_is_not_a_dict_is_refused() -> None:
+    with pytest.raises(TypeError):
+        same_items([1], ())  # type: ignore[list-item]
+    with pytest.raises((TypeError, SystemError)):
+        same_values([1], ("a",), ())  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        same_values([{}], ([],), ())
+
+
+@exchange
+def test_geometry_sees_place_shape_strides_and_type() -> None:
+    base = torch.arange(24.0)
+    same = base.view(4, 6)
+    others = [
+        base.view(6, 4), base.view(4, 6)[:, :5], base.view(2, 2, 6), base.clone().view(4, 6),
+        base.view(4, 6).t(), base.view(torch.int32).view(4, 6), base[1:],
+    ]  # fmt: skip
+    then = tensor_geometry(EXCHANGE, [same, base])
+    assert same_geometry(EXCHANGE, [base.view(4, 6), base], then)
+    for other in others:
+        assert not same_geometry(EXCHANGE, [other, base], then)
+    assert not same_geometry(EXCHANGE, [same], then)
+    assert not same_geometry(EXCHANGE, [same, base, base], then)
+    assert not same_geometry(EXCHANGE, [same, "x"], then)
+    assert not same_geometry(EXCHANGE, [same, base], b"")
+
+
+@exchange
+def test_what_cannot_be_described_raises_or_is_a_no() -> None:
+    with pytest.raises((TypeError, RuntimeError)):
+        tensor_geometry(EXCHANGE, ["x"])
+    with pytest.raises(ValueError):
+        tensor_geometry(object(), [])
+
+
+def test_tensors_that_dlpack_has_no_name_for_are_watched_slowly() -> None:
+    watch = GeometryWatch([torch.ones(3), torch.zeros(4, dtype=torch.uint8).view(torch.bits8)])
+    assert watch.holds()
+    watch._tensors[0].resize_(2)
+    assert not watch.holds()
+
+
+def test_generators_have_the_node_that_flattening_them_makes() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    made = captured_node(Flattener(), "rng")
+    assert tree.encode_node(made) == tree.encode_node(Flattener().node(capture_rng(), "rng"))
