@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from pccheck_wire import attach
@@ -27,6 +28,9 @@ from .warn import LOG
 
 START_LIMIT_S = 30.0
 _PROBE_LIMIT_S = 5.0
+_HANG_UP_LIMIT_S = 10.0
+#: One for each open client.
+_OF_THIS_PROCESS: weakref.WeakSet[PrivateDaemon] = weakref.WeakSet()
 
 
 class PrivateDaemon:
@@ -37,6 +41,7 @@ class PrivateDaemon:
         digest = hashlib.sha256(os.fsencode(self.storage)).hexdigest()[:12]
         self.directory = _runtime_root() / digest
         self.socket = self.directory / "attach.sock"
+        _OF_THIS_PROCESS.add(self)
 
     def ensure(self) -> None:
         """Starts it unless it runs. Raises PccheckError with the end of its log."""
@@ -91,16 +96,36 @@ class PrivateDaemon:
 
     def release(self) -> None:
         """Ends the daemon, which drains first, when no other client is connected."""
+        _OF_THIS_PROCESS.discard(self)
+        if any(other.directory == self.directory for other in _OF_THIS_PROCESS):
+            return
         with contextlib.suppress(PccheckError, OSError, ValueError), (
             self.directory / "lock"
         ).open("w") as lock:  # fmt: skip
             fcntl.flock(lock, fcntl.LOCK_EX)
+            pid = int((self.directory / "pid").read_text())
             with attach.observe(self.socket, version=VERSION, timeout_s=_PROBE_LIMIT_S) as seen:
-                report = seen.request(Status(), timeout_s=_PROBE_LIMIT_S)
-                sessions = report.document.get("sessions") if isinstance(report, Report) else None
-                pid = int((self.directory / "pid").read_text())
-                if sessions == [] and seen.welcome.pid == pid:
+                if seen.welcome.pid == pid and _nobody_else(seen):
                     os.kill(pid, signal.SIGTERM)
+
+
+def _nobody_else(seen: attach.Attachment) -> bool:
+    """Whether no client is connected; a session just closed or killed may need a moment."""
+    deadline = time.monotonic() + _HANG_UP_LIMIT_S
+    while True:
+        report = seen.request(Status(), timeout_s=_PROBE_LIMIT_S)
+        sessions = report.document.get("sessions") if isinstance(report, Report) else None
+        others = not isinstance(sessions, list) or any(
+            isinstance(one, dict) and _is_other(one.get("pid")) for one in sessions
+        )
+        if not sessions or others or time.monotonic() >= deadline:
+            return sessions == []
+        time.sleep(0.01)
+
+
+def _is_other(pid: object) -> bool:
+    """A living process that is not this one."""
+    return pid != os.getpid() and isinstance(pid, int) and Path(f"/proc/{pid}").exists()
 
 
 def private_daemon(storage: str | os.PathLike[str] | None, socket: object) -> PrivateDaemon:

@@ -18,7 +18,7 @@ from pccheck_wire.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from pccheck_wire.messages import CheckpointState, Goodbye, Opened, Skipped
+from pccheck_wire.messages import CheckpointState, Opened, Skipped
 
 from . import lifetime
 from .arguments import check_step, metadata_node, one_of
@@ -36,7 +36,6 @@ from .warn import LOG, Warner
 
 #: How long `close()` waits for checkpoints in flight.
 DRAIN_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 30.0
 
 
 class PCcheckClient:
@@ -104,8 +103,9 @@ class PCcheckClient:
             fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
         )  # fmt: skip
         self._saver = Saver(
-            self._session, self._warner, on_busy=on_busy, stall_limit_s=stall_limit_s
-        )
+            self._session, self._warner, on_busy=on_busy, raises=self._raises,
+            stall_limit_s=stall_limit_s,
+        )  # fmt: skip
         lifetime.watch(self)
         self._first_connect()
 
@@ -204,19 +204,21 @@ class PCcheckClient:
             metadata: JSON-like values, shown by pccheckctl and returned by recover().
 
         Raises UnsupportedStateError for what cannot be stored, by its path; with on_error="raise"
-        also what the daemon and the storage failed at. Otherwise the handle says so.
+        also what the daemon and the storage failed at, be it with one before. Otherwise the handle
+        says so.
         """
         if self._inert():
             return Checkpoint.ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
         with self._lock:
             number = self._next_step(step)
-            self._step = number
             try:
                 made = self._checkpoint(state, number, metadata)
             except UnsupportedStateError:
                 raise
             except (PccheckError, OSError) as error:
+                self._step = number
                 return self._failed(number, error)
+            self._step = number
         if self._raises and made.state is CheckpointState.FAILED:
             raise CheckpointFailedError(f"the checkpoint of step {number} failed: {made.reason}")
         return made
@@ -226,7 +228,7 @@ class PCcheckClient:
             raise UsageError("the client is closed")
         if self._torn:
             raise CheckpointFailedError(self._torn, hint="restore() again, or restart")
-        connection = self._saver.ready(step)
+        connection = self._saver.ready()
         self._session.warn_if_unrestored()
         mode = self._gating_mode()
         snapshot = self._snapshot(state, step, metadata_node(metadata), mode)
@@ -358,20 +360,19 @@ class PCcheckClient:
                 hook.remove()
             self._hooks.clear()
             self._plan = None
-            self._saver.gate()
-            self._saver.drain(DRAIN_LIMIT_S)
-            connection = self._session.current()
-            if connection is not None:
-                try:
-                    connection.request(Goodbye(done), timeout_s=_GOODBYE_LIMIT_S)
-                except PccheckError as error:
-                    if self._raises:
-                        raise
-                    LOG.warning("close: %s", error)
-            self._saver.leave()
-            self._session.close()
-            if self._private is not None:
-                self._private.release()
+            try:
+                self._saver.gate()
+                self._saver.drain(DRAIN_LIMIT_S)
+                self._session.say_goodbye(done)
+            except PccheckError as error:
+                if self._raises:
+                    raise
+                LOG.warning("close: %s", error)
+            finally:  # Ctrl-C ends the waiting, and the session all the same
+                self._saver.leave()
+                self._session.close()
+                if self._private is not None:
+                    self._private.release()
 
     def _inert(self) -> bool:
         return os.getpid() != self._pid

@@ -18,30 +18,27 @@ class Gating:
     """Sorts views into gated ones, which are copied in the background, and volatile ones, which are
     copied before `checkpoint()` returns.
 
-    Mode "auto": the optimizers' parameters and state wait for the gate, and so do frozen
-    parameters of attached modules, which nothing updates; all else is volatile. Mode "manual":
-    the user promises to call `gate()` before any update, so only the buffers of modules are
-    volatile. Mode "sync": nothing needs sorting, since `checkpoint()` returns when everything
-    is copied.
+    Mode "auto": what attached optimizers train and keep as state waits for the gate; all else is
+    volatile, frozen parameters too, because what updates them (an average of the weights, a
+    target network) asks no gate. Mode "manual": the user promises to call `gate()` before any
+    update, so only the buffers of modules are volatile. Mode "sync": nothing needs sorting, since
+    `checkpoint()` returns when everything is copied.
     """
 
     def __init__(self, attached: Collection[Any], mode: str) -> None:
         self.mode = mode
         modules = [thing for thing in attached if isinstance(thing, torch.nn.Module)]
         optimizers = [thing for thing in attached if isinstance(thing, torch.optim.Optimizer)]
-        self._frozen = [
-            parameter
-            for module in modules
-            for parameter in module.parameters()
-            if not _REQUIRES_GRAD(parameter) and _plain(parameter)
-        ]
         self._buffers = {_storage(b) for m in modules for b in m.buffers() if _plain(b)}
-        updated = itertools.chain.from_iterable(map(_tensors_of, optimizers))
-        self._gated = {_storage(tensor) for tensor in itertools.chain(updated, self._frozen)}
+        self._trained = [parameter for one in optimizers for parameter in _trained_by(one)]
+        updated = itertools.chain(self._trained, *map(_state_of, optimizers))
+        self._gated = {_storage(tensor) for tensor in updated}
+        frozen = (p for m in modules for p in m.parameters() if not p.requires_grad and _plain(p))
+        self._gated -= set(map(_storage, frozen))  # a view on one that is trained
 
     def holds(self) -> bool:
-        """False when a frozen parameter is trained now."""
-        return not any(map(_REQUIRES_GRAD, self._frozen))
+        """False when a parameter that was trained is frozen now."""
+        return all(map(_REQUIRES_GRAD, self._trained))
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
         """Sets `volatile`; without `promised` the views are of something that no gate guards."""
@@ -69,9 +66,12 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    found = [p for group in optimizer.param_groups for p in group["params"] if _plain(p)]
-    for entry in optimizer.state.values():
-        values = entry.values() if isinstance(entry, dict) else ()
-        found += [v for v in values if isinstance(v, torch.Tensor) and _plain(v)]
-    return found
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
+    return [p for p in parameters if p.requires_grad and _plain(p)]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    entries = (entry for entry in optimizer.state.values() if isinstance(entry, dict))
+    values = itertools.chain.from_iterable(entry.values() for entry in entries)
+    return [v for v in values if isinstance(v, torch.Tensor) and _plain(v)]

@@ -14,6 +14,7 @@ from .transport import Connection
 
 _DESCRIBE_LIMIT_S = 2.0
 _FOREVER_NS = 2**63 - 1
+_LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
 _FINAL = frozenset(
     (
         CheckpointState.DURABLE,
@@ -130,7 +131,7 @@ class Checkpoint:
     def _wait(self, what: str, timeout: float | None) -> None:
         deadline_ns = _FOREVER_NS
         if timeout is not None:
-            deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
+            deadline_ns = time.monotonic_ns() + int(min(timeout, _LONGEST_S) * 1e9)
         connection = self._connection
         if connection is not None and self.state not in _FINAL:
             wait: _WaitCall = getattr(connection.link, what)

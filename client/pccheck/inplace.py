@@ -53,7 +53,7 @@ class Placement:
         with torch.no_grad():
             for node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
-                    live.copy_(memory.tensor(node).detach())
+                    _write(live, memory.tensor(node).detach())
         for finish in self._after:
             finish(memory)
 
@@ -123,10 +123,15 @@ class Placement:
         saved_groups = [_mapping(item, f"{name}.param_groups") for item in groups.items]
         parameters = _numbered(name, saved_groups, optimizer)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
+        common: dict[Any, tree.Node] = {}  # under names of the optimizer's own
         for number, entry in _mapping(parts["state"], f"{name}.state").items():
-            if number not in parameters:
-                raise StateMismatchError(f"{name}.state.{number}: there is no such parameter")
             path = tree.join(f"{name}.state", number)
+            if number not in parameters:
+                if isinstance(number, int):
+                    raise StateMismatchError(f"{path}: there is no such parameter")
+                common[number] = entry
+                self._want(entry)
+                continue
             entries[parameters[number]] = self._entry(path, entry, optimizer, parameters[number])
         for group in saved_groups:
             for key, value in group.items():
@@ -135,7 +140,8 @@ class Placement:
 
         def finish(memory: Memory) -> None:
             _set_groups(optimizer, saved_groups, memory)
-            made: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+            made: defaultdict[Any, Any] = defaultdict(dict)
+            made.update({key: state_of(memory, value) for key, value in common.items()})
             for parameter, entry in entries.items():
                 made[parameter] = {
                     key: value if isinstance(value, torch.Tensor) else state_of(memory, value)
@@ -216,6 +222,14 @@ def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
     return (
         dense and list(live.stride()) == node.strides and not live.is_conj() and not live.is_neg()
     )
+
+
+def _write(live: torch.Tensor, value: torch.Tensor) -> None:
+    """`copy_`, which torch refuses where elements share memory (an expanded buffer)."""
+    for dim, stride in enumerate(live.stride()):
+        if stride == 0 and live.size(dim) > 1:
+            live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    live.copy_(value)
 
 
 def _numbered(

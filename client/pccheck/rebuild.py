@@ -64,7 +64,9 @@ class Memory:
         if node.extent >= 0:
             storage = self._storages[node.extent]
             first = (self._extents[node.extent].lead + node.offset) // ITEM_BYTES[node.dtype]
-        made = torch.empty(0, dtype=dtype).set_(storage, first, node.shape, node.strides)
+        made = torch.empty(0, dtype=dtype, device="cpu").set_(
+            storage, first, node.shape, node.strides
+        )
         wants_grad = bool(node.flags & tree.REQUIRES_GRAD)
         if node.flags & tree.PARAMETER:
             return torch.nn.Parameter(made, requires_grad=wants_grad)
@@ -81,7 +83,7 @@ class Memory:
         if node.extent < 0:
             return np.empty(node.shape, dtype, order)
         if node.extent not in self._arrays:
-            base = torch.empty(0, dtype=torch.uint8).set_(self._storages[node.extent])
+            base = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storages[node.extent])
             self._arrays[node.extent] = base.numpy()
         first = self._extents[node.extent].lead + node.offset
         return np.ndarray(node.shape, dtype, self._arrays[node.extent], first, order=order)

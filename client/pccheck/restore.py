@@ -114,7 +114,7 @@ def _read_tree(connection: Connection, opened: Opened) -> tree.Tree:
     end = opened.tree_offset + opened.tree_bytes
     if not 0 < opened.tree_bytes <= tree.TREE_BYTES_MAX or end > opened.payload_bytes:
         raise DamagedError(f"a tree of {opened.tree_bytes} bytes at {opened.tree_offset}")
-    room = torch.empty(opened.tree_bytes, dtype=torch.uint8)
+    room = torch.empty(opened.tree_bytes, dtype=torch.uint8, device="cpu")  # whatever the default
     target = b"".join(
         number.to_bytes(8, "little")
         for number in (room.data_ptr(), opened.tree_offset, opened.tree_bytes)
@@ -129,13 +129,13 @@ def _read(connection: Connection, opened: Opened, offset: int, length: int, rang
     limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
     deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
     try:
-        connection.link.load_start(load, ranges)
         try:
+            connection.link.load_start(load, ranges)
             connection.request(Read(load, opened.sequence, offset, length), timeout_s=_READ_LIMIT_S)
+            code = connection.link.load_wait(load, deadline_ns)
         except BaseException:
             _cancel(connection, load)
             raise
-        code = connection.link.load_wait(load, deadline_ns)
     except TimeoutError as error:
         if isinstance(error, PccheckError):
             raise

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pccheck_wire import tree
+
+from .flatten import Flattener
+
 
 def capture_rng() -> dict[str, Any]:
     """The states of Python's, NumPy's (global) and torch's generators, CUDA's if in use."""
@@ -16,9 +20,17 @@ def capture_rng() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized() and torch.cuda.is_available():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def captured_node(flattener: Flattener, path: str) -> tree.Node:
+    """The node of what capture_rng returns, without a look at each of Python's 625 numbers."""
+    state = capture_rng()
+    version, numbers, gauss = state["python"]
+    state["python"] = (version, tree.numbers(tree.Tag.TUPLE, numbers), gauss)
+    return flattener.node(state, path)
 
 
 def restore_rng(state: dict[str, Any]) -> None:

@@ -31,24 +31,26 @@ class Saver:
     """Submits snapshots, watches them, holds the gate. Used by the training thread."""
 
     def __init__(
-        self, session: Session, warner: Warner, *, on_busy: str, stall_limit_s: float
+        self, session: Session, warner: Warner, *, on_busy: str, raises: bool, stall_limit_s: float
     ) -> None:
         self._session = session
         self._warner = warner
         self._on_busy = on_busy
+        self._raises = raises
         self._stall_limit_s = stall_limit_s
         self._gate = Gate(stall_limit_s, self._expired)
         self._breaker = Breaker(stall_limit_s)
         self._unfinished: dict[int, Checkpoint] = {}
         self._recent: dict[int, Checkpoint] = {}  # by entry of the page
         self._unexplained: list[Checkpoint] = []
+        self._to_raise: list[CheckpointFailedError] = []
         self.counts: dict[CheckpointState, int] = {}
 
     def gate(self) -> None:
         """Returns when the tensors may be changed."""
         self._gate.wait()
 
-    def ready(self, step: int) -> Connection:
+    def ready(self) -> Connection:
         """The connection to use for a checkpoint. Raises CheckpointFailedError or the cause."""
         connection = self._session.current()
         if connection is None:
@@ -58,9 +60,11 @@ class Saver:
             raise self._session.error or DaemonUnreachableError("there is no daemon")
         connection.pump()
         self._look_around()
+        if self._to_raise:
+            raise self._to_raise.pop(0)
         if not self._breaker.closed():
             raise CheckpointFailedError(
-                f"step {step} was skipped: the daemon did not keep up with stall_limit_s="
+                "the daemon did not keep up with stall_limit_s="
                 f"{self._stall_limit_s:g} s and has shown no progress since"
             )
         return connection
@@ -170,7 +174,16 @@ class Saver:
             if reason is not None:
                 self._unexplained.remove(checkpoint)
                 if not reason.startswith(("abandoned", "the daemon ended")):
-                    self.tell_failed(checkpoint.step, reason)
+                    self._failed_later(checkpoint.step, reason)
+
+    def _failed_later(self, step: int, reason: str) -> None:
+        """One failed after `checkpoint()` had returned: the next call says so."""
+        if self._raises:
+            self._to_raise.append(
+                CheckpointFailedError(f"the checkpoint of step {step} failed: {reason}")
+            )
+        else:
+            self.tell_failed(step, reason)
 
     def tell_failed(self, step: int, reason: str) -> None:
         self._warner.once(
@@ -191,6 +204,7 @@ class Saver:
 
     def drain(self, limit_s: float) -> None:
         """Waits until everything in flight is durable, superseded or has failed."""
+        self._raises = False  # there is no next call: what fails now is a warning
         deadline = time.monotonic() + limit_s
         for checkpoint in list(self._unfinished.values()):
             try:

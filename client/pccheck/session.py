@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 
 from pccheck_wire.errors import PccheckError
-from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Register, Registered, Restored, Role
+from pccheck_wire.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Register,
+    Registered,
+    Restored,
+    Role,
+)
 
 from .naming import Identity
 from .restore import say_restored
@@ -15,6 +23,7 @@ from .version import VERSION
 from .warn import LOG, Warner
 
 CONNECT_LIMIT_S = 10.0
+GOODBYE_LIMIT_S = 30.0
 _MIB = 1 << 20
 
 
@@ -110,6 +119,13 @@ class Session:
                 "Call restore() before training, or say fresh=True if this is a new beginning. "
                 "The old one is kept until you do.",
             )
+
+    def say_goodbye(self, done: bool) -> None:
+        """Raises PccheckError when the daemon does not answer; with `done` it trims the volume."""
+        connection = self.current()
+        if connection is not None:
+            limit_s = GOODBYE_LIMIT_S if done else min(GOODBYE_LIMIT_S, self._stall_limit_s)
+            connection.request(Goodbye(done), timeout_s=limit_s)
 
     def forget_in_child(self) -> None:
         self._transport.forget_in_child()

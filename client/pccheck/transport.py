@@ -35,6 +35,18 @@ _WAITING_MAX = 64
 Callback = Callable[[ReplyBody], None]
 
 
+#: One per process, by its id, and never destroyed: a context that is garbage together with its
+#: socket would wait for that socket for ever.
+_CONTEXTS: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    made = _CONTEXTS.get(os.getpid())
+    if made is None:
+        made = _CONTEXTS[os.getpid()] = zmq.Context()
+    return made
+
+
 class Connection:
     """One session with one daemon. Its parts end together; methods are thread-safe."""
 
@@ -49,8 +61,7 @@ class Connection:
         self._snapshots = itertools.count(1)
         self._loads = itertools.count(1)
         self.link = Link(attachment.link_fd, attachment.page_fd)
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(attachment.welcome.endpoint)
 
@@ -137,7 +148,6 @@ class Connection:
         with self._lock:
             self.link.close()
             self._socket.close(0)
-            self._context.term()
             self._attachment.close()
 
     def forget_in_child(self) -> None:

@@ -1,19 +1,22 @@
 """Cheap checks that attached state still is what its plan was made of.
 
-They run at every checkpoint on the training thread, hence the loops in C (`map` over methods) and
-the comparison by identity wherever a tensor may be met.
+They run at every checkpoint on the training thread, right after an update that filled the caches
+with other things: hence the loops in C, and comparison by identity, which reads next to nothing.
+Equal objects in the place of others count as a change; that only costs a new plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pccheck_native import same_geometry, same_items, same_values, tensor_geometry
 from pccheck_wire import tree
 
 from .flatten import Flattener
@@ -25,10 +28,17 @@ _IMAGINARY = (torch.complex32, torch.complex64, torch.complex128)
 _CHILDREN = operator.itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = operator.itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _SKIPPED = operator.itemgetter("_non_persistent_buffers_set")
+_PART_KEYS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_PARTS = operator.itemgetter(*_PART_KEYS)
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+def _items(dicts: list[dict[Any, Any]]) -> tuple[object, ...]:
+    """What `same_items` compares with."""
+    return tuple(chain.from_iterable([*chain.from_iterable(dict.items(d)), d] for d in dicts))
 
 
 class GeometryWatch:
@@ -36,63 +46,39 @@ class GeometryWatch:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
+        self._lazy = [t for t in tensors if t.dtype in _IMAGINARY]  # may become conjugated views
+        self._packed: bytes | None = None
+        self._exchange = _exchange()
+        if self._exchange is not None:
+            # What DLPack has no name for raises something; the slow way is always right.
+            with contextlib.suppress(Exception):
+                self._packed = tensor_geometry(self._exchange, tensors)
         self._pointers = list(map(Tensor.data_ptr, tensors))
         self._sizes = list(map(Tensor.size, tensors))
         self._strides = list(map(Tensor.stride, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
-        self._lazy = [t for t in tensors if t.dtype in _IMAGINARY]  # may become conjugated views
-        self._quick = _quick_check(tensors)
 
     def holds(self) -> bool:
-        tensors = self._tensors
-        return list(map(Tensor.data_ptr, tensors)) == self._pointers and (
-            self._quick(*tensors) or self._holds_slowly()
-        )
+        if self._packed is not None:
+            same = same_geometry(self._exchange, self._tensors, self._packed)
+        else:
+            same = self._holds_slowly()
+        return same and not any(map(Tensor.is_conj, self._lazy))
 
     def _holds_slowly(self) -> bool:
         tensors = self._tensors
         return (
-            list(map(Tensor.size, tensors)) == self._sizes
+            list(map(Tensor.data_ptr, tensors)) == self._pointers
+            and list(map(Tensor.size, tensors)) == self._sizes
             and list(map(Tensor.stride, tensors)) == self._strides
             and list(map(_DTYPE, tensors)) == self._dtypes
-            and not any(map(Tensor.is_conj, self._lazy))
         )
 
 
-def _never(*_tensors: Tensor) -> bool:
-    return False
-
-
-def _quick_check(tensors: list[Tensor]) -> Callable[..., bool]:
-    """torch's own guards compare sizes, strides and dtype of all tensors in one call, four times
-    faster. They are private: used only if they tell four kinds of changes, and never trusted with
-    a "no" (they also say it in inference mode).
-    """
-    probe = torch.zeros(2, 3)
-    checks = (
-        torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.int32),
-        torch.zeros(2, 2),
-    )  # fmt: skip
-    try:
-        check = _guards([probe])
-        if check(probe) and not any(map(check, checks)):
-            return _guards(tensors)
-    except Exception:  # another torch: the slow way is always right
-        pass
-    return _never
-
-
-def _guards(tensors: list[Tensor]) -> Callable[..., bool]:
-    from torch._C._dynamo.guards import TensorGuards
-
-    sizes: Any = [list(t.size()) for t in tensors]
-    strides: Any = [list(t.stride()) for t in tensors]
-    check: Callable[..., bool] = TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=sizes,
-        dynamic_dims_strides=strides,
-    ).check
-    return check
+def _exchange() -> object:
+    """torch's C functions for DLPack, by which all tensors are looked at in one call, three times
+    faster; None where torch is older than 2.10."""
+    return getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 
 class ModuleWatch:
@@ -100,16 +86,15 @@ class ModuleWatch:
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
-        self._vars = list(map(vars, modules))
-        self._types = list(map(type, modules))
         self._modules = modules
-        self._hooks = list(chain.from_iterable(map(_HOOKS, self._vars)))
-        self._skipped = [set(item) for item in map(_SKIPPED, self._vars)]
+        self._types = list(map(type, modules))
+        self._vars = list(map(vars, modules))
+        self._parts = tuple(chain.from_iterable(map(_PARTS, self._vars)))
         self._dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_CHILDREN, self._vars)))
-        self._lengths = list(map(len, self._dicts))
-        self._filled = list(filter(None, self._dicts))
-        self._keys = list(chain.from_iterable(self._filled))
-        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
+        self._items = _items(self._dicts)
+        self._hooks = list(chain.from_iterable(map(_HOOKS, self._vars)))
+        self._skipped = list(map(_SKIPPED, self._vars))
+        self._skipped_then = list(map(set, self._skipped))
         self.tensors = list(module.state_dict(keep_vars=True).values())
 
     @staticmethod
@@ -142,20 +127,18 @@ class ModuleWatch:
         )
 
     def holds(self) -> bool:
-        dicts = self._dicts
         return (
-            _same(list(chain.from_iterable(map(_CHILDREN, self._vars))), dicts)
-            and list(map(len, dicts)) == self._lengths
-            and _same(list(chain.from_iterable(map(dict.values, self._filled))), self._values)
-            and list(chain.from_iterable(self._filled)) == self._keys
+            same_values(self._vars, _PART_KEYS, self._parts)
+            and same_items(self._dicts, self._items)
             and list(map(type, self._modules)) == self._types
+            and self._skipped == self._skipped_then
             and not any(self._hooks)
-            and list(map(_SKIPPED, self._vars)) == self._skipped
         )
 
 
 class OptimizerWatch:
-    """An optimizer's state per parameter; its groups are encoded anew every time."""
+    """An optimizer's state per parameter; its groups are encoded anew when something in them is
+    another object than before."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, flattener: Flattener, name: str) -> None:
         self._optimizer = optimizer
@@ -164,24 +147,21 @@ class OptimizerWatch:
         node = flattener.node(packed["state"], f"{name}.state")
         assert isinstance(node, tree.Mapping)
         self._node: tree.Node = node
-        self._others_now: list[object] = []
-        self._groups_node: tree.Node = None
         self._numbers = [
             tree.Fragment(tree.encode_node(tree.Sequence(tree.Tag.LIST, group["params"])))
             for group in packed["param_groups"]
         ]
+        self._groups_node: tree.Node = None
+        self._groups_items: tuple[object, ...] | None = None  # None: may change inside
+        self._encoded: bytes | None = None
         self._members = list(chain.from_iterable(_members(optimizer)))
         self._counts = list(map(len, _members(optimizer)))
-        self._owners = list(optimizer.state)
         entries: list[dict[str, Any]] = list(optimizer.state.values())
-        self._lengths = list(map(len, entries))
-        self._keys = list(chain.from_iterable(entries))
-        values = list(chain.from_iterable(map(dict.values, entries)))
-        self._is_tensor = [isinstance(value, Tensor) for value in values]
-        self._is_other = [not flag for flag in self._is_tensor]
-        self.tensors: list[Tensor] = list(compress(values, self._is_tensor))
-        self._others = list(compress(values, self._is_other))
-        self._encoded = b""
+        self._dicts: list[dict[Any, Any]] = [optimizer.state, *entries]
+        self._items = _items(self._dicts)
+        self.tensors: list[Tensor] = [
+            value for entry in entries for value in entry.values() if isinstance(value, Tensor)
+        ]
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
@@ -214,47 +194,30 @@ class OptimizerWatch:
     def holds(self) -> bool:
         optimizer = self._optimizer
         groups = list(_members(optimizer))
-        entries: list[dict[str, Any]] = list(optimizer.state.values())
-        if not (
-            _same(list(chain.from_iterable(groups)), self._members)
-            and list(map(len, groups)) == self._counts
-            and _same(list(optimizer.state), self._owners)
-            and set(map(type, entries)) <= {dict}
-            and list(map(len, entries)) == self._lengths
-            and list(chain.from_iterable(entries)) == self._keys
-        ):
-            return False
-        values = list(chain.from_iterable(map(dict.values, entries)))
-        tensors = values
-        if self._others:
-            self._others_now = list(compress(values, self._is_other))
-            tensors = list(compress(values, self._is_tensor))
         return (
-            _same(tensors, self.tensors)
-            and self._others_unchanged()
+            optimizer.state is self._dicts[0]
+            and same_items(self._dicts, self._items)
+            and list(map(len, groups)) == self._counts
+            and _same(list(chain.from_iterable(groups)), self._members)
             and not optimizer._optimizer_state_dict_pre_hooks
             and not optimizer._optimizer_state_dict_post_hooks
         )
 
-    def _others_unchanged(self) -> bool:
-        """Python values in the state; few optimizers have such. repr tells -0.0 from 0.0."""
-        return _same(self._others_now, self._others) or (
-            list(map(type, self._others_now)) == list(map(type, self._others))
-            and list(map(repr, self._others_now)) == list(map(repr, self._others))
-        )
-
     def take_groups(self, flattener: Flattener) -> None:
         """Adds the tensors that param_groups hold (a learning rate, say) to this call's views."""
+        live = self._optimizer.param_groups
+        if self._groups_items is not None and same_items(live, self._groups_items):
+            return
         groups: list[tree.Node] = []
-        for index, (group, numbers) in enumerate(
-            zip(self._optimizer.param_groups, self._numbers, strict=True)
-        ):
+        for index, (group, numbers) in enumerate(zip(live, self._numbers, strict=True)):
             rest = {key: value for key, value in group.items() if key != "params"}
             node = flattener.node(rest, f"{self._name}.param_groups.{index}")
             assert isinstance(node, tree.Mapping)
             node.items.append(("params", numbers))  # in the place where state_dict() has it
             groups.append(node)
         self._groups_node = tree.Sequence(tree.Tag.LIST, groups)
+        self._groups_items = _items(live) if all(map(_is_constant, live)) else None
+        self._encoded = None
 
     def encoder(self) -> Callable[[], bytes]:
         """Called once extents are known."""
@@ -262,15 +225,29 @@ class OptimizerWatch:
         self._node = None
 
         def encode() -> bytes:
-            return tree.encode_node(
-                tree.Mapping(tree.Tag.DICT, [("state", state), ("param_groups", self._groups_node)])
-            )
+            if self._encoded is None:
+                items: list[tuple[tree.Node, tree.Node]] = [
+                    ("state", state), ("param_groups", self._groups_node),
+                ]  # fmt: skip
+                self._encoded = tree.encode_node(tree.Mapping(tree.Tag.DICT, items))
+            return self._encoded
 
         return encode
 
 
-_LEAVES = (Tensor, torch.nn.Parameter, int, float, bool, str, type(None))
+_CONSTANTS = (int, float, bool, str, type(None))
+_LEAVES = (Tensor, torch.nn.Parameter, *_CONSTANTS)
 
 
 def _members(optimizer: torch.optim.Optimizer) -> Iterable[list[Tensor]]:
     return map(operator.itemgetter("params"), optimizer.param_groups)
+
+
+def _is_constant(group: dict[str, Any]) -> bool:
+    """Whether all in it stays the same as long as the objects do; `params` are watched apart."""
+    return all(
+        type(value) in _CONSTANTS
+        or (type(value) is tuple and all(type(item) in _CONSTANTS for item in value))
+        for key, value in group.items()
+        if key != "params"
+    )

@@ -163,17 +163,31 @@ class _Field:
     required: bool
 
 
+_SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
+
+
 def _to_plain(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    kind: type = type(value)
+    if kind in _SCALARS:
+        return value
+    names = _field_names(kind)
+    if names is not None:
         plain: dict[str, object] = {"t": typing.cast(Message, value).TAG}
-        for item in dataclasses.fields(value):
-            plain[item.name] = _to_plain(getattr(value, item.name))
+        for name in names:
+            plain[name] = _to_plain(getattr(value, name))
         return plain
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
     return value
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(item.name for item in dataclasses.fields(kind))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ refused.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
@@ -174,31 +174,23 @@ class Tree:
 _PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
 _HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header
 _NATIVE = {type(None), bool, float, str, bytes}
-_NATIVE_INT = _NATIVE | {int}
 
 
 def encode(tree: Tree) -> bytes:
     """The bytes of a tree. Raises UnsupportedStateError when it is too deep or too large."""
     packed = b"".join(struct.pack("<QQQ", *extent) for extent in tree.extents)
     return assemble(
-        tree.step, encode_node(tree.metadata), tree.attached, packed, encode_node(tree.root)
+        tree.step, tree.metadata, tree.attached, encode_node(packed), (encode_node(tree.root),)
     )
 
 
-def assemble(step: int, metadata: bytes, attached: bool, extents: bytes, root: bytes) -> bytes:
-    """A tree of parts that are encoded already (the fast path keeps what did not change)."""
-    data = b"".join(
-        (
-            _HEAD(7),
-            _PACK(MAGIC),
-            _PACK(VERSION),
-            _PACK(step),
-            metadata,
-            _PACK(attached),
-            _PACK(extents),
-            root,
-        )
-    )
+def assemble(
+    step: int, metadata: Node, attached: bool, extents: bytes, root: Iterable[bytes]
+) -> bytes:
+    """A tree whose extents and root are encoded already (the fast path keeps what did not
+    change); the root may come in pieces."""
+    head = _HEAD(7) + _PACK(MAGIC) + _PACK(VERSION) + _PACK(step)
+    data = b"".join((head, encode_node(metadata), _PACK(attached), extents, *root))
     if len(data) > TREE_BYTES_MAX:
         raise UnsupportedStateError(
             f"the Python values of the state take {len(data)} bytes, the limit is {TREE_BYTES_MAX}",
@@ -211,6 +203,11 @@ def encode_node(node: Node) -> bytes:
     out: list[bytes] = []
     _encode(node, out.append, 0)
     return b"".join(out)
+
+
+def numbers(tag: Tag, items: Iterable[int]) -> Fragment:
+    """The node of a sequence of many ints below 2**64, made at C speed."""
+    return Fragment(_PACK([tag, tuple(items)]))
 
 
 def _encode(node: Node, put: Callable[[bytes], None], depth: int) -> None:
@@ -257,12 +254,11 @@ def _encode_sequence(node: Sequence, put: Callable[[bytes], None], depth: int) -
         for data in sorted(encode_node(item) for item in items):
             put(data)
         return
-    if set(map(type, items)) <= _NATIVE_INT:  # the common long list of numbers, at C speed
-        try:
-            put(_PACK([node.tag, items]))
-            return
-        except (OverflowError, UnicodeEncodeError):
-            pass
+    try:  # the common long list of numbers, at C speed; most others end at their first item
+        put(_PACK([node.tag, items]))
+        return
+    except (TypeError, OverflowError, UnicodeEncodeError):
+        pass
     put(_HEAD(2) + _PACK(node.tag) + _HEAD(len(items)))
     for item in items:
         _encode(item, put, depth + 1)

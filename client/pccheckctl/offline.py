@@ -217,7 +217,7 @@ def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[ca
     known = sorted({info.job for info in found.volumes.values()})
     raise NoCheckpointError(
         f"there is no checkpoint of job {job!r} in {storage}",
-        hint=f"jobs there: {', '.join(known[:8])}" if known else "",
+        hint=f"jobs there: {', '.join(known[:8])}" if known else "see: pccheckctl list",
     )
 
 
