@@ -12,6 +12,7 @@ import torch
 
 from pccheck_wire import tree
 from pccheck_wire.errors import (
+    CheckpointFailedError,
     DaemonUnreachableError,
     DamagedError,
     NoCheckpointError,
@@ -26,6 +27,7 @@ from .transport import Connection
 #: `Open` may wait for the run before to become durable, or for other ranks.
 OPEN_LIMIT_S = 120.0
 _READ_LIMIT_S = 60.0
+_BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
 _DAMAGED = -10001  # -PCC_E_DAMAGED
 
@@ -131,11 +133,13 @@ def _read(connection: Connection, opened: Opened, offset: int, length: int, rang
     try:
         try:
             connection.link.load_start(load, ranges)
-            connection.request(Read(load, opened.sequence, offset, length), timeout_s=_READ_LIMIT_S)
+            _ask(connection, Read(load, opened.sequence, offset, length))
             code = connection.link.load_wait(load, deadline_ns)
         except BaseException:
+            connection.load_broken_off = True
             _cancel(connection, load)
             raise
+        connection.load_broken_off = False
     except TimeoutError as error:
         if isinstance(error, PccheckError):
             raise
@@ -148,6 +152,19 @@ def _read(connection: Connection, opened: Opened, offset: int, length: int, rang
         raise DamagedError(f"the data of step {opened.step} does not fit its checksums")
     if code != 0:
         raise DaemonUnreachableError(f"the daemon could not read the checkpoint (code {code})")
+
+
+def _ask(connection: Connection, read: Read) -> None:
+    """Has the daemon read; what Ctrl-C broke off may keep it busy for a while."""
+    deadline = time.monotonic() + _READ_LIMIT_S
+    while True:
+        try:
+            connection.request(read, timeout_s=_READ_LIMIT_S)
+            return
+        except CheckpointFailedError:  # the channel is busy
+            if not connection.load_broken_off or time.monotonic() >= deadline:
+                raise
+            time.sleep(_BUSY_PAUSE_S)
 
 
 def _cancel(connection: Connection, load: int) -> None:

@@ -54,6 +54,7 @@ class Connection:
         self.welcome = attachment.welcome
         self.path = attachment.path
         self.pid = os.getpid()
+        self.load_broken_off = False  #: by Ctrl-C; the daemon may still be at it
         self._attachment = attachment
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)

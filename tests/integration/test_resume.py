@@ -42,7 +42,7 @@ class Counting(optim.SGD):
     """Keeps something in `state` that is of no parameter, from its first step on."""
 
     def step(self, closure: Any = None) -> Any:
-        entry = self.state["all"]
+        entry: dict[str, Any] = self.state["all"]  # type: ignore[index]
         entry["steps"] = entry.get("steps", 0) + 1
         entry["noise"] = torch.rand(2)
         for group in self.param_groups:
@@ -108,7 +108,7 @@ class Run:
             self.scaler.scale(found).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            loss = float(found)
+            loss = float(found.detach())
         self.scheduler.step(*([loss] if "plateau" in repr(type(self.scheduler)).lower() else []))
         return loss
 
@@ -180,8 +180,8 @@ def test_an_interrupted_restore_can_be_repeated(start_daemon: Callable[..., Daem
             with torch.no_grad():
                 state[0].zero_()
             timer = threading.Timer(tenths_of_ms / 1e4, signal.pthread_kill, (main, signal.SIGINT))
-            timer.start()
             with contextlib.suppress(KeyboardInterrupt):
+                timer.start()
                 assert client.restore().step == 1
                 timer.join()
             assert client.restore().step == 1
