@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
 import mmap
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -221,6 +223,15 @@ def heading(title: str, facts: dict[str, object]) -> list[str]:
         f"    {facts['command']}",
         "",
     ]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes of each part of "512MiB,1GiB"."""
+    units = {"MiB": MIB, "GiB": GIB}
+    found = [re.fullmatch(r"(\d+)(MiB|GiB)", part) for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError("sizes are written like 512MiB,1GiB,4GiB")
+    return [int(part[1]) * units[part[2]] for part in found if part]
 
 
 def facts_of(directory: Path) -> dict[str, object]:

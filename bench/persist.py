@@ -12,7 +12,6 @@ Writes bench/results/persist-DATE.{json,md}.
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import tempfile
@@ -179,18 +178,9 @@ def table(runs: Runs) -> list[str]:
     return lines
 
 
-def parse_sizes(text: str) -> list[int]:
-    """Bytes of each part of "512MiB,1GiB"."""
-    units = {"MiB": MIB, "GiB": GIB}
-    found = [re.fullmatch(r"(\d+)(MiB|GiB)", part) for part in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError("sizes are written like 512MiB,1GiB,4GiB")
-    return [int(part[1]) * units[part[2]] for part in found if part]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=parse_sizes, default=[1 * GIB, 4 * GIB])
+    parser.add_argument("--sizes", type=common.parse_sizes, default=[1 * GIB, 4 * GIB])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()

@@ -25,7 +25,6 @@ from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
-from bench.persist import parse_sizes
 from bench.rivals import State
 
 VOLUME, DRAM = "PCcheck, from the volume", "PCcheck, from the daemon's memory"
@@ -137,7 +136,7 @@ def table(payload_bytes: int, speeds: dict[str, list[float]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=parse_sizes, default=[1 * GIB])
+    parser.add_argument("--sizes", type=common.parse_sizes, default=[1 * GIB])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
