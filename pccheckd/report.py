@@ -198,7 +198,13 @@ def _newest(tenant: Tenant) -> Document | None:
     if tenant.ledger.newest is None:
         return None
     sequence, step = tenant.ledger.newest
-    wall = [i.wall_ns for i in tenant.volumes.checkpoints() if i.sequence == sequence]
+    known = list(tenant.volumes.checkpoints())
+    if any(item.sequence == sequence and item.is_damaged for item in known):
+        good = [(item.sequence, item.step) for item in known if not item.is_damaged]
+        if not good:
+            return None
+        sequence, step = max(good)
+    wall = [item.wall_ns for item in known if item.sequence == sequence]
     return {"sequence": sequence, "step": step, "wall_ns": wall[0] if wall else None}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from tests.integration.test_in_flight import status
 from tests.support.daemon import Daemon
 from tests.support.trainer import RemoteError, Trainer
 
@@ -175,6 +176,8 @@ def test_damaged_data_falls_to_the_one_before(start_daemon: Start, start_trainer
     done = again.restore()
     assert (done["step"], done["skipped"]) == (3, [4])
     assert again.check(3) == ""
+    (rank,) = status(daemon)["ranks"]
+    assert rank["newest"]["step"] == 3
 
 
 def _scribble_slot_of_step(volume: Path, step: int) -> None:
