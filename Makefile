@@ -63,9 +63,10 @@ campaign: $(READY) ## kills daemon and trainer ROUNDS times (default 1000), with
 demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit for bit
 	$(BIN)/python -m examples.demo
 
-bench: $(READY) ## persist, the core alone and recover against their rivals; results go to bench/results/
+bench: $(READY) ## persist, the core alone, the call and recover; results go to bench/results/
 	$(BIN)/python -m bench.persist
 	$(BIN)/python -m bench.core
+	$(BIN)/python -m bench.call_overhead
 	$(BIN)/python -m bench.recover
 
 clean: ## removes what the other targets made

@@ -11,13 +11,14 @@ scheduler and generators attached.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import common
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 
@@ -65,10 +66,21 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=300)
     calls = parser.parse_args().calls
     torch.set_num_threads(1)
+    facts = common.facts_of(Path.cwd())
     with Daemon("--chunk", "1MiB", "--dram", "64MiB") as daemon:
         daemon.start()
-        for everything in (False, True):
-            print(json.dumps(measure(daemon, f"call-{everything}", calls, everything=everything)))
+        found = [
+            measure(daemon, f"call-{everything}", calls, everything=everything)
+            for everything in (False, True)
+        ]
+    lines = common.heading("How long checkpoint() holds the calling thread", facts)
+    lines += ["| attached | tensors | ms, median [min-max] | calls |", "|---|---|---|---|"]
+    lines += [
+        f"| {one['attached']} | {one['tensors']} | {one['median_ms']} "
+        f"[{one['min_ms']}-{one['max_ms']}] | {one['calls']} |"
+        for one in found
+    ]
+    common.write_results("call_overhead", facts | {"runs": found}, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
