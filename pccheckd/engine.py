@@ -82,6 +82,7 @@ class Engine:
         self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="call")
         self._scans = ThreadPoolExecutor(SCANS, thread_name_prefix="scan")
         self._growers = ThreadPoolExecutor(GROWERS, thread_name_prefix="grow")
+        self.making_volumes = asyncio.Lock()
         self._limits: dict[int, asyncio.Semaphore] = {}
         self._scan_limits: dict[int, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 PENDING_MAX = 64  # PCC_SNAPSHOTS: no honest client has more outstanding
 #: A slot is freed a moment after the event that announces it, so waiting ones try again by time.
 RETRY_S = 0.004
+RETRY_MAX_S = 0.032  # many that wait long must not keep the threads busy
 
 #: Answers of an attempt that may change by waiting.
 BUSY = frozenset({"NO_LANE", "NO_SLOT"})
@@ -64,6 +65,7 @@ class Scheduler:
 
     async def run(self) -> None:
         """Works the queue off in order; ends when it is empty."""
+        pause_s = RETRY_S
         while self._pending:
             checkpoint = self._pending[0]
             answer = await self._attempt(checkpoint)
@@ -71,6 +73,7 @@ class Scheduler:
                 continue  # dropped meanwhile
             if answer not in BUSY:
                 self._pending.popleft()
+                pause_s = RETRY_S
                 continue
             reason, hint = await self._hopeless() if answer == "NO_SLOT" else ("", "")
             if reason:
@@ -78,7 +81,8 @@ class Scheduler:
             elif checkpoint.skip_when_busy:
                 self._take(checkpoint, State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
             else:
-                await self._sleep(RETRY_S)
+                await self._sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     async def close(self) -> None:
         self._pending.clear()

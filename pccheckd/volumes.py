@@ -146,7 +146,6 @@ class VolumeSet:
                 f"{config.slots} slots for checkpoints of {payload_bytes} bytes in blocks of "
                 f"{blocks} are more than a volume can have"
             ) from error
-        await self._engine.call(key.uid, self._check_room, needed)
         generation = await self._engine.call(
             key.uid, layout.next_generation, config.storage, *self._key_parts()
         )
@@ -166,12 +165,15 @@ class VolumeSet:
             )  # fmt: skip
 
         try:
-            await self._engine.call(key.uid, create)
+            async with self._engine.making_volumes:  # or two would both find the last room free
+                await self._engine.call(key.uid, self._check_room, needed)
+                await self._engine.call(key.uid, create)
             made = await self._opened(path, generation)
         except (OSError, _core.NativeError) as error:
             told = translated(error, f"a volume of {needed} bytes for {key}")
             if isinstance(told, StorageFullError):
-                told = StorageFullError(told.message, hint=self._droppable())
+                hint = await self._engine.call(key.uid, self._droppable)
+                told = StorageFullError(told.message, hint=hint)
             raise told from error
         self.open.append(made)
         LOG.info("%s: made %s, %d slots, %d bytes", key, path, config.slots, needed)
