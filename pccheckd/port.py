@@ -92,7 +92,7 @@ class Port:
 
     async def grow(self, wanted_bytes: int, *, least_bytes: int) -> int:
         """Returns once the channel has `least_bytes` of DRAM, or all that is to be had; more, up to
-        `wanted_bytes`, follows in the background: touching new pages takes seconds per GiB."""
+        `wanted_bytes`, follows in the background: touching new pages is slow."""
         if self.granted_bytes < least_bytes:
             try:
                 self.granted_bytes = await self._engine.call(

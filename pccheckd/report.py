@@ -86,30 +86,14 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
     return {
         "schema": SCHEMA,
         "storage": str(config.storage),
-        "volumes": [_volume(str(path), info) for path, info in sorted(found.volumes.items())],
-        "checkpoints": [checkpoint_document(item) for item in found.checkpoints],
+        "volumes": [
+            catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
+        ],
+        "checkpoints": [catalog.checkpoint_document(item) for item in found.checkpoints],
         "unreadable": [
             {"path": str(item.file.path), "code": item.code_name, "reason": item.reason}
             for item in found.unreadable
         ],
-    }
-
-
-def checkpoint_document(item: catalog.Checkpoint) -> Document:
-    return {
-        "uid": item.uid,
-        "job": item.job,
-        "rank": item.rank,
-        "sequence": item.sequence,
-        "step": item.step,
-        "incarnation": item.incarnation,
-        "world_size": item.world_size,
-        "payload_bytes": item.payload_bytes,
-        "wall_ns": item.wall_ns,
-        "global": item.is_global,
-        "pinned": item.is_pinned,
-        "damaged": item.is_damaged,
-        "volume": str(item.volume_path),
     }
 
 
@@ -136,7 +120,7 @@ def _verified(volume: _core.Volume, item: catalog.Checkpoint) -> Document:
         problem = error.code_name
     except OSError as error:
         problem = catalog.errno_name(error)
-    return checkpoint_document(item) | {
+    return catalog.checkpoint_document(item) | {
         "valid": not problem,
         "problem": problem,
         "took_s": _ago(began_ns),
@@ -223,26 +207,7 @@ def _chunks(tenant: Tenant) -> Document | None:
 
 
 def _open_volume(item: OpenVolume) -> Document:
-    return _volume(str(item.path), item.info) | {"quarantined_slots": item.quarantined}
-
-
-def _volume(path: str, info: _core.VolumeInfo) -> Document:
-    return {
-        "path": path,
-        "uid": info.uid,
-        "job": info.job,
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "slots": info.slots,
-        "keep": info.keep,
-        "volume_bytes": info.volume_bytes,
-        "payload_capacity": info.payload_capacity,
-        "free_slots": info.free_slots,
-        "incarnation": info.incarnation,
-        "done": info.done,
-        "stopped": info.stopped,
-        "valid_replicas": info.valid_replicas,
-    }
+    return catalog.volume_document(item.path, item.info) | {"quarantined_slots": item.quarantined}
 
 
 def _state(item: Checkpoint) -> Document:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pccheck_native import _core, catalog, layout
+from pccheck_native import catalog, layout
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -85,8 +85,10 @@ class Storage:
         return {
             "schema": 1,
             "storage": str(self.path),
-            "volumes": [_volume(path, info) for path, info in sorted(found.volumes.items())],
-            "checkpoints": [describe(one) for one in found.checkpoints],
+            "volumes": [
+                catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
+            ],
+            "checkpoints": [catalog.checkpoint_document(one) for one in found.checkpoints],
             "unreadable": [
                 {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
                 for item in found.unreadable
@@ -138,44 +140,6 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
     return (kind or PccheckError)(f"the volume {item.file.path} cannot be read: {reason_of(item)}")
 
 
-def describe(one: catalog.Checkpoint) -> Document:
-    """One checkpoint in a list."""
-    return {
-        "uid": one.uid,
-        "job": one.job,
-        "rank": one.rank,
-        "sequence": one.sequence,
-        "step": one.step,
-        "incarnation": one.incarnation,
-        "world_size": one.world_size,
-        "payload_bytes": one.payload_bytes,
-        "wall_ns": one.wall_ns,
-        "global": one.is_global,
-        "pinned": one.is_pinned,
-        "damaged": one.is_damaged,
-        "volume": str(one.volume_path),
-    }
-
-
-def _volume(path: Path, info: _core.VolumeInfo) -> Document:
-    return {
-        "path": str(path),
-        "uid": info.uid,
-        "job": info.job,
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "slots": info.slots,
-        "keep": info.keep,
-        "volume_bytes": info.volume_bytes,
-        "payload_capacity": info.payload_capacity,
-        "free_slots": info.free_slots,
-        "incarnation": info.incarnation,
-        "done": info.done,
-        "stopped": info.stopped,
-        "valid_replicas": info.valid_replicas,
-    }
-
-
 def _ranks(found: catalog.Catalog) -> list[Document]:
     """One entry per (uid, job, rank), with its newest undamaged checkpoint."""
     ranks: dict[tuple[int, str, int], Document] = {}
@@ -187,7 +151,7 @@ def _ranks(found: catalog.Catalog) -> list[Document]:
             "connected": False,
             "incarnation": info.incarnation,
             "newest": None,
-            "volume": _volume(path, info),
+            "volume": catalog.volume_document(path, info),
             "checkpoints": [],
             "warnings": [],
         }

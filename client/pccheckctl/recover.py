@@ -268,12 +268,12 @@ def _document(written: list[Written], skipped: list[Skipped]) -> Document:
                 "format": item.format,
                 "bytes": item.bytes,
                 "changed": item.changed,
-                "checkpoint": offline.describe(item.checkpoint),
+                "checkpoint": catalog.checkpoint_document(item.checkpoint),
             }
             for item in written
         ],
         "skipped": [
-            {"checkpoint": offline.describe(skip.checkpoint), "reason": skip.reason}
+            {"checkpoint": catalog.checkpoint_document(skip.checkpoint), "reason": skip.reason}
             for skip in skipped
         ],
     }

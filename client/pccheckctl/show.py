@@ -53,7 +53,7 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
     """What `show --json` prints."""
     return {
         "schema": 1,
-        **offline.describe(one),
+        **catalog.checkpoint_document(one),
         "attached": content.attached,
         "metadata": as_json(tree.plain(content.metadata)),
         "tensors": [

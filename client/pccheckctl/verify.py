@@ -63,7 +63,7 @@ def document(results: list[Result], unreadable: list[catalog.Unreadable]) -> Doc
         "schema": 1,
         "checkpoints": [
             {
-                **offline.describe(one.checkpoint),
+                **catalog.checkpoint_document(one.checkpoint),
                 "result": one.result,
                 "reason": one.reason,
             }

@@ -207,6 +207,45 @@ def common_step(
     return CommonStep(*newest, {rank: found[newest] for rank, found in usable.items()})
 
 
+def checkpoint_document(item: Checkpoint) -> dict[str, object]:
+    """One checkpoint in the `--json` documents, with and without a daemon."""
+    return {
+        "uid": item.uid,
+        "job": item.job,
+        "rank": item.rank,
+        "sequence": item.sequence,
+        "step": item.step,
+        "incarnation": item.incarnation,
+        "world_size": item.world_size,
+        "payload_bytes": item.payload_bytes,
+        "wall_ns": item.wall_ns,
+        "global": item.is_global,
+        "pinned": item.is_pinned,
+        "damaged": item.is_damaged,
+        "volume": str(item.volume_path),
+    }
+
+
+def volume_document(path: Path, info: VolumeInfo) -> dict[str, object]:
+    """One volume in the same documents."""
+    return {
+        "path": str(path),
+        "uid": info.uid,
+        "job": info.job,
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "slots": info.slots,
+        "keep": info.keep,
+        "volume_bytes": info.volume_bytes,
+        "payload_capacity": info.payload_capacity,
+        "free_slots": info.free_slots,
+        "incarnation": info.incarnation,
+        "done": info.done,
+        "stopped": info.stopped,
+        "valid_replicas": info.valid_replicas,
+    }
+
+
 def errno_name(error: OSError) -> str:
     """The kernel's name ("EACCES"), as `NativeError.code_name` is ours."""
     return errno.errorcode.get(error.errno or 0, "EIO")

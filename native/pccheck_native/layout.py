@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOCK_NAME = ".pccheckd.lock"
-TEMPORARY_SUFFIX = ".tmp"
 UID_MAX = 2**32 - 2  # (uid_t)-1 means "nobody in particular" to the kernel
 RANK_MAX = 65535
 GENERATION_MAX = 10**9 - 1

@@ -89,12 +89,6 @@ uint32_t pcc_load_block_bytes(const struct pcc_load *load)
     return load->geometry.block_bytes;
 }
 
-const uint64_t *pcc_load_checksums(const struct pcc_load *load, uint64_t *count_out)
-{
-    *count_out = load->block_count;
-    return load->checksums;
-}
-
 /* True when [offset, +length) is made of whole blocks of the payload. */
 static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64_t length)
 {
