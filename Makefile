@@ -7,15 +7,16 @@ SEED ?= 1
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(wildcard native/src/*.[ch] native/python/*.[ch] native/vendor/*.h setup.py)
-C_SOURCES := $(wildcard native/src/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch])
+C_SOURCES := $(wildcard native/src/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
+	tests/standin/*.[ch] bench/*.[ch] bench/gpu/*.[ch])
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo bench crash campaign clean
+.PHONY: help venv build test lint format native demo bench crash campaign gpu-probe gpu-check clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # PIP_NO_BUILD_ISOLATION builds with the pinned setuptools instead of whatever is newest.
 $(READY): constraints.txt pyproject.toml $(NATIVE)
@@ -69,8 +70,16 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 	$(BIN)/python -m bench.call_overhead
 	$(BIN)/python -m bench.recover
 
+# Neither needs network nor .venv: PYTHON is the GPU machine's own, with its torch.
+gpu-probe: ## what this machine's GPU and driver do; one JSON document
+	@$(PYTHON) bench/gpu/probe.py
+
+gpu-check: ## on a GPU: probe, tests, benches; see bench/gpu/check.py
+	$(PYTHON) bench/gpu/check.py
+
 clean: ## removes what the other targets made
 	rm -rf $(VENV) build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean
+	-@$(MAKE) --no-print-directory -C tests/standin clean

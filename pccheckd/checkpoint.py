@@ -44,6 +44,7 @@ class Checkpoint:
     incarnation: int
     world_size: int
     requested_ns: int  # CLOCK_MONOTONIC
+    map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     sequence: int = 0
     state: State = State.REQUESTED
     reason: str = ""

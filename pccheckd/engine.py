@@ -26,11 +26,15 @@ from pccheck_wire.errors import (
 )
 
 from .config import Config
+from .gpus import Driver
 from .logs import LOG
 
 THREADS = 32
 #: Threads that one user's slow disk or large volume may keep busy; the others stay free.
 THREADS_PER_UID = 6
+#: For what may wait for a GPU: half a minute when it does not answer.
+DRIVERS = 64
+DRIVERS_PER_UID = 16
 SCANS = 4
 GROWERS = 2
 
@@ -47,6 +51,8 @@ _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "TOO_LARGE": (CheckpointFailedError, "has slots smaller than this checkpoint", "register it"),
     "STOPPED": (CheckpointFailedError, "could not write a commit record", "check the disk"),
     "NO_MEMORY": (RefusedError, "got no DRAM: the budget is used up", "raise --dram"),
+    "NO_DRIVER": (RefusedError, "has no CUDA driver here", "GPU tensors are pushed"),
+    "DEVICE": (CheckpointFailedError, "failed at the GPU driver", "see the kernel's log: dmesg"),
     "UNSUPPORTED": (
         NoStoreError,
         "lies on a file system or kernel that lacks direct I/O",
@@ -72,33 +78,42 @@ def translated(error: BaseException, what: str) -> PccheckError:
 
 
 class Engine:
-    """Owns the pool, the event ring and the threads for calls that block."""
+    """Owns the pool, the event ring, the GPUs and the threads for calls that block."""
 
     def __init__(self, config: Config) -> None:
         self.pool = _core.Pool(config.dram_bytes)
+        self.driver = Driver()
         self._events = _core.Events()
         self._listeners: dict[int, Callable[[_core.Event], None]] = {}
         self._next_channel = 1
         self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="call")
+        self._drivers = ThreadPoolExecutor(DRIVERS, thread_name_prefix="drive")
         self._scans = ThreadPoolExecutor(SCANS, thread_name_prefix="scan")
         self._growers = ThreadPoolExecutor(GROWERS, thread_name_prefix="grow")
         self.making_volumes = asyncio.Lock()
         self._limits: dict[int, asyncio.Semaphore] = {}
+        self._drive_limits: dict[int, asyncio.Semaphore] = {}
         self._scan_limits: dict[int, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Begins to deliver events on the running loop."""
+        """Begins to deliver events on the running loop, and to load the CUDA driver beside it."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._events.fileno(), self._deliver)
+        self.driver.start()
+
+    async def close_gpus(self) -> None:
+        """After every channel is closed. Waits for the copiers to end."""
+        gpus = self.driver.take_away()
+        if gpus is not None:
+            await self.drive(os.getuid(), gpus.close)
 
     def stop(self) -> None:
         """After every channel is closed."""
         if self._loop is not None:
             self._loop.remove_reader(self._events.fileno())
-        self._calls.shutdown(wait=False, cancel_futures=True)
-        self._scans.shutdown(wait=False, cancel_futures=True)
-        self._growers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._calls, self._drivers, self._scans, self._growers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def call(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
@@ -108,6 +123,15 @@ class Engine:
         loop = asyncio.get_running_loop()
         async with limit:
             return await loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
+
+    async def drive(
+        self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Like `call`, for what may wait for a GPU or its driver: no other call waits with it."""
+        limit = self._drive_limits.setdefault(uid, asyncio.Semaphore(DRIVERS_PER_UID))
+        loop = asyncio.get_running_loop()
+        async with limit:
+            return await loop.run_in_executor(self._drivers, lambda: function(*args, **kwargs))
 
     async def scan(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
@@ -132,13 +156,14 @@ class Engine:
         chunk_capacity: int,
         lanes: int,
         writers: int,
+        gpus: _core.Gpus | None = None,
     ) -> tuple[int, _core.Channel]:
         """A channel whose events go to `listener`, on the loop."""
         number = self._next_channel
         self._next_channel += 1
         channel = _core.Channel(
             self.pool, self._events, id=number, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
-            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers,
+            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus,
         )  # fmt: skip
         self._listeners[number] = listener
         return number, channel

@@ -16,9 +16,11 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import (
     Begin,
+    Chose,
     Describe,
     Described,
     Done,
+    Expose,
     Failure,
     Goodbye,
     ListVolumes,
@@ -37,7 +39,7 @@ from pccheck_wire.messages import (
     Verify,
 )
 
-from . import recovery, report
+from . import exposing, recovery, report
 from .config import Config
 from .engine import Engine, translated
 from .logs import LOG
@@ -47,7 +49,7 @@ from .volumes import PAYLOAD_BYTES_MAX, Key
 
 GOODBYE_LIMIT_S = 60.0
 
-_TRAINER_ONLY = (Register, Begin, Describe, Restored, Goodbye)
+_TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Goodbye)
 _NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
 
 
@@ -104,6 +106,10 @@ class Handlers:
                 return None
             case Register():
                 return await self._register(session, body)
+            case Expose():
+                await self._expose(session, body)
+            case Chose():
+                session.transfer, session.transfer_reason = exposing.checked(body)
             case Describe():
                 return self._describe(session, body)
             case Open():
@@ -143,6 +149,21 @@ class Handlers:
             granted_bytes=granted, volume=str(volume.path),
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
+
+    async def _expose(self, session: Session, body: Expose) -> None:
+        """Until the first await nothing else runs: pieces are taken in the order they came in."""
+        tenant = session.tenant
+        if tenant is None or session.ending:
+            raise RefusedError("the session has ended")
+        offer = self._sessions.offer(session)
+        if offer.transfer != "pull":
+            raise RefusedError(offer.reason, hint=exposing.PUSHED)
+        whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
+        if whole is None:
+            return
+        reason = await tenant.expose(session.number, body.map, whole)
+        if reason:
+            raise RefusedError(reason, hint=exposing.PUSHED)
 
     def _begin(self, session: Session, body: Begin) -> None:
         tenant = session.tenant

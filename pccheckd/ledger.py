@@ -13,6 +13,18 @@ from pccheck_wire.messages import CheckpointState as State
 from .checkpoint import Checkpoint
 
 HISTORY = 256
+_NOT_COMPLETE = ("its copy was not complete when the trainer ended or let go", "")
+#: Reason and hint, by the error, of copies that did not fail by the trainer's end.
+_COPY_FAILED = {
+    "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
+    "DEVICE_LOST": (
+        "the daemon has lost the GPU", "its tensors are pushed until pccheckd is started anew"
+    ),
+    "BAD_HANDLE": (
+        "GPU memory that it was to be read from is not shared any more",
+        "the next checkpoint shares it anew",
+    ),
+}  # fmt: skip
 _WAIT_STEP_S = 0.25
 
 
@@ -131,7 +143,7 @@ class Ledger:
 def failure_text(event: _core.Event) -> tuple[str, str]:
     """Reason and hint of a failed checkpoint."""
     if event.stage == "copy":
-        return "its copy was not complete when the trainer ended or let go", ""
+        return _COPY_FAILED.get(event.error_name, _NOT_COMPLETE)
     if event.error_name == "ENOSPC":
         return f"{event.stage}: the disk is full", "free some room"
     return f"{event.stage}: {event.error_name}", "check the disk and the kernel's log"

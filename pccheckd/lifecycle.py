@@ -76,7 +76,7 @@ async def _serve(config: Config, listener: socket.socket) -> bool:
     notify("STOPPING=1")
     LOG.info("stopping: draining what is copied, at most %g s", config.drain_limit_s)
     sessions.draining = True
-    work = asyncio.create_task(_drain(server, control, registry))
+    work = asyncio.create_task(_drain(server, control, registry, engine))
     waiting = asyncio.create_task(_is_set(hurry))
     await asyncio.wait(
         {work, waiting}, timeout=config.drain_limit_s, return_when=asyncio.FIRST_COMPLETED
@@ -91,7 +91,9 @@ async def _serve(config: Config, listener: socket.socket) -> bool:
     return False
 
 
-async def _drain(server: attach.AttachServer, control: ControlServer, registry: Registry) -> None:
+async def _drain(
+    server: attach.AttachServer, control: ControlServer, registry: Registry, engine: Engine
+) -> None:
     await server.close()
     await control.close()
     results = await asyncio.gather(
@@ -100,6 +102,7 @@ async def _drain(server: attach.AttachServer, control: ControlServer, registry: 
     for result in results:
         if isinstance(result, BaseException):
             raise result
+    await engine.close_gpus()
 
 
 async def _is_set(event: asyncio.Event) -> None:

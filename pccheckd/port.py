@@ -32,6 +32,8 @@ class Owner:
     local_world_size: int
     fresh: bool
     on_event: Callable[[_core.Event], None]  # load_ended, bad_peer
+    #: As the kernel names it in our own PID namespace; 0 = it is in none of ours.
+    kernel_pid: int = 0
 
 
 class Port:
@@ -48,6 +50,7 @@ class Port:
         chunk_capacity: int,
         lanes: int,
         writers: int,
+        gpus: _core.Gpus | None = None,
     ) -> None:
         self._engine = engine
         self._uid = uid
@@ -56,21 +59,22 @@ class Port:
         self.block_bytes = block_bytes
         self.number, self.channel = engine.open_channel(
             self._hear, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
-            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers,
+            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus,
         )  # fmt: skip
+        self.pulls = gpus is not None
         self.attached = False
         self.granted_bytes = 0
         self._drained = asyncio.Event()
         self._wanted_bytes = 0
         self._growth: asyncio.Task[None] | None = None
 
-    async def attach(self, socket_fd: int, session: int) -> int:
+    async def attach(self, socket_fd: int, session: int, kernel_pid: int = 0) -> int:
         """The session page's descriptor, the caller's to send and close."""
         deadline = time.monotonic() + DETACH_LIMIT_S
         while True:
             try:
                 page_fd = await self._engine.call(
-                    self._uid, self.channel.attach, socket_fd, session
+                    self._uid, self.channel.attach, socket_fd, session, kernel_pid
                 )
                 break
             except OSError as error:  # the one before is still being drained
@@ -85,10 +89,23 @@ class Port:
         """Returns when every copy of the session is judged and its events were delivered."""
         if not self.attached:
             return
-        await self._engine.call(self._uid, self.channel.detach)
+        await self._engine.drive(self._uid, self.channel.detach)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), DETACH_LIMIT_S)
         self.attached = False
+
+    def usage(self) -> _core.ChannelUsage | None:
+        """What its memory is used for; None once it is closed. Never blocks for long."""
+        with contextlib.suppress(ValueError):
+            return self.channel.usage()
+        return None
+
+    async def expose(self, number: int, exposure: bytes) -> str:
+        """Takes over the GPU memory that the trainer shares; "" or why the daemon cannot pull."""
+        try:
+            return await self._engine.drive(self._uid, self.channel.expose, number, exposure)
+        except (OSError, _core.NativeError) as error:
+            raise translated(error, "the GPU memory") from error
 
     async def grow(self, wanted_bytes: int, *, least_bytes: int) -> int:
         """Returns once the channel has `least_bytes` of DRAM, or all that is to be had; more, up to
@@ -164,7 +181,7 @@ class Port:
     async def close(self) -> None:
         """Drains sealed saves; the memory goes back to the pool."""
         await self._stop_growing()
-        await self._engine.call(self._uid, self.channel.close)
+        await self._engine.drive(self._uid, self.channel.close)
         self._engine.forget_channel(self.number)
 
     def _hear(self, event: _core.Event) -> None:

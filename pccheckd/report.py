@@ -44,8 +44,11 @@ def status(
     """What `pccheckctl status --json` prints. No disk is touched but for one statvfs."""
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
     ranks = [_rank(tenant) for tenant in tenants if _worth_showing(tenant)]
+    gpus = engine.driver.info()
     warnings = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
+    warnings += [_lost(gpu) for gpu in gpus if gpu.lost]
     budget, used = engine.pool.usage()
+    ports = [t.port for t in registry.tenants() if t.port is not None]
     disk = shutil.disk_usage(config.storage)
     return {
         "schema": SCHEMA,
@@ -61,8 +64,15 @@ def status(
             "in_flight": config.in_flight,
             "writers": config.writers,
             "chunk_bytes": config.chunk_bytes,
+            "transfer": engine.driver.offer.transfer,
+            "transfer_reason": engine.driver.offer.reason,
         },
-        "pool": {"budget_bytes": budget, "used_bytes": used},
+        "pool": {
+            "budget_bytes": budget,
+            "used_bytes": used,
+            "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
+        },
+        "gpus": [_gpu(gpu) for gpu in gpus],
         "storage": {
             "path": str(config.storage),
             "total_bytes": disk.total,
@@ -131,7 +141,34 @@ def _worth_showing(tenant: Tenant) -> bool:
     return tenant.owner is not None or bool(tenant.volumes.open) or bool(tenant.ledger.checkpoints)
 
 
+def _gpu(gpu: _core.GpuInfo) -> Document:
+    """A GPU that trainers have exposed memory of; counted since the daemon started."""
+    return {
+        "uuid": gpu_uuid(gpu.uuid),
+        "name": gpu.name,
+        "numa_node": None if gpu.numa_node < 0 else gpu.numa_node,
+        "lost": gpu.lost,
+        "copied_bytes": gpu.copied_bytes,
+        "copies": gpu.copies,
+        "failures": gpu.failures,
+    }
+
+
+def gpu_uuid(raw: bytes) -> str:
+    """As nvidia-smi writes it."""
+    text = raw.hex()
+    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _lost(gpu: _core.GpuInfo) -> str:
+    return (
+        f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
+        "pccheckd is started anew"
+    )
+
+
 def _session(session: Session) -> Document:
+    usage = session.port.usage() if session.port is not None else None
     return {
         "session": session.number,
         "role": session.role.value,
@@ -143,6 +180,8 @@ def _session(session: Session) -> Document:
         "incarnation": session.incarnation,
         "transfer": session.transfer,
         "transfer_reason": session.transfer_reason,
+        "exposed_bytes": usage.exposed_bytes if usage else 0,
+        "mappings": usage.mappings if usage else 0,
         "connected_s": _ago(session.connected_ns),
         "checkpoints": [
             _state(item)
@@ -193,9 +232,9 @@ def _newest(tenant: Tenant) -> Document | None:
 
 
 def _chunks(tenant: Tenant) -> Document | None:
-    if tenant.port is None:
+    usage = tenant.port.usage() if tenant.port is not None else None
+    if usage is None:
         return None
-    usage = tenant.port.channel.usage()
     return {
         "bytes": usage.bytes,
         "free": usage.free_chunks,

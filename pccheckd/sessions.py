@@ -19,6 +19,8 @@ from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, We
 from . import VERSION
 from .config import Config
 from .engine import Engine
+from .exposing import UNFINISHED_BYTES_MAX, Exposing
+from .gpus import Offer
 from .jobs import Job
 from .logs import LOG
 from .port import DETACH_LIMIT_S, Owner, Port
@@ -49,13 +51,16 @@ class Session:
     role: Role
     uid: int
     pid: int
+    kernel_pid: int  # 0 when it lives outside of our PID namespace; then `pid` is its own word
     connected_ns: int
     job_name: str = ""
     rank: int = 0
     world_size: int = 1  # 1 when rank 0 alone saves
     incarnation: int = 0
+    #: How its tensors come here, and why so: what it said last.
     transfer: str = ""
     transfer_reason: str = ""
+    exposing: Exposing = field(default_factory=Exposing)
     job: Job | None = None
     tenant: Tenant | None = None
     port: Port | None = None
@@ -82,6 +87,26 @@ class Sessions:
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
+    def room_bytes(self, session: Session) -> int:
+        """What the exposure of a session may hold until it is whole: users share one limit."""
+        others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
+        return UNFINISHED_BYTES_MAX - sum(other.exposing.held_bytes for other in others)
+
+    def offer(self, session: Session) -> Offer:
+        """What the daemon can do for a session's GPU tensors."""
+        port, offer = session.port, self.engine.driver.offer
+        if session.role is not Role.TRAINER or port is None:
+            return Offer(session.transfer, session.transfer_reason)
+        if offer.transfer == "pull" and not port.pulls:
+            return Offer("push", "the CUDA driver was not loaded yet when this job was")
+        if offer.transfer == "pull" and session.uid != os.geteuid():
+            # The driver's own check does not hold root back, and a handle is only a number: one
+            # user could have another's memory read through us.
+            return Offer("push", f"the daemon runs as uid {os.geteuid()}, not as this trainer's")
+        if offer.transfer == "pull" and not session.kernel_pid:
+            return Offer("push", "the daemon cannot see this process: another PID namespace")
+        return offer
+
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
         for session in self._sessions.values():
@@ -98,7 +123,7 @@ class Sessions:
             raise RefusedError("the daemon is stopping", hint="try again later", retryable=True)
         session = Session(
             number=self._next, token=secrets.token_bytes(16), role=hello.role, uid=peer.uid,
-            pid=peer.pid or hello.pid, connected_ns=time.monotonic_ns(),
+            pid=peer.pid or hello.pid, kernel_pid=peer.pid, connected_ns=time.monotonic_ns(),
         )  # fmt: skip
         self._next += 1
         descriptors: list[int] = []
@@ -121,6 +146,7 @@ class Sessions:
     async def end(self, session: Session) -> None:
         """The peer is gone, or has to go: drains what it handed over."""
         session.ending = True
+        session.exposing.drop()
         try:
             if session.role is Role.TRAINER and session.tenant is not None:
                 await session.tenant.detach(session.number)
@@ -138,12 +164,13 @@ class Sessions:
 
     def _welcome(self, session: Session, endpoint: str) -> Welcome:
         newest = session.tenant.ledger.newest if session.tenant else None
+        offer = self.offer(session)
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
             token=session.token, endpoint=endpoint, pid=os.getpid(),
             incarnation=session.incarnation,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
-            transfer=session.transfer, transfer_reason=session.transfer_reason,
+            transfer=offer.transfer, transfer_reason=offer.reason,
             newest_step=newest[1] if newest else None,
         )  # fmt: skip
 
@@ -158,6 +185,7 @@ class Sessions:
                 session=session.number, pid=session.pid, incarnation=session.incarnation,
                 world_size=session.world_size, local_world_size=hello.local_world_size,
                 fresh=hello.fresh, on_event=lambda event: self._hear(session, event),
+                kernel_pid=session.kernel_pid,
             )  # fmt: skip
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:

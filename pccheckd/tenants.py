@@ -12,6 +12,7 @@ from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin
 from pccheck_wire.messages import CheckpointState as State
 
+from .admission import Admission
 from .checkpoint import Checkpoint
 from .config import Config
 from .engine import Engine, translated
@@ -46,9 +47,9 @@ class Tenant:
         self.stopped = False  # a commit record failed; reopened before the next save
         self.registered_in = -1  # incarnation whose beginning is on the disk
         self.last_used_ns = time.monotonic_ns()
-        self.queue = Scheduler(self._attempt, self.refuse, self._hopeless)
+        self.admission = Admission(self)
+        self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
         self._on_durable = on_durable
-        self._admission = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- coming and going ----------------------------------------------------------------------
@@ -77,7 +78,7 @@ class Tenant:
                 await self._open_port()
             assert self.port is not None
             await self.retention.protect(owner)
-            page_fd = await self.port.attach(socket_fd, owner.session)
+            page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
             return page_fd
 
@@ -122,7 +123,7 @@ class Tenant:
             current = self.volumes.current
             too_small = current is None or payload_bytes > current.info.payload_capacity
             if current is None or too_small or self.volumes.is_followed:
-                async with self._admission:  # no sequence is taken from the old one meanwhile
+                async with self.admission.lock:  # no sequence is taken from the old one meanwhile
                     current = await self.volumes.make(
                         payload_bytes, incarnation=owner.incarnation,
                         world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
@@ -155,6 +156,15 @@ class Tenant:
 
     # -- saving --------------------------------------------------------------------------------
 
+    async def expose(self, session: int, number: int, exposure: bytes) -> str:
+        """Takes over the GPU memory that this session's trainer shares; "" or why it cannot be
+        pulled from. Under the lock: it must never become the next trainer's."""
+        async with self.lock:
+            owner, port = self._present()
+            if owner.session != session:
+                raise RefusedError("the session has ended")
+            return await port.expose(number, exposure)
+
     def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
         """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
         owner = self.owner
@@ -165,7 +175,7 @@ class Tenant:
             payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
             tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
             incarnation=owner.incarnation, world_size=owner.world_size,
-            requested_ns=time.monotonic_ns(),
+            requested_ns=time.monotonic_ns(), map=body.map,
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
             return  # said twice: the first one counts
@@ -184,82 +194,6 @@ class Tenant:
             port.channel.refuse(checkpoint.snapshot, int(to))
         if to is State.FAILED:
             LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, reason)
-
-    async def _attempt(self, checkpoint: Checkpoint) -> str:
-        """Tries to begin one; "" when it was begun or has ended, else why it has to wait."""
-        port = self.port
-        if port is None or checkpoint.state is not State.REQUESTED:
-            return ""
-        reopened = self.stopped
-        try:
-            if reopened:
-                await self._reopen()
-            async with self._admission:
-                if self.owner is None or self.owner.session != checkpoint.session:
-                    return ""  # the page is another session's by now; dropped with its own
-                sequence = await self.engine.call(
-                    self.key.uid, port.channel.begin, checkpoint.snapshot, step=checkpoint.step,
-                    incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
-                    payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
-                    tree_bytes=checkpoint.tree_bytes,
-                )  # fmt: skip
-                self.ledger.last_sequence = max(self.ledger.last_sequence, sequence)
-        except _core.NativeError as error:
-            if error.code_name == "NO_SLOT":
-                await self._recycle()
-            if error.code_name in ("NO_LANE", "NO_SLOT"):
-                return error.code_name
-            if error.code_name == "STOPPED" and not reopened:
-                self.stopped = True
-                return "NO_LANE"
-            if error.code_name == "ABORTED":
-                self.refuse(checkpoint, State.FAILED, "the trainer let it go before it began", "")
-            else:
-                told = translated(error, f"the volume of {self.key}")
-                self.refuse(checkpoint, State.FAILED, told.message, told.hint)
-            return ""
-        except Exception as error:  # the edge of this checkpoint: it fails, the others go on
-            told = translated(error, f"the volume of {self.key}")
-            self.refuse(checkpoint, State.FAILED, told.message, told.hint)
-            if not isinstance(error, OSError):
-                LOG.warning("%s: cannot begin", self.key, exc_info=error)
-            return ""
-        checkpoint.sequence = sequence
-        if checkpoint.state is State.REQUESTED:  # its events may have come first
-            checkpoint.advance(State.COPYING, time.monotonic_ns())
-        return ""
-
-    async def _recycle(self) -> None:
-        """No slot is free: what lost its flag since the last record may go, since none may follow
-        that would say so. With saves in flight one will."""
-        current = self.volumes.current
-        if current is None or self.ledger.in_flight:
-            return
-        try:
-            await self.engine.call(self.key.uid, current.volume.recycle)
-        except (OSError, ValueError, _core.NativeError) as error:
-            LOG.warning("%s: cannot recycle: %s", self.key, error)
-
-    async def _hopeless(self) -> tuple[str, str]:
-        """Why no slot can come free by waiting; ("", "") when one can."""
-        if self.ledger.in_flight or self.reading:  # a reader holds the slot that it reads
-            return "", ""
-        await self.volumes.refresh()
-        current, owner = self.volumes.current, self.owner
-        if current is None or current.info.free_slots:
-            return "", ""
-        protected = sorted(self.retention.protected)
-        if protected:
-            return (
-                f"the slots left hold checkpoints of the run before: {protected}",
-                "call restore() first, or start with fresh=True",
-            )
-        if owner is not None and owner.world_size > 1 and self.retention.global_sequence:
-            return "", ""  # when the other ranks have caught up
-        return (
-            f"no slot of {current.path} is usable: {current.quarantined} quarantined",
-            "check the disk",
-        )
 
     # -- events --------------------------------------------------------------------------------
 
@@ -328,7 +262,7 @@ class Tenant:
         self.port = Port(
             self.engine, self.key.uid, self.on_event, chunk_bytes=chunk, block_bytes=block,
             chunk_capacity=max(2, min(config.dram_bytes // chunk, CHUNK_CAPACITY_MAX)),
-            lanes=config.in_flight, writers=config.writers,
+            lanes=config.in_flight, writers=config.writers, gpus=await self.engine.driver.ready(),
         )  # fmt: skip
         if current is not None:
             await self._bind(self.port, current)
@@ -369,7 +303,7 @@ class Tenant:
             self.stopped = True
             raise translated(error, f"the volume {item.path}") from error
 
-    async def _reopen(self) -> None:
+    async def reopen(self) -> None:
         """A stopped volume is closed and read from the media again. Raises when that fails."""
         if not await self.ledger.until(lambda: not self.reading, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume is still being read")

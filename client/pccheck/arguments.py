@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pccheck_wire import tree
@@ -12,10 +13,39 @@ from .flatten import Flattener
 _STEP_MAX = 2**63 - 1
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises UsageError."""
-    if value not in allowed:
-        raise UsageError(f"{name}={value!r}", hint=f"use one of {', '.join(allowed)}")
+_CHOICES = {
+    "transfer": ("auto", "pull", "push"),
+    "snapshot": ("overlap", "device", "blocking"),
+    "gate": ("auto", "manual"),
+    "on_busy": ("wait", "skip"),
+    "on_error": ("warn", "raise"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a client saves; PCcheckClient's docstring says what each means. Raises UsageError."""
+
+    transfer: str = "auto"
+    snapshot: str = "overlap"
+    gate: str = "auto"
+    on_busy: str = "wait"
+    on_error: str = "warn"
+    stall_limit_s: float = 30
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}", hint=f"use one of {', '.join(allowed)}")
+        if not 0 < self.stall_limit_s < 1e6:
+            raise UsageError(
+                f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0"
+            )
+
+    @property
+    def raises(self) -> bool:
+        return self.on_error == "raise"
 
 
 def check_step(step: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,13 +20,13 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState, Opened, Skipped
 
 from . import lifetime
-from .arguments import check_step, metadata_node, one_of
+from .arguments import Options, check_step, metadata_node
 from .autostart import PrivateDaemon, private_daemon
-from .gating import Gating
+from .exposure import NoStagingError
 from .handle import Checkpoint
 from .inplace import Placement
 from .naming import identify
-from .plan import RNG, AttachedPlan, Snapshot, plan_state
+from .planner import Planner
 from .restore import Found, RestoreResult, payload_loader, read_newest, whole_state
 from .saver import Saver
 from .session import Session
@@ -46,9 +45,17 @@ class PCcheckClient:
             are kept under (uid, job, rank).
         rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
         socket: the daemon's; default PCCHECK_SOCKET, else where a pccheckd listens by default.
-        transfer: how bytes reach the daemon; CPU tensors are pushed.
-        gate: "auto": an attached optimizer's step waits for the copy. "manual": the script calls
-            `gate()` before every update. Without either `checkpoint()` returns when copied.
+        transfer: how GPU tensors reach the daemon. "pull": it copies them out of this process's
+            memory by CUDA IPC, or the checkpoint fails. "push": a thread here copies. "auto": pull
+            where it can be had (pccheckctl status says why not). CPU tensors are always pushed.
+        snapshot: when GPU tensors are copied. "overlap": beside training; an update waits for the
+            rest of the copy, so this costs nothing when forward and backward take longer.
+            "device": first into memory of ours on the GPU, as large as the state; updates wait for
+            that only, and the next checkpoint for the rest. For steps too short to hide the copy.
+            "blocking": before `checkpoint()` returns; slow, but nothing competes with training.
+        gate: "auto": an attached optimizer's step waits for the copy (on GPUs its stream does).
+            "manual": the script calls `gate()` before every update, and before every replay of a
+            CUDA graph with one. Without either `checkpoint()` returns when copied.
         on_busy: "wait" for a free slot (up to `stall_limit_s`), or "skip" the checkpoint.
         on_error: "warn" once and train on, or "raise".
         stall_limit_s: the longest that anything here holds training up.
@@ -67,7 +74,8 @@ class PCcheckClient:
         world_size: int | None = None,
         *,
         socket: str | os.PathLike[str] | None = None,
-        transfer: Literal["auto", "push"] = "auto",
+        transfer: Literal["auto", "pull", "push"] = "auto",
+        snapshot: Literal["overlap", "device", "blocking"] = "overlap",
         gate: Literal["auto", "manual"] = "auto",
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["warn", "raise"] = "warn",
@@ -77,20 +85,11 @@ class PCcheckClient:
         autostart: bool = False,
         storage: str | os.PathLike[str] | None = None,
     ) -> None:
-        one_of("transfer", transfer, ("auto", "push"))
-        one_of("gate", gate, ("auto", "manual"))
-        one_of("on_busy", on_busy, ("wait", "skip"))
-        one_of("on_error", on_error, ("warn", "raise"))
-        if not 0 < stall_limit_s < 1e6:
-            raise UsageError(f"stall_limit_s={stall_limit_s!r} is not a number of seconds above 0")
+        self._options = Options(transfer, snapshot, gate, on_busy, on_error, stall_limit_s)
         identity = identify(job, rank, world_size)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._mode = gate
-        self._raises = on_error == "raise"
-        self._attached: dict[str, Any] = {}
-        self._plan: AttachedPlan | None = None
-        self._hooks: list[Any] = []
+        self._planner = Planner(self._options)
         self._step = 0
         self._torn = ""  # what is wrong with the attached state after a restore that broke off
         self._closed = False
@@ -102,10 +101,7 @@ class PCcheckClient:
             identity, self._private.socket if self._private else Path(socket) if socket else None,
             fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
         )  # fmt: skip
-        self._saver = Saver(
-            self._session, self._warner, on_busy=on_busy, raises=self._raises,
-            stall_limit_s=stall_limit_s,
-        )  # fmt: skip
+        self._saver = Saver(self._session, self._warner, self._options)
         lifetime.watch(self)
         self._first_connect()
 
@@ -115,7 +111,7 @@ class PCcheckClient:
                 self._private.ensure()
             self._session.require()
         except PccheckError as error:
-            if self._raises:
+            if self._options.raises:
                 raise
             if self._session.error is None:
                 self._warner.once("daemon", f"training goes on WITHOUT checkpoints: {error}")
@@ -142,52 +138,47 @@ class PCcheckClient:
 
         With gate="auto" the step of every attached optimizer waits until a snapshot was read.
         Between `checkpoint()` and that step tensors may be replaced, but their storages not
-        resized, which would free memory under the copy; call `gate()` before. Attaching a name
-        again replaces it. Raises UsageError.
+        resized, which would free memory under the copy; call `gate()` before. GPU memory that was
+        part of a checkpoint is kept until the next one, or `close()`. Attach before a CUDA graph
+        with the step is recorded, or say gate="manual". A name that is attached again is replaced.
+        Raises UsageError.
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
-        for name, thing in things.items():
-            if name == RNG or not all(
-                callable(getattr(thing, method, None))
-                for method in ("state_dict", "load_state_dict")
-            ):
-                raise UsageError(
-                    f"attach({name}=...): a {type(thing).__name__} has no state_dict and "
-                    "load_state_dict", hint="pass plain values to checkpoint(state) instead",
-                )  # fmt: skip
         with self._lock:
-            self._saver.gate()
-            self._attached.update(things)
-            if rng:
-                self._attached[RNG] = True
-            self._plan = None
-            self._hook_optimizers()
-
-    def _hook_optimizers(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._mode != "auto":
-            return
-        client = weakref.ref(self)
-
-        def before_step(_optimizer: object, _args: object, _kwargs: object) -> None:
-            held = client()
-            if held is not None:
-                held.gate()
-
-        for thing in self._attached.values():
-            if isinstance(thing, torch.optim.Optimizer):
-                self._hooks.append(thing.register_step_pre_hook(before_step))
+            self._saver.gate(on_cpu=True)
+            self._planner.attach(things, rng=rng)
+            if self._options.gate == "auto":
+                self._planner.hooks.put(self._before_step, self._planner.attached.values())
 
     def gate(self) -> None:
-        """Call it before changing what a checkpoint may still be reading (gate="manual").
+        """Call it before changing what a checkpoint may still be reading (gate="manual"), and
+        before every replay of a CUDA graph that does.
 
-        Returns at once when nothing is read, and after stall_limit_s at the latest.
+        Returns at once when nothing is read. For CPU tensors it returns when they may be changed.
+        For GPU tensors it makes the current streams wait: what is enqueued in them afterwards may
+        change the tensors. Both last for stall_limit_s at most. While a graph is recorded it does
+        nothing but wait: no part of it gets into the graph.
         """
         if not self._inert():
-            self._saver.gate()
+            self._gate("gate() was called", "call it before every replay()")
+
+    def _before_step(self) -> None:
+        if not self._inert():
+            self._gate(
+                "an attached optimizer made a step",
+                'to train on meanwhile say gate="manual" and call gate() before every replay()',
+            )
+
+    def _gate(self, what: str, hint: str) -> None:
+        capturing = self._saver.capturing()
+        if capturing:
+            self._planner.hooks.trusted = False
+            then = "" if self._options.gate == "manual" else "checkpoint() waits from now on; "
+            self._warner.once(
+                "graph", f"{what} while a CUDA graph was recorded; replays will not: {then}{hint}"
+            )
+        self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
         self, state: Any = None, *, step: int | None = None, metadata: Any = None
@@ -196,16 +187,17 @@ class PCcheckClient:
 
         Returns at once when a gate holds the next update back, else when the copy is complete. The
         tensors may be changed after `gate()` or an attached optimizer's step let go; module buffers
-        and all that no gate guards are copied before this returns.
+        and all that no gate guards are copied before this returns, on a GPU in order with what its
+        current stream does. What is saved of a GPU is what work enqueued there so far makes.
 
         Args:
             step: recorded with the checkpoint; default one more than the last one's, or than the
                 restored one's; 1 for the first.
             metadata: JSON-like values, shown by pccheckctl and returned by recover().
 
-        Raises UnsupportedStateError for what cannot be stored, by its path; with on_error="raise"
-        also what the daemon and the storage failed at, be it with one before. Otherwise the handle
-        says so.
+        Raises UnsupportedStateError for what cannot be stored, by its path; UsageError while a CUDA
+        graph is recorded; with on_error="raise" also what the daemon, the storage and a GPU failed
+        at, be it with one before. Otherwise the handle says so.
         """
         if self._inert():
             return Checkpoint.ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
@@ -219,7 +211,7 @@ class PCcheckClient:
                 self._step = number
                 return self._failed(number, error)
             self._step = number
-        if self._raises and made.state is CheckpointState.FAILED:
+        if self._options.raises and made.state is CheckpointState.FAILED:
             raise CheckpointFailedError(f"the checkpoint of step {number} failed: {made.reason}")
         return made
 
@@ -228,36 +220,37 @@ class PCcheckClient:
             raise UsageError("the client is closed")
         if self._torn:
             raise CheckpointFailedError(self._torn, hint="restore() again, or restart")
+        if self._saver.capturing():
+            raise UsageError(
+                "a CUDA graph is being captured", hint="call checkpoint() outside of it"
+            )
         connection = self._saver.ready()
         self._session.warn_if_unrestored()
-        mode = self._gating_mode()
-        snapshot = self._snapshot(state, step, metadata_node(metadata), mode)
-        return self._saver.submit(connection, step, snapshot, wait_copied=mode == "sync")
-
-    def _gating_mode(self) -> str:
-        if self._mode == "manual" or self._hooks:
-            return self._mode
-        return "sync"
-
-    def _snapshot(self, state: Any, step: int, metadata: tree.Node, mode: str) -> Snapshot:
-        if state is not None:
-            gating = Gating(self._attached.values(), mode)
-            return plan_state(state, gating, step, metadata)
-        if not self._attached:
-            raise UnsupportedStateError(
-                "checkpoint() has nothing to save",
-                hint="call attach(model=..., optimizer=...) first, or checkpoint(state)",
+        node = metadata_node(metadata)
+        try:
+            return self._submit(connection, state, step, node)
+        except NoStagingError as error:
+            self._warner.once(
+                "staging",
+                f"{error.message}: from now on checkpoint() returns when they were read. "
+                'With gate="manual" frozen parameters need no copy on the GPU.',
             )
-        if self._plan is None or self._plan.mode != mode:
-            self._plan = AttachedPlan(self._attached, mode=mode)
-        return self._plan.snapshot(step, metadata)
+            self._planner.plain = True
+            return self._submit(connection, state, step, node)
+
+    def _submit(
+        self, connection: Connection, state: Any, step: int, metadata: tree.Node
+    ) -> Checkpoint:
+        chunk_bytes = connection.link.chunk_bytes
+        snapshot = self._planner.snapshot(chunk_bytes, state, step, metadata)
+        return self._saver.submit(connection, step, snapshot)
 
     def _next_step(self, step: int | None) -> int:
         return self._step + 1 if step is None else check_step(step)
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
         """Trouble with daemon or storage: an exception or one warning, as the user chose."""
-        if self._raises or isinstance(error, UsageError):
+        if self._options.raises or isinstance(error, UsageError):
             raise error
         busy = isinstance(error, CheckpointFailedError)
         if not busy and self._session.current() is not None:
@@ -271,40 +264,47 @@ class PCcheckClient:
         return Checkpoint.ended(step, state, str(error))
 
     def restore(self) -> RestoreResult:
-        """Puts the newest valid checkpoint in place into what was attached, tensors directly.
+        """Puts the newest valid checkpoint in place into what was attached, tensors directly, on
+        whichever device they lie now. Optimizer state that is not there yet is made beside its
+        parameter, unless it was kept off the GPU then. What has a load_state_dict of its own gets
+        CPU tensors.
 
         Returns what it did; a falsy result only when the volume was read and holds nothing.
         Raises DaemonUnreachableError and the like when that is not known,
         StateMismatchError by path when the checkpoint does not fit (nothing is changed
         then), DamagedError and NoCheckpointError when no checkpoint is valid.
         """
-        if not self._attached:
+        if not self._planner.attached:
             raise UsageError("restore() has nothing to restore into", hint="call attach() first")
         with self._lock:
             connection = self._connection()
 
-            def use(opened: Opened, described: tree.Tree) -> None:
-                placement = Placement(described, self._attached)
+            def use(opened: Opened, described: tree.Tree) -> bool:
+                placement = Placement(described, self._planner.attached)
                 self._torn = (
                     f"the attached state is a mix, because restoring step {opened.step} broke off"
                 )
                 placement.load(payload_loader(connection, opened))
                 self._torn = ""
+                return placement.on_gpu
 
             found = read_newest(connection, None, use)
-            self._plan = None
+            self._planner.forget()
             if isinstance(found, list):
                 self._session.took_over(connection, 0)
                 return RestoreResult(skipped=found)
-            opened, described, _, skipped = found
+            opened, described, on_gpu, skipped = found
             self._took_over(connection, opened, skipped)
+            if on_gpu:
+                self._expose(connection, opened.step)
             self._session.announce(connection, opened.payload_bytes)
             return RestoreResult(
                 opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
             )
 
     def recover(self, step: int | None = None) -> Found:
-        """The newest valid checkpoint, or that of `step`, as the structure that went in.
+        """The newest valid checkpoint, or that of `step`, as the structure that went in, with all
+        tensors on the CPU.
 
         Falsy when the volume was read and holds nothing. Without `step` it counts as restored: the
         newest checkpoint of the run before need not be protected any longer.
@@ -329,12 +329,20 @@ class PCcheckClient:
             raise UsageError("this client belongs to the parent process", hint="make one here")
         if self._closed:
             raise UsageError("the client is closed")
-        self._saver.gate()  # nothing may still be reading what is written now
+        self._saver.gate(on_cpu=True)  # nothing may still be reading what is written now
         if self._session.current() is None:
             self._saver.leave()
             if self._private is not None:
                 self._private.ensure()
         return self._session.require()
+
+    def _expose(self, connection: Connection, step: int) -> None:
+        """Ahead of the first checkpoint, which will meet what fails here again."""
+        try:
+            made = self._planner.snapshot(connection.link.chunk_bytes, None, step, None)
+            self._saver.expose(connection, made)
+        except (PccheckError, OSError) as error:
+            LOG.debug("ahead of the first checkpoint: %s", error)
 
     def _took_over(self, connection: Connection, opened: Opened, skipped: list[Skipped]) -> None:
         self._session.took_over(connection, opened.sequence)
@@ -356,16 +364,14 @@ class PCcheckClient:
             return
         with self._lock:
             self._closed = True
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
-            self._plan = None
+            self._planner.hooks.remove()
+            self._planner.forget()
             try:
-                self._saver.gate()
+                self._saver.gate(on_cpu=True)
                 self._saver.drain(DRAIN_LIMIT_S)
                 self._session.say_goodbye(done)
             except PccheckError as error:
-                if self._raises:
+                if self._options.raises:
                     raise
                 LOG.warning("close: %s", error)
             finally:  # Ctrl-C ends the waiting, and the session all the same

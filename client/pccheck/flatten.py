@@ -1,4 +1,4 @@
-"""A state -> nodes of the tree, and views on memory; views -> extents of the payload.
+"""A state -> nodes of the tree, and views on memory.
 
 Nothing is copied here. What cannot be represented is refused by its path in the state.
 """
@@ -6,10 +6,8 @@ Nothing is copied here. What cannot be represented is refused by its path in the
 from __future__ import annotations
 
 import collections
-import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +16,8 @@ from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from pccheck_wire.tree import ITEM_BYTES, Node, Tag
 
-#: Extents start here within the payload (PCC_TENSOR_ALIGN).
-EXTENT_ALIGN = 64
+from . import devices
+from .extents import View
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)
@@ -31,19 +29,6 @@ _FACTORIES: dict[object, str] = {
 }  # fmt: skip
 _ARRAY_KINDS = "biufcSUmM"
 _KEY_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
-
-
-@dataclass(slots=True)
-class View:
-    """A tensor or an array: where its bytes are, and the node that will say so."""
-
-    path: str
-    node: tree.Tensor | tree.Array
-    address: int
-    nbytes: int
-    storage: int  # address of the memory that it is a view on
-    owner: object  # keeps that memory
-    volatile: bool = False
 
 
 class Flattener:
@@ -109,7 +94,10 @@ class Flattener:
 
     def tensor(self, value: Any, path: str) -> Node:
         _check_tensor(value, path)
+        device = devices.device_of(value)
         flags = tree.REQUIRES_GRAD if value.requires_grad else 0
+        if device != devices.HOST:
+            flags |= tree.ON_DEVICE
         if type(value) is torch.nn.Parameter:
             flags |= tree.PARAMETER
         elif getattr(value, "_is_buffer", False):
@@ -119,7 +107,9 @@ class Flattener:
         if nbytes:
             storage = value.untyped_storage()
             self.views.append(
-                View(path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage)
+                View(
+                    path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage, device=device
+                )
             )
         return node
 
@@ -218,9 +208,12 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         hint = "store its indices and values"
     elif value.device.type == "meta":
         why = "a tensor on the meta device, which has no data"
-    elif value.device.type != "cpu":
-        why = f"a tensor on {value.device}; this version copies CPU tensors"
-        hint = "pass tensor.cpu()"
+    elif value.device.type not in ("cpu", "cuda"):
+        why = f"a tensor on {value.device}"
+        hint = "pass tensor.cpu(); only CPU and CUDA tensors are copied from where they lie"
+    elif devices.device_of(value) >= devices.DEVICES_MAX:
+        why = f"a tensor on {value.device}, beyond {devices.DEVICES_MAX} GPUs,"
+        hint = "show this process its own GPUs only, by CUDA_VISIBLE_DEVICES"
     elif value.is_quantized or value.dtype not in DTYPE_NAMES:
         why = f"a tensor of dtype {value.dtype}"
     elif value.is_conj() or value.is_neg():
@@ -230,78 +223,3 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         why = "a tensor inside of a functorch transform"
     if why:
         raise UnsupportedStateError(f"{path or 'the state'}: {why} cannot be stored", hint=hint)
-
-
-# -- extents -----------------------------------------------------------------------------------
-
-
-class Range(NamedTuple):
-    """Payload [offset, offset + nbytes) lies at `address`; as the native link packs them."""
-
-    address: int
-    offset: int
-    nbytes: int
-
-
-def pack(ranges: Iterable[Range]) -> bytes:
-    return b"".join(struct.pack("<QQQ", *item) for item in ranges)
-
-
-@dataclass(slots=True)
-class Layout:
-    """Extents for a set of views: first those that the gate protects, then the volatile ones."""
-
-    extents: list[tree.Extent] = field(default_factory=list)
-    gated: list[Range] = field(default_factory=list)
-    volatile: list[Range] = field(default_factory=list)
-    owners: list[object] = field(default_factory=list)
-    end: int = 0
-
-
-def lay_out(views: list[View], *, start: int = 0, first_extent: int = 0) -> Layout:
-    """Gives every view its extent (numbered from `first_extent`) and its place in it.
-
-    Views that overlap in memory, or touch within one storage, share an extent, so that aliases
-    survive. The order is that of first appearance in the state: equal states give equal payloads.
-    """
-    groups = _groups(views)
-    groups.sort(key=lambda group: (any(views[i].volatile for i in group), min(group)))
-    layout = Layout(end=start)
-    for number, group in enumerate(groups, first_extent):
-        first = views[group[0]]
-        nbytes = max(views[i].address + views[i].nbytes for i in group) - first.address
-        offset = -(-layout.end // EXTENT_ALIGN) * EXTENT_ALIGN
-        lead = (first.address - first.storage) % tree.LEAD_ALIGN
-        for i in group:
-            _place(views[i], number, views[i].address - first.address, lead)
-        layout.extents.append(tree.Extent(offset, nbytes, lead))
-        volatile = any(views[i].volatile for i in group)
-        (layout.volatile if volatile else layout.gated).append(Range(first.address, offset, nbytes))
-        layout.owners.extend(views[i].owner for i in group)
-        layout.end = offset + nbytes
-    return layout
-
-
-def _groups(views: list[View]) -> list[list[int]]:
-    """Indices of views that belong together, each group by ascending address."""
-    groups: list[list[int]] = []
-    end, storage = -1, -1
-    for i in sorted(range(len(views)), key=lambda i: (views[i].address, -views[i].nbytes)):
-        view = views[i]
-        if view.address < end or (view.address == end and view.storage == storage):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-        end = max(end, view.address + view.nbytes)
-        storage = view.storage
-    return groups
-
-
-def _place(view: View, extent: int, offset: int, lead: int) -> None:
-    node = view.node
-    if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
-        raise UnsupportedStateError(
-            f"{view.path}: it overlaps another tensor at an odd address for {node.dtype}",
-            hint="pass a clone of it",
-        )
-    node.extent, node.offset = extent, offset

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pccheck_wire.errors import PccheckError
+from pccheck_native import NativeError
+from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
 
-from .handle import Checkpoint
+from . import devices
+from .extents import DevicePart
+from .handle import TIMED_OUT, Checkpoint, let_go
 from .transport import Connection
 
 _BACKOFF_DOUBLINGS_MAX = 6
@@ -20,6 +23,53 @@ class _Pending:
     checkpoint: Checkpoint
     connection: Connection
     owners: list[object]  # keeps the memory that is being read
+    host: bool  # host memory is read in the background
+    part: DevicePart | None
+    held: set[tuple[int, int]] = field(default_factory=set)  # (GPU, stream) that will wait
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.part.devices if self.part else ()
+
+    def read(self) -> bool:
+        """Whether the source was read, or never will be. Asks the link, even of an abandoned one:
+        copies under way may still be at it."""
+        try:
+            now = self.connection.link.state(self.checkpoint.snapshot)
+        except (ValueError, OSError):
+            return True
+        return now is None or now.source_read or not self.connection.alive()
+
+    def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
+        """On the CPU; False when the deadline passed."""
+        link, snapshot = self.connection.link, self.checkpoint.snapshot
+        try:
+            if host_only:
+                return link.wait_read(snapshot, deadline_ns, host_only=True)
+            return link.wait_read(snapshot, deadline_ns)
+        except (ValueError, OSError):  # the daemon has ended: nothing is read any more
+            return True
+
+    def hold(self, deadline_ns: int) -> bool:
+        """Streams wait for the GPU parts, the CPU for the rest only. False: not in time."""
+        link, snapshot = self.connection.link, self.checkpoint.snapshot
+        try:
+            for place in self.here() - self.held:
+                if not link.hold(snapshot, *place, deadline_ns):
+                    return False
+                self.held.add(place)
+        except NativeError:  # the stream cannot be made to wait
+            return self.wait(deadline_ns)
+        except (ValueError, OSError):
+            return True
+        if self.host and not self.wait(deadline_ns, host_only=True):
+            return False
+        self.host = False
+        return True
+
+    def here(self) -> set[tuple[int, int]]:
+        """The streams that this thread uses now, on the snapshot's GPUs."""
+        return {(device, devices.current_stream(device)) for device in self.devices}
 
 
 class Gate:
@@ -32,44 +82,88 @@ class Gate:
         self._on_expiry = on_expiry
         self._pending: list[_Pending] = []
 
-    def add(self, checkpoint: Checkpoint, connection: Connection, owners: list[object]) -> None:
-        self._pending.append(_Pending(checkpoint, connection, owners))
+    def add(
+        self,
+        checkpoint: Checkpoint,
+        connection: Connection,
+        owners: list[object],
+        *,
+        host: bool = True,
+        part: DevicePart | None = None,
+    ) -> None:
+        self._pending.append(_Pending(checkpoint, connection, owners, host, part))
+
+    @property
+    def idle(self) -> bool:
+        return not self._pending
 
     def collect(self) -> None:
-        """Lets go of memory that has been read already."""
-        if self._pending:
-            self._pending = [item for item in self._pending if not item.checkpoint.source_read]
+        """Lets go of memory that has been read already, and takes note of snapshots that the link's
+        thread gave up at their deadline, when a stream was waiting for them."""
+        for item in self._pending:
+            why = item.checkpoint.given_up
+            if why:
+                item.checkpoint.end(CheckpointState.FAILED, let_go(why))
+            if why == TIMED_OUT:
+                self._on_expiry(item.checkpoint, item.connection)
+        self._pending = [item for item in self._pending if not item.read()]
 
-    def wait(self) -> None:
-        """Returns when every tensor may be changed: at the latest after the stall limit.
+    def wait(self, *, on_cpu: bool = False) -> None:
+        """Afterwards every tensor may be changed, by this thread or in the streams that it uses: at
+        the latest after the stall limit. For GPU tensors the streams wait, unless `on_cpu`.
 
         A snapshot that is not read by then is abandoned: by compare-and-swap against the daemon, so
         that it either was copied in time or will never be vouched for.
         """
         if not self._pending:
             return
-        deadline_ns = time.monotonic_ns() + int(self._stall_limit_s * 1e9)
-        pending, self._pending = self._pending, []
+        deadline_ns = self._deadline_ns()
+        waiting = list(self._pending)
         try:
-            for item in pending:
-                read = _wait_read(item, deadline_ns)
-                if not read and abandon(item.checkpoint, item.connection, self._stall_limit_s):
-                    self._on_expiry(item.checkpoint, item.connection)
+            while waiting:
+                item = waiting[0]
+                in_streams = item.devices and not on_cpu
+                if not (item.hold(deadline_ns) if in_streams else item.wait(deadline_ns)):
+                    self._expire(item)
+                waiting.pop(0)
         except BaseException:  # Ctrl-C: nobody asks again before the tensors change
-            for item in pending:
+            for item in waiting:
                 abandon(item.checkpoint, item.connection, self._stall_limit_s)
             raise
+        finally:
+            self._pending = [item for item in self._pending if item.devices and not item.read()]
+
+    def free_staging(self, part: DevicePart, *, skip: bool) -> None:
+        """Returns when staging memory may be written to again in the streams that are used now.
+
+        Raises CheckpointFailedError when it still is in use, at once if `skip`.
+        """
+        for item in self._pending:
+            used = item.part.staging_bytes.keys() if item.part else set()
+            shared = used & part.staging_bytes.keys()
+            # A stream that waits until this part was read, or given up, is order enough; if it was
+            # staged aside the stream waited for less.
+            ordered = not part.all_staged and not (item.part and item.part.all_staged)
+            if not shared or (ordered and item.here() <= item.held) or item.read():
+                continue
+            if skip:
+                raise CheckpointFailedError("the snapshot before still is in staging memory")
+            if not item.wait(self._deadline_ns()):
+                self._expire(item)
+                raise CheckpointFailedError(
+                    f"staging memory was not read within stall_limit_s={self._stall_limit_s:g} s"
+                )
 
     def release(self) -> None:
         """Forgets everything; only for a link that is closed or about to be."""
         self._pending.clear()
 
+    def _expire(self, item: _Pending) -> None:
+        if abandon(item.checkpoint, item.connection, self._stall_limit_s):
+            self._on_expiry(item.checkpoint, item.connection)
 
-def _wait_read(item: _Pending, deadline_ns: int) -> bool:
-    try:
-        return item.connection.link.wait_read(item.checkpoint.snapshot, deadline_ns)
-    except (ValueError, OSError):  # the daemon has ended: nothing is read any more
-        return True
+    def _deadline_ns(self) -> int:
+        return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
 
 
 def abandon(checkpoint: Checkpoint, connection: Connection, limit_s: float) -> bool:

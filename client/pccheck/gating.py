@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .flatten import View
+from .extents import View
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Gating:
     """Sorts views into gated ones, which are copied in the background, and volatile ones, which are
-    copied before `checkpoint()` returns.
+    copied before `checkpoint()` returns, or on a GPU before what is enqueued after it.
 
     Mode "auto": what attached optimizers train and keep as state waits for the gate; all else is
     volatile, frozen parameters too, because what updates them (an average of the weights, a
@@ -52,7 +52,7 @@ class Gating:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
 
 
 def _storage(tensor: torch.Tensor) -> int:

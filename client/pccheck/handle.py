@@ -25,6 +25,7 @@ _FINAL = frozenset(
     )
 )
 _SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
+TIMED_OUT = "ETIMEDOUT"
 _LOST = "the daemon ended before the checkpoint was durable"
 
 
@@ -39,6 +40,13 @@ class _WaitCall(Protocol):
     def __call__(self, snapshot: int, deadline_ns: int) -> bool: ...
 
 
+def let_go(name: str) -> str:
+    """The reason of a checkpoint that the link abandoned by itself."""
+    if name == TIMED_OUT:
+        return "abandoned: it was not copied before the stream that waited for it was let go"
+    return f"its part on a GPU could not be copied ({name})"
+
+
 class Checkpoint:
     """What `checkpoint()` returns. Any thread may ask and wait; nothing here stops training."""
 
@@ -51,6 +59,7 @@ class Checkpoint:
         self._newer = Durable(0, None)
         self._reason = ""
         self._described = False
+        self._broke = False
         self._settled = False  # its entry in the page is another snapshot's by now
 
     @classmethod
@@ -93,13 +102,41 @@ class Checkpoint:
     def source_read(self) -> bool:
         """Whether the tensors may be changed: they were read, or never will be."""
         connection = self._connection
-        if connection is None or self._state in _FINAL:
+        if connection is None:
             return True
         try:
             now = connection.link.state(self.snapshot)
         except (ValueError, OSError):
             return True
         return now is None or now.source_read or not connection.alive()
+
+    @property
+    def given_up(self) -> str:
+        """What made the link abandon it by itself, when nobody has taken note yet: the deadline of
+        a stream that waits for it (ETIMEDOUT), or what failed; "" when it has not."""
+        connection = self._connection
+        if connection is None or self._settled:
+            return ""
+        try:
+            now = connection.link.state(self.snapshot)
+        except (ValueError, OSError):
+            return ""
+        # Asked last: a link that lost its daemon says so before it abandons everything.
+        if now is None or now.word != WORD_ABANDONED or not connection.alive():
+            return ""
+        return now.error_name or TIMED_OUT
+
+    @property
+    def copy_broke(self) -> bool:
+        """Whether the daemon gave it up before it was copied."""
+        return self._broke
+
+    def wait_read(self, timeout: float | None = None) -> None:
+        """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError
+        after `timeout` seconds."""
+        self._wait("wait_read", timeout)
+        if not self.source_read:
+            raise WaitTimeoutError(f"the checkpoint of step {self.step} is not read yet")
 
     def wait_copied(self, timeout: float | None = None) -> None:
         """Returns once the daemon has a complete copy, which outlives this process.
@@ -162,6 +199,9 @@ class Checkpoint:
             return
         state = self._state_of(now.word, now.outcome)
         self._state = state
+        self._broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
+        if now.word == WORD_ABANDONED and now.error_name and alive:
+            self._reason, self._described = let_go(now.error_name), True
         if state is CheckpointState.SUPERSEDED:
             self._newer = Durable(now.sequence, None)
         elif now.sequence:

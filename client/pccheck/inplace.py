@@ -1,15 +1,16 @@
 """Puts a recovered state in place: straight into the tensors that are attached, where they fit.
 
 Everything is compared first; not a byte is written when something does not fit. Tensors of the same
-shape and dtype keep their memory: an optimizer's fp32 moments stay fp32 (torch's own
-`Optimizer.load_state_dict` would cast them to the dtype of a bf16 parameter).
+shape and dtype keep their memory, on whichever device: an optimizer's fp32 moments stay fp32
+(torch's own `Optimizer.load_state_dict` would cast them to the dtype of a bf16 parameter).
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -17,9 +18,10 @@ from pccheck_wire import tree
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
-from .flatten import Range, pack
+from . import devices
+from .extents import Range, pack, pack_device
 from .plan import RNG
-from .rebuild import Memory, state_of
+from .rebuild import Loader, Memory, state_of
 from .rng import restore_rng
 from .watch import ModuleWatch, OptimizerWatch
 
@@ -43,13 +45,20 @@ class Placement:
             else:
                 self._whole(name, node, thing)
 
-    def load(self, load: Callable[[bytes], None]) -> None:
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any of it goes to a GPU."""
+        return any(devices.device_of(live) != devices.HOST for _, live in self._pairs)
+
+    def load(self, load: Loader) -> None:
         """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
         direct = self._direct()
         copied = {node.extent for node, _ in self._pairs if node.extent >= 0} - direct.keys()
         memory = Memory(self._tree.extents, self._rebuilt | copied)
-        ranges = [*direct.values(), *memory.range_list()]
-        load(pack(sorted(ranges, key=lambda item: item.offset)))
+        for device in sorted({devices.device_of(live) for _, live in self._pairs}):
+            if device != devices.HOST:
+                devices.synchronize(device)  # what is enqueued may still use the tensors
+        load(*_packed([*direct.values(), *((devices.HOST, r) for r in memory.range_list())]))
         with torch.no_grad():
             for node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
@@ -57,24 +66,26 @@ class Placement:
         for finish in self._after:
             finish(memory)
 
-    def _direct(self) -> dict[int, Range]:
+    def _direct(self) -> dict[int, _Target]:
         """Extents that can be loaded into the attached tensors themselves: all views on one lie
         there as they did when it was saved, without holes, and no two go to the same memory."""
-        bases: dict[int, int | None] = {}
+        bases: dict[int, tuple[int, int] | None] = {}  # device and address
         for node, live in self._pairs:
             if node.extent < 0 or node.extent in self._rebuilt:
                 continue
-            base = live.data_ptr() - node.offset if _fits(node, live) else None
+            base = None
+            if _fits(node, live):
+                base = (devices.device_of(live), live.data_ptr() - node.offset)
             if bases.setdefault(node.extent, base) != base:
                 bases[node.extent] = None
-        ranges: dict[int, Range] = {}
-        end = 0
-        for base, index in sorted((base, index) for index, base in bases.items() if base):
+        targets: dict[int, _Target] = {}
+        ends: dict[int, int] = {}
+        for (device, address), index in sorted((base, i) for i, base in bases.items() if base):
             extent = self._tree.extents[index]
-            if base >= end:
-                ranges[index] = Range(base, extent.offset, extent.nbytes)
-                end = base + extent.nbytes
-        return ranges
+            if address >= ends.get(device, 0):
+                targets[index] = (device, Range(address, extent.offset, extent.nbytes))
+                ends[device] = address + extent.nbytes
+        return targets
 
     def _module(self, name: str, node: tree.Node, module: torch.nn.Module) -> None:
         saved = _mapping(node, name)
@@ -144,7 +155,9 @@ class Placement:
             made.update({key: state_of(memory, value) for key, value in common.items()})
             for parameter, entry in entries.items():
                 made[parameter] = {
-                    key: value if isinstance(value, torch.Tensor) else state_of(memory, value)
+                    key: value
+                    if isinstance(value, torch.Tensor)
+                    else state_of(memory, value, like=parameter)
                     for key, value in entry.items()
                 }
             optimizer.state = made
@@ -164,10 +177,47 @@ class Placement:
             ):  # fmt: skip
                 self._pairs.append((value, now))
                 entry[key] = now
+            elif self._new_on_gpu(value, key, optimizer, parameter):
+                made = devices.empty(
+                    value.shape, value.strides, getattr(torch, value.dtype), like=parameter
+                )
+                self._pairs.append((value, made))
+                entry[key] = made
             else:
                 self._want(value)
                 entry[key] = value
         return entry
+
+    def _new_on_gpu(
+        self, node: tree.Node, key: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+    ) -> TypeGuard[tree.Tensor]:
+        """Whether state that is not there yet is made beside its parameter on a GPU: what lay on
+        one, and of a checkpoint that was made without GPUs what torch would move there."""
+        if not isinstance(node, tree.Tensor) or devices.device_of(parameter) == devices.HOST:
+            return False
+        if node.flags:  # a plain tensor on a GPU, or something special
+            return node.flags == tree.ON_DEVICE
+        moves = key != "step" or any(optimizer.defaults.get(k) for k in ("capturable", "fused"))
+        return moves and self._made_without_gpus
+
+    @functools.cached_property
+    def _made_without_gpus(self) -> bool:
+        return not any(
+            isinstance(node, tree.Tensor) and node.flags & tree.ON_DEVICE
+            for _, node in tree.walk(self._tree.root)
+        )
+
+
+_Target: TypeAlias = tuple[int, Range]  # the device and what goes there
+
+
+def _packed(targets: list[_Target]) -> tuple[bytes, bytes]:
+    """Host ranges and device ranges, each ascending by their place in the payload."""
+    targets.sort(key=lambda target: target[1].offset)
+    return (
+        pack(item for device, item in targets if device == devices.HOST),
+        b"".join(pack_device([item], device) for device, item in targets if device != devices.HOST),
+    )
 
 
 def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str, tree.Node, Any]]:
@@ -209,7 +259,7 @@ def _some(names: list[str]) -> str:
 def _alike(node: tree.Tensor, live: torch.Tensor) -> bool:
     return (
         live.layout is torch.strided
-        and live.device.type == "cpu"
+        and live.device.type in ("cpu", "cuda")
         and str(live.dtype) == f"torch.{node.dtype}"
         and list(live.shape) == node.shape
     )
@@ -262,7 +312,8 @@ def _set_groups(
         for key, node in group.items():
             if key == "params":
                 continue
-            value, now = state_of(memory, node), live.get(key)
+            value = state_of(memory, node, like=next(iter(live["params"]), None))
+            now = live.get(key)
             if (
                 isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
                 and isinstance(node, tree.Tensor) and _alike(node, now)

@@ -18,7 +18,9 @@ import torch
 
 from pccheck_wire import tree
 
-from .flatten import EXTENT_ALIGN, Flattener, Layout, View, lay_out, pack
+from .devices import HOST
+from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out, pack
+from .flatten import Flattener
 from .gating import Gating
 from .rng import captured_node
 from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
@@ -29,34 +31,41 @@ RNG = "rng"
 
 @dataclass(slots=True)
 class Snapshot:
-    """Everything the native link needs for one checkpoint; `owners` keep the memory alive."""
+    """Everything the native link needs for one checkpoint; `owners` keep the memory alive.
+
+    `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
+    `wait`: until when nothing changes: the snapshot is "copied", its source is "read", or "" for
+    what the gate says.
+    """
 
     ranges: bytes
     volatile: bytes
     tree: bytes
     tree_offset: int
     owners: list[object]
+    device: DevicePart | None = None
+    wait: str = ""
 
     @property
     def payload_bytes(self) -> int:
         return self.tree_offset + len(self.tree)
 
 
-def plan_state(state: object, gating: Gating, step: int, metadata: tree.Node) -> Snapshot:
+def plan_state(
+    state: object, gating: Gating, step: int, metadata: tree.Node, shape: Shape = IN_PLACE
+) -> Snapshot:
     """A snapshot of a state that was given to `checkpoint(state)`."""
     flattener = Flattener()
     root = flattener.node(state, "")
     gating.mark(flattener.views)
-    return _slow(flattener, root, step, metadata, attached=False)
+    layout = lay_out(flattener.views, shape)
+    return _encoded(layout, tree.Tree(step, metadata, False, layout.extents, root))
 
 
-def _slow(
-    flattener: Flattener, root: tree.Node, step: int, metadata: tree.Node, *, attached: bool
-) -> Snapshot:
-    layout = lay_out(flattener.views)
-    data = tree.encode(tree.Tree(step, metadata, attached, layout.extents, root))
+def _encoded(layout: Layout, described: tree.Tree) -> Snapshot:
+    gated, volatile = layout.packed()
     return Snapshot(
-        pack(layout.gated), pack(layout.volatile), data, _aligned(layout.end), layout.owners
+        gated, volatile, tree.encode(described), _aligned(layout.end), layout.owners, layout.device
     )
 
 
@@ -74,9 +83,10 @@ def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
 class AttachedPlan:
     """The plan for everything that was attached, under its names. Calling thread only."""
 
-    def __init__(self, attached: Mapping[str, Any], *, mode: str) -> None:
+    def __init__(self, attached: Mapping[str, Any], *, mode: str, shape: Shape = IN_PLACE) -> None:
         self._attached = dict(attached)
         self.mode = mode
+        self.shape = shape
         self._fast: _FastPlan | None = None
         self.rebuilt = 0  #: how often the plan was made anew
 
@@ -86,7 +96,7 @@ class AttachedPlan:
             self._fast = None  # its tensors may go now
             self.rebuilt += 1
             if all(map(_is_plain, self._attached.values())):
-                self._fast = _FastPlan(self._attached, self._gating())
+                self._fast = _FastPlan(self._attached, self._gating(), self.shape)
         if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
             return made
         return self._slow(step, metadata)
@@ -104,7 +114,8 @@ class AttachedPlan:
             own = isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
             gating.mark(flattener.views[first:], promised=own)
         root = tree.Mapping(tree.Tag.DICT, items)
-        return _slow(flattener, root, step, metadata, attached=True)
+        layout = lay_out(flattener.views, self.shape)
+        return _encoded(layout, tree.Tree(step, metadata, True, layout.extents, root))
 
 
 def _is_plain(thing: Any) -> bool:
@@ -118,7 +129,7 @@ def _is_plain(thing: Any) -> bool:
 class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
-    def __init__(self, attached: Mapping[str, Any], gating: Gating) -> None:
+    def __init__(self, attached: Mapping[str, Any], gating: Gating, shape: Shape) -> None:
         flattener = Flattener()
         self._parts: list[tuple[bytes, Callable[[], bytes] | None, str]] = []
         self._attached = attached
@@ -128,7 +139,7 @@ class _FastPlan:
         for name, thing in attached.items():
             encoders.append(self._static_part(name, thing, flattener, tensors))
         gating.mark(flattener.views)
-        layout = lay_out(flattener.views)
+        layout = lay_out(flattener.views, shape)
         for (name, _), encoder in zip(attached.items(), encoders, strict=True):
             self._parts.append((tree.encode_node(name), encoder(), name))
         self._root_head = _ROOT_HEAD(2) + _ROOT_PACK(tree.Tag.DICT) + _ROOT_HEAD(2 * len(attached))
@@ -160,8 +171,8 @@ class _FastPlan:
         return lambda: None
 
     def _keep(self, layout: Layout, views: list[View]) -> None:
-        self._gated = pack(layout.gated)
-        self._volatile = pack(layout.volatile)
+        self._gated, self._volatile = layout.packed()
+        self._device = layout.device
         self._owners: list[object] = layout.owners
         self._end = layout.end
         self._extent_count = len(layout.extents)
@@ -182,7 +193,8 @@ class _FastPlan:
         )
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
-        """None when something that is asked every time shares memory with the static tensors."""
+        """None when something that is asked every time is on a GPU, whose section is fixed here, or
+        shares memory with the static tensors."""
         flattener = Flattener()
         nodes: dict[str, tree.Node] = {}
         for _, encoder, name in self._parts:
@@ -191,7 +203,7 @@ class _FastPlan:
         self._take_groups(flattener)
         volatile, extents, end, owners = self._volatile, self._extents_node, self._end, self._owners
         if flattener.views:
-            if any(map(self._overlaps, flattener.views)):
+            if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
                 return None
             self._gating.mark(flattener.views, promised=False)
             layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
@@ -203,7 +215,7 @@ class _FastPlan:
             root.append(key)
             root.append(encoder() if encoder else tree.encode_node(nodes[name]))
         data = tree.assemble(step, metadata, True, extents, root)
-        return Snapshot(self._gated, volatile, data, _aligned(end), owners)
+        return Snapshot(self._gated, volatile, data, _aligned(end), owners, self._device)
 
     def _take_groups(self, flattener: Flattener) -> None:
         """Optimizers put what is in their param_groups into this call's flattener."""

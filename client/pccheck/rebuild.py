@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError
 from pccheck_wire.tree import ITEM_BYTES, Node, Tag
 
-from .flatten import Range, pack
+from .extents import Range, pack
 
 _FACTORIES: dict[str, Any] = {
     "": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str,
@@ -31,8 +31,14 @@ _SEQUENCES: dict[Tag, Callable[[list[Any]], object]] = {
 }  # fmt: skip
 
 
+class Loader(Protocol):
+    """Fills packed ranges of host memory, and of device memory, from the payload."""
+
+    def __call__(self, ranges: bytes, device_ranges: bytes = b"") -> None: ...
+
+
 class Memory:
-    """One storage per extent that is wanted; the others are left out of `ranges`."""
+    """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`."""
 
     def __init__(self, extents: list[tree.Extent], wanted: set[int] | None = None) -> None:
         self._extents = extents
@@ -57,8 +63,9 @@ class Memory:
         """Packed (address, offset, length) of every extent, ascending."""
         return pack(self.range_list())
 
-    def tensor(self, node: tree.Tensor) -> torch.Tensor:
-        """A tensor on the node's extent, with its flags."""
+    def tensor(self, node: tree.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor on the node's extent, with its flags; a copy on the device of `like` when it lay
+        on a GPU."""
         dtype = getattr(torch, node.dtype)
         storage, first = _storage(0), 0
         if node.extent >= 0:
@@ -67,6 +74,8 @@ class Memory:
         made = torch.empty(0, dtype=dtype, device="cpu").set_(
             storage, first, node.shape, node.strides
         )
+        if like is not None and node.flags & tree.ON_DEVICE:
+            made = made.to(like.device)
         wants_grad = bool(node.flags & tree.REQUIRES_GRAD)
         if node.flags & tree.PARAMETER:
             return torch.nn.Parameter(made, requires_grad=wants_grad)
@@ -93,14 +102,15 @@ def _storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 
 
-def state_of(memory: Memory, node: Node) -> Any:
-    """The value of a node; call it when the payload has been loaded into `memory`."""
+def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> Any:
+    """The value of a node; call it when the payload has been loaded into `memory`. With `like`
+    tensors that lay on a GPU go to its device."""
     if isinstance(node, tree.Tensor):
-        return memory.tensor(node)
+        return memory.tensor(node, like)
     if isinstance(node, tree.Sequence):
-        return _SEQUENCES[node.tag]([state_of(memory, item) for item in node.items])
+        return _SEQUENCES[node.tag]([state_of(memory, item, like) for item in node.items])
     if isinstance(node, tree.Mapping):
-        return _mapping(memory, node)
+        return _mapping(memory, node, like)
     if isinstance(node, tree.Array):
         return memory.array(node)
     if isinstance(node, tree.Scalar):
@@ -111,13 +121,13 @@ def state_of(memory: Memory, node: Node) -> Any:
 
 
 def state_of_tree(described: tree.Tree, load: Callable[[bytes], None]) -> Any:
-    """Allocates everything, has `load` fill the packed ranges, and returns the state."""
+    """Allocates everything on the CPU, has `load` fill the packed ranges; returns the state."""
     memory = Memory(described.extents)
     load(memory.ranges)
     return state_of(memory, described.root)
 
 
-def _mapping(memory: Memory, node: tree.Mapping) -> Any:
+def _mapping(memory: Memory, node: tree.Mapping, like: torch.Tensor | None) -> Any:
     made: Any
     if node.tag is Tag.DEFAULT:
         made = collections.defaultdict(_FACTORIES[node.factory])
@@ -126,7 +136,7 @@ def _mapping(memory: Memory, node: tree.Mapping) -> Any:
     else:
         made = {}
     for key, value in node.items:
-        made[state_of(memory, key)] = state_of(memory, value)
+        made[state_of(memory, key)] = state_of(memory, value, like)
     if node.tag is Tag.COUNTER:
         counter: collections.Counter[Any] = collections.Counter()
         dict.update(counter, made)  # Counter.update would add

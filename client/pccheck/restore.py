@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 
+from pccheck_native import NativeError
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     DamagedError,
+    DeviceError,
     NoCheckpointError,
     PccheckError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Empty, Open, Opened, Read, Restored, Skipped
 
-from .rebuild import state_of_tree
+from .extents import devices_of
+from .rebuild import Loader, state_of_tree
 from .transport import Connection
 
 #: `Open` may wait for the run before to become durable, or for other ranks.
@@ -30,6 +33,7 @@ _READ_LIMIT_S = 60.0
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
 _DAMAGED = -10001  # -PCC_E_DAMAGED
+_DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: a copy of the link's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +106,13 @@ def whole_state(connection: Connection) -> Callable[[Opened, tree.Tree], Any]:
     return use
 
 
-def payload_loader(connection: Connection, opened: Opened) -> Callable[[bytes], None]:
-    """Loads the payload in front of the tree into packed ranges, in one streaming pass."""
+def payload_loader(connection: Connection, opened: Opened) -> Loader:
+    """Loads the payload in front of the tree into packed ranges of host and of device memory, in
+    one streaming pass."""
 
-    def load(ranges: bytes) -> None:
-        if ranges:
-            _read(connection, opened, 0, opened.tree_offset, ranges)
+    def load(ranges: bytes, device_ranges: bytes = b"") -> None:
+        if ranges or device_ranges:
+            _read(connection, opened, 0, opened.tree_offset, ranges, device_ranges)
 
     return load
 
@@ -125,14 +130,23 @@ def _read_tree(connection: Connection, opened: Opened) -> tree.Tree:
     return tree.decode(room.numpy().tobytes(), opened.tree_offset)
 
 
-def _read(connection: Connection, opened: Opened, offset: int, length: int, ranges: bytes) -> None:
-    """Raises DamagedError when a block does not fit its checksum."""
+def _read(
+    connection: Connection,
+    opened: Opened,
+    offset: int,
+    length: int,
+    ranges: bytes,
+    device_ranges: bytes = b"",
+) -> None:
+    """Raises DamagedError when a block does not fit its checksum, DeviceError when a GPU fails."""
     load = connection.next_load()
     limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
     deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
     try:
         try:
-            connection.link.load_start(load, ranges)
+            for device in devices_of(device_ranges):
+                connection.link.device_open(device)
+            connection.link.load_start(load, ranges, device_ranges)
             _ask(connection, Read(load, opened.sequence, offset, length))
             code = connection.link.load_wait(load, deadline_ns)
         except BaseException:
@@ -146,10 +160,14 @@ def _read(connection: Connection, opened: Opened, offset: int, length: int, rang
         raise WaitTimeoutError(
             f"reading {length} bytes took longer than {limit_s:.0f} s"
         ) from error
+    except NativeError as error:
+        raise DeviceError(f"the checkpoint could not be put on a GPU: {error}") from error
     except (ConnectionError, ValueError) as error:
         raise connection.gone() from error
     if code == _DAMAGED:
         raise DamagedError(f"the data of step {opened.step} does not fit its checksums")
+    if code in _DEVICE:
+        raise DeviceError(f"the checkpoint could not be copied to a GPU (code {code})")
     if code != 0:
         raise DaemonUnreachableError(f"the daemon could not read the checkpoint (code {code})")
 

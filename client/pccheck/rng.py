@@ -39,4 +39,6 @@ def restore_rng(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        known = torch.cuda.device_count()
+        if known >= len(state["cuda"]):
+            torch.cuda.set_rng_state_all(state["cuda"])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 
-from pccheck_native import SNAPSHOTS
+from pccheck_native import SNAPSHOTS, Link, NativeError
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
+    DeviceError,
     PccheckError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Begin, CheckpointState
 
+from .arguments import Options
+from .exposure import Exposure, Handover
 from .gate import Breaker, Gate, abandon
 from .handle import Checkpoint
 from .plan import Snapshot
@@ -25,30 +28,35 @@ _ENDS = (
     CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED,
     CheckpointState.SKIPPED, CheckpointState.FAILED,
 )  # fmt: skip
+_NEVER_COPIED = (CheckpointState.SKIPPED, CheckpointState.FAILED)
 
 
 class Saver:
     """Submits snapshots, watches them, holds the gate. Used by the training thread."""
 
-    def __init__(
-        self, session: Session, warner: Warner, *, on_busy: str, raises: bool, stall_limit_s: float
-    ) -> None:
+    def __init__(self, session: Session, warner: Warner, options: Options) -> None:
         self._session = session
         self._warner = warner
-        self._on_busy = on_busy
-        self._raises = raises
-        self._stall_limit_s = stall_limit_s
-        self._gate = Gate(stall_limit_s, self._expired)
-        self._breaker = Breaker(stall_limit_s)
+        self._on_busy = options.on_busy
+        self._raises = options.raises
+        self._stall_limit_s = options.stall_limit_s
+        self._gate = Gate(options.stall_limit_s, self._expired)
+        self._breaker = Breaker(options.stall_limit_s)
+        self._exposure = Exposure(options.transfer, options.stall_limit_s)
         self._unfinished: dict[int, Checkpoint] = {}
+        self._pulled: set[int] = set()  # of the unfinished ones
         self._recent: dict[int, Checkpoint] = {}  # by entry of the page
         self._unexplained: list[Checkpoint] = []
         self._to_raise: list[CheckpointFailedError] = []
         self.counts: dict[CheckpointState, int] = {}
 
-    def gate(self) -> None:
-        """Returns when the tensors may be changed."""
-        self._gate.wait()
+    def gate(self, *, on_cpu: bool = False) -> None:
+        """Returns when the tensors may be changed; see Gate.wait."""
+        self._gate.wait(on_cpu=on_cpu)
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded here."""
+        return self._exposure.capturing()
 
     def ready(self) -> Connection:
         """The connection to use for a checkpoint. Raises CheckpointFailedError or the cause."""
@@ -69,24 +77,16 @@ class Saver:
             )
         return connection
 
-    def submit(
-        self, connection: Connection, step: int, snapshot: Snapshot, *, wait_copied: bool
-    ) -> Checkpoint:
-        """Hands the snapshot over. With `wait_copied` it returns when the copy is complete or has
-        failed; otherwise at once, and the gate holds the next update back."""
-        try:
-            self._session.register(connection, snapshot.payload_bytes)
-        except WaitTimeoutError:
-            self._trip(connection, 0)
-            raise
+    def submit(self, connection: Connection, step: int, snapshot: Snapshot) -> Checkpoint:
+        """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
+        `wait` says, or when that has failed; otherwise at once, and the gate holds the next update
+        back. Raises NoStagingError before anything has begun."""
+        part, wait = snapshot.device, snapshot.wait
+        handover = self._prepare(connection, snapshot)
         number = connection.next_snapshot()
         self._free_entry(number)
         checkpoint = Checkpoint(step, connection, number)
-        link = connection.link
-        ranges, volatile = snapshot.ranges, snapshot.volatile
-        if wait_copied:  # nothing changes meanwhile: no need for a copy of the copy
-            ranges, volatile = ranges + volatile, b""
-        link.request(number)
+        connection.link.request(number)
         try:
             connection.post(
                 Begin(
@@ -96,22 +96,51 @@ class Saver:
                     snapshot.tree_offset,
                     len(snapshot.tree),
                     self._on_busy,
+                    handover.map if handover else 0,
                 )
             )
-            link.submit(number, ranges, volatile, snapshot.tree, snapshot.tree_offset)
-        except BaseException:
+            _submit(connection.link, number, snapshot, handover, inline=not wait)
+        except BaseException as error:
             abandon(checkpoint, connection, self._stall_limit_s)
+            if isinstance(error, NativeError):
+                raise DeviceError(f"the snapshot could not be started: {error}") from error
             raise
         self._recent[number % SNAPSHOTS] = self._unfinished[number] = checkpoint
-        if wait_copied:
-            self._wait_copied(checkpoint, connection)
+        if handover and handover.map:
+            self._pulled.add(number)
+        if wait:
+            self._wait(checkpoint, connection, wait)
         else:
-            self._gate.add(checkpoint, connection, snapshot.owners)
+            host = bool(snapshot.ranges)
+            self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=part)
         return checkpoint
 
-    def _wait_copied(self, checkpoint: Checkpoint, connection: Connection) -> None:
+    def expose(self, connection: Connection, snapshot: Snapshot) -> None:
+        """Has the daemon map the GPU memory now. Raises PccheckError."""
+        if snapshot.device is not None:
+            self._exposure.prepare(connection, snapshot.device)
+
+    def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
+        """What the snapshot needs of GPUs and daemon. Memory is mapped first: the daemon then makes
+        its own near the GPU."""
+        handover = None
         try:
-            checkpoint.wait_copied(self._stall_limit_s)
+            if snapshot.device is not None:
+                handover = self._exposure.prepare(connection, snapshot.device)
+            self._session.register(connection, snapshot.payload_bytes)
+        except WaitTimeoutError:
+            self._trip(connection, 0)
+            raise
+        if snapshot.device is not None and snapshot.device.staging_bytes:
+            self._gate.free_staging(snapshot.device, skip=self._on_busy == "skip")
+        return handover
+
+    def _wait(self, checkpoint: Checkpoint, connection: Connection, what: str) -> None:
+        try:
+            if what == "copied":
+                checkpoint.wait_copied(self._stall_limit_s)
+            else:
+                checkpoint.wait_read(self._stall_limit_s)
         except WaitTimeoutError:
             if abandon(checkpoint, connection, self._stall_limit_s):
                 self._expired(checkpoint, connection)
@@ -148,13 +177,20 @@ class Saver:
 
     def _look_around(self) -> None:
         """Takes note of checkpoints that ended, and tells of the first that failed."""
-        self._gate.collect()
-        for number, checkpoint in list(self._unfinished.items()):
-            state = checkpoint.state
-            if state >= CheckpointState.COPIED and state is not CheckpointState.FAILED:
+        states = [(number, item, item.state) for number, item in self._unfinished.items()]
+        self._gate.collect()  # after that look: what was given up by then has its reason now
+        if self._gate.idle:
+            self._exposure.trim()
+        for number, checkpoint, state in states:
+            copied = state >= CheckpointState.COPIED and state not in _NEVER_COPIED
+            if copied:
                 self._breaker.copied()
+            if number in self._pulled and (copied or checkpoint.copy_broke):
+                self._pulled.discard(number)
+                self._exposure.ended(copied=copied)
             if state in _ENDS:
                 del self._unfinished[number]
+                self._pulled.discard(number)
                 self._count(checkpoint, state)
         self._explain()
 
@@ -199,7 +235,9 @@ class Saver:
         self._look_around()
         self._recent.clear()
         self._unfinished.clear()
+        self._pulled.clear()
         self._gate.release()
+        self._exposure.forget()
         self._breaker.reset()
 
     def drain(self, limit_s: float) -> None:
@@ -225,3 +263,24 @@ class Saver:
                 for checkpoint in self._unexplained:
                     _ = checkpoint.reason
                 self._explain()
+
+
+def _submit(
+    link: Link, number: int, snapshot: Snapshot, handover: Handover | None, *, inline: bool
+) -> None:
+    """Everything that the link needs. Without `inline` nothing changes before it was read: no need
+    for a copy of the copy."""
+    ranges, volatile = snapshot.ranges, snapshot.volatile
+    if not inline:
+        ranges, volatile = ranges + volatile, b""
+    if handover is None:
+        link.submit(number, ranges, volatile, snapshot.tree, snapshot.tree_offset)
+        return
+    handover.enqueue(link, number)
+    if handover.map:
+        link.submit(
+            number, ranges, volatile, snapshot.tree, snapshot.tree_offset,
+            pulled_bytes=handover.part.nbytes, pulled_devices=handover.part.mask,
+        )  # fmt: skip
+    else:
+        link.submit(number, ranges, volatile, snapshot.tree, snapshot.tree_offset, handover.ranges)

@@ -74,7 +74,10 @@ class Connection:
 
     def alive(self) -> bool:
         """About a microsecond; False once the daemon or this session has ended."""
-        return os.getpid() == self.pid and self.link.alive()
+        try:
+            return os.getpid() == self.pid and self.link.alive()
+        except ValueError:  # closed
+            return False
 
     def request(self, body: RequestBody, *, timeout_s: float) -> ReplyBody:
         """Waits for the answer. Raises the daemon's failure, WaitTimeoutError,

@@ -22,6 +22,9 @@ REPLY_BYTES_MAX = 16 * 1024 * 1024
 #: A reply longer than this goes over the attach socket in several packets.
 PACKET_BYTES = 64 * 1024
 STRING_BYTES_MAX = 4096
+#: Of `Expose.data`: pieces of so many bytes, so many in one message, fit with room to spare.
+PIECE_BYTES = STRING_BYTES_MAX
+PIECES_MAX = 15
 ITEMS_MAX = 65536
 DEPTH_MAX = 24
 

@@ -96,6 +96,12 @@ class CheckpointFailedError(PccheckError):
     code = "CHECKPOINT_FAILED"
 
 
+class DeviceError(PccheckError):
+    """A GPU, its driver or its memory failed, or does not allow what was asked for."""
+
+    code = "DEVICE"
+
+
 class WaitTimeoutError(PccheckError, TimeoutError):
     code = "TIMEOUT"
     default_retryable = True

@@ -81,6 +81,7 @@ class Welcome:
     pid: int  # the daemon's
     incarnation: int = 0
     chunk_bytes: int = 0
+    #: How this daemon can take GPU tensors: "pull", or "push" and why.
     transfer: str = "push"
     transfer_reason: str = ""
     #: The newest durable step of this volume, when it has one (P7).
@@ -121,6 +122,27 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class Expose:
+    """Shares device memory for pull: the exposure of pcc_shared.h in pieces of up to 4096 bytes,
+    over several messages (`more`: another one of this map follows). -> `Done` | `Failure`, after
+    which nothing is exposed and the client pushes."""
+
+    TAG: ClassVar[str] = "expose"
+    map: int
+    data: list[bytes]
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chose:
+    """How the session hands over its tensors from now on, and why; for `status`. One way."""
+
+    TAG: ClassVar[str] = "chose"
+    transfer: str  # "push" or "pull"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """Asks for admission of a snapshot whose word is REQUESTED. One way: the answer is the word."""
 
@@ -131,6 +153,7 @@ class Begin:
     tree_offset: int
     tree_bytes: int
     on_busy: str = "wait"  # or "skip"
+    map: int = 0  # the exposure that the daemon pulls the device part by; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +287,9 @@ class Report:
 
 
 RequestBody = (
-    Register | Begin | Describe | Open | Read | Restored | Goodbye | Status | ListVolumes | Verify
-)
+    Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Goodbye | Status
+    | ListVolumes | Verify
+)  # fmt: skip
 ReplyBody = Registered | Described | Opened | Empty | Done | Report | Failure
 
 

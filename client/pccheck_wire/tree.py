@@ -50,7 +50,9 @@ ITEM_BYTES: dict[str, int] = {
 FACTORIES = ("", "list", "dict", "set", "int", "float", "str", "tuple", "bool", "bytes", "complex",
              "frozenset", "Counter", "OrderedDict")  # fmt: skip
 
-REQUIRES_GRAD, PARAMETER, BUFFER = 1, 2, 4
+#: Flags of a tensor. ON_DEVICE: it lay in a GPU's memory; its bytes in the payload are the same.
+REQUIRES_GRAD, PARAMETER, BUFFER, ON_DEVICE = 1, 2, 4, 8
+FLAGS_MAX = REQUIRES_GRAD | PARAMETER | BUFFER | ON_DEVICE
 
 
 class Tag(IntEnum):

@@ -13,6 +13,7 @@ from .tree import (
     DEPTH_MAX,
     DIMENSIONS_MAX,
     FACTORIES,
+    FLAGS_MAX,
     ITEM_BYTES,
     LEAD_ALIGN,
     MAGIC,
@@ -149,7 +150,7 @@ class _Reader:
         extent, offset = _natural(raw, 1, least=-1), _natural(raw, 2)
         shape, strides = _shape(raw, 3), _naturals(raw, 4)
         dtype, flags = _choice(raw, 5, ITEM_BYTES), _natural(raw, 6)
-        if len(shape) != len(strides) or flags > 7:
+        if len(shape) != len(strides) or flags > FLAGS_MAX:
             raise _bad("a tensor whose parts do not fit each other")
         item_bytes = ITEM_BYTES[dtype]
         self._inside(extent, offset, span_bytes(shape, strides, item_bytes), item_bytes)

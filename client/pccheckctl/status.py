@@ -40,6 +40,9 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
         blocks.append(_ranks(ranks, now_s, served=bool(part(document, "daemon"))))
     else:
         blocks.append("no jobs")
+    transfers = [one for one in rows(document, "sessions") if _worth_a_line(one)]
+    if transfers:
+        blocks.append(_transfers(transfers))
     moving = [(rank, one) for rank in ranks for one in rows(rank, "checkpoints")
               if text(one, "state") in MOVING]  # fmt: skip
     if moving:
@@ -64,11 +67,29 @@ def _head(document: Document) -> list[str]:
         f"pid {text(daemon, 'pid')}, up {render.duration(number(daemon, 'uptime_s') or 0)}",
         place,
         f"pool     {render.size(whole(pool, 'used_bytes'))} used of "
-        f"{render.size(whole(pool, 'budget_bytes'))}",
+        f"{render.size(whole(pool, 'budget_bytes'))}{_pinned(pool)}",
         f"slots    {text(daemon, 'slots')} per volume: {text(daemon, 'in_flight')} in flight, "
         f"{text(daemon, 'keep')} kept; {text(daemon, 'writers')} writers each, "
         f"chunks of {render.size(whole(daemon, 'chunk_bytes'))}",
+        *(_gpu(gpu) for gpu in rows(document, "gpus")),
     ]
+
+
+def _pinned(pool: Document) -> str:
+    pinned = whole(pool, "pinned_bytes")
+    return f", {render.size(pinned)} pinned for GPUs" if pinned else ""
+
+
+def _gpu(gpu: Document) -> str:
+    """One that trainers share memory of."""
+    node, failures = number(gpu, "numa_node"), whole(gpu, "failures")
+    place = "" if node is None else f" (NUMA node {int(node)})"
+    failed = f", {render.plural(failures, 'failure')}" if failures else ""
+    lost = ", LOST: its tensors are pushed" if gpu.get("lost") is True else ""
+    return (
+        f"gpu      {text(gpu, 'name')}{place}: "
+        f"{render.size(whole(gpu, 'copied_bytes'))} pulled{failed}{lost}"
+    )
 
 
 def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
@@ -93,6 +114,26 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
     return render.table(
         [headings[at] for at in shown], [[line[at] for at in shown] for line in lines]
     )
+
+
+def _worth_a_line(session: Document) -> bool:
+    """Trainers with GPU tensors: how these get here, and why not faster."""
+    reason = text(session, "transfer_reason")
+    return text(session, "role") == "trainer" and reason not in ("", "CPU tensors")
+
+
+def _transfers(sessions: list[Document]) -> str:
+    lines = [
+        (
+            text(session, "job"),
+            session.get("rank"),
+            text(session, "transfer"),
+            render.size(whole(session, "exposed_bytes")),
+            text(session, "transfer_reason"),
+        )
+        for session in sessions
+    ]
+    return render.table(("job", "rank", "GPU tensors", "shared", "why"), lines)
 
 
 def _in_flight(moving: list[tuple[Document, Document]]) -> str:

@@ -2,6 +2,8 @@
 
 from pccheck_native._core import (
     BLOCK_BYTES_DEFAULT,
+    DEVICES,
+    EXPOSURE_BYTES_MAX,
     FORMAT_VERSION,
     JOB_BYTES_MAX,
     SLOT_DAMAGED,
@@ -20,6 +22,8 @@ from pccheck_native._core import (
     ChannelUsage,
     Event,
     Events,
+    GpuInfo,
+    Gpus,
     Link,
     LinkState,
     NativeError,
@@ -29,6 +33,8 @@ from pccheck_native._core import (
     Volume,
     VolumeInfo,
     create_volume,
+    cuda_driver,
+    cuda_missing,
     same_geometry,
     same_items,
     same_values,
@@ -38,6 +44,8 @@ from pccheck_native._core import (
 
 __all__ = [
     "BLOCK_BYTES_DEFAULT",
+    "DEVICES",
+    "EXPOSURE_BYTES_MAX",
     "FORMAT_VERSION",
     "JOB_BYTES_MAX",
     "SLOTS_MAX",
@@ -56,6 +64,8 @@ __all__ = [
     "ChannelUsage",
     "Event",
     "Events",
+    "GpuInfo",
+    "Gpus",
     "Link",
     "LinkState",
     "NativeError",
@@ -65,6 +75,8 @@ __all__ = [
     "Volume",
     "VolumeInfo",
     "create_volume",
+    "cuda_driver",
+    "cuda_missing",
     "same_geometry",
     "same_items",
     "same_values",

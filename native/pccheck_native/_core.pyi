@@ -2,7 +2,8 @@
 
 Failures raise OSError (kernel errors) or NativeError (ours; .code_name is e.g. "DAMAGED").
 Sizes are bytes, times are CLOCK_MONOTONIC nanoseconds, deadlines are absolute ones. Ranges are
-packed little-endian u64 triples (address, offset, length), ascending and disjoint by offset.
+packed little-endian u64 triples (address, offset, length), ascending and disjoint by offset; device
+ranges are packed "<QQQII" (address, offset, length, CUDA ordinal, 0), ascending and disjoint, too.
 
 `close()` may be called again and again. It forbids new calls (ValueError); what is closed goes when
 the calls that run in other threads, and the channels that borrow it, have let go. A forked child
@@ -24,6 +25,8 @@ SNAPSHOTS: int
 SLOTS_MAX: int
 JOB_BYTES_MAX: int
 BLOCK_BYTES_DEFAULT: int
+DEVICES: int  # GPUs per session; CUDA ordinals are below it
+EXPOSURE_BYTES_MAX: int
 SLOT_GLOBAL: int
 SLOT_PINNED: int
 SLOT_QUARANTINED: int
@@ -165,6 +168,30 @@ class Events:
     def take(self) -> list[Event]: ...
     def close(self) -> None: ...
 
+class GpuInfo(NamedTuple):
+    uuid: bytes
+    name: str
+    numa_node: int  # -1 = unknown
+    lost: bool
+    copied_bytes: int
+    copies: int
+    failures: int
+
+def cuda_missing() -> str:
+    """Why there is no usable CUDA driver, in words; "" when there is one. Loads it."""
+
+def cuda_driver() -> tuple[int, int]:
+    """The newest CUDA version that the driver supports (12080 is 12.8) and how many GPUs there are.
+    Loads it. NativeError NO_DRIVER."""
+
+@final
+class Gpus:
+    """The GPUs that trainers expose memory of. NativeError NO_DRIVER when there can be none."""
+
+    def __init__(self) -> None: ...
+    def info(self) -> list[GpuInfo]: ...
+    def close(self) -> None: ...
+
 class ChannelUsage(NamedTuple):
     bytes: int
     free_chunks: int
@@ -173,6 +200,9 @@ class ChannelUsage(NamedTuple):
     cached_chunks: int
     lent_chunks: int
     in_flight: int
+    pinned_bytes: int
+    exposed_bytes: int
+    mappings: int
 
 @final
 class Channel:
@@ -187,17 +217,25 @@ class Channel:
         chunk_capacity: int,
         lanes: int,
         writers: int,
+        gpus: Gpus | None = None,
     ) -> None: ...
     def bind(self, volume: Volume) -> None: ...
     def unbind(self, volume: Volume) -> None: ...
-    def attach(self, socket_fd: int, session: int) -> int: ...  # page fd, the caller's
+    def attach(self, socket_fd: int, session: int, pid: int = 0) -> int:
+        """The page's descriptor, the caller's. `pid`: the trainer as named here, 0 = unknown."""
+
     def detach(self) -> None: ...
     def grow(self, bytes: int) -> int: ...
     def release_memory(self) -> None: ...
+    def expose(self, map: int, exposure: bytes) -> str:
+        """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure
+        before is gone either way."""
+
     def begin(
         self,
         snapshot: int,
         *,
+        map: int = 0,
         step: int,
         incarnation: int,
         world_size: int,
@@ -219,6 +257,8 @@ class LinkState(NamedTuple):
     outcome: int
     sequence: int
     source_read: bool
+    error: int  # why the link itself let it go: 0 or a negative code
+    error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE"
 
 @final
 class Link:
@@ -236,13 +276,43 @@ class Link:
         inline_ranges: _Packed,
         tail: _Packed,
         tail_offset: int,
+        device_ranges: _Packed = b"",
+        *,
+        pulled_bytes: int = 0,
+        pulled_devices: int = 0,  # bit mask
     ) -> None: ...
-    def wait_read(self, snapshot: int, deadline_ns: int) -> bool: ...  # False = deadline passed
+    def device_open(self, device: int) -> str:
+        """Readies a GPU for this link; "" or why the daemon cannot pull from it. NativeError
+        NO_DRIVER, DEVICE."""
+
+    def staging(self, device: int, nbytes: int) -> int: ...  # address; MemoryError
+    def staging_trim(self) -> None: ...
+    def stage(self, device: int, stream: int, copies: _Packed, *, aside: bool = False) -> None:
+        """Copies on the device into its staging: packed <QQQ (address, staging offset, length)."""
+
+    def mark(
+        self, snapshot: int, device: int, stream: int, *, pull: bool, aside: bool = False
+    ) -> None: ...
+    def hold(self, snapshot: int, device: int, stream: int, deadline_ns: int) -> bool:
+        """The stream waits for the snapshot's copy; False when the deadline passed before that
+        could be enqueued."""
+
+    def capturing(self, device: int, stream: int) -> bool: ...
+    def expose(self, device_ranges: _Packed, device_bytes: int) -> bytes:
+        """The exposure of these ranges. NativeError BAD_HANDLE when memory cannot be shared."""
+
+    def exposure_holds(self) -> bool:
+        """Whether the memory of the last exposure is still what it was then, and not other memory
+        at the same addresses."""
+
+    def wait_read(self, snapshot: int, deadline_ns: int, *, host_only: bool = False) -> bool:
+        """False = deadline passed. `host_only`: what lies on GPUs may not have been read yet."""
+
     def wait_copied(self, snapshot: int, deadline_ns: int) -> bool: ...
     def wait_durable(self, snapshot: int, deadline_ns: int) -> bool: ...
     def abandon(self, snapshot: int) -> bool: ...
     def state(self, snapshot: int) -> LinkState | None: ...
-    def load_start(self, load_id: int, ranges: _Packed) -> None: ...
+    def load_start(self, load_id: int, ranges: _Packed, device_ranges: _Packed = b"") -> None: ...
     def load_wait(self, load_id: int, deadline_ns: int) -> int:
         """0 or the daemon's code; TimeoutError, ConnectionResetError. However it ends, nothing
         writes to the ranges afterwards."""

@@ -1,6 +1,15 @@
 #include "core.h"
 
-_Static_assert(sizeof(struct pcc_range) == 24, "a range is a packed <QQQ triple");
+/* What is packed, is what C takes: the checks below read every kind as its leading triple. */
+#define TRIPLE(type, offset)                                                                       \
+    _Static_assert(offsetof(type, address) == 0 && offsetof(type, offset) == 8 &&                  \
+                       offsetof(type, length_bytes) == 16,                                         \
+                   "begins with a packed <QQQ triple")
+TRIPLE(struct pcc_range, offset_bytes);
+TRIPLE(struct pcc_device_range, offset_bytes);
+TRIPLE(struct pcc_device_copy, staging_offset_bytes);
+_Static_assert(sizeof(struct pcc_range) == 24 && sizeof(struct pcc_device_copy) == 24, "<QQQ");
+_Static_assert(sizeof(struct pcc_device_range) == 32, "<QQQII");
 
 int pcc_py_u64(PyObject *object, void *out)
 {
@@ -37,38 +46,54 @@ bool pcc_py_require(PyObject *kwargs, char *const *names, size_t count)
     return true;
 }
 
-/* NULL, or what is wrong with one triple that must not start before `floor_bytes`. */
-static const char *range_fault(const struct pcc_range *range, uint64_t floor_bytes,
-                               uint64_t *end_out)
+/* NULL, or what is wrong with one (address, offset, length) that must not start before
+ * `floor_bytes`. */
+static const char *triple_fault(const uint64_t *triple, uint64_t floor_bytes, uint64_t *end_out)
 {
+    const uint64_t address = triple[0], offset_bytes = triple[1], length_bytes = triple[2];
     uint64_t address_end;
-    if (__builtin_add_overflow(range->offset_bytes, range->length_bytes, end_out) ||
-        __builtin_add_overflow(range->address, range->length_bytes, &address_end)) {
+    if (__builtin_add_overflow(offset_bytes, length_bytes, end_out) ||
+        __builtin_add_overflow(address, length_bytes, &address_end)) {
         return "ranges: address or offset plus length overflows";
     }
-    if (range->length_bytes > 0 && range->address == 0) {
+    if (length_bytes > 0 && address == 0) {
         return "ranges: bytes at address 0";
     }
-    if (range->offset_bytes < floor_bytes) {
+    if (offset_bytes < floor_bytes) {
         return "ranges: offsets must ascend without overlap";
     }
     return NULL;
 }
 
-static const char *ranges_fault(const struct pcc_py_ranges *ranges)
+static const char *device_fault(const struct pcc_device_range *range)
 {
-    if (ranges->view.len % (Py_ssize_t)sizeof(struct pcc_range) != 0) {
-        return "ranges: the length is not a multiple of 24 bytes";
+    if (range->device >= PCC_DEVICES) {
+        return "ranges: the device's number is too large";
+    }
+    return range->reserved != 0 ? "ranges: the last field must be 0" : NULL;
+}
+
+static const char *ranges_fault(const struct pcc_py_ranges *ranges, size_t item_bytes)
+{
+    const bool on_device = item_bytes == sizeof(struct pcc_device_range);
+    if ((size_t)ranges->view.len % item_bytes != 0) {
+        return on_device ? "ranges: the length is not a multiple of 32 bytes"
+                         : "ranges: the length is not a multiple of 24 bytes";
     }
     if (ranges->count > PCC_PY_RANGES_MAX) {
         return "ranges: too many";
     }
-    if ((uintptr_t)ranges->items % _Alignof(struct pcc_range) != 0) {
+    if ((uintptr_t)ranges->view.buf % _Alignof(struct pcc_range) != 0) {
         return "ranges: the buffer is not aligned to 8 bytes";
     }
     uint64_t floor_bytes = 0;
     for (uint64_t i = 0; i < ranges->count; i++) {
-        const char *fault = range_fault(&ranges->items[i], floor_bytes, &floor_bytes);
+        const uint64_t *triple = ranges->view.buf;
+        const char *fault =
+            triple_fault(triple + i * (item_bytes / sizeof(*triple)), floor_bytes, &floor_bytes);
+        if (fault == NULL && on_device) {
+            fault = device_fault(&ranges->device_items[i]);
+        }
         if (fault != NULL) {
             return fault;
         }
@@ -76,9 +101,8 @@ static const char *ranges_fault(const struct pcc_py_ranges *ranges)
     return NULL;
 }
 
-int pcc_py_ranges(PyObject *object, void *out)
+static int convert(PyObject *object, struct pcc_py_ranges *ranges, size_t item_bytes)
 {
-    struct pcc_py_ranges *ranges = out;
     if (object == NULL) { /* a later argument was refused */
         pcc_py_ranges_done(ranges);
         return 1;
@@ -87,14 +111,29 @@ int pcc_py_ranges(PyObject *object, void *out)
         return 0;
     }
     ranges->items = ranges->view.buf;
-    ranges->count = (uint64_t)ranges->view.len / sizeof(struct pcc_range);
-    const char *fault = ranges_fault(ranges);
+    ranges->count = (uint64_t)ranges->view.len / item_bytes;
+    const char *fault = ranges_fault(ranges, item_bytes);
     if (fault != NULL) {
         PyErr_SetString(PyExc_ValueError, fault);
         pcc_py_ranges_done(ranges);
         return 0;
     }
     return Py_CLEANUP_SUPPORTED;
+}
+
+int pcc_py_ranges(PyObject *object, void *out)
+{
+    return convert(object, out, sizeof(struct pcc_range));
+}
+
+int pcc_py_device_ranges(PyObject *object, void *out)
+{
+    return convert(object, out, sizeof(struct pcc_device_range));
+}
+
+int pcc_py_device_copies(PyObject *object, void *out)
+{
+    return convert(object, out, sizeof(struct pcc_device_copy));
 }
 
 void pcc_py_ranges_done(struct pcc_py_ranges *ranges)

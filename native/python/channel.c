@@ -25,58 +25,73 @@ static void give_back(PyObject *object) /* accepts NULL */
 
 /* -- open and close ---------------------------------------------------------------------------- */
 
-static PyObject *channel_open(PyTypeObject *type, PyObject *pool, PyObject *events,
+/* Borrows what is not NULL; each is given back when it fails. */
+static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
                               const struct pcc_channel_spec *spec)
 {
-    struct pcc_pool *borrowed_pool = pcc_py_enter((struct pcc_py_object *)pool);
-    if (borrowed_pool == NULL) {
-        return NULL;
+    void *handles[3] = {NULL};
+    PyObject *bound = NULL;
+    int entered = 0;
+    for (; entered < 3; entered++) {
+        if (borrowed[entered] == NULL) {
+            continue;
+        }
+        if (!borrow(borrowed[entered])) {
+            goto fail;
+        }
+        handles[entered] = ((struct pcc_py_object *)borrowed[entered])->lease.handle;
     }
-    PyObject *bound = PyList_New(0);
-    struct pcc_events *borrowed_events = pcc_py_enter((struct pcc_py_object *)events);
-    if (bound == NULL || borrowed_events == NULL) {
-        goto leave_pool;
+    bound = PyList_New(0);
+    if (bound == NULL) {
+        goto fail;
     }
     struct pcc_channel *channel = NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_open(borrowed_pool, borrowed_events, spec, &channel));
+    PCC_PY_UNLOCKED(result = pcc_channel_open(handles[0], handles[1], handles[2], spec, &channel));
     if (result < 0) {
         pcc_py_raise(pcc_py_state_of(type), result, NULL);
-        goto leave_events;
+        goto fail;
     }
     PyObject *self = pcc_py_object_new(type, "Channel", channel, channel_close);
     if (self != NULL) {
         struct pcc_py_channel *made = (struct pcc_py_channel *)self;
         made->bound = bound;
-        made->pool = Py_NewRef(pool);
-        made->events = Py_NewRef(events);
+        made->pool = borrowed[0];
+        made->events = borrowed[1];
+        made->gpus = borrowed[2];
         return self;
     }
-leave_events:
-    pcc_py_leave((struct pcc_py_object *)events);
-leave_pool:
-    pcc_py_leave((struct pcc_py_object *)pool);
+fail:
     Py_XDECREF(bound);
+    while (entered > 0) {
+        give_back(borrowed[--entered]);
+    }
     return NULL;
 }
 
 static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"pool",           "events", "id",      "chunk_bytes", "block_bytes",
-                            "chunk_capacity", "lanes",  "writers", NULL};
+                            "chunk_capacity", "lanes",  "writers", "gpus",        NULL};
     struct pcc_py_state *state = pcc_py_state_of(type);
     struct pcc_channel_spec spec = {0};
-    PyObject *pool;
-    PyObject *events;
+    PyObject *borrowed[3] = {NULL}; /* pool, events, GPUs */
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!|$O&O&O&O&O&O&:Channel", names, state->pool_type, &pool,
-            state->events_type, &events, pcc_py_u64, &spec.id, pcc_py_u32, &spec.chunk_bytes,
+            args, kwargs, "O!O!|$O&O&O&O&O&O&O:Channel", names, state->pool_type, &borrowed[0],
+            state->events_type, &borrowed[1], pcc_py_u64, &spec.id, pcc_py_u32, &spec.chunk_bytes,
             pcc_py_u32, &spec.block_bytes, pcc_py_u32, &spec.chunk_capacity, pcc_py_u32,
-            &spec.lanes, pcc_py_u32, &spec.writers_per_lane) ||
+            &spec.lanes, pcc_py_u32, &spec.writers_per_lane, &borrowed[2]) ||
         !pcc_py_require(kwargs, &names[2], 6)) {
         return NULL;
     }
-    return channel_open(type, pool, events, &spec);
+    if (borrowed[2] == Py_None) {
+        borrowed[2] = NULL;
+    }
+    if (borrowed[2] != NULL && !PyObject_TypeCheck(borrowed[2], state->gpus_type)) {
+        PyErr_SetString(PyExc_TypeError, "gpus must be Gpus or None");
+        return NULL;
+    }
+    return channel_open(type, borrowed, &spec);
 }
 
 /* What it borrows goes only after the C channel has gone. */
@@ -85,9 +100,9 @@ static void channel_settle(struct pcc_py_channel *channel)
     if (channel->base.lease.handle != NULL || channel->base.lease.users > 0) {
         return;
     }
-    PyObject *borrowed[] = {channel->loading, channel->pool, channel->events};
+    PyObject *borrowed[] = {channel->loading, channel->pool, channel->events, channel->gpus};
     PyObject *bound = channel->bound;
-    channel->loading = channel->pool = channel->events = channel->bound = NULL;
+    channel->loading = channel->pool = channel->events = channel->gpus = channel->bound = NULL;
     for (Py_ssize_t i = 0; bound != NULL && i < PyList_Size(bound); i++) {
         pcc_py_leave((struct pcc_py_object *)PyList_GetItem(bound, i));
     }
@@ -247,7 +262,7 @@ PyTypeObject *pcc_py_channel_type(PyObject *module)
         {Py_tp_new, (void *)channel_new},
         {Py_tp_dealloc, (void *)channel_dealloc},
         {Py_tp_methods, pcc_py_channel_methods},
-        {Py_tp_doc, (void *)(uintptr_t) "The daemon's end of push for one (uid, job, rank)."},
+        {Py_tp_doc, (void *)(uintptr_t) "The daemon's end for one (uid, job, rank)."},
         {0, NULL},
     };
     PyType_Spec spec = {

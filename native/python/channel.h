@@ -5,13 +5,14 @@
 #include "core.h"
 #include "pcc_channel.h"
 
-/* Borrows, as a user of their leases: pool and events for its life, volumes from bind() to
+/* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
  * unbind(), the volume of a load until the next load. Each goes after the channel has let go of it,
  * whatever order their owners close them in. */
 struct pcc_py_channel {
     struct pcc_py_object base;
     PyObject *pool;
     PyObject *events;
+    PyObject *gpus;    /* or NULL */
     PyObject *bound;   /* list of volumes */
     PyObject *loading; /* or NULL */
     uint64_t load_calls;

@@ -1,14 +1,23 @@
 #include "channel.h"
 
+#include <string.h>
+
+#define REASON_BYTES 192
+
 /* -- its trainer ------------------------------------------------------------------------------- */
 
 static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"socket_fd", "session", NULL};
+    static char *names[] = {"socket_fd", "session", "pid", NULL};
     PyObject *socket;
     uint64_t session;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&:attach", names, &socket, pcc_py_u64,
-                                     &session)) {
+    uint32_t pid = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&|O&:attach", names, &socket, pcc_py_u64,
+                                     &session, pcc_py_u32, &pid)) {
+        return NULL;
+    }
+    if (pid > INT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "pid is no process id");
         return NULL;
     }
     int socket_fd = PyObject_AsFileDescriptor(socket);
@@ -18,7 +27,8 @@ static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs
     }
     int page_fd = -1;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_attach(channel, socket_fd, session, &page_fd));
+    PCC_PY_UNLOCKED(result =
+                        pcc_channel_attach(channel, socket_fd, session, (int32_t)pid, &page_fd));
     pcc_py_channel_leave(self);
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
@@ -83,9 +93,46 @@ static PyObject *channel_usage(PyObject *self, PyObject *unused)
     PCC_PY_UNLOCKED(pcc_channel_usage(channel, &usage));
     pcc_py_channel_leave(self);
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
-                         Py_BuildValue("(KKKKKKI)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKIKKI)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
-                                       usage.lent_chunks, usage.in_flight));
+                                       usage.lent_chunks, usage.in_flight, usage.pinned_bytes,
+                                       usage.exposed_bytes, usage.mappings));
+}
+
+/* "" or why not. */
+static PyObject *reason_new(int result, const char *reason)
+{
+    const char *text = result == 0 ? "" : reason[0] != '\0' ? reason : pcc_error_name(result);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"map", "exposure", NULL};
+    uint64_t map;
+    Py_buffer exposure = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*:expose", names, pcc_py_u64, &map,
+                                     &exposure)) {
+        return NULL;
+    }
+    if (map == 0) {
+        PyBuffer_Release(&exposure);
+        PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
+        return NULL;
+    }
+    PyObject *told = NULL;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel != NULL) {
+        char reason[REASON_BYTES] = "";
+        int result;
+        PCC_PY_UNLOCKED(result =
+                            pcc_channel_expose(channel, map, exposure.buf, (uint64_t)exposure.len,
+                                               reason, sizeof(reason)));
+        pcc_py_channel_leave(self);
+        told = reason_new(result, reason);
+    }
+    PyBuffer_Release(&exposure);
+    return told;
 }
 
 static PyObject *channel_cached(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -109,17 +156,19 @@ static PyObject *channel_cached(PyObject *self, PyObject *args, PyObject *kwargs
 
 static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot",      "step",        "incarnation", "world_size",
-                            "payload_bytes", "tree_offset", "tree_bytes",  NULL};
+    static char *names[] = {"snapshot",    "map",        "step",
+                            "incarnation", "world_size", "payload_bytes",
+                            "tree_offset", "tree_bytes", NULL};
     struct pcc_save_request request = {0};
     uint64_t snapshot;
+    uint64_t map = 0;
     long long step = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$LO&O&O&O&O&:begin", names, pcc_py_u64,
-                                     &snapshot, &step, pcc_py_u64, &request.incarnation, pcc_py_u32,
-                                     &request.world_size, pcc_py_u64, &request.payload_bytes,
-                                     pcc_py_u64, &request.tree_offset_bytes, pcc_py_u64,
-                                     &request.tree_bytes) ||
-        !pcc_py_require(kwargs, &names[1], 6)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$O&LO&O&O&O&O&:begin", names, pcc_py_u64,
+                                     &snapshot, pcc_py_u64, &map, &step, pcc_py_u64,
+                                     &request.incarnation, pcc_py_u32, &request.world_size,
+                                     pcc_py_u64, &request.payload_bytes, pcc_py_u64,
+                                     &request.tree_offset_bytes, pcc_py_u64, &request.tree_bytes) ||
+        !pcc_py_require(kwargs, &names[2], 6)) {
         return NULL;
     }
     request.tag = snapshot;
@@ -130,7 +179,7 @@ static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     uint64_t sequence = 0;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_begin(channel, snapshot, &request, &sequence));
+    PCC_PY_UNLOCKED(result = pcc_channel_begin(channel, snapshot, map, &request, &sequence));
     pcc_py_channel_leave(self);
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
@@ -201,6 +250,8 @@ PyMethodDef pcc_py_channel_methods[] = {
     {"grow", PCC_PY_METHOD(channel_grow), KEYWORDS, "Takes memory; the bytes it now has."},
     {"release_memory", channel_release_memory, METH_NOARGS,
      "Gives every segment back; EBUSY unless detached and idle."},
+    {"expose", PCC_PY_METHOD(channel_expose), KEYWORDS,
+     "Takes over an exposure of GPU memory; \"\" or why not."},
     {"begin", PCC_PY_METHOD(channel_begin), KEYWORDS, "Admits a snapshot; its sequence."},
     {"refuse", PCC_PY_METHOD(channel_refuse), KEYWORDS, "Refuses a snapshot."},
     {"set_outcome", PCC_PY_METHOD(channel_set_outcome), KEYWORDS,

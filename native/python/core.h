@@ -17,6 +17,7 @@ enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_VOLUME_INFO,
                      PCC_PY_SAVE_TIMES,
                      PCC_PY_EVENT,
+                     PCC_PY_GPU_INFO,
                      PCC_PY_CHANNEL_USAGE,
                      PCC_PY_LINK_STATE,
                      PCC_PY_RESULT_COUNT,
@@ -27,6 +28,7 @@ struct pcc_py_state {
     PyTypeObject *volume_type;
     PyTypeObject *pool_type;
     PyTypeObject *events_type;
+    PyTypeObject *gpus_type;
     PyObject *results[PCC_PY_RESULT_COUNT];
 };
 
@@ -86,13 +88,19 @@ bool pcc_py_require(PyObject *kwargs, char *const *names, size_t count);
 
 struct pcc_py_ranges {
     Py_buffer view; /* keeps the memory as it is until pcc_py_ranges_done() */
-    const struct pcc_range *items;
+    union {         /* by the converter that filled it */
+        const struct pcc_range *items;
+        const struct pcc_device_range *device_items;
+        const struct pcc_device_copy *copies;
+    };
     uint64_t count;
 };
 
-/* "O&" converter of packed <QQQ triples: whole triples, ascending, disjoint, no sum overflows.
- * A zeroed struct may be passed to pcc_py_ranges_done(). */
+/* "O&" converters of packed <QQQ triples, or <QQQII with a device: whole ones, ascending, disjoint,
+ * no sum overflows. A zeroed struct may be passed to pcc_py_ranges_done(). */
 int pcc_py_ranges(PyObject *object, void *out);
+int pcc_py_device_ranges(PyObject *object, void *out);
+int pcc_py_device_copies(PyObject *object, void *out);
 void pcc_py_ranges_done(struct pcc_py_ranges *ranges);
 
 /* -- types ------------------------------------------------------------------------------------- */
@@ -100,11 +108,15 @@ void pcc_py_ranges_done(struct pcc_py_ranges *ranges);
 PyTypeObject *pcc_py_volume_type(PyObject *module);
 PyTypeObject *pcc_py_pool_type(PyObject *module);
 PyTypeObject *pcc_py_events_type(PyObject *module);
+PyTypeObject *pcc_py_gpus_type(PyObject *module);
 PyTypeObject *pcc_py_channel_type(PyObject *module);
 PyTypeObject *pcc_py_link_type(PyObject *module);
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
+
+PyObject *pcc_py_cuda_missing(PyObject *module, PyObject *unused);
+PyObject *pcc_py_cuda_driver(PyObject *module, PyObject *unused);
 
 PyObject *pcc_py_tensor_geometry(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_geometry(PyObject *module, PyObject *args);

@@ -19,6 +19,10 @@ static const struct {
     {PCC_E_NO_MEMORY, "the DRAM budget is used up"},
     {PCC_E_SHUT_DOWN, "it is being closed"},
     {PCC_E_UNSUPPORTED, "the file system or the kernel lacks what is needed"},
+    {PCC_E_NO_DRIVER, "there is no CUDA driver that can be used"},
+    {PCC_E_DEVICE, "the CUDA driver refused or failed a call"},
+    {PCC_E_DEVICE_LOST, "the GPU's context is gone for this process"},
+    {PCC_E_BAD_HANDLE, "this GPU memory cannot be shared with the daemon"},
 };
 
 static const char *text_of(int code)

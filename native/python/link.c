@@ -1,11 +1,7 @@
-#include "pcc_link.h"
+#include "link.h"
 
 #include <time.h>
 
-#include "core.h"
-
-/* Waits return to Python this often, for signals and for close() by another thread. */
-#define SLICE_NS 50000000ull
 #define CLOSE_TRIES 200
 #define CLOSE_PAUSE_NS 1000000l
 
@@ -51,19 +47,19 @@ static PyObject *method_close(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static struct pcc_link *enter(PyObject *self)
+struct pcc_link *pcc_py_link_enter(PyObject *self)
 {
     return pcc_py_enter((struct pcc_py_object *)self);
 }
 
-static void leave(PyObject *self)
+void pcc_py_link_leave(PyObject *self)
 {
     pcc_py_leave((struct pcc_py_object *)self);
 }
 
-static PyObject *leave_with(PyObject *self, int result)
+PyObject *pcc_py_link_leave_with(PyObject *self, int result)
 {
-    leave(self);
+    pcc_py_link_leave(self);
     return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
 }
 
@@ -73,24 +69,24 @@ static PyObject *leave_with(PyObject *self, int result)
 static PyObject *link_alive(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_link *link = enter(self);
+    struct pcc_link *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     bool alive = pcc_link_alive(link);
-    leave(self);
+    pcc_py_link_leave(self);
     return PyBool_FromLong(alive);
 }
 
 static PyObject *link_chunk_bytes(PyObject *self, void *unused)
 {
     (void)unused;
-    struct pcc_link *link = enter(self);
+    struct pcc_link *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     uint32_t chunk_bytes = pcc_link_chunk_bytes(link);
-    leave(self);
+    pcc_py_link_leave(self);
     return PyLong_FromUnsignedLong(chunk_bytes);
 }
 
@@ -101,13 +97,13 @@ static PyObject *link_state(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:state", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = enter(self);
+    struct pcc_link *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     struct pcc_link_state now;
     int result = pcc_link_state(link, snapshot, &now);
-    leave(self);
+    pcc_py_link_leave(self);
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     if (result == -ENOENT) {
         Py_RETURN_NONE;
@@ -116,8 +112,9 @@ static PyObject *link_state(PyObject *self, PyObject *args, PyObject *kwargs)
         return pcc_py_raise(state, result, NULL);
     }
     return pcc_py_result(state, PCC_PY_LINK_STATE,
-                         Py_BuildValue("(IIKN)", now.word, now.outcome, now.sequence,
-                                       PyBool_FromLong(now.source_read)));
+                         Py_BuildValue("(IIKNis)", now.word, now.outcome, now.sequence,
+                                       PyBool_FromLong(now.source_read), now.error,
+                                       now.error ? pcc_error_name(now.error) : ""));
 }
 
 /* -- saving ------------------------------------------------------------------------------------ */
@@ -129,44 +126,55 @@ static PyObject *link_request(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:request", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = enter(self);
+    struct pcc_link *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     int result;
     PCC_PY_UNLOCKED(result = pcc_link_request(link, snapshot));
-    return leave_with(self, result);
+    return pcc_py_link_leave_with(self, result);
 }
 
-static PyObject *submit(PyObject *self, uint64_t snapshot, const struct pcc_py_ranges *ranges,
-                        const struct pcc_py_ranges *inline_ranges, const Py_buffer *tail,
-                        uint64_t tail_offset_bytes)
+static PyObject *submit(PyObject *self, uint64_t snapshot, const struct pcc_submission *submission)
 {
-    struct pcc_link *link = enter(self);
+    struct pcc_link *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_submit(link, snapshot, ranges->items, ranges->count,
-                                             inline_ranges->items, inline_ranges->count, tail->buf,
-                                             (uint64_t)tail->len, tail_offset_bytes));
-    return leave_with(self, result);
+    PCC_PY_UNLOCKED(result = pcc_link_submit(link, snapshot, submission));
+    return pcc_py_link_leave_with(self, result);
 }
 
 static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot", "ranges", "inline_ranges", "tail", "tail_offset", NULL};
-    uint64_t snapshot, tail_offset_bytes;
+    static char *names[] = {"snapshot",     "ranges",         "inline_ranges",
+                            "tail",         "tail_offset",    "device_ranges",
+                            "pulled_bytes", "pulled_devices", NULL};
+    uint64_t snapshot;
+    struct pcc_submission submission = {0};
     struct pcc_py_ranges ranges = {0};
     struct pcc_py_ranges inline_ranges = {0};
+    struct pcc_py_ranges device_ranges = {0};
     Py_buffer tail = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&y*O&:submit", names, pcc_py_u64,
-                                     &snapshot, pcc_py_ranges, &ranges, pcc_py_ranges,
-                                     &inline_ranges, &tail, pcc_py_u64, &tail_offset_bytes)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O&O&O&y*O&|O&$O&O&:submit", names, pcc_py_u64, &snapshot, pcc_py_ranges,
+            &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
+            &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
+            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices)) {
         return NULL;
     }
-    PyObject *result = submit(self, snapshot, &ranges, &inline_ranges, &tail, tail_offset_bytes);
+    submission.ranges = ranges.items;
+    submission.range_count = ranges.count;
+    submission.inline_ranges = inline_ranges.items;
+    submission.inline_count = inline_ranges.count;
+    submission.tail = tail.buf;
+    submission.tail_bytes = (uint64_t)tail.len;
+    submission.device_ranges = device_ranges.device_items;
+    submission.device_range_count = device_ranges.count;
+    PyObject *result = submit(self, snapshot, &submission);
     PyBuffer_Release(&tail);
+    pcc_py_ranges_done(&device_ranges);
     pcc_py_ranges_done(&inline_ranges);
     pcc_py_ranges_done(&ranges);
     return result;
@@ -179,143 +187,14 @@ static PyObject *link_abandon(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:abandon", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = enter(self);
+    struct pcc_link *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     bool won;
     PCC_PY_UNLOCKED(won = pcc_link_abandon(link, snapshot));
-    leave(self);
+    pcc_py_link_leave(self);
     return PyBool_FromLong(won);
-}
-
-/* -- waits ------------------------------------------------------------------------------------- */
-
-struct wait {
-    uint64_t id;
-    uint64_t deadline_ns;
-};
-
-static bool wait_parse(PyObject *args, PyObject *kwargs, char **names, struct wait *out)
-{
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&", names, pcc_py_u64, &out->id,
-                                       pcc_py_u64, &out->deadline_ns);
-}
-
-/* True after an expired slice when the wait should go on; false with an exception otherwise. */
-static bool wait_goes_on(PyObject *self)
-{
-    if (PyErr_CheckSignals() < 0) {
-        return false;
-    }
-    if (((struct pcc_py_object *)self)->lease.closed) {
-        PyErr_SetString(PyExc_ValueError, "this Link was closed during the call");
-        return false;
-    }
-    return true;
-}
-
-static uint64_t slice_end(const struct wait *wait)
-{
-    uint64_t end_ns = pcc_now_ns() + SLICE_NS;
-    return end_ns < wait->deadline_ns ? end_ns : wait->deadline_ns;
-}
-
-/* Sets *code_out to 0 or a negative code; false with an exception. */
-static bool wait_snapshot(PyObject *self, const struct wait *wait, enum pcc_wait_for what,
-                          int *code_out)
-{
-    struct pcc_link *link = enter(self);
-    if (link == NULL) {
-        return false;
-    }
-    bool ok = true;
-    uint64_t end_ns;
-    do {
-        end_ns = slice_end(wait);
-        PCC_PY_UNLOCKED(*code_out = pcc_link_wait(link, wait->id, what, end_ns));
-    } while (*code_out == -ETIMEDOUT && end_ns < wait->deadline_ns && (ok = wait_goes_on(self)));
-    leave(self);
-    return ok;
-}
-
-static PyObject *wait_for(PyObject *self, PyObject *args, PyObject *kwargs, enum pcc_wait_for what)
-{
-    static char *names[] = {"snapshot", "deadline_ns", NULL};
-    struct wait wait;
-    int code = 0;
-    if (!wait_parse(args, kwargs, names, &wait) || !wait_snapshot(self, &wait, what, &code)) {
-        return NULL;
-    }
-    if (code < 0 && code != -ETIMEDOUT) {
-        return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), code, NULL);
-    }
-    return PyBool_FromLong(code == 0);
-}
-
-static PyObject *link_wait_read(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    return wait_for(self, args, kwargs, PCC_WAIT_READ);
-}
-
-static PyObject *link_wait_copied(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    return wait_for(self, args, kwargs, PCC_WAIT_COPIED);
-}
-
-static PyObject *link_wait_durable(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    return wait_for(self, args, kwargs, PCC_WAIT_DURABLE);
-}
-
-/* -- loading ----------------------------------------------------------------------------------- */
-
-static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"load_id", "ranges", NULL};
-    uint64_t load_id;
-    struct pcc_py_ranges ranges = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:load_start", names, pcc_py_u64, &load_id,
-                                     pcc_py_ranges, &ranges)) {
-        return NULL;
-    }
-    PyObject *done = NULL;
-    struct pcc_link *link = enter(self);
-    if (link != NULL) {
-        int result;
-        PCC_PY_UNLOCKED(result = pcc_link_load_start(link, load_id, ranges.items, ranges.count));
-        done = leave_with(self, result);
-    }
-    pcc_py_ranges_done(&ranges);
-    return done;
-}
-
-static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"load_id", "deadline_ns", NULL};
-    struct wait wait;
-    struct pcc_link *link = wait_parse(args, kwargs, names, &wait) ? enter(self) : NULL;
-    if (link == NULL) {
-        return NULL;
-    }
-    bool ok = true;
-    bool ended = false;
-    int code;
-    while (ok && !ended && pcc_now_ns() < wait.deadline_ns) {
-        uint64_t end_ns = slice_end(&wait);
-        PCC_PY_UNLOCKED(ended = pcc_link_load_ended(link, wait.id, end_ns));
-        ok = ended || wait_goes_on(self);
-    }
-    /* Also after an exception: nothing may write to the caller's memory behind his back. */
-    PCC_PY_UNLOCKED(code = pcc_link_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
-    leave(self);
-    if (!ok) {
-        return NULL;
-    }
-    if (code == -ETIMEDOUT || code == -ECONNRESET) {
-        return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), code, NULL);
-    }
-    return PyLong_FromLong(code);
 }
 
 /* -- the type ---------------------------------------------------------------------------------- */
@@ -326,15 +205,30 @@ static PyMethodDef methods[] = {
     {"alive", link_alive, METH_NOARGS, "Whether the daemon still holds its end."},
     {"request", PCC_PY_METHOD(link_request), KEYWORDS, "The snapshot's word becomes REQUESTED."},
     {"submit", PCC_PY_METHOD(link_submit), KEYWORDS, "Hands the copy to the native thread."},
-    {"wait_read", PCC_PY_METHOD(link_wait_read), KEYWORDS, "True once the source may change."},
-    {"wait_copied", PCC_PY_METHOD(link_wait_copied), KEYWORDS,
+    {"wait_read", PCC_PY_METHOD(pcc_py_link_wait_read), KEYWORDS,
+     "True once the source may change."},
+    {"wait_copied", PCC_PY_METHOD(pcc_py_link_wait_copied), KEYWORDS,
      "True once the daemon vouches for it, or it ended otherwise."},
-    {"wait_durable", PCC_PY_METHOD(link_wait_durable), KEYWORDS,
+    {"wait_durable", PCC_PY_METHOD(pcc_py_link_wait_durable), KEYWORDS,
      "True once it or a newer one is durable, or it ended otherwise."},
     {"abandon", PCC_PY_METHOD(link_abandon), KEYWORDS, "True when this call gave it up."},
     {"state", PCC_PY_METHOD(link_state), KEYWORDS, "LinkState; None when it is long gone."},
-    {"load_start", PCC_PY_METHOD(link_load_start), KEYWORDS, "Where a load's bytes go."},
-    {"load_wait", PCC_PY_METHOD(link_load_wait), KEYWORDS, "0 or the daemon's code."},
+    {"device_open", PCC_PY_METHOD(pcc_py_link_device_open), KEYWORDS,
+     "Readies a GPU; \"\" or why it cannot be pulled from."},
+    {"staging", PCC_PY_METHOD(pcc_py_link_staging), KEYWORDS,
+     "Device memory of ours; its address."},
+    {"staging_trim", pcc_py_link_staging_trim, METH_NOARGS, "Frees what staging has outgrown."},
+    {"stage", PCC_PY_METHOD(pcc_py_link_stage), KEYWORDS, "Copies on the device into staging."},
+    {"mark", PCC_PY_METHOD(pcc_py_link_mark), KEYWORDS,
+     "What the snapshot depends on is on this stream by now."},
+    {"hold", PCC_PY_METHOD(pcc_py_link_hold), KEYWORDS, "The stream waits for the copy."},
+    {"capturing", PCC_PY_METHOD(pcc_py_link_capturing), KEYWORDS,
+     "Whether the stream records a graph."},
+    {"expose", PCC_PY_METHOD(pcc_py_link_expose), KEYWORDS, "The exposure of device ranges."},
+    {"exposure_holds", pcc_py_link_exposure_holds, METH_NOARGS,
+     "Whether the memory of the last exposure is still what it was."},
+    {"load_start", PCC_PY_METHOD(pcc_py_link_load_start), KEYWORDS, "Where a load's bytes go."},
+    {"load_wait", PCC_PY_METHOD(pcc_py_link_load_wait), KEYWORDS, "0 or the daemon's code."},
     {"close", method_close, METH_NOARGS, "Stops at once; what was not handed over is lost."},
     {NULL, NULL, 0, NULL},
 };

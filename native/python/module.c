@@ -1,6 +1,7 @@
 /* pccheck_native._core: the C core as Python sees it. _core.pyi is its contract. */
 #include "core.h"
 #include "pcc_format.h"
+#include "pcc_shared.h"
 
 static int add_constants(PyObject *module)
 {
@@ -13,6 +14,8 @@ static int add_constants(PyObject *module)
         {"SLOTS_MAX", PCC_SLOTS_MAX},
         {"JOB_BYTES_MAX", PCC_JOB_BYTES_MAX},
         {"BLOCK_BYTES_DEFAULT", PCC_BLOCK_BYTES_DEFAULT},
+        {"DEVICES", PCC_DEVICES},
+        {"EXPOSURE_BYTES_MAX", PCC_EXPOSURE_BYTES_MAX},
         {"SLOT_GLOBAL", PCC_SLOT_GLOBAL},
         {"SLOT_PINNED", PCC_SLOT_PINNED},
         {"SLOT_QUARANTINED", PCC_SLOT_QUARANTINED},
@@ -57,6 +60,7 @@ static int module_exec(PyObject *module)
     if (add_type(module, pcc_py_volume_type(module), &state->volume_type) < 0 ||
         add_type(module, pcc_py_pool_type(module), &state->pool_type) < 0 ||
         add_type(module, pcc_py_events_type(module), &state->events_type) < 0 ||
+        add_type(module, pcc_py_gpus_type(module), &state->gpus_type) < 0 ||
         add_type(module, pcc_py_channel_type(module), NULL) < 0 ||
         add_type(module, pcc_py_link_type(module), NULL) < 0) {
         return -1;
@@ -71,6 +75,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->volume_type);
     Py_VISIT(state->pool_type);
     Py_VISIT(state->events_type);
+    Py_VISIT(state->gpus_type);
     for (int i = 0; i < PCC_PY_RESULT_COUNT; i++) {
         Py_VISIT(state->results[i]);
     }
@@ -84,6 +89,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->volume_type);
     Py_CLEAR(state->pool_type);
     Py_CLEAR(state->events_type);
+    Py_CLEAR(state->gpus_type);
     for (int i = 0; i < PCC_PY_RESULT_COUNT; i++) {
         Py_CLEAR(state->results[i]);
     }
@@ -95,6 +101,9 @@ static PyMethodDef functions[] = {
      "The size of a volume of that many slots for payloads of that size."},
     {"create_volume", PCC_PY_METHOD(pcc_py_create_volume), METH_VARARGS | METH_KEYWORDS,
      "Makes a volume, all its room taken, durable and under its name on return."},
+    {"cuda_missing", pcc_py_cuda_missing, METH_NOARGS,
+     "Why there is no usable CUDA driver; \"\" when there is one."},
+    {"cuda_driver", pcc_py_cuda_driver, METH_NOARGS, "(version, GPUs) of the CUDA driver."},
     {"tensor_geometry", pcc_py_tensor_geometry, METH_VARARGS,
      "Where tensors lie, their shapes, strides and types, for same_geometry()."},
     {"same_geometry", pcc_py_same_geometry, METH_VARARGS,

@@ -33,6 +33,10 @@ static const char *const error_names[PCC_E_LAST - PCC_E_FIRST] = {
     [PCC_E_NO_MEMORY - PCC_E_FIRST] = "NO_MEMORY",
     [PCC_E_SHUT_DOWN - PCC_E_FIRST] = "SHUT_DOWN",
     [PCC_E_UNSUPPORTED - PCC_E_FIRST] = "UNSUPPORTED",
+    [PCC_E_NO_DRIVER - PCC_E_FIRST] = "NO_DRIVER",
+    [PCC_E_DEVICE - PCC_E_FIRST] = "DEVICE",
+    [PCC_E_DEVICE_LOST - PCC_E_FIRST] = "DEVICE_LOST",
+    [PCC_E_BAD_HANDLE - PCC_E_FIRST] = "BAD_HANDLE",
 };
 
 const char *pcc_error_name(int code)

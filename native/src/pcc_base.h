@@ -39,6 +39,10 @@ enum {
     PCC_E_NO_MEMORY,            /* the DRAM budget M is used up */
     PCC_E_SHUT_DOWN,            /* the object is being closed */
     PCC_E_UNSUPPORTED,          /* the file system or kernel lacks what we need */
+    PCC_E_NO_DRIVER,            /* no CUDA driver, or none that can be used */
+    PCC_E_DEVICE,               /* the CUDA driver refused or failed a call */
+    PCC_E_DEVICE_LOST,          /* the GPU's context is gone for this process */
+    PCC_E_BAD_HANDLE,           /* device memory that cannot be shared with the daemon */
     PCC_E_LAST,
 };
 

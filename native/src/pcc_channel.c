@@ -1,4 +1,4 @@
-/* A channel's life: opening, volumes, the attached session, admission, what it tells. */
+/* A channel's life: opening, volumes, the attached session. */
 #include "pcc_channel.h"
 
 #include <fcntl.h>
@@ -11,9 +11,12 @@
 #include "pcc_futex.h"
 #include "pcc_thread.h"
 
-int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events,
+#define PULL_LIMIT_NS (30ull * 1000000000u)
+
+int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc_gpus *gpus,
                      const struct pcc_channel_spec *spec, struct pcc_channel **out)
 {
+    pthread_condattr_t monotonic;
     struct pcc_page_geometry geometry;
     const int error =
         pcc_page_plan(spec->chunk_bytes, spec->block_bytes, spec->chunk_capacity, &geometry);
@@ -37,8 +40,14 @@ int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events,
     (void)pthread_mutex_init(&channel->growing, NULL);
     (void)pthread_mutex_init(&channel->lock, NULL);
     (void)pthread_cond_init(&channel->chunk_back, NULL);
+    (void)pthread_condattr_init(&monotonic);
+    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&channel->pull.part_ended, &monotonic);
+    (void)pthread_condattr_destroy(&monotonic);
+    channel->pull.limit_ns = PULL_LIMIT_NS;
     channel->pool = pool;
     channel->events = events;
+    channel->gpus = gpus;
     channel->spec = *spec;
     channel->geometry = geometry;
     channel->bound = PCC_CHANNEL_VOLUMES;
@@ -57,9 +66,10 @@ void pcc_channel_close(struct pcc_channel *channel)
             pcc_saver_close(channel->bindings[i].saver);
     }
     for (uint32_t i = 0; i < channel->segment_count; i++)
-        pcc_pool_return(channel->pool, &channel->segments[i].memory);
+        pcc_channel_segment_return(channel, &channel->segments[i]);
     for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++)
         free(channel->saves[i].seen);
+    (void)pthread_cond_destroy(&channel->pull.part_ended);
     (void)pthread_cond_destroy(&channel->chunk_back);
     (void)pthread_mutex_destroy(&channel->lock);
     (void)pthread_mutex_destroy(&channel->growing);
@@ -138,7 +148,8 @@ int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume)
     return error;
 }
 
-static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, int *page_fd_out)
+static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, int32_t pid,
+                  int *page_fd_out)
 {
     int page_fd;
     void *bytes;
@@ -146,6 +157,7 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
 
     if (socket_copy < 0)
         return -errno;
+    struct pcc_process trainer = pcc_process_open(channel->gpus != NULL ? pid : 0);
     int error = pcc_memfd_make("pccheck-page", channel->geometry.page_bytes, &page_fd, &bytes);
     if (error != 0)
         goto fail;
@@ -154,6 +166,7 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
     channel->session = session;
     channel->socket_fd = socket_copy;
     channel->broken = false;
+    channel->pull.trainer = trainer;
     atomic_store_explicit(&channel->stopping, false, memory_order_relaxed);
     for (uint32_t i = 0; i < channel->segment_count; i++)
         channel->segments[i].granted = false;
@@ -171,15 +184,18 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
     (void)munmap(bytes, channel->geometry.page_bytes);
     (void)close(page_fd);
 fail:
+    channel->pull.trainer = (struct pcc_process){0};
+    pcc_process_close(&trainer);
     (void)close(socket_copy);
     return error;
 }
 
-int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t session,
+int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t session, int32_t pid,
                        int *page_fd_out)
 {
     (void)pthread_mutex_lock(&channel->control);
-    const int error = channel->attached ? -EBUSY : attach(channel, socket_fd, session, page_fd_out);
+    const int error =
+        channel->attached ? -EBUSY : attach(channel, socket_fd, session, pid, page_fd_out);
     (void)pthread_mutex_unlock(&channel->control);
     return error;
 }
@@ -218,148 +234,18 @@ void pcc_channel_detach(struct pcc_channel *channel)
 
         pcc_channel_lock(channel);
         session_end(channel);
-        const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = channel->session};
-        pcc_channel_put(channel, &event);
         void *page = channel->view.page;
         channel->view.page = NULL;
         pcc_channel_unlock(channel);
         (void)munmap(page, channel->geometry.page_bytes);
         (void)close(channel->socket_fd);
         channel->socket_fd = -1;
+        pcc_channel_pull_end(channel);
+
+        pcc_channel_lock(channel);
+        const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = channel->session};
+        pcc_channel_put(channel, &event);
+        pcc_channel_unlock(channel);
     }
     (void)pthread_mutex_unlock(&channel->control);
-}
-
-/* An entry never used, else the one that ended longest ago: a message that is under way when its
- * save ends still finds it. */
-static struct pcc_channel_save *save_take(struct pcc_channel *channel, uint32_t chunk_count)
-{
-    struct pcc_channel_save *best = NULL;
-    const uint32_t words = (uint32_t)pcc_ceil_div(chunk_count, 64);
-
-    for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {
-        struct pcc_channel_save *save = &channel->saves[i];
-        if (save->save == NULL && (best == NULL || save->tag < best->tag))
-            best = save;
-    }
-    if (best == NULL)
-        return NULL;
-    if (best->seen_words < words) { /* only until every entry has seen the largest payload */
-        uint64_t *seen = realloc(best->seen, words * sizeof(*seen));
-        if (seen == NULL)
-            return NULL;
-        best->seen = seen;
-        best->seen_words = words;
-    }
-    memset(best->seen, 0, words * sizeof(*best->seen));
-    return best;
-}
-
-/* 0 when the word of `snapshot` says REQUESTED. */
-static int requested(const struct pcc_channel *channel, uint64_t snapshot)
-{
-    struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, snapshot);
-    /* Acquire pairs with the client's release of the word. */
-    const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
-
-    if (word == pcc_word(snapshot, PCC_WORD_ABANDONED))
-        return -PCC_E_ABORTED;
-    return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ? 0 : -PCC_E_BAD_PEER;
-}
-
-static int begin(struct pcc_channel *channel, uint64_t snapshot,
-                 const struct pcc_save_request *request, uint64_t *sequence_out)
-{
-    struct pcc_save_request tagged = *request;
-    struct pcc_save *saved;
-    uint64_t sequence;
-
-    if (!channel->attached || channel->broken)
-        return -ENOTCONN;
-    if (channel->bound == PCC_CHANNEL_VOLUMES)
-        return -ENODEV;
-    const uint64_t chunk_count = pcc_ceil_div(request->payload_bytes, channel->spec.chunk_bytes);
-    if (chunk_count == 0 || chunk_count > UINT32_MAX)
-        return -EINVAL;
-    int error = pcc_channel_find(channel, snapshot) != NULL ? -PCC_E_BAD_PEER
-                                                            : requested(channel, snapshot);
-    if (error != 0)
-        return error;
-    struct pcc_channel_binding *binding = &channel->bindings[channel->bound];
-    struct pcc_channel_save *save = save_take(channel, (uint32_t)chunk_count);
-    if (save == NULL)
-        return -ENOMEM;
-    const uint64_t tag = ++channel->serial << 8 | (uint64_t)(save - channel->saves);
-    tagged.tag = tag;
-    error = pcc_save_begin(binding->saver, &tagged, &saved, &sequence);
-    if (error != 0)
-        return error;
-
-    uint64_t *seen = save->seen;
-    const uint32_t seen_words = save->seen_words;
-    *save = (struct pcc_channel_save){.tag = tag,
-                                      .snapshot = snapshot,
-                                      .session = channel->session,
-                                      .sequence = sequence,
-                                      .payload_bytes = request->payload_bytes,
-                                      .binding = channel->bound,
-                                      .chunk_count = (uint32_t)chunk_count,
-                                      .save = saved,
-                                      .seen = seen,
-                                      .seen_words = seen_words};
-    binding->active++;
-    channel->missing += chunk_count;
-    if (!pcc_word_move(pcc_page_snapshot(&channel->view, snapshot), snapshot, PCC_WORD_REQUESTED,
-                       PCC_WORD_COPYING)) {
-        save->silent = true;
-        pcc_channel_give_up(channel, save, -PCC_E_ABORTED);
-        return -PCC_E_ABORTED;
-    }
-    pcc_channel_outcome(channel, snapshot, PCC_OUTCOME_COPYING, sequence);
-    pcc_channel_hand_out(channel);
-    pcc_channel_wake_client(channel);
-    *sequence_out = sequence;
-    return 0;
-}
-
-int pcc_channel_begin(struct pcc_channel *channel, uint64_t snapshot,
-                      const struct pcc_save_request *request, uint64_t *sequence_out)
-{
-    pcc_channel_lock(channel);
-    const int error = begin(channel, snapshot, request, sequence_out);
-    pcc_channel_unlock(channel);
-    return error;
-}
-
-void pcc_channel_refuse(struct pcc_channel *channel, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence)
-{
-    pcc_channel_lock(channel);
-    if (channel->attached) {
-        struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, snapshot);
-        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
-        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
-            word == pcc_word(snapshot, PCC_WORD_COPYING)) {
-            /* The outcome first: whoever sees REFUSED finds the reason. */
-            pcc_channel_outcome(channel, snapshot, outcome, sequence);
-            if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
-                struct pcc_channel_save *save = pcc_channel_find(channel, snapshot);
-                if (save != NULL)
-                    pcc_channel_give_up(channel, save, -PCC_E_ABORTED);
-            } else {
-                (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
-            }
-            pcc_channel_wake_client(channel);
-        }
-    }
-    pcc_channel_unlock(channel);
-}
-
-void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,
-                             enum pcc_outcome outcome, uint64_t sequence)
-{
-    pcc_channel_lock(channel);
-    pcc_channel_outcome(channel, snapshot, outcome, sequence);
-    pcc_channel_wake_client(channel);
-    pcc_channel_unlock(channel);
 }

@@ -7,10 +7,14 @@
  * thread, one per attached session, is the only consumer of to_daemon; everything the client says
  * is checked against this table.
  *
+ * Pull: chunks of a payload's device part are filled by the GPU's copier (pcc_gpus.h) out of memory
+ * that the trainer exposed, without passing through the client (pcc_channel_pull.c).
+ *
  * Events go to the daemon's loop through a bounded ring and an eventfd (pcc_events). */
 #ifndef PCC_CHANNEL_H
 #define PCC_CHANNEL_H
 
+#include "pcc_gpus.h"
 #include "pcc_load.h"
 #include "pcc_pool.h"
 #include "pcc_save.h"
@@ -21,7 +25,8 @@ enum pcc_event_kind {
     PCC_EVENT_WRITING,    /* its first chunk went to the disk; told after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
-    PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or let go */
+    PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or let go;
+                             "copy"/DEVICE, DEVICE_LOST: the GPU failed the copy */
     PCC_EVENT_LOAD_ENDED, /* id is the load id */
     PCC_EVENT_BAD_PEER,   /* the session broke the protocol of the page; detach it */
     PCC_EVENT_DETACHED,   /* the ring is drained and every copy judged */
@@ -60,9 +65,10 @@ struct pcc_channel_spec {
     uint32_t writers_per_lane; /* p */
 };
 
-/* Borrows pool and events. */
+/* Borrows pool, events and gpus (NULL: CPU tensors only). */
 PCC_MUST_CHECK int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events,
-                                    const struct pcc_channel_spec *spec, struct pcc_channel **out);
+                                    struct pcc_gpus *gpus, const struct pcc_channel_spec *spec,
+                                    struct pcc_channel **out);
 void pcc_channel_close(struct pcc_channel *channel); /* drains sealed saves; returns segments */
 
 /* New saves go to `volume`; saves in flight on the volume before go on. Borrows volume. */
@@ -72,11 +78,13 @@ PCC_MUST_CHECK int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_vo
 
 /* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
  * granted over socket_fd (duplicated) by the next grow or before they are first used, so that the
- * handshake's answer comes before them. -EBUSY when one is attached. */
+ * handshake's answer comes before them. `pid` is the trainer as the kernel names it here, 0 when
+ * unknown: a pulled copy counts only if he was alive after it. -EBUSY when one is attached. */
 PCC_MUST_CHECK int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t session,
-                                      int *page_fd_out);
+                                      int32_t pid, int *page_fd_out);
 /* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
- * takes granted chunks back. DETACHED follows as an event. Blocks for the drain only. */
+ * takes granted chunks back, closes its GPU mappings. DETACHED follows as an event. Blocks for the
+ * drain and for GPU copies under way. */
 void pcc_channel_detach(struct pcc_channel *channel);
 /* Adds segments until the channel has at least `bytes` of chunks or the budget ends; what it now
  * has goes to *granted_out. 0 also when less was granted. Blocks (page faults). */
@@ -85,9 +93,20 @@ PCC_MUST_CHECK int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes,
 /* Detached and idle only: gives every segment back; -EBUSY otherwise. */
 PCC_MUST_CHECK int pcc_channel_release_memory(struct pcc_channel *channel);
 
+/* Pull: takes over the exposure `map` (struct pcc_exposure; a positive number of the client's)
+ * in the place of the one before, which copies under way still finish with. Checks every number,
+ * opens handles that are not open yet, closes those that nothing uses any more, pins the channel's
+ * memory, and reads the probe back. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER,
+ * -PCC_E_BAD_HANDLE (a handle that does not open, or means something else here), -PCC_E_DEVICE,
+ * -PCC_E_DEVICE_LOST, -ENOMEM, -ENOTCONN; the map before is gone then, too. `reason` gets words. */
+PCC_MUST_CHECK int pcc_channel_expose(struct pcc_channel *channel, uint64_t map, const void *bytes,
+                                      uint64_t length_bytes, char *reason, size_t reason_bytes);
+
 /* Admission: takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out
- * chunks. Codes of pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already. */
-PCC_MUST_CHECK int pcc_channel_begin(struct pcc_channel *channel, uint64_t snapshot,
+ * chunks, and has the device part of exposure `map` pulled (0: there is none). Codes of
+ * pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already; -PCC_E_BAD_HANDLE when
+ * the map is not the one exposed last. */
+PCC_MUST_CHECK int pcc_channel_begin(struct pcc_channel *channel, uint64_t snapshot, uint64_t map,
                                      const struct pcc_save_request *request,
                                      uint64_t *sequence_out);
 /* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. A copy in
@@ -110,6 +129,9 @@ bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence);
 
 struct pcc_channel_usage {
     uint64_t bytes, free_chunks, granted_chunks, full_chunks, cached_chunks, lent_chunks;
+    uint64_t pinned_bytes;  /* of the segments */
+    uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
+    uint32_t mappings;      /* open IPC handles */
     uint32_t in_flight;
 };
 void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *out);

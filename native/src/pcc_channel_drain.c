@@ -71,7 +71,10 @@ void pcc_channel_give_up(struct pcc_channel *channel, struct pcc_channel_save *s
     if (save->save == NULL || save->copied || save->given_up)
         return;
     save->given_up = true;
-    channel->missing -= save->chunk_count - save->received;
+    channel->missing -= save->wanted;
+    save->wanted = 0;
+    if (save->device_bytes > 0 && of_session(channel, save))
+        pcc_channel_refuse_copy(channel, save->snapshot, save->sequence);
     pcc_save_abort(save->save, error);
 }
 
@@ -99,16 +102,16 @@ static int copy_complete(struct pcc_channel *channel, struct pcc_channel_save *s
     return 0;
 }
 
-static void chunk_to_save(struct pcc_channel *channel, struct pcc_channel_save *save,
-                          uint32_t index, uint64_t offset_bytes, uint32_t length_bytes)
+void pcc_channel_chunk_to_save(struct pcc_channel *channel, struct pcc_channel_save *save,
+                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
+                               const uint64_t *checksums)
 {
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
-    const uint32_t blocks = channel->geometry.blocks_per_chunk;
     const struct pcc_chunk piece = {.bytes = chunk->bytes,
                                     .payload_offset_bytes = offset_bytes,
                                     .length_bytes = length_bytes,
                                     .index = index,
-                                    .checksums = channel->checksums};
+                                    .checksums = checksums};
 
     chunk->state = PCC_CHUNK_FULL;
     chunk->tag = save->tag;
@@ -117,13 +120,37 @@ static void chunk_to_save(struct pcc_channel *channel, struct pcc_channel_save *
     chunk->length_bytes = length_bytes;
     chunk->payload_chunks = save->chunk_count;
     chunk->stamp = ++channel->stamp;
-    memcpy(channel->checksums, channel->view.checksums + (size_t)index * blocks,
-           pcc_ceil_div(length_bytes, channel->geometry.block_bytes) * sizeof(uint64_t));
     const int error = pcc_save_chunk(save->save, &piece);
     if (error != 0) { /* it was not taken */
         pcc_channel_chunk_free(channel, index);
         pcc_channel_give_up(channel, save, error);
     }
+}
+
+void pcc_channel_received(struct pcc_channel *channel, struct pcc_channel_save *save,
+                          uint64_t offset_bytes)
+{
+    const uint64_t part = offset_bytes / channel->spec.chunk_bytes;
+
+    save->seen[part / 64] |= 1ull << (part % 64);
+    save->received++;
+}
+
+int pcc_channel_copy_check(struct pcc_channel *channel, struct pcc_channel_save *save)
+{
+    const bool complete =
+        save->received == save->chunk_count && save->judged == save->devices && !save->given_up;
+
+    return complete ? copy_complete(channel, save) : 0;
+}
+
+/* Out of the page before anybody looks at them: they may change at any time. */
+static void checksums_take(struct pcc_channel *channel, const struct pcc_message *message)
+{
+    const uint32_t blocks = channel->geometry.blocks_per_chunk;
+
+    memcpy(channel->checksums, channel->view.checksums + (size_t)message->chunk * blocks,
+           pcc_ceil_div(message->length_bytes, channel->geometry.block_bytes) * sizeof(uint64_t));
 }
 
 static int take_full(struct pcc_channel *channel, const struct pcc_message *message)
@@ -137,28 +164,27 @@ static int take_full(struct pcc_channel *channel, const struct pcc_message *mess
     if (save == NULL || save->copied)
         return -PCC_E_BAD_PEER;
     const uint64_t offset = message->offset_bytes;
-    if (offset >= save->payload_bytes || offset % chunk_bytes != 0)
+    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes)
         return -PCC_E_BAD_PEER;
     const uint64_t left = save->payload_bytes - offset;
     if (message->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
         return -PCC_E_BAD_PEER;
     const uint64_t part = offset / chunk_bytes;
-    const uint64_t bit = 1ull << (part % 64);
-    if ((save->seen[part / 64] & bit) != 0)
+    if ((save->seen[part / 64] >> (part % 64) & 1u) != 0)
         return -PCC_E_BAD_PEER;
 
-    save->seen[part / 64] |= bit;
+    pcc_channel_received(channel, save, offset);
     channel->granted_count--;
     if (save->given_up || save->save == NULL) { /* was under way when it ended */
         pcc_channel_chunk_free(channel, message->chunk);
         return 0;
     }
-    save->received++;
+    save->wanted--;
     channel->missing--;
-    chunk_to_save(channel, save, message->chunk, offset, message->length_bytes);
-    if (save->received == save->chunk_count && !save->given_up)
-        return copy_complete(channel, save);
-    return 0;
+    checksums_take(channel, message);
+    pcc_channel_chunk_to_save(channel, save, message->chunk, offset, message->length_bytes,
+                              channel->checksums);
+    return pcc_channel_copy_check(channel, save);
 }
 
 static int take_back(struct pcc_channel *channel, const struct pcc_message *message)
@@ -246,11 +272,15 @@ void *pcc_channel_drain_run(void *argument)
         /* Acquire pairs with the release in detach. Read before the ring: what a dead trainer has
          * produced is taken before we stop. */
         const bool stopping = atomic_load_explicit(&channel->stopping, memory_order_acquire);
-        const uint32_t count = ring_drain(channel);
+        bool moved = ring_drain(channel) > 0;
         give_up_abandoned(channel);
+        if (channel->gpus != NULL) { /* here, not in the copiers: both may take their time */
+            moved = pcc_channel_judge(channel) || moved;
+            pcc_channel_maps_close(channel);
+        }
         if (stopping)
             return NULL;
-        if (count > 0) {
+        if (moved) {
             empty_wakes = 0;
             continue;
         }
@@ -314,6 +344,8 @@ static void ended_outcome(struct pcc_channel *channel, const struct pcc_channel_
     pcc_channel_outcome(channel, save->snapshot, outcomes[end], save->sequence);
     if (!save->copied) /* false when the client has abandoned it: the word is final either way */
         (void)pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    if (!save->copied && save->device_bytes > 0)
+        pcc_channel_let_go(channel, save->snapshot);
     pcc_channel_wake_client(channel);
 }
 
@@ -329,8 +361,8 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     pcc_channel_lock(channel);
     struct pcc_channel_save *save = save_of_tag(channel, result->tag);
     save->save = NULL;
-    if (!save->copied && !save->given_up)
-        channel->missing -= save->chunk_count - save->received;
+    channel->missing -= save->wanted;
+    save->wanted = 0;
     pcc_channel_chunks_forget(channel, save->tag, result->end == PCC_SAVE_DURABLE);
     channel->bindings[save->binding].active--;
     if (!save->silent) {

@@ -3,14 +3,15 @@
 
 #include "pcc_channel_private.h"
 
-static void segment_add(struct pcc_channel *channel, const struct pcc_segment *segment)
+static void segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh)
 {
     const uint32_t chunk_bytes = channel->spec.chunk_bytes;
+    const struct pcc_segment *segment = &fresh->memory;
 
     pcc_channel_lock(channel);
     const uint32_t index = channel->segment_count++;
     struct pcc_channel_segment *added = &channel->segments[index];
-    *added = (struct pcc_channel_segment){.memory = *segment};
+    *added = *fresh;
     added->memory.first_chunk = channel->chunk_count;
     added->memory.chunk_count = (uint32_t)(segment->length_bytes / chunk_bytes);
     for (uint32_t i = 0; i < added->memory.chunk_count; i++) {
@@ -42,19 +43,37 @@ static uint64_t segment_length(struct pcc_channel *channel, uint64_t wanted_byte
     return chunks * chunk_bytes;
 }
 
+/* With growing held. Near the GPU that reads into it, and pinned for it. */
+static int segment_make(struct pcc_channel *channel, uint64_t length,
+                        struct pcc_channel_segment *out)
+{
+    const struct pcc_gpu *gpu = channel->pull.pinner;
+
+    *out = (struct pcc_channel_segment){0};
+    int error = pcc_pool_take(channel->pool, length, gpu != NULL ? gpu->device.numa_node : -1,
+                              &out->memory);
+    if (error != 0)
+        return error;
+    error = pcc_channel_segment_pin(channel, out);
+    if (error != 0)
+        pcc_channel_segment_return(channel, out);
+    /* Into pageable memory the driver copies by itself, and the copier would wait for it. */
+    return error == 0 ? 0 : -ENOMEM;
+}
+
 int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes, uint64_t *granted_out)
 {
+    struct pcc_channel_segment segment;
     int error = 0;
 
     (void)pthread_mutex_lock(&channel->growing);
     /* Only a grower changes chunk_count upwards, and release waits for us. */
     uint64_t have = (uint64_t)channel->chunk_count * channel->spec.chunk_bytes;
     while (have < bytes) {
-        struct pcc_segment segment;
         const uint64_t length = segment_length(channel, bytes - have);
         if (length == 0)
             break;
-        error = pcc_pool_take(channel->pool, length, &segment);
+        error = segment_make(channel, length, &segment);
         if (error == -PCC_E_NO_MEMORY)
             continue; /* another channel was faster: ask for what is left */
         if (error != 0)
@@ -92,7 +111,9 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
     pcc_channel_unlock(channel);
     /* Nobody finds them any more, and `growing` keeps new ones away while they are unmapped. */
     for (uint32_t i = 0; i < count; i++)
-        pcc_pool_return(channel->pool, &channel->segments[i].memory);
+        pcc_channel_segment_return(channel, &channel->segments[i]);
+    if (!busy)
+        channel->pull.pinner = NULL; /* the next session may have no use for it */
     (void)pthread_mutex_unlock(&channel->growing);
     (void)pthread_mutex_unlock(&channel->control);
     return busy ? -EBUSY : 0;
@@ -133,6 +154,7 @@ void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *ou
             usage.free_chunks++;
             break;
         case PCC_CHUNK_GRANTED:
+        case PCC_CHUNK_PULLED: /* somebody may write to it */
             usage.granted_chunks++;
             break;
         case PCC_CHUNK_FULL:
@@ -145,10 +167,15 @@ void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *ou
         case PCC_CHUNK_LENT:
             usage.lent_chunks++;
             break;
+        case PCC_CHUNK_LOST:
+            break;
         }
     }
     for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++)
         usage.in_flight += channel->bindings[i].active;
+    usage.pinned_bytes = channel->pull.pinned_bytes;
+    usage.exposed_bytes = channel->pull.exposed_bytes;
+    usage.mappings = channel->pull.mappings;
     pcc_channel_unlock(channel);
     *out = usage;
 }

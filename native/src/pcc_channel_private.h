@@ -1,17 +1,23 @@
-/* The inside of a channel, shared by pcc_channel.c (life, segments, admission),
- * pcc_channel_chunks.c (who holds which chunk), pcc_channel_drain.c (what the client says, what the
- * savers say) and pcc_channel_load.c.
+/* The inside of a channel, shared by pcc_channel.c (life), pcc_channel_admit.c (admission),
+ * pcc_channel_memory.c (segments), pcc_channel_chunks.c (who holds which chunk),
+ * pcc_channel_drain.c (what the client says, what the savers say), pcc_channel_expose.c (what is
+ * mapped of the trainer's GPUs), pcc_channel_pull.c (the parts of a checkpoint that copiers fill)
+ * and pcc_channel_load.c.
  *
- * Locks, outermost first: control (attach, detach, load start, bind, close) -> growing -> lock ->
- * the savers' and the events' own. `lock` guards everything below unless it says otherwise; it is
- * held for microseconds and never over I/O. Savers call back without locks of theirs held. Events
- * are put under `lock`, so that those of one checkpoint come in order. */
+ * Locks, outermost first: control (attach, detach, expose, load start, bind, close) -> growing ->
+ * lock -> the savers', the GPUs' and the events' own. `lock` guards everything below unless it says
+ * otherwise; it is held for microseconds and never over I/O or a call of the CUDA driver. Savers
+ * and copiers call back without locks of theirs held. Events are put under `lock`, so that those of
+ * one checkpoint come in order. */
 #ifndef PCC_CHANNEL_PRIVATE_H
 #define PCC_CHANNEL_PRIVATE_H
 
 #include <pthread.h>
 
 #include "pcc_channel.h"
+#include "pcc_exposure.h"
+#include "pcc_gpus_private.h"
+#include "pcc_process.h"
 #include "pcc_ring.h"
 
 #define PCC_CHANNEL_SAVES                                                                          \
@@ -26,6 +32,8 @@ enum pcc_chunk_state {
     PCC_CHUNK_CACHED,  /* written; holds its part of a checkpoint until re-used */
     PCC_CHUNK_READING, /* a load is reading or checking it */
     PCC_CHUNK_LENT,    /* a DATA message is out */
+    PCC_CHUNK_PULLED, /* a GPU copies into it; whatever becomes of its save, until that has ended */
+    PCC_CHUNK_LOST,   /* a lost GPU may still write to it: never used again */
 };
 
 struct pcc_channel_chunk {
@@ -43,7 +51,8 @@ struct pcc_channel_chunk {
 
 struct pcc_channel_segment {
     struct pcc_segment memory;
-    bool granted; /* sent to the attached client */
+    bool granted;              /* sent to the attached client */
+    struct pcc_gpu *pinned_by; /* guarded by growing; NULL = pageable */
 };
 
 struct pcc_channel_save {
@@ -55,13 +64,54 @@ struct pcc_channel_save {
     uint32_t binding;
     uint32_t chunk_count;
     uint32_t received;
-    struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
-    bool copied;           /* the word says COPIED */
-    bool given_up;         /* aborted; messages that are under way are swallowed */
-    bool writing;          /* its first chunk has gone to the disk */
-    bool silent;           /* begin itself reported the failure */
-    uint64_t *seen;        /* one bit per chunk; kept and grown when the entry is used again */
+    uint32_t wanted;       /* of the client, and not received; part of the channel's `missing` */
+    uint64_t device_bytes; /* the payload before this is pulled; 0 = nothing */
+    uint32_t devices;      /* a bit for each GPU that it is pulled from */
+    uint32_t read;         /* of them, those whose last copy has arrived */
+    uint32_t judged;       /* of them, those whose trainer lived after that */
+    uint32_t pulls;        /* copiers that have a part of it: the entry is not used again */
+    struct pcc_channel_map *map; /* held for them */
+    struct pcc_save *save;       /* NULL once ended: it is gone when `ended` returns */
+    bool copied;                 /* the word says COPIED */
+    bool given_up;               /* aborted; messages that are under way are swallowed */
+    bool writing;                /* its first chunk has gone to the disk */
+    bool silent;                 /* begin itself reported the failure */
+    uint64_t *seen; /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
+};
+
+struct pcc_channel_import { /* an allocation of the trainer's, mapped here; shared by maps */
+    struct pcc_gpu *gpu;
+    uint8_t handle[sizeof(CUipcMemHandle)];
+    uint64_t buffer_id;
+    CUdeviceptr address;
+    uint64_t length_bytes; /* as the driver says */
+    uint32_t holders;      /* maps */
+};
+
+struct pcc_channel_map { /* one exposure, opened */
+    uint64_t number;
+    struct pcc_exposure_view view;
+    struct pcc_gpu *gpus[PCC_DEVICES];
+    struct pcc_channel_import **imports; /* by allocation */
+    uint32_t holders; /* being the one exposed last, and each save that is pulled through it */
+    bool left_behind;
+    struct pcc_channel_map *next;
+};
+
+struct pcc_channel_part; /* of a save, on one GPU: pcc_channel_pull.c */
+
+struct pcc_channel_pull {
+    pthread_cond_t part_ended;
+    struct pcc_process trainer;     /* of the attached session; fixed until its parts have ended */
+    struct pcc_channel_map *map;    /* exposed last; NULL = none */
+    struct pcc_channel_map *unused; /* nobody holds them: to be closed without the lock */
+    struct pcc_channel_part *parts; /* that copiers have */
+    struct pcc_gpu *pinner;         /* guarded by growing: new segments are pinned for it */
+    uint64_t limit_ns;              /* how long a GPU may take to end what is under way */
+    uint64_t pinned_bytes;
+    uint64_t exposed_bytes;
+    uint32_t mappings;
 };
 
 struct pcc_channel_binding {
@@ -94,6 +144,7 @@ struct pcc_channel {
     pthread_cond_t chunk_back; /* a load waits for a chunk */
     struct pcc_pool *pool;
     struct pcc_events *events;
+    struct pcc_gpus *gpus; /* NULL: nothing is ever pulled */
     struct pcc_channel_spec spec;
     struct pcc_page_geometry geometry;
 
@@ -120,6 +171,7 @@ struct pcc_channel {
     uint64_t *checksums; /* one chunk's, copied out of the page */
 
     struct pcc_channel_load load;
+    struct pcc_channel_pull pull;
 };
 
 static inline void pcc_channel_lock(struct pcc_channel *channel)
@@ -157,6 +209,50 @@ void pcc_channel_outcome(struct pcc_channel *channel, uint64_t snapshot, enum pc
                          uint64_t sequence);
 void pcc_channel_break(struct pcc_channel *channel); /* the BAD_PEER event, once */
 void pcc_channel_put(struct pcc_channel *channel, const struct pcc_event *event);
+/* A filled chunk goes to the saver, which copies the checksums, or makes them (NULL). */
+void pcc_channel_chunk_to_save(struct pcc_channel *channel, struct pcc_channel_save *save,
+                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
+                               const uint64_t *checksums);
+/* Counts the part of the payload at offset_bytes as received. */
+void pcc_channel_received(struct pcc_channel *channel, struct pcc_channel_save *save,
+                          uint64_t offset_bytes);
+/* After each received chunk: the end of the copy, if it was the last one. Codes of take_full. */
+int pcc_channel_copy_check(struct pcc_channel *channel, struct pcc_channel_save *save);
+
+/* -- pcc_channel_admit.c; with the lock held, a session attached -- */
+/* A GPU's part of the snapshot was read: its stream may go on. */
+void pcc_channel_done(struct pcc_channel *channel, uint64_t snapshot, uint32_t device);
+/* The word of the snapshot is final: the streams of all GPUs may go on. */
+void pcc_channel_let_go(struct pcc_channel *channel, uint64_t snapshot);
+/* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
+void pcc_channel_refuse_copy(struct pcc_channel *channel, uint64_t snapshot, uint64_t sequence);
+
+/* The drain thread, without the lock: whether the trainer lived after what was read by now. True
+ * when there was something to judge. */
+bool pcc_channel_judge(struct pcc_channel *channel);
+
+/* -- pcc_channel_expose.c -- */
+/* With the lock held: one holder less. */
+void pcc_channel_map_put(struct pcc_channel *channel, struct pcc_channel_map *map);
+/* Without locks: closes what nobody holds. */
+void pcc_channel_maps_close(struct pcc_channel *channel);
+/* With growing held: for the copies of the channel's GPUs; 0 when there are none. */
+PCC_MUST_CHECK int pcc_channel_segment_pin(struct pcc_channel *channel,
+                                           struct pcc_channel_segment *segment);
+/* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
+void pcc_channel_segment_return(struct pcc_channel *channel, struct pcc_channel_segment *segment);
+
+/* -- pcc_channel_pull.c; with the lock held, but for end -- */
+/* The parts of a save through exposure `map`, ready to be started. Codes of pcc_channel_begin. */
+PCC_MUST_CHECK int pcc_channel_pull_prepare(struct pcc_channel *channel, uint64_t map,
+                                            const struct pcc_save_request *request,
+                                            struct pcc_channel_part **out);
+void pcc_channel_pull_drop(struct pcc_channel_part *parts); /* prepared and not started */
+void pcc_channel_pull_start(struct pcc_channel *channel, struct pcc_channel_save *save,
+                            struct pcc_channel_part *parts);
+/* Control held: the session's saves were given up. Waits for the copies under way and closes every
+ * mapping. */
+void pcc_channel_pull_end(struct pcc_channel *channel);
 
 /* -- pcc_channel_load.c -- */
 /* With control held: ends the load in progress, if any, and joins its threads. */

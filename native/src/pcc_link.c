@@ -14,6 +14,10 @@
 #include "pcc_thread.h"
 
 #define SLICE_NS 100000000u /* a waiter looks for a hang-up this often */
+/* Who abandons waits that long for copies that a GPU makes. It is safe to go on after that: nobody
+ * will vouch for what they read, and their chunks are not used before they are done. */
+#define ABANDON_PATIENCE_NS 10000000000ull
+#define GPU_PATIENCE_NS 60000000000ull
 
 static int page_map(struct pcc_link *link, int page_fd)
 {
@@ -43,22 +47,52 @@ static int page_map(struct pcc_link *link, int page_fd)
 /* Accepts a link that was opened half-way; its thread does not run. */
 static void link_free(struct pcc_link *link)
 {
-    for (uint32_t i = 0; i < link->segment_count; i++)
-        (void)munmap(link->segments[i].bytes, link->segments[i].length_bytes);
+    for (uint32_t i = 0; !link->leaked && i < link->segment_count; i++) {
+        if (link->segments[i].pinned_by == PCC_HOST)
+            (void)munmap(link->segments[i].bytes, link->segments[i].length_bytes);
+    }
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++)
         free(link->jobs[i].memory);
-    free(link->load.ranges);
+    free(link->load.targets);
+    free(link->flights);
     free(link->free_chunks);
     free(link->held);
     free(link->chunk_at);
     free(link->segments);
-    if (link->view.page != NULL)
+    if (link->view.page != NULL && !link->leaked)
         (void)munmap(link->view.page, link->view.geometry.page_bytes);
     if (link->socket_fd >= 0)
         (void)close(link->socket_fd);
     (void)pthread_cond_destroy(&link->idle);
+    (void)pthread_mutex_destroy(&link->gpu_lock);
     (void)pthread_mutex_destroy(&link->lock);
     free(link);
+}
+
+static bool arrays_make(struct pcc_link *link)
+{
+    const size_t capacity = link->view.geometry.chunk_capacity;
+
+    link->segments = calloc(capacity, sizeof(*link->segments));
+    link->chunk_at = calloc(capacity, sizeof(*link->chunk_at));
+    link->held = calloc(capacity, sizeof(*link->held));
+    link->free_chunks = calloc(capacity, sizeof(*link->free_chunks));
+    link->flights = calloc(capacity, sizeof(*link->flights));
+    return link->segments != NULL && link->chunk_at != NULL && link->held != NULL &&
+           link->free_chunks != NULL && link->flights != NULL;
+}
+
+/* Waits for `idle` have deadlines of pcc_now_ns. */
+static void locks_make(struct pcc_link *link)
+{
+    pthread_condattr_t monotonic;
+
+    (void)pthread_mutex_init(&link->lock, NULL); /* cannot fail with such attributes */
+    (void)pthread_mutex_init(&link->gpu_lock, NULL);
+    (void)pthread_condattr_init(&monotonic);
+    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&link->idle, &monotonic);
+    (void)pthread_condattr_destroy(&monotonic);
 }
 
 int pcc_link_open(int socket_fd, int page_fd, struct pcc_link **out)
@@ -67,24 +101,18 @@ int pcc_link_open(int socket_fd, int page_fd, struct pcc_link **out)
 
     if (link == NULL)
         return -ENOMEM;
-    (void)pthread_mutex_init(&link->lock, NULL); /* cannot fail with default attributes */
-    (void)pthread_cond_init(&link->idle, NULL);
+    locks_make(link);
+    link->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
+    link->page_by = PCC_HOST;
+    atomic_store_explicit(&link->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
     int error = 0;
     link->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
     if (link->socket_fd < 0)
         error = -errno;
     if (error == 0)
         error = page_map(link, page_fd);
-    if (error == 0) {
-        const size_t capacity = link->view.geometry.chunk_capacity;
-        link->segments = calloc(capacity, sizeof(*link->segments));
-        link->chunk_at = calloc(capacity, sizeof(*link->chunk_at));
-        link->held = calloc(capacity, sizeof(*link->held));
-        link->free_chunks = calloc(capacity, sizeof(*link->free_chunks));
-        if (link->segments == NULL || link->chunk_at == NULL || link->held == NULL ||
-            link->free_chunks == NULL)
-            error = -ENOMEM;
-    }
+    if (error == 0 && !arrays_make(link))
+        error = -ENOMEM;
     if (error == 0)
         error = pcc_thread_start(&link->thread, pcc_link_run, link, "pcc-link");
     if (error != 0) {
@@ -104,17 +132,24 @@ void pcc_link_close(struct pcc_link *link)
     atomic_store_explicit(&link->stop, true, memory_order_release); /* pairs with pcc_link_run */
     pcc_bell_ring(&link->view.page->client_bell);
     (void)pthread_join(link->thread, NULL);
-    /* Words stay as they are: what was handed over whole may still become a checkpoint. */
+    /* Words stay as they are: what was handed over whole may still become a checkpoint. But a
+     * stream that waits for the daemon must not wait on when nobody watches over it any more. */
     (void)pthread_mutex_lock(&link->lock);
     atomic_store_explicit(&link->dead, true, memory_order_release); /* pairs with the waits */
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
-        if (link->jobs[i].snapshot != 0)
-            pcc_link_job_end(&link->jobs[i]);
+        struct pcc_job *job = &link->jobs[i];
+        if (job->snapshot == 0)
+            continue;
+        if (!pcc_link_pulled_read(link, job))
+            (void)pcc_link_job_abandon(link, job, -ECONNRESET);
+        pcc_link_let_go(link, job);
+        pcc_link_job_end(job);
     }
     pcc_bell_ring(&link->view.page->client_bell);
     while (link->waiters > 0)
         (void)pthread_cond_wait(&link->idle, &link->lock);
     (void)pthread_mutex_unlock(&link->lock);
+    pcc_link_devices_close(link);
     link_free(link);
 }
 
@@ -155,6 +190,36 @@ void pcc_link_job_end(struct pcc_job *job)
     job->sources = NULL;
 }
 
+bool pcc_link_job_abandon(struct pcc_link *link, struct pcc_job *job, int error)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&link->view, job->snapshot);
+    const bool won = pcc_word_move(entry, job->snapshot, PCC_WORD_REQUESTED, PCC_WORD_ABANDONED) ||
+                     pcc_word_move(entry, job->snapshot, PCC_WORD_COPYING, PCC_WORD_ABANDONED);
+
+    if (won)
+        job->error = error;
+    pcc_link_let_go(link, job);
+    return won;
+}
+
+/* With the lock held: everything of the snapshot before goes, but for the events. */
+static void job_reset(struct pcc_job *job, uint64_t snapshot)
+{
+    free(job->memory);
+    job->memory = NULL;
+    job->snapshot = snapshot;
+    job->hung_up = false;
+    job->error = 0;
+    job->pulled = job->held = 0;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_job_device *part = &job->devices[i];
+        *part = (struct pcc_job_device){.marked = part->marked, .copied = part->copied};
+    }
+    atomic_store_explicit(&job->stop, false, memory_order_relaxed);
+    atomic_store_explicit(&job->host_read, false, memory_order_relaxed);
+    atomic_store_explicit(&job->state, PCC_JOB_REQUESTED, memory_order_relaxed);
+}
+
 int pcc_link_request(struct pcc_link *link, uint64_t snapshot)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&link->view, snapshot);
@@ -171,18 +236,13 @@ int pcc_link_request(struct pcc_link *link, uint64_t snapshot)
     else if (snapshot <= link->newest)
         error = -EINVAL;
     else if (before != 0 && (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ ||
-                             pcc_link_open_word(link, before) ||
+                             job->flights > 0 || pcc_link_open_word(link, before) ||
                              (pcc_link_word(link, before) == pcc_word(before, PCC_WORD_COPIED) &&
                               !final(outcome_of(link, before)))))
         error = -EBUSY;
     if (error == 0) {
         link->newest = snapshot;
-        free(job->memory);
-        job->memory = NULL;
-        job->snapshot = snapshot;
-        job->hung_up = false;
-        atomic_store_explicit(&job->stop, false, memory_order_relaxed);
-        atomic_store_explicit(&job->state, PCC_JOB_REQUESTED, memory_order_relaxed);
+        job_reset(job, snapshot);
         /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves words of
          * the snapshot before only, and that one is final. */
         atomic_store_explicit(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED),
@@ -190,6 +250,19 @@ int pcc_link_request(struct pcc_link *link, uint64_t snapshot)
     }
     (void)pthread_mutex_unlock(&link->lock);
     return error;
+}
+
+/* Acquire pairs with the thread's release: its last read of the source came before. */
+static bool source_read(const struct pcc_link *link, const struct pcc_job *job)
+{
+    return atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED &&
+           pcc_link_pulled_read(link, job);
+}
+
+static bool host_read(const struct pcc_job *job)
+{
+    return atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED ||
+           atomic_load_explicit(&job->host_read, memory_order_acquire);
 }
 
 static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job, enum pcc_wait_for what,
@@ -200,8 +273,9 @@ static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job, enum
     bool reached;
 
     if (what == PCC_WAIT_READ) {
-        /* Acquire pairs with the thread's release: its last read of the source came before. */
-        reached = atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED;
+        reached = source_read(link, job);
+    } else if (what == PCC_WAIT_HOST_READ) {
+        reached = host_read(job);
     } else {
         const uint64_t word = pcc_link_word(link, snapshot);
         reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||
@@ -210,7 +284,7 @@ static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job, enum
                    (what == PCC_WAIT_COPIED || final(outcome_of(link, snapshot))));
     }
     *result = (reached && job->hung_up) || (!reached && dead) ? -ECONNRESET : 0;
-    return reached || (dead && what != PCC_WAIT_READ);
+    return reached || (dead && what != PCC_WAIT_READ && what != PCC_WAIT_HOST_READ);
 }
 
 static int wait_until(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_for what,
@@ -247,29 +321,46 @@ int pcc_link_wait(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_for wh
     return result;
 }
 
+/* With the lock held: until the thread and the GPUs have stopped reading. */
+static void job_await(struct pcc_link *link, const struct pcc_job *job)
+{
+    const uint64_t limit = pcc_now_ns() + ABANDON_PATIENCE_NS;
+    const struct timespec deadline = {.tv_sec = (time_t)(limit / 1000000000u),
+                                      .tv_nsec = (long)(limit % 1000000000u)};
+
+    while (job->busy)
+        (void)pthread_cond_wait(&link->idle, &link->lock);
+    /* Not on a dead link: its thread, which would see them end, is gone. */
+    while (job->flying > 0 && !atomic_load_explicit(&link->dead, memory_order_relaxed) &&
+           pthread_cond_timedwait(&link->idle, &link->lock, &deadline) == 0)
+        ;
+}
+
 bool pcc_link_abandon(struct pcc_link *link, uint64_t snapshot)
 {
-    struct pcc_snapshot *entry = pcc_page_snapshot(&link->view, snapshot);
     struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
     bool won = false;
 
+    pcc_link_enter(link);
     (void)pthread_mutex_lock(&link->lock);
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
-    if (job->snapshot == snapshot)
-        won = pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_ABANDONED) ||
-              ((state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED) &&
-               pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_ABANDONED));
+    if (job->snapshot == snapshot &&
+        (pcc_link_word(link, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
+         state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED ||
+         !pcc_link_pulled_read(link, job)))
+        won = pcc_link_job_abandon(link, job, 0);
     if (won) {
         atomic_store_explicit(&job->stop, true, memory_order_relaxed);
-        while (job->busy)
-            (void)pthread_cond_wait(&link->idle, &link->lock);
-        pcc_link_job_end(job);
+        job_await(link, job);
+        if (job->snapshot == snapshot)
+            pcc_link_job_end(job);
     }
     (void)pthread_mutex_unlock(&link->lock);
     if (won) {
         pcc_bell_ring(&link->view.page->daemon_bell);
         pcc_bell_ring(&link->view.page->client_bell);
     }
+    pcc_link_leave(link);
     return won;
 }
 
@@ -285,8 +376,8 @@ int pcc_link_state(struct pcc_link *link, uint64_t snapshot, struct pcc_link_sta
         out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
         out->outcome = outcome_of(link, snapshot);
         out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
-        out->source_read =
-            atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED;
+        out->source_read = source_read(link, job);
+        out->error = job->error;
         error = 0;
     }
     (void)pthread_mutex_unlock(&link->lock);

@@ -1,4 +1,5 @@
-/* The link's thread: chunks are filled here, copy and checksum in one pass over the cache. */
+/* Filling chunks and handing them over. Host memory is copied and checksummed in one pass over the
+ * cache; a chunk that a GPU fills (pcc_link_push.c) is checksummed when it has landed. */
 #include <string.h>
 
 #include "pcc_futex.h"
@@ -6,8 +7,6 @@
 #include "pcc_link_private.h"
 
 #define PIECE_BYTES 65536u /* copied, then hashed while it is in the second-level cache */
-#define BUSY_NS 100000000u /* something is outstanding: look for a hang-up this often */
-#define IDLE_NS 1000000000u
 
 bool pcc_link_copying(const struct pcc_link *link)
 {
@@ -19,10 +18,12 @@ bool pcc_link_copying(const struct pcc_link *link)
     return false;
 }
 
-/* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them. */
-static void gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes, uint64_t length_bytes)
+CUresult pcc_link_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes,
+                         uint64_t length_bytes, const struct pcc_link_device *device)
 {
-    while (length_bytes > 0) {
+    CUresult result = CUDA_SUCCESS;
+
+    while (length_bytes > 0 && result == CUDA_SUCCESS) {
         const struct pcc_source *source = &job->sources[job->cursor];
         uint64_t count = length_bytes;
         if (job->cursor == job->source_count) {
@@ -39,26 +40,68 @@ static void gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes, uin
             }
             if (count > source->length_bytes - into)
                 count = source->length_bytes - into;
-            memcpy(out, source->bytes + into, count);
+            if (source->device == PCC_HOST)
+                memcpy(out, (const uint8_t *)(uintptr_t)source->address + into, count);
+            else
+                result = device->gpu.cuda->copy_to_host(out, source->address + into, count,
+                                                        device->copy);
         }
         out += count;
         offset_bytes += count;
         length_bytes -= count;
     }
+    return result;
 }
 
-/* The next chunk of the payload. False when it was told to stop half-way. */
+/* What the next chunk is made of. */
+static struct pcc_part part_next(const struct pcc_link *link, const struct pcc_job *job)
+{
+    const uint64_t chunk_bytes = link->view.geometry.chunk_bytes;
+    const uint64_t left = job->payload_bytes - job->filled_bytes;
+    struct pcc_part part = {.length_bytes = left < chunk_bytes ? left : chunk_bytes,
+                            .device = PCC_HOST};
+
+    for (uint64_t i = job->cursor; i < job->source_count; i++) {
+        const struct pcc_source *source = &job->sources[i];
+        if (source->offset_bytes >= job->filled_bytes + part.length_bytes)
+            break;
+        if (source->device == PCC_HOST ||
+            source->offset_bytes + source->length_bytes <= job->filled_bytes)
+            continue;
+        part.device = source->device;
+        part.pieces++;
+    }
+    return part;
+}
+
+static uint64_t *checksums_of(const struct pcc_link *link, uint32_t chunk)
+{
+    return link->view.checksums + (size_t)chunk * link->view.geometry.blocks_per_chunk;
+}
+
+static uint64_t block_end(const struct pcc_link *link, uint64_t block, uint64_t length_bytes)
+{
+    const uint64_t left = length_bytes - block;
+
+    return block +
+           (left < link->view.geometry.block_bytes ? left : link->view.geometry.block_bytes);
+}
+
+static void pad(uint8_t *bytes, uint64_t length_bytes)
+{
+    memset(bytes + length_bytes, 0, pcc_align_up(length_bytes, PCC_IO_ALIGN) - length_bytes);
+}
+
+/* The next chunk of the payload, of host memory. False when it was told to stop half-way. */
 static bool fill(const struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
                  uint64_t length_bytes)
 {
-    const struct pcc_page_geometry *geometry = &link->view.geometry;
+    const uint32_t block_bytes = link->view.geometry.block_bytes;
     uint8_t *out = link->chunk_at[chunk];
-    uint64_t *checksums = link->view.checksums + (size_t)chunk * geometry->blocks_per_chunk;
     struct pcc_hash hash;
 
-    for (uint64_t block = 0; block < length_bytes; block += geometry->block_bytes) {
-        const uint64_t left = length_bytes - block;
-        const uint64_t end = block + (left < geometry->block_bytes ? left : geometry->block_bytes);
+    for (uint64_t block = 0; block < length_bytes; block += block_bytes) {
+        const uint64_t end = block_end(link, block, length_bytes);
         pcc_hash_start(&hash);
         for (uint64_t at = block; at < end; at += PIECE_BYTES) {
             const uint64_t count = end - at < PIECE_BYTES ? end - at : PIECE_BYTES;
@@ -66,16 +109,16 @@ static bool fill(const struct pcc_link *link, struct pcc_job *job, uint32_t chun
             if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
                 atomic_load_explicit(&link->stop, memory_order_relaxed))
                 return false;
-            gather(job, out + at, job->next_bytes + at, count);
+            (void)pcc_link_gather(job, out + at, job->filled_bytes + at, count, NULL);
             pcc_hash_add(&hash, out + at, count);
         }
-        checksums[block / geometry->block_bytes] = pcc_hash_end(&hash);
+        checksums_of(link, chunk)[block / block_bytes] = pcc_hash_end(&hash);
     }
-    memset(out + length_bytes, 0, pcc_align_up(length_bytes, PCC_IO_ALIGN) - length_bytes);
+    pad(out, length_bytes);
     return true;
 }
 
-/* Oldest first, among those that the daemon has admitted. */
+/* Oldest first, among those that the daemon has admitted and that have more to fill. */
 static struct pcc_job *job_next(struct pcc_link *link)
 {
     struct pcc_job *best = NULL;
@@ -86,10 +129,12 @@ static struct pcc_job *job_next(struct pcc_link *link)
         if (state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ)
             continue;
         if (!pcc_link_open_word(link, job->snapshot)) { /* refused */
+            pcc_link_let_go(link, job);
             pcc_link_job_end(job);
             pcc_bell_ring(&link->view.page->client_bell);
         } else if (pcc_link_word(link, job->snapshot) ==
                        pcc_word(job->snapshot, PCC_WORD_COPYING) &&
+                   job->filled_bytes < job->payload_bytes &&
                    (best == NULL || job->snapshot < best->snapshot)) {
             best = job;
         }
@@ -97,38 +142,114 @@ static struct pcc_job *job_next(struct pcc_link *link)
     return best;
 }
 
-/* With the lock held, after a chunk of `job` was handed over. */
-static void job_advance(struct pcc_link *link, struct pcc_job *job, uint64_t length_bytes)
+void pcc_link_job_note(struct pcc_link *link, struct pcc_job *job)
 {
-    struct pcc_page *page = link->view.page;
-    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    _Atomic uint32_t *bell = &link->view.page->client_bell;
 
-    job->next_bytes += length_bytes;
-    if (state == PCC_JOB_SUBMITTED && job->next_bytes >= job->trainer_bytes) {
-        /* Release pairs with the acquire in pcc_link_wait: our reads came before the update that
+    if (atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_SUBMITTED) {
+        /* Release pairs with the acquires in pcc_link_wait: our reads came before the update that
          * the trainer makes now. */
-        atomic_store_explicit(&job->state, PCC_JOB_READ, memory_order_release);
-        if (job->snapshot > atomic_load_explicit(&page->done, memory_order_relaxed))
-            atomic_store_explicit(&page->done, job->snapshot, memory_order_release);
-        pcc_bell_ring(&page->client_bell);
+        if (job->filled_bytes >= job->host_bytes &&
+            !atomic_load_explicit(&job->host_read, memory_order_relaxed)) {
+            atomic_store_explicit(&job->host_read, true, memory_order_release);
+            pcc_bell_ring(bell);
+        }
+        if (job->filled_bytes >= job->trainer_bytes && job->flying == 0) {
+            atomic_store_explicit(&job->state, PCC_JOB_READ, memory_order_release);
+            pcc_bell_ring(bell);
+        }
     }
-    if (job->next_bytes == job->payload_bytes)
+    if (job->left_bytes == 0)
         pcc_link_job_end(job);
 }
 
-static bool hand_over(struct pcc_link *link, const struct pcc_message *message)
+/* With lock held. False when the daemon broke the protocol. */
+static bool hand_over(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
+                      uint64_t offset_bytes, uint64_t length_bytes)
 {
-    if (pcc_ring_push(&link->view.to_daemon, message) != 0)
+    const struct pcc_message message = {.kind = PCC_MSG_FULL,
+                                        .chunk = chunk,
+                                        .id = job->snapshot,
+                                        .offset_bytes = offset_bytes,
+                                        .length_bytes = (uint32_t)length_bytes};
+
+    link->held[chunk] = false;
+    if (!pcc_link_tell(link, &message))
         return false;
-    pcc_bell_ring(&link->view.page->daemon_bell);
+    job->left_bytes -= length_bytes;
     return true;
 }
 
-/* Fills one chunk: 1. Nothing to do: 0. The daemon broke the protocol: -1. */
+/* -- chunks that a GPU fills -- */
+
+/* With lock held: the chunk is on its way, and no longer one that can be filled. */
+static void take_off(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
+                     const struct pcc_part *part)
+{
+    struct pcc_flight *flight = &link->flights[chunk];
+
+    flight->job = job;
+    flight->snapshot = job->snapshot;
+    flight->offset_bytes = job->filled_bytes;
+    flight->length_bytes = (uint32_t)part->length_bytes;
+    flight->pieces = part->pieces;
+    link->free_count--;
+    link->devices[part->device].pieces += part->pieces;
+    pcc_link_list_add(link, &link->devices[part->device].flying, chunk);
+    job->flying++;
+    job->flights++;
+}
+
+/* With lock held, after the chunk's copies were enqueued. */
+static void part_done(struct pcc_link *link, struct pcc_job *job, const struct pcc_part *part)
+{
+    job->filled_bytes += part->length_bytes;
+    if (part->device != PCC_HOST && job->filled_bytes >= job->devices[part->device].end_bytes) {
+        job->devices[part->device].enqueued = true;
+        pcc_bell_ring(&link->view.page->client_bell); /* who holds goes on */
+    }
+}
+
+/* The oldest landed chunk: checksums, then the daemon has it. As pcc_link_work. */
+static int finish_one(struct pcc_link *link)
+{
+    const uint32_t chunk = pcc_link_list_take(link, &link->landed);
+    bool whole = true;
+
+    if (chunk == PCC_NO_CHUNK)
+        return 0;
+    const struct pcc_flight *flight = &link->flights[chunk];
+    struct pcc_job *job = flight->job;
+    uint8_t *bytes = link->chunk_at[chunk];
+    for (uint64_t block = 0; block < flight->length_bytes;
+         block += link->view.geometry.block_bytes) {
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed))
+            break;
+        checksums_of(link, chunk)[block / link->view.geometry.block_bytes] =
+            pcc_hash_bytes(bytes + block, block_end(link, block, flight->length_bytes) - block);
+    }
+    pad(bytes, flight->length_bytes);
+    (void)pthread_mutex_lock(&link->lock);
+    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    job->flights--;
+    if ((state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ) &&
+        !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
+        whole = hand_over(link, job, chunk, flight->offset_bytes, flight->length_bytes);
+        if (whole)
+            pcc_link_job_note(link, job);
+    } else {
+        link->free_chunks[link->free_count++] = chunk; /* given up: the chunk stays ours */
+    }
+    (void)pthread_mutex_unlock(&link->lock);
+    return whole ? 1 : -1;
+}
+
+/* -- one step -- */
+
+/* Fills one chunk, or has it filled: 2. Else as pcc_link_work. */
 static int fill_one(struct pcc_link *link)
 {
-    const uint64_t chunk_bytes = link->view.geometry.chunk_bytes;
-    int result = 1;
+    bool whole = true, taken = false;
 
     (void)pthread_mutex_lock(&link->lock);
     struct pcc_job *job = job_next(link);
@@ -140,141 +261,51 @@ static int fill_one(struct pcc_link *link)
     (void)pthread_mutex_unlock(&link->lock);
 
     const uint32_t chunk = link->free_chunks[link->free_count - 1];
-    const uint64_t left = job->payload_bytes - job->next_bytes;
-    const uint64_t length = left < chunk_bytes ? left : chunk_bytes;
-    const bool filled = fill(link, job, chunk, length);
-    const struct pcc_message message = {.kind = PCC_MSG_FULL,
-                                        .chunk = chunk,
-                                        .id = job->snapshot,
-                                        .offset_bytes = job->next_bytes,
-                                        .length_bytes = (uint32_t)length};
+    const struct pcc_part part = part_next(link, job);
+    const int result = part.device == PCC_HOST ? fill(link, job, chunk, part.length_bytes)
+                                               : pcc_link_enqueue(link, job, chunk, &part, &taken);
 
     (void)pthread_mutex_lock(&link->lock);
+    if (taken)
+        take_off(link, job, chunk, &part);
     /* A stop that came after the last piece: the chunk stays ours. */
-    if (filled && !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
-        link->free_count--;
-        link->held[chunk] = false;
-        if (hand_over(link, &message))
-            job_advance(link, job, length);
-        else
-            result = -1;
+    if (result > 0 && !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
+        if (part.device == PCC_HOST) {
+            link->free_count--;
+            whole = hand_over(link, job, chunk, job->filled_bytes, part.length_bytes);
+        }
+        part_done(link, job, &part);
+        if (whole)
+            pcc_link_job_note(link, job);
     }
     job->busy = false;
+    if (result < 0 && pcc_link_job_abandon(link, job, result)) {
+        pcc_link_job_end(job);
+        pcc_bell_ring(&link->view.page->daemon_bell);
+        pcc_bell_ring(&link->view.page->client_bell);
+    }
     (void)pthread_cond_broadcast(&link->idle);
     (void)pthread_mutex_unlock(&link->lock);
-    return result;
+    if (result == 0 && part.device != PCC_HOST)
+        link->polling = true;
+    if (!whole)
+        return -1;
+    return taken ? 2 : result != 0;
 }
 
-static bool take_free(struct pcc_link *link, uint32_t chunk)
+int pcc_link_work(struct pcc_link *link)
 {
-    if (chunk >= link->view.geometry.chunk_capacity)
-        return false;
-    /* Its segment was sent before the message, but the socket was read before that. */
-    if (link->chunk_at[chunk] == NULL &&
-        (!pcc_link_take_grants(link) || link->chunk_at[chunk] == NULL))
-        return false;
-    if (link->held[chunk])
-        return false;
-    link->held[chunk] = true;
-    link->free_chunks[link->free_count++] = chunk;
-    return true;
-}
-
-static bool take_message(struct pcc_link *link, const struct pcc_message *message)
-{
-    struct pcc_message answer = {.kind = PCC_MSG_TAKEN, .chunk = message->chunk, .id = message->id};
-
-    switch (message->kind) {
-    case PCC_MSG_FREE:
-        return take_free(link, message->chunk);
-    case PCC_MSG_DATA:
-        if (message->chunk >= link->view.geometry.chunk_capacity ||
-            message->length_bytes > link->view.geometry.chunk_bytes ||
-            (link->chunk_at[message->chunk] == NULL &&
-             (!pcc_link_take_grants(link) || link->chunk_at[message->chunk] == NULL)))
-            return false;
-        pcc_link_take_data(link, message);
-        return hand_over(link, &answer);
-    case PCC_MSG_END:
-        pcc_link_take_end(link, message);
-        return true;
-    default:
-        return false;
-    }
-}
-
-static bool take_messages(struct pcc_link *link)
-{
-    struct pcc_message message;
-    int result;
-
-    while ((result = pcc_ring_pop(&link->view.to_client, &message)) > 0) {
-        if (atomic_load_explicit(&link->stop, memory_order_relaxed))
-            return true;
-        if (!take_message(link, &message))
-            return false;
-    }
-    return result == 0;
-}
-
-/* A load must not wait for chunks that lie idle here. */
-static bool give_back(struct pcc_link *link)
-{
-    (void)pthread_mutex_lock(&link->lock);
-    const bool wanted = link->load.active && !link->load.ended && !pcc_link_copying(link);
-    (void)pthread_mutex_unlock(&link->lock);
-    while (wanted && link->free_count > 0) {
-        const uint32_t chunk = link->free_chunks[--link->free_count];
-        const struct pcc_message message = {.kind = PCC_MSG_TAKEN, .chunk = chunk};
-        link->held[chunk] = false;
-        if (!hand_over(link, &message))
-            return false;
-    }
-    return true;
-}
-
-/* Nobody listens any more: everything outstanding ends here. */
-static void hang_up(struct pcc_link *link)
-{
-    (void)pthread_mutex_lock(&link->lock);
-    atomic_store_explicit(&link->dead, true, memory_order_release); /* pairs with the waits */
-    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
-        struct pcc_job *job = &link->jobs[i];
-        if (job->snapshot == 0)
-            continue;
-        struct pcc_snapshot *entry = pcc_page_snapshot(&link->view, job->snapshot);
-        if (pcc_word_move(entry, job->snapshot, PCC_WORD_REQUESTED, PCC_WORD_ABANDONED) ||
-            pcc_word_move(entry, job->snapshot, PCC_WORD_COPYING, PCC_WORD_ABANDONED))
-            job->hung_up = true;
-        pcc_link_job_end(job);
-    }
-    (void)pthread_mutex_unlock(&link->lock);
-    pcc_bell_ring(&link->view.page->client_bell);
-}
-
-void *pcc_link_run(void *argument)
-{
-    struct pcc_link *link = argument;
-    _Atomic uint32_t *bell = &link->view.page->client_bell;
-
-    for (;;) {
-        const uint32_t rung = pcc_bell_read(bell);
-        if (atomic_load_explicit(&link->stop, memory_order_acquire))
-            return NULL;
-        if (!pcc_link_take_grants(link) || !take_messages(link))
-            break;
-        const int filled = fill_one(link);
-        if (filled < 0)
-            break;
-        if (filled > 0)
-            continue;
-        if (!give_back(link))
-            break;
-        (void)pthread_mutex_lock(&link->lock);
-        const bool outstanding = pcc_link_copying(link) || (link->load.active && !link->load.ended);
-        (void)pthread_mutex_unlock(&link->lock);
-        pcc_futex_wait(bell, rung, outstanding ? BUSY_NS : IDLE_NS);
-    }
-    hang_up(link);
-    return NULL;
+    link->polling = false;
+    const int landed = pcc_link_land(link);
+    if (landed < 0)
+        return -1;
+    const int filled = fill_one(link);
+    if (filled < 0)
+        return -1;
+    if (filled == 2) /* the GPU first, it works beside us; and who holds waits for the last one */
+        return 1;
+    const int finished = finish_one(link);
+    if (finished < 0)
+        return -1;
+    return landed > 0 || filled > 0 || finished > 0;
 }

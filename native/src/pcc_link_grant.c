@@ -31,7 +31,7 @@ static bool segment_map(struct pcc_link *link, const struct pcc_grant *grant, in
         return false;
     (void)madvise(mapped, bytes, MADV_POPULATE_WRITE); /* the page table, before it is needed */
     link->segments[link->segment_count++] =
-        (struct pcc_link_segment){.bytes = mapped, .length_bytes = bytes};
+        (struct pcc_link_segment){.bytes = mapped, .length_bytes = bytes, .pinned_by = PCC_HOST};
     for (uint32_t i = 0; i < grant->chunk_count; i++)
         link->chunk_at[grant->first_chunk + i] =
             (uint8_t *)mapped + (size_t)i * geometry->chunk_bytes;

@@ -1,9 +1,11 @@
 #include "pcc_pool.h"
 
 #include <fcntl.h>
+#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "pcc_map.h"
@@ -12,6 +14,7 @@ struct pcc_pool {
     pthread_mutex_t lock;
     uint64_t budget_bytes; /* M */
     uint64_t used_bytes;   /* sum of the segments taken */
+    uint64_t lost_bytes;   /* of them, those that never come back */
 };
 
 int pcc_pool_open(uint64_t budget_bytes, struct pcc_pool **out)
@@ -34,7 +37,7 @@ void pcc_pool_close(struct pcc_pool *pool)
 {
     if (pool == NULL)
         return;
-    PCC_ASSERT(pool->used_bytes == 0);
+    PCC_ASSERT(pool->used_bytes == pool->lost_bytes);
     (void)pthread_mutex_destroy(&pool->lock);
     free(pool);
 }
@@ -76,7 +79,24 @@ static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
     return 0;
 }
 
-int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out, void **bytes_out)
+#define NODES_MAX 1024u
+#define NODE_BITS (8 * sizeof(unsigned long))
+
+/* The pages that are touched from now on come from that node while it has some. Only speed depends
+ * on it, so that a kernel that refuses is obeyed. */
+static void prefer_node(void *bytes, uint64_t length_bytes, int numa_node)
+{
+    unsigned long mask[NODES_MAX / NODE_BITS] = {0};
+
+    if (numa_node < 0 || (unsigned)numa_node >= NODES_MAX)
+        return;
+    mask[(unsigned)numa_node / NODE_BITS] = 1ul << ((unsigned)numa_node % NODE_BITS);
+    /* The kernel reads one bit less than it is told. */
+    (void)syscall(SYS_mbind, bytes, length_bytes, MPOL_PREFERRED, mask, NODES_MAX + 1ul, 0u);
+}
+
+static int memfd_make(const char *name, uint64_t length_bytes, int numa_node, int *fd_out,
+                      void **bytes_out)
 {
     void *bytes = NULL;
 
@@ -90,6 +110,7 @@ int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out, void **
         error = pcc_map_shared(fd, length_bytes, &bytes);
     if (error != 0)
         goto fail;
+    prefer_node(bytes, length_bytes, numa_node);
     error = populate(fd, bytes, length_bytes);
     /* Nobody can pull the pages away from under a mapping: a truncated one kills its user. */
     if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
@@ -107,7 +128,13 @@ fail:
     return error;
 }
 
-int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, struct pcc_segment *out)
+int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out, void **bytes_out)
+{
+    return memfd_make(name, length_bytes, -1, fd_out, bytes_out);
+}
+
+int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int numa_node,
+                  struct pcc_segment *out)
 {
     int fd;
     void *bytes;
@@ -124,7 +151,7 @@ int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, struct pcc_segme
     if (error != 0)
         return error;
 
-    error = pcc_memfd_make("pccheck-segment", length_bytes, &fd, &bytes);
+    error = memfd_make("pccheck-segment", length_bytes, numa_node, &fd, &bytes);
     if (error != 0) {
         (void)pthread_mutex_lock(&pool->lock);
         pool->used_bytes -= length_bytes;
@@ -135,13 +162,34 @@ int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, struct pcc_segme
     return 0;
 }
 
-void pcc_pool_return(struct pcc_pool *pool, struct pcc_segment *segment)
+static void room_back(struct pcc_pool *pool, struct pcc_segment *segment)
 {
-    (void)munmap(segment->bytes, segment->length_bytes);
     (void)close(segment->fd);
     (void)pthread_mutex_lock(&pool->lock);
     PCC_ASSERT(pool->used_bytes >= segment->length_bytes);
     pool->used_bytes -= segment->length_bytes;
+    (void)pthread_mutex_unlock(&pool->lock);
+    *segment = (struct pcc_segment){.fd = -1};
+}
+
+void pcc_pool_return(struct pcc_pool *pool, struct pcc_segment *segment)
+{
+    (void)munmap(segment->bytes, segment->length_bytes);
+    room_back(pool, segment);
+}
+
+void pcc_pool_retire(struct pcc_pool *pool, struct pcc_segment *segment)
+{
+    (void)mmap(segment->bytes, segment->length_bytes, PROT_NONE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    room_back(pool, segment);
+}
+
+void pcc_pool_abandon(struct pcc_pool *pool, struct pcc_segment *segment)
+{
+    (void)close(segment->fd);
+    (void)pthread_mutex_lock(&pool->lock);
+    pool->lost_bytes += segment->length_bytes;
     (void)pthread_mutex_unlock(&pool->lock);
     *segment = (struct pcc_segment){.fd = -1};
 }

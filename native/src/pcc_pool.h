@@ -24,10 +24,15 @@ struct pcc_segment {
 PCC_MUST_CHECK int pcc_pool_open(uint64_t budget_bytes, struct pcc_pool **out);
 void pcc_pool_close(struct pcc_pool *pool); /* every segment must be back */
 void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_out);
-/* -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the machine is. */
-PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes,
+/* From the memory of `numa_node` if it has room (-1: wherever).
+ * -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the machine is. */
+PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int numa_node,
                                  struct pcc_segment *out);
 void pcc_pool_return(struct pcc_pool *pool, struct pcc_segment *segment);
+/* The same for one that the CUDA driver has not let go of: its addresses are not used again. */
+void pcc_pool_retire(struct pcc_pool *pool, struct pcc_segment *segment);
+/* A lost GPU may still write to it: stays mapped and counted until the process ends. */
+void pcc_pool_abandon(struct pcc_pool *pool, struct pcc_segment *segment);
 /* A sealed memfd of our making outside the budget: the session page. */
 PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out,
                                   void **bytes_out);

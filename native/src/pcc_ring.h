@@ -55,6 +55,12 @@ static inline struct pcc_snapshot *pcc_page_snapshot(const struct pcc_page_view 
     return &view->page->snapshots[snapshot % PCC_SNAPSHOTS];
 }
 
+static inline struct pcc_device_words *pcc_page_words(const struct pcc_page_view *view,
+                                                      uint64_t snapshot, uint32_t device)
+{
+    return &view->page->devices[snapshot % PCC_SNAPSHOTS][device];
+}
+
 static inline uint64_t pcc_word(uint64_t snapshot, unsigned state)
 {
     return snapshot << 8 | state;

@@ -99,15 +99,16 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
     if (chunk->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
         return -EINVAL;
     const uint32_t position = (uint32_t)(offset / chunk_bytes);
-    uint8_t *const checksums = save->manifest + sizeof(struct pcc_manifest_header) +
-                               offset / saver->geometry.block_bytes * sizeof(uint64_t);
     lock(save);
     struct pcc_save_piece *piece = &save->pieces[position];
     if (!save->active) {
         result = -PCC_E_ABORTED;
     } else if (piece->state == PCC_SAVE_CHUNK_ABSENT && !save->sealed) {
-        memcpy(checksums, chunk->checksums,
-               pcc_ceil_div(chunk->length_bytes, saver->geometry.block_bytes) * sizeof(uint64_t));
+        if (chunk->checksums != NULL)
+            memcpy(pcc_save_checksums(save, position), chunk->checksums,
+                   pcc_ceil_div(chunk->length_bytes, saver->geometry.block_bytes) *
+                       sizeof(uint64_t));
+        piece->hashed = chunk->checksums != NULL;
         piece->bytes = chunk->bytes;
         piece->length_bytes = chunk->length_bytes;
         piece->index = chunk->index;

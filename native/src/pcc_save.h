@@ -35,7 +35,8 @@ struct pcc_chunk {     /* what a lane is handed: one piece of the payload, in th
     uint64_t payload_offset_bytes; /* multiple of the chunk size */
     uint32_t length_bytes;         /* the chunk size, except for the last one of a payload */
     uint32_t index;                /* the owner's name for it */
-    const uint64_t *checksums;     /* one per block; copied during the call */
+    /* One per block, copied during the call; NULL: the writer makes them before it writes. */
+    const uint64_t *checksums;
 };
 
 struct pcc_save_events { /* called from writer threads without locks held; must not block */

@@ -36,6 +36,7 @@ struct pcc_save_piece {
     uint32_t length_bytes;
     uint32_t index; /* the owner's name */
     uint8_t state;
+    bool hashed;    /* its checksums are in the manifest */
     bool announced; /* chunk_written was called */
     bool uncached;  /* the owner has re-used the memory */
 };
@@ -112,6 +113,16 @@ struct pcc_saver {
 
     struct pcc_lane *lanes;
 };
+
+/* Where the checksums of a piece's blocks are collected; no two pieces share a word. */
+static inline uint64_t *pcc_save_checksums(const struct pcc_save *save, uint32_t position)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint64_t blocks = saver->spec.chunk_bytes / saver->geometry.block_bytes;
+
+    return (uint64_t *)(void *)(save->manifest + sizeof(struct pcc_manifest_header)) +
+           position * blocks;
+}
 
 /* -- pcc_save_work.c -- */
 /* With the save's lock held: queues one piece, or the next step when nothing is pending. */

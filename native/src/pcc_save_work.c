@@ -4,6 +4,7 @@
  * The same functions run under the threads and under pcc_saver_step. */
 #include <string.h>
 
+#include "pcc_hash.h"
 #include "pcc_save_private.h"
 
 /* An item: which place of the lane, a step or none, and a position in the payload. */
@@ -97,6 +98,24 @@ static bool start_piece(struct pcc_save *save, uint32_t position, bool *first_ou
     return true;
 }
 
+/* Without the lock: the item that names the piece is its only user. The memory does not change
+ * until chunk_written, so that once is enough, whatever slot the bytes go to in the end. */
+static void hash_piece(struct pcc_save *save, uint32_t position)
+{
+    struct pcc_save_piece *piece = &save->pieces[position];
+    const uint64_t block_bytes = save->lane->saver->geometry.block_bytes;
+    uint64_t *checksum = pcc_save_checksums(save, position);
+
+    if (piece->hashed)
+        return;
+    for (uint64_t at = 0; at < piece->length_bytes; at += block_bytes) {
+        const uint64_t left = piece->length_bytes - at;
+        *checksum++ = pcc_hash_bytes((const uint8_t *)piece->bytes + at,
+                                     left < block_bytes ? left : block_bytes);
+    }
+    piece->hashed = true;
+}
+
 static void write_piece(struct pcc_save *save, uint32_t position)
 {
     const struct pcc_saver *saver = save->lane->saver;
@@ -113,6 +132,7 @@ static void write_piece(struct pcc_save *save, uint32_t position)
         return;
     if (first && saver->spec.events->writing)
         saver->spec.events->writing(saver->spec.owner, tag);
+    hash_piece(save, position);
     const int result = pcc_io_write_all(pcc_volume_io(saver->volume), piece->bytes,
                                         pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
     lock(save);

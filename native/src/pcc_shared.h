@@ -19,8 +19,9 @@
 #include "pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 1u
+#define PCC_PAGE_VERSION 2u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
+#define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 
 /* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
  *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
@@ -57,6 +58,18 @@ struct pcc_snapshot {
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
 
+/* Pull: the order of a snapshot on one GPU, as words that its streams write and wait for (>=). The
+ * words of an entry only grow, since each holds a snapshot id.
+ *   ready: the trainer's stream -> daemon: all that the snapshot depends on has been computed
+ *   done:  daemon -> the trainer's stream: this GPU's part was read, or never will be
+ * The daemon's CPU reads ready and writes done; a client that lets its trainer go writes done, too.
+ * Words per snapshot, not one counter: snapshots may come from different streams, and letting go of
+ * one must not release another. */
+struct pcc_device_words {
+    _Atomic uint64_t ready;
+    _Atomic uint64_t done;
+};
+
 struct pcc_ring_index { /* own cache lines for producer and consumer; free-running, mod capacity */
     _Alignas(64) _Atomic uint32_t head; /* consumer */
     _Alignas(64) _Atomic uint32_t tail; /* producer */
@@ -91,11 +104,10 @@ struct pcc_page {
     uint64_t session;
     _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
     _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
-    _Alignas(64) _Atomic uint64_t ready;       /* trainer -> daemon: newest snapshot submitted */
-    _Alignas(64) _Atomic uint64_t done;        /* newest snapshot whose source was read */
     struct pcc_ring_index to_client;
     struct pcc_ring_index to_daemon;
     _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];
+    _Alignas(64) struct pcc_device_words devices[PCC_SNAPSHOTS][PCC_DEVICES];
 };
 
 /* Segments come over the attach socket (SOCK_SEQPACKET) in packets of their own, daemon to client,
@@ -110,5 +122,53 @@ struct pcc_grant {
     uint32_t chunk_count;
     uint64_t bytes; /* chunk_count * chunk_bytes */
 };
+
+/* Pull: which device memory a snapshot is read from. The client makes this block once per layout of
+ * its state, the daemon checks every number in it and opens the handles; `Begin` names it by its
+ * map number.
+ *
+ *   struct pcc_exposure | allocations | ranges
+ *
+ * Ranges ascend by payload offset and do not overlap; every chunk holds some, of one GPU only; the
+ * parts of a chunk that no range fills are zeros. Payload [0, device_bytes), a multiple of the
+ * chunk size, is the daemon's to fill, what follows is the client's. */
+#define PCC_EXPOSURE_MAGIC 0x3150584547434350ull /* "PCCGEXP1" */
+#define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
+#define PCC_EXPOSED_RANGES_MAX 262144u
+#define PCC_EXPOSURE_BYTES_MAX (16u << 20)
+
+struct pcc_exposure {
+    uint64_t magic;
+    uint32_t allocation_count;
+    uint32_t range_count;
+    uint64_t device_bytes;
+    /* The first 16 bytes at this place were written by the client before it sent this: what the
+     * daemon reads through its own mapping has to be equal, else handles do not mean here what they
+     * mean there. */
+    uint32_t probe_allocation;
+    uint32_t reserved;
+    uint64_t probe_offset_bytes;
+    uint8_t probe[16];
+};
+_Static_assert(sizeof(struct pcc_exposure) == 56, "exposure");
+
+struct pcc_exposed_allocation { /* one cudaMalloc: its base, never a tensor inside */
+    uint8_t handle[64];         /* cuIpcGetMemHandle */
+    uint8_t uuid[16];           /* of the GPU */
+    uint64_t length_bytes;
+    uint64_t buffer_id; /* the exporter's name for it; with the handle it is never used again */
+    uint32_t device;    /* index of the words: the exporter's CUDA ordinal */
+    uint32_t reserved;
+};
+_Static_assert(sizeof(struct pcc_exposed_allocation) == 104, "exposed allocation");
+
+struct pcc_exposed_range {
+    uint32_t allocation;
+    uint32_t reserved;
+    uint64_t allocation_offset_bytes;
+    uint64_t offset_bytes; /* within the payload */
+    uint64_t length_bytes;
+};
+_Static_assert(sizeof(struct pcc_exposed_range) == 32, "exposed range");
 
 #endif

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.support.daemon import Daemon
+from tests.support.gpunode import Node
 from tests.support.trainer import Trainer
 
 #: Small enough that a checkpoint of a few MiB has many chunks and blocks.
@@ -40,5 +41,15 @@ def start_trainer(stack: ExitStack) -> Callable[..., Trainer]:
         options.setdefault("job", "job")
         trainer.open(counts or [300_000, 7, 90_001], socket=str(daemon.socket), **options)
         return trainer
+
+    return start
+
+
+@pytest.fixture
+def start_node(stack: ExitStack) -> Callable[..., Node]:
+    """A daemon with GPUs; see Node for the options."""
+
+    def start(*flags: str, **options: object) -> Node:
+        return stack.enter_context(Node(*SMALL, *flags, **options)).start()  # type: ignore[arg-type]
 
     return start

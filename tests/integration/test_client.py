@@ -264,8 +264,8 @@ def test_a_finished_job(daemon: Daemon, connect: Connect) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"gate": "no"}, {"on_busy": "x"}, {"on_error": "x"}, {"transfer": "pull"}, {"job": "../x"},
-        {"rank": 2, "world_size": 2}, {"stall_limit_s": 0}, {"autostart": True},
+        {"gate": "no"}, {"on_busy": "x"}, {"on_error": "x"}, {"transfer": "x"}, {"snapshot": "x"},
+        {"job": "../x"}, {"rank": 2, "world_size": 2}, {"stall_limit_s": 0}, {"autostart": True},
     ],
 )  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ struct fixture {
     int sockets[2]; /* 0 the daemon's, 1 the client's */
     int page_fd;
     uint64_t session;
+    int32_t trainer; /* its process, for those that are pulled from */
     struct pcc_link *link;
     struct pcc_page_view page; /* of the hand-made client */
 };
@@ -39,6 +40,7 @@ struct settings {
     uint64_t payload_capacity;
     uint64_t memory_bytes;
     uint64_t bytes_per_second;
+    struct pcc_gpus *gpus;
 };
 
 static inline uint64_t soon(void)
@@ -49,7 +51,8 @@ static inline uint64_t soon(void)
 static inline void attach(struct fixture *f)
 {
     CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, f->sockets) == 0);
-    CHECK(pcc_channel_attach(f->channel, f->sockets[0], ++f->session, &f->page_fd) == 0);
+    CHECK(pcc_channel_attach(f->channel, f->sockets[0], ++f->session, f->trainer, &f->page_fd) ==
+          0);
 }
 
 static inline void link_open(struct fixture *f)
@@ -140,7 +143,7 @@ static inline void fixture_open(struct fixture *f, const struct settings *settin
     CHECK(pcc_volume_open(f->path, true, true, settings->bytes_per_second, &f->volume) == 0);
     CHECK(pcc_pool_open(settings->memory_bytes, &f->pool) == 0);
     CHECK(pcc_events_open(1024, &f->events) == 0);
-    CHECK(pcc_channel_open(f->pool, f->events, &channel, &f->channel) == 0);
+    CHECK(pcc_channel_open(f->pool, f->events, settings->gpus, &channel, &f->channel) == 0);
     CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
     CHECK(pcc_channel_grow(f->channel, settings->memory_bytes, &granted) == 0);
     CHECK(granted == settings->memory_bytes);
@@ -176,7 +179,7 @@ static inline int begin(struct fixture *f, uint64_t snapshot, uint64_t payload_b
                                              .tree_offset_bytes = 0,
                                              .tree_bytes = 0};
 
-    return pcc_channel_begin(f->channel, snapshot, &request, sequence);
+    return pcc_channel_begin(f->channel, snapshot, 0, &request, sequence);
 }
 
 /* Waits for a lane: admission is refused while N are in flight. */
@@ -199,9 +202,11 @@ static inline void submit(struct fixture *f, uint64_t snapshot, const uint8_t *b
                           uint64_t count)
 {
     const struct pcc_range range = {.address = (uintptr_t)bytes, .length_bytes = count};
+    const struct pcc_submission submission = {
+        .ranges = &range, .range_count = 1, .tail_offset_bytes = count};
 
     CHECK(pcc_link_request(f->link, snapshot) == 0);
-    CHECK(pcc_link_submit(f->link, snapshot, &range, 1, NULL, 0, NULL, 0, count) == 0);
+    CHECK(pcc_link_submit(f->link, snapshot, &submission) == 0);
 }
 
 static inline uint64_t save(struct fixture *f, uint64_t snapshot, const uint8_t *bytes,
@@ -222,7 +227,7 @@ static inline int load(struct fixture *f, uint64_t sequence, uint64_t load_id,
                        const struct pcc_range *ranges, uint64_t range_count, uint64_t offset,
                        uint64_t length)
 {
-    CHECK(pcc_link_load_start(f->link, load_id, ranges, range_count) == 0);
+    CHECK(pcc_link_load_start(f->link, load_id, ranges, range_count, NULL, 0) == 0);
     CHECK(pcc_channel_load(f->channel, f->volume, sequence, offset, length, load_id) == 0);
     const int result = pcc_link_load_wait(f->link, load_id, soon());
     const struct pcc_event event = event_until(f, PCC_EVENT_LOAD_ENDED);

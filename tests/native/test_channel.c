@@ -27,6 +27,13 @@ static void test_ranges(void)
     const struct pcc_range inlined = {
         .address = (uintptr_t)middle, .offset_bytes = 131072, .length_bytes = sizeof(middle)};
     const uint64_t tail_at = 230016, payload = tail_at + sizeof(tail);
+    struct pcc_submission submission = {.ranges = ranges,
+                                        .range_count = 2,
+                                        .inline_ranges = &inlined,
+                                        .inline_count = 1,
+                                        .tail = tail,
+                                        .tail_bytes = sizeof(tail),
+                                        .tail_offset_bytes = tail_at};
     uint64_t sequence;
 
     fixture_open(&f, &roomy);
@@ -41,7 +48,7 @@ static void test_ranges(void)
     memcpy(expected + tail_at, tail, sizeof(tail));
 
     CHECK(pcc_link_request(f.link, 1) == 0);
-    CHECK(pcc_link_submit(f.link, 1, ranges, 2, &inlined, 1, tail, sizeof(tail), tail_at) == 0);
+    CHECK(pcc_link_submit(f.link, 1, &submission) == 0);
     memset(middle, 0, sizeof(middle)); /* was copied during the call */
     memset(tail, 0, sizeof(tail));
     CHECK(begin(&f, 1, payload, &sequence) == 0);
@@ -65,7 +72,9 @@ static void test_ranges(void)
     struct pcc_range bad[] = {ranges[0], ranges[1]};
     bad[1].offset_bytes = 70;
     CHECK(pcc_link_request(f.link, 2) == 0);
-    CHECK(pcc_link_submit(f.link, 2, bad, 2, NULL, 0, tail, sizeof(tail), tail_at) == -EINVAL);
+    submission.ranges = bad;
+    submission.inline_count = 0;
+    CHECK(pcc_link_submit(f.link, 2, &submission) == -EINVAL);
     CHECK(pcc_link_abandon(f.link, 2));
     CHECK(begin(&f, 2, payload, &sequence) == -PCC_E_ABORTED);
     detach(&f);
@@ -287,7 +296,7 @@ static void test_daemon_gone(void)
     (void)save(&f, 1, bytes, sizeof(bytes));
     CHECK(pcc_link_alive(f.link));
     submit(&f, 2, bytes, sizeof(bytes)); /* never admitted */
-    CHECK(pcc_link_load_start(f.link, 9, NULL, 0) == 0);
+    CHECK(pcc_link_load_start(f.link, 9, NULL, 0, NULL, 0) == 0);
     pcc_channel_detach(f.channel);
     CHECK(shutdown(f.sockets[0], SHUT_RDWR) == 0);
     CHECK(pcc_link_wait(f.link, 2, PCC_WAIT_READ, soon()) == -ECONNRESET);

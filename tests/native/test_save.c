@@ -39,6 +39,32 @@ static void test_one_save_becomes_durable_and_reads_back(void)
     }
 }
 
+/* Without checksums the writer makes them, of what the chunk holds when it is written; and once. */
+static void test_checksums_are_made_by_the_writer(void)
+{
+    for (int corrupt = 0; corrupt <= 1; corrupt++) {
+        struct owner *owner = owner_new(4, 2, 1, 0);
+        struct payload payload;
+
+        CHECK_EQUAL(payload_begin(owner, 1, 2 * CHUNK - 5, &payload), 0);
+        payload.memory[7] ^= 1;
+        CHECK_EQUAL(payload_chunk(&payload, 0), 0); /* tag 1: this one has no checksums */
+        payload.memory[7] ^= 1;
+        CHECK_EQUAL(payload_chunk(&payload, 1), 0);
+        CHECK_EQUAL(pcc_save_seal(payload.save), 0);
+        CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+        CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+        owner->media->fail_writes = 1; /* the manifest: everything is written again elsewhere */
+        payload.memory[7] ^= (uint8_t)corrupt;
+        step_all(owner, 1);
+        CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_DURABLE);
+        CHECK_EQUAL(owner_wait(owner, 1).rehomed, 1);
+        CHECK_EQUAL(read_back(owner->volume, 1, 0), corrupt ? -PCC_E_DAMAGED : 0);
+        free(payload.memory);
+        owner_free(owner);
+    }
+}
+
 static void test_what_does_not_fit_is_refused(void)
 {
     struct owner *owner = owner_new(4, 2, 2, 0);
@@ -338,6 +364,7 @@ static void test_n_are_in_flight_at_once(void)
 int main(void)
 {
     RUN(test_one_save_becomes_durable_and_reads_back);
+    RUN(test_checksums_are_made_by_the_writer);
     RUN(test_what_does_not_fit_is_refused);
     RUN(test_the_newer_one_supersedes);
     RUN(test_a_write_error_moves_the_save);

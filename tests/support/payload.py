@@ -1,19 +1,66 @@
-"""A payload in plain memory, without daemon or native code: what the copy thread and a load do."""
+"""A payload in plain memory, without daemon or native code: what the copy thread and a load do.
+
+GPU memory is host memory here: `FakeDevices` only says which GPU a tensor is on.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 
+import torch
+
+from pccheck import devices
+from pccheck.extents import DevicePart
 from pccheck.plan import Snapshot
 from pccheck.rebuild import state_of_tree
 from pccheck_wire import tree
 
 
+class FakeDevices:
+    """Stands in for `pccheck.devices`: storages are said to be on GPUs."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[int, object]] = {}  # address -> GPU, what keeps it
+        self.synchronized: list[int] = []
+        self.streams: dict[int, int] = {}
+        self.captures = False
+
+    def install(self, patch: object) -> FakeDevices:
+        for name in ("device_of", "current_stream", "synchronize", "capturing", "empty"):
+            patch.setattr(devices, name, getattr(self, name))  # type: ignore[attr-defined]
+        return self
+
+    def put(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = (device, storage)
+        return tensor
+
+    def device_of(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return devices.HOST
+        return self._storages.get(tensor.untyped_storage().data_ptr(), (devices.HOST, None))[0]
+
+    def current_stream(self, device: int) -> int:
+        return self.streams.get(device, 100 + device)
+
+    def synchronize(self, device: int) -> None:
+        self.synchronized.append(device)
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def empty(
+        self, shape: list[int], strides: list[int], dtype: torch.dtype, like: torch.Tensor
+    ) -> torch.Tensor:
+        made = torch.empty_strided(shape, strides, dtype=dtype)
+        return self.put(made, self.device_of(like))
+
+
 def build(snapshot: Snapshot) -> bytearray:
     """The payload's bytes; checks that ranges ascend and do not overlap."""
     payload = bytearray(snapshot.payload_bytes)
-    end = 0
+    end = _build_devices(snapshot.device, payload) if snapshot.device else 0
     for address, offset, nbytes in struct.iter_unpack("<QQQ", snapshot.ranges + snapshot.volatile):
         assert offset >= end and offset % 64 == 0 and nbytes > 0, (offset, end, nbytes)
         end = offset + nbytes
@@ -23,13 +70,33 @@ def build(snapshot: Snapshot) -> bytearray:
     return payload
 
 
+def _build_devices(part: DevicePart, payload: bytearray) -> int:
+    """Staging, then the copy of the device part; where it ends."""
+    room = {d: ctypes.create_string_buffer(n) for d, n in part.staging_bytes.items()}
+    staging = {d: ctypes.addressof(memory) for d, memory in room.items()}
+    for copies in (part.aside, part.staged):
+        for device, packed in copies.items():
+            for address, at, nbytes in struct.iter_unpack("<QQQ", packed):
+                assert at + nbytes <= part.staging_bytes[device]
+                ctypes.memmove(staging[device] + at, address, nbytes)
+    end = 0
+    for address, offset, nbytes, _, _ in struct.iter_unpack("<QQQII", part.ranges(staging)):
+        assert offset >= end and offset % 64 == 0 and nbytes > 0, (offset, end, nbytes)
+        end = offset + nbytes
+        payload[offset:end] = ctypes.string_at(address, nbytes)
+    assert end <= part.nbytes
+    return part.nbytes
+
+
 def tree_of(snapshot: Snapshot) -> tree.Tree:
     return tree.decode(snapshot.tree, snapshot.tree_offset)
 
 
-def load(payload: bytearray, ranges: bytes) -> None:
+def load(payload: bytearray, ranges: bytes, device_ranges: bytes = b"") -> None:
     """Fills packed ranges from the payload."""
-    for address, offset, nbytes in struct.iter_unpack("<QQQ", ranges):
+    targets = list(struct.iter_unpack("<QQQ", ranges))
+    targets += [item[:3] for item in struct.iter_unpack("<QQQII", device_ranges)]
+    for address, offset, nbytes in targets:
         ctypes.memmove(address, bytes(payload[offset : offset + nbytes]), nbytes)
 
 

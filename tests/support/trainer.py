@@ -22,7 +22,7 @@ import torch
 from pccheck import PCcheckClient
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.support.trainer"])
+_CONTEXT.set_forkserver_preload(["tests.support.trainer", "tests.support.gputrainer"])
 ANSWER_LIMIT_S = 120.0
 
 
@@ -68,8 +68,8 @@ class Stamped(torch.nn.Module):
         )
 
 
-class _Trainer:
-    """The commands; one instance per process."""
+class Commands:
+    """What a trainer can be told; one instance per process."""
 
     def __init__(self, link: Connection) -> None:
         self.link = link
@@ -176,10 +176,10 @@ class _Trainer:
         return function(self)
 
 
-def _main(link: Connection, environment: dict[str, str]) -> None:
+def _main(link: Connection, environment: dict[str, str], commands: type[Commands]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    trainer = _Trainer(link)
+    trainer = commands(link)
     while True:
         try:
             name, arguments, options = link.recv()
@@ -206,9 +206,13 @@ class RemoteError(AssertionError):
 class Trainer:
     """A trainer process; `trainer.step(3)` runs there and returns its result here."""
 
+    commands: type[Commands] = Commands
+
     def __init__(self, **environment: str) -> None:
         self._link, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_main, args=(theirs, environment), daemon=True)
+        self.process = _CONTEXT.Process(
+            target=_main, args=(theirs, environment, self.commands), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.durable = -1  #: newest step that run() has told of

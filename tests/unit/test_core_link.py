@@ -355,6 +355,8 @@ def test_wrong_types_are_refused(tmp_path: Path) -> None:
         Channel(events, pool, **numbers)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="writers"):
         Channel(pool, events, id=1, chunk_bytes=1, block_bytes=1, chunk_capacity=1, lanes=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="gpus"):
+        Channel(pool, events, **numbers, gpus=pool)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="Invalid argument"):
         Channel(pool, events, **{**numbers, "chunk_bytes": 1000})
     with pytest.raises(ValueError, match="capacity"):

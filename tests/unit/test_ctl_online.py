@@ -18,6 +18,7 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import (
+    PROTOCOL_VERSION,
     Failure,
     Hello,
     ListVolumes,
@@ -75,7 +76,7 @@ def reply(document: dict[str, object]) -> list[bytes]:
 def test_hello_is_the_wire_s() -> None:
     message = codec.decode(online.msgpack.packb(online.hello()), Hello)
     assert message.role is Role.OBSERVER
-    assert message.protocol == 1
+    assert message.protocol == PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,36 @@ def test_status_shows_daemon_ranks_and_what_is_in_flight() -> None:
     assert not status.degraded(STATUS)
 
 
+def test_status_shows_gpus_and_how_tensors_come() -> None:
+    assert "gpu " not in status.as_text(STATUS, now_s=5)
+    pulled = {"role": "trainer", "job": "gpt", "rank": 0, "transfer": "pull",
+              "transfer_reason": "CUDA IPC, driver 12.8", "exposed_bytes": 80 * GIB}  # fmt: skip
+    document = STATUS | {
+        "pool": {"budget_bytes": 4 * GIB, "used_bytes": GIB, "pinned_bytes": GIB},
+        "gpus": [
+            {"name": "NVIDIA H200", "numa_node": 1, "lost": False, "copied_bytes": 3 * GIB,
+             "failures": 0},
+            {"name": "NVIDIA H200", "numa_node": None, "lost": True, "copied_bytes": 0,
+             "failures": 1},
+        ],
+        "sessions": [
+            pulled,
+            pulled | {"rank": 1, "transfer": "push", "transfer_reason": "MIG", "exposed_bytes": 0},
+            pulled | {"rank": 2, "transfer": "push", "transfer_reason": "CPU tensors"},
+            pulled | {"rank": 3, "role": "reader", "transfer": "push"},
+        ],
+    }  # fmt: skip
+    text = status.as_text(document, now_s=5)
+    assert "1.00 GiB used of 4.00 GiB, 1.00 GiB pinned for GPUs" in text
+    assert "NVIDIA H200 (NUMA node 1): 3.00 GiB pulled\n" in text
+    assert "NVIDIA H200: 0 B pulled, 1 failure, LOST" in text
+    (table,) = [block for block in text.split("\n\n") if "GPU tensors" in block]
+    heading, first, second = table.splitlines()
+    assert heading.split() == ["job", "rank", "GPU", "tensors", "shared", "why"]
+    assert first.split(maxsplit=5) == ["gpt", "0", "pull", "80.0", "GiB", "CUDA IPC, driver 12.8"]
+    assert second.split()[-1] == "MIG"
+
+
 def test_status_with_a_warning_is_degraded() -> None:
     daemon = {"state": "degraded", "version": "0.1.0", "pid": 42, "uptime_s": 1.0}
     document = STATUS | {"daemon": daemon, "warnings": ["the disk is wedged"]}

@@ -54,7 +54,8 @@ def put(made: Snapshot, attached: dict[str, Any]) -> list[tuple[int, int]]:
     loaded: list[tuple[int, int]] = []
     data = payload.build(made)
 
-    def load(ranges: bytes) -> None:
+    def load(ranges: bytes, device_ranges: bytes = b"") -> None:
+        assert not device_ranges
         for at in range(0, len(ranges), 24):
             address, _, nbytes = (
                 int.from_bytes(ranges[at + i : at + i + 8], "little") for i in (0, 8, 16)

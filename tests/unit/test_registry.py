@@ -136,10 +136,10 @@ def test_a_stopped_volume_is_not_reopened_under_a_reader(
         await tenant._open_port()
         tenant.reading += 1
         with pytest.raises(RefusedError, match="still being read"):
-            await tenant._reopen()
+            await tenant.reopen()
         assert tenant.volumes.checkpoints()[0].step == 3
         tenant.reading -= 1
-        await tenant._reopen()
+        await tenant.reopen()
         await tenant.volumes.refresh()
         assert tenant.volumes.checkpoints()[0].step == 3
         await tenant.close()

@@ -112,7 +112,7 @@ def test_a_view_inside_of_its_extent() -> None:
         view(shape=[-1, 3]),
         view(shape=[1] * 65, strides=[1] * 65),
         view(dtype="quint8"),
-        view(flags=8),
+        view(flags=16),
         view(shape=[2.0, 3]),
         view(shape=[0, 3]),  # no elements, but an extent
     ],

@@ -1,0 +1,43 @@
+"""What only torch knows about GPU memory: where a tensor lies, and which stream trains.
+
+Everything else about GPUs is the native link's, by the driver. The functions are looked up here at
+each call, so that tests without a GPU put others in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: CUDA ordinals above this are not supported (PCC_DEVICES).
+DEVICES_MAX = 16
+HOST = -1
+
+
+def device_of(tensor: torch.Tensor) -> int:
+    """The CUDA ordinal of the GPU whose memory the tensor lies in; HOST for CPU tensors."""
+    return tensor.get_device() if tensor.is_cuda else HOST
+
+
+def current_stream(device: int) -> int:
+    """The handle of the stream that this thread's work on the GPU goes to."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def synchronize(device: int) -> None:
+    """Returns when all work on the GPU that this process has enqueued is done."""
+    torch.cuda.synchronize(device)
+
+
+def capturing() -> bool:
+    """Whether this thread records a CUDA graph on its current stream."""
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
+def empty(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    """New memory on the device of `like`."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)

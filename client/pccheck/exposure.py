@@ -1,0 +1,234 @@
+"""How GPU tensors reach the daemon: pulled by it out of an exposure of ours, or pushed.
+
+Pull is tried first, once per connection. What the daemon can pull from is told anew when addresses,
+or the memory behind them, have changed, and after a pulled copy that failed. One refusal, for
+whatever reason, and this connection pushes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pccheck_native import Link, NativeError
+from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    DeviceError,
+    PccheckError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import Chose, Expose
+
+from . import devices
+from .extents import DevicePart
+from .transport import Connection
+from .warn import LOG
+
+#: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
+STAGING_BYTES_MAX = 512 << 20
+#: Of a reason, as the daemon takes it.
+REASON_LENGTH_MAX = 200
+#: So many pulled copies fail in a row before this connection pushes.
+FAILURES_MAX = 3
+
+
+class NoStagingError(DeviceError):
+    """There is no room on the GPU for what would have to be copied there first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The device part of a snapshot as link and daemon take it."""
+
+    part: DevicePart
+    ranges: bytes
+    map: int  # of the exposure that the daemon pulls by; 0: the link pushes
+
+    def enqueue(self, link: Link, snapshot: int) -> None:
+        """Stages what has to be, and marks where in the trainers' streams the snapshot is."""
+        part = self.part
+        for device in part.devices:
+            stream = devices.current_stream(device)
+            aside = part.aside.get(device, b"")
+            if device in part.staged:
+                link.stage(device, stream, part.staged[device])
+            if aside:
+                link.stage(device, stream, aside, aside=True)
+            link.mark(snapshot, device, stream, pull=self.map > 0, aside=bool(aside))
+
+
+@dataclass(slots=True)
+class _Tie:
+    """What was agreed on over one connection."""
+
+    connection: Connection
+    refused: str  # why this connection pushes; "" while it pulls
+    opened: set[int] = field(default_factory=set)
+    map: int = 0
+    ranges: bytes = b""  # what is exposed; b"" when nothing is, or that is not certain
+    kept: list[object] = field(default_factory=list)  # the memory that is exposed
+    told: tuple[str, str] | None = None
+    staging: dict[int, int] = field(default_factory=dict)
+    outgrown: bool = False  # there is staging memory that nothing new uses
+    failures: int = 0
+
+
+class Exposure:
+    """Decides between pull and push, and keeps the exposure up to date. Training thread only."""
+
+    def __init__(self, transfer: str, stall_limit_s: float) -> None:
+        self._transfer = transfer
+        self._stall_limit_s = stall_limit_s
+        self._tie: _Tie | None = None
+
+    def prepare(self, connection: Connection, part: DevicePart) -> Handover:
+        """Readies GPUs, staging memory and the exposure.
+
+        Raises DeviceError, NoStagingError, and what a request raises when the daemon does not
+        answer.
+        """
+        tie = self._tie_to(connection)
+        try:
+            self._open(tie, part)
+            staging = _staging(connection.link, part)
+            ranges = part.ranges(staging)
+            if not tie.refused:
+                self._expose(tie, part, ranges)
+        except NativeError as error:
+            raise DeviceError(f"the GPU part cannot be copied: {error}") from error
+        except (ValueError, OSError) as error:
+            if isinstance(error, PccheckError) or connection.alive():
+                raise
+            raise connection.gone() from error
+        self._tell(tie)
+        if staging != tie.staging:
+            tie.outgrown = tie.outgrown or bool(tie.staging)
+            tie.staging = staging
+        return Handover(part, ranges, 0 if tie.refused else tie.map)
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded on a stream that trains."""
+        if devices.capturing():
+            return True
+        tie = self._tie
+        try:
+            return tie is not None and any(
+                tie.connection.link.capturing(device, devices.current_stream(device))
+                for device in tie.opened
+            )
+        except (NativeError, ValueError, OSError):  # closed: there is nothing to protect
+            return False
+
+    def ended(self, *, copied: bool) -> None:
+        """A pulled snapshot was copied, or the daemon gave it up half-way, perhaps for a handle
+        that has become stale."""
+        tie = self._tie
+        if tie is None:
+            return
+        tie.failures = 0 if copied else tie.failures + 1
+        if not copied:
+            tie.ranges = b""
+            if tie.failures >= FAILURES_MAX and self._transfer != "pull":
+                tie.refused = tie.refused or f"{tie.failures} pulled copies failed in a row"
+
+    def trim(self) -> None:
+        """No snapshot is being read: outgrown staging memory can go."""
+        tie = self._tie
+        if tie is not None and tie.outgrown:
+            tie.outgrown = False
+            with contextlib.suppress(ValueError, OSError):
+                tie.connection.link.staging_trim()
+
+    def forget(self) -> None:
+        """The connection has ended."""
+        self._tie = None
+
+    def _tie_to(self, connection: Connection) -> _Tie:
+        if self._tie is None or self._tie.connection is not connection:
+            self._tie = _Tie(connection, self._known_obstacle(connection))
+        return self._tie
+
+    def _known_obstacle(self, connection: Connection) -> str:
+        if self._transfer == "push":
+            return 'transfer="push" was asked for'
+        welcome = connection.welcome
+        if welcome.transfer != "pull":
+            return welcome.transfer_reason or "this daemon does not pull"
+        return ""
+
+    def _open(self, tie: _Tie, part: DevicePart) -> None:
+        for device in part.devices:
+            if device in tie.opened:
+                continue
+            reason = tie.connection.link.device_open(device)
+            tie.opened.add(device)
+            if reason and not tie.refused:
+                tie.refused = f"GPU {device}: {reason}"
+
+    def _expose(self, tie: _Tie, part: DevicePart, ranges: bytes) -> None:
+        connection = tie.connection
+        if ranges == tie.ranges and connection.link.exposure_holds():
+            return
+        tie.ranges = b""
+        tie.map += 1
+        before, tie.kept = tie.kept, [tie.kept, part.owners]
+        try:
+            data = connection.link.expose(ranges, part.nbytes)
+            for message in _messages(tie.map, data):
+                if message.more:
+                    connection.post(message)  # the last one's answer is that of all
+                else:
+                    connection.request(message, timeout_s=self._stall_limit_s)
+        except NativeError as error:  # nothing was said to the daemon: what it has stays
+            tie.refused, tie.kept = str(error), before
+        except (WaitTimeoutError, DaemonUnreachableError):
+            raise
+        except PccheckError as error:
+            tie.refused, tie.kept = error.message, []
+        else:
+            tie.ranges, tie.kept = ranges, part.owners
+
+    def _tell(self, tie: _Tie) -> None:
+        """Says what was chosen, when it is news. Raises when that cannot be: pull was demanded."""
+        choice = ("push", tie.refused) if tie.refused else ("pull", "")
+        if choice != tie.told:
+            tie.told = choice
+            tie.connection.post(Chose(choice[0], _printable(choice[1])))
+            LOG.info("GPU tensors go by %s%s", choice[0], f": {choice[1]}" if choice[1] else "")
+        if tie.refused and self._transfer == "pull":
+            raise DeviceError(
+                f'transfer="pull" cannot be had: {tie.refused}', hint='use transfer="auto"'
+            )
+
+
+def _staging(link: Link, part: DevicePart) -> dict[int, int]:
+    """Staging memory on every GPU that needs some: its addresses."""
+    made: dict[int, int] = {}
+    for device, nbytes in part.staging_bytes.items():
+        if nbytes > STAGING_BYTES_MAX and not part.all_staged:
+            raise NoStagingError(
+                f"{nbytes >> 20} MiB of tensors on GPU {device} that no gate guards are more than "
+                f"the {STAGING_BYTES_MAX >> 20} MiB that are copied on the GPU first"
+            )
+        try:
+            made[device] = link.staging(device, nbytes)
+        except MemoryError as error:
+            raise NoStagingError(
+                f"GPU {device} has no {nbytes >> 20} MiB for a copy on the device"
+            ) from error
+    return made
+
+
+def _messages(number: int, data: bytes) -> Iterator[Expose]:
+    step = PIECES_MAX * PIECE_BYTES
+    for at in range(0, len(data), step):
+        end = min(at + step, len(data))
+        pieces = [data[i : min(i + PIECE_BYTES, end)] for i in range(at, end, PIECE_BYTES)]
+        yield Expose(number, pieces, more=end < len(data))
+
+
+def _printable(text: str) -> str:
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line[:REASON_LENGTH_MAX]

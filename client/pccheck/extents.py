@@ -1,0 +1,257 @@
+"""Views on memory -> extents of the payload, and where the bytes of each one come from.
+
+    payload = [GPU 0: gated, volatile][zeros][GPU 1 ...][zeros][host gated][host volatile][tree]
+
+A chunk is filled from one side only, hence the zeros: every GPU's section starts at a chunk and
+ends with one. Within a section extents ascend by address, so that neighbours in memory are
+neighbours in the payload and can be copied as one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.tree import ITEM_BYTES
+
+from .devices import HOST
+
+#: Extents start here within the payload (PCC_TENSOR_ALIGN).
+EXTENT_ALIGN = 64
+#: So much host memory beside GPU tensors (counters of optimizers, say) is copied at once, so that
+#: no gate has to wait for it on the CPU.
+INLINE_BYTES_MAX = 256 << 10
+
+
+@dataclass(slots=True)
+class View:
+    """A tensor or an array: where its bytes are, and the node that will say so."""
+
+    path: str
+    node: tree.Tensor | tree.Array
+    address: int
+    nbytes: int
+    storage: int  # address of the memory that it is a view on
+    owner: object  # keeps that memory
+    volatile: bool = False
+    device: int = HOST  # CUDA ordinal of the GPU that the memory is on
+
+
+class Range(NamedTuple):
+    """Payload [offset, offset + nbytes) lies at `address`; as the native link packs them."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+class Shape(NamedTuple):
+    """What the device part is laid out for."""
+
+    chunk_bytes: int = 1 << 20  # of the session's page
+    aside: bool = False  # snapshot="device": what is gated is staged, too, beside training
+
+
+IN_PLACE = Shape()
+
+
+def pack(ranges: Iterable[Range]) -> bytes:
+    return b"".join(struct.pack("<QQQ", *item) for item in ranges)
+
+
+def pack_device(ranges: Iterable[Range], device: int) -> bytes:
+    return b"".join(struct.pack("<QQQII", *item, device, 0) for item in ranges)
+
+
+def devices_of(device_ranges: bytes) -> list[int]:
+    """The GPUs that packed device ranges are on."""
+    return sorted({item[3] for item in struct.iter_unpack("<QQQII", device_ranges)})
+
+
+@dataclass(slots=True)
+class Section:
+    """What lies on one GPU. Staged ranges are first copied on the device, to where the payload's
+    order has them: staging memory mirrors the payload from `staging_start` on."""
+
+    device: int
+    in_place: list[Range] = field(default_factory=list)
+    aside: list[Range] = field(default_factory=list)  # staged on a stream of ours
+    staged: list[Range] = field(default_factory=list)  # staged on the trainer's stream
+
+    @property
+    def staging_start(self) -> int:
+        return min((item.offset for item in (*self.aside, *self.staged)), default=0)
+
+    @property
+    def staging_bytes(self) -> int:
+        ends = (item.offset + item.nbytes for item in (*self.aside, *self.staged))
+        return max(ends, default=0) - self.staging_start
+
+    def copies(self, ranges: list[Range]) -> bytes:
+        """For Link.stage: offsets count from where staging starts."""
+        start = self.staging_start
+        return pack(Range(item.address, item.offset - start, item.nbytes) for item in ranges)
+
+    def sources(self, staging: int) -> list[Range]:
+        """Where the bytes are once everything was staged, at the address `staging`. Neighbours are
+        made one only there: elsewhere they may be of two allocations, which no copy may span."""
+        start = self.staging_start
+        moved = [
+            Range(staging + item.offset - start, item.offset, item.nbytes)
+            for item in (*self.aside, *self.staged)
+        ]
+        return [*self.in_place, *_merged(moved)]
+
+
+class DevicePart:
+    """The sections of all GPUs; payload [0, nbytes). Nothing in it changes."""
+
+    def __init__(
+        self, sections: list[Section], nbytes: int, owners: list[object], *, all_staged: bool
+    ) -> None:
+        self.nbytes = nbytes
+        self.owners = owners  #: keep the memory
+        self.all_staged = all_staged
+        self.devices = tuple(section.device for section in sections)
+        self.mask = sum(1 << device for device in self.devices)
+        self.staging_bytes = {s.device: s.staging_bytes for s in sections if s.staging_bytes}
+        self.staged = {s.device: s.copies(s.staged) for s in sections if s.staged}
+        self.aside = {s.device: s.copies(s.aside) for s in sections if s.aside}
+        self._sections = sections
+        self._packed: tuple[Mapping[int, int], bytes] | None = None
+
+    def ranges(self, staging: Mapping[int, int]) -> bytes:
+        """Packed device ranges, with staging memory at these addresses by GPU."""
+        if self._packed is None or self._packed[0] != staging:
+            packed = b"".join(
+                pack_device(section.sources(staging.get(section.device, 0)), section.device)
+                for section in self._sections
+            )
+            self._packed = (dict(staging), packed)
+        return self._packed[1]
+
+
+@dataclass(slots=True)
+class Layout:
+    """Extents for a set of views; host ranges that the gate protects, and volatile ones."""
+
+    extents: list[tree.Extent] = field(default_factory=list)
+    gated: list[Range] = field(default_factory=list)
+    volatile: list[Range] = field(default_factory=list)
+    owners: list[object] = field(default_factory=list)
+    device: DevicePart | None = None
+    end: int = 0
+
+    def packed(self) -> tuple[bytes, bytes]:
+        """Host ranges that are read later, and those that are copied at once."""
+        gated, volatile = pack(self.gated), pack(self.volatile)
+        if self.device and sum(item.nbytes for item in self.gated) <= INLINE_BYTES_MAX:
+            return b"", gated + volatile
+        return gated, volatile
+
+
+class _Group(NamedTuple):
+    """Views that share memory: one extent."""
+
+    volatile: bool
+    first: int  # where the first of them is in the state
+    views: list[View]  # by ascending address
+
+
+def lay_out(
+    views: list[View], shape: Shape = IN_PLACE, *, start: int = 0, first_extent: int = 0
+) -> Layout:
+    """Gives every view its extent (numbered from `first_extent`) and its place in it.
+
+    Views that overlap in memory, or touch within one storage, share an extent, so that aliases
+    survive. On the host the order is that of first appearance in the state: equal states give
+    equal payloads. GPU views need start=0.
+    """
+    layout = Layout(end=start)
+    by_device: dict[int, list[tuple[int, View]]] = {}
+    for item in enumerate(views):
+        by_device.setdefault(item[1].device, []).append(item)
+    host = by_device.pop(HOST, [])
+    if by_device:
+        assert start == 0
+        _lay_out_devices(layout, by_device, shape)
+    for group in sorted(_groups(host), key=lambda group: group[:2]):
+        placed = _place(layout, group, first_extent)
+        (layout.volatile if group.volatile else layout.gated).append(placed)
+        layout.owners.extend(view.owner for view in group.views)
+    return layout
+
+
+def _lay_out_devices(
+    layout: Layout, by_device: dict[int, list[tuple[int, View]]], shape: Shape
+) -> None:
+    sections: list[Section] = []
+    owners: list[object] = []
+    for device in sorted(by_device):
+        section = Section(device)
+        gated = section.aside if shape.aside else section.in_place
+        for group in sorted(_groups(by_device[device]), key=lambda group: group.volatile):
+            (section.staged if group.volatile else gated).append(_place(layout, group, 0))
+            owners.extend(view.owner for view in group.views)
+        layout.end = -(-layout.end // shape.chunk_bytes) * shape.chunk_bytes
+        sections.append(section)
+    layout.device = DevicePart(sections, layout.end, owners, all_staged=shape.aside)
+    layout.owners.append(layout.device)
+
+
+def _groups(views: list[tuple[int, View]]) -> list[_Group]:
+    """Views of one device, by what they share; groups by ascending address."""
+    groups: list[list[tuple[int, View]]] = []
+    end, storage = -1, -1
+    for item in sorted(views, key=lambda item: (item[1].address, -item[1].nbytes)):
+        view = item[1]
+        if view.address < end or (view.address == end and view.storage == storage):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+        end = max(end, view.address + view.nbytes)
+        storage = view.storage
+    return [
+        _Group(any(v.volatile for _, v in group), min(i for i, _ in group), [v for _, v in group])
+        for group in groups
+    ]
+
+
+def _place(layout: Layout, group: _Group, first_extent: int) -> Range:
+    """The next extent of the payload is the group's."""
+    first = group.views[0]
+    nbytes = max(view.address + view.nbytes for view in group.views) - first.address
+    offset = -(-layout.end // EXTENT_ALIGN) * EXTENT_ALIGN
+    lead = (first.address - first.storage) % tree.LEAD_ALIGN
+    for view in group.views:
+        _tell(view, first_extent + len(layout.extents), view.address - first.address, lead)
+    layout.extents.append(tree.Extent(offset, nbytes, lead))
+    layout.end = offset + nbytes
+    return Range(first.address, offset, nbytes)
+
+
+def _tell(view: View, extent: int, offset: int, lead: int) -> None:
+    node = view.node
+    if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
+        raise UnsupportedStateError(
+            f"{view.path}: it overlaps another tensor at an odd address for {node.dtype}",
+            hint="pass a clone of it",
+        )
+    node.extent, node.offset = extent, offset
+
+
+def _merged(ranges: list[Range]) -> list[Range]:
+    """Ascending ranges, with those made one that touch both in memory and in the payload."""
+    out: list[Range] = []
+    for item in ranges:
+        if out:
+            last = out[-1]
+            if (last.address + last.nbytes, last.offset + last.nbytes) == item[:2]:
+                out[-1] = Range(last.address, last.offset, last.nbytes + item.nbytes)
+                continue
+        out.append(item)
+    return out

@@ -1,0 +1,49 @@
+"""What runs before each step of the attached optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class StepHooks:
+    """Calls a method, whose object may go away, before any of the optimizers steps.
+
+    `trusted` ends when a step was recorded in a CUDA graph: replays of it run no hooks. One that is
+    made for that (`capturable`) may be in a graph already, and must first be seen to step.
+    """
+
+    def __init__(self) -> None:
+        self.trusted = True
+        self._handles: list[Any] = []
+        self._unseen: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether every update is seen."""
+        return self.trusted and bool(self._handles) and not self._unseen
+
+    def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
+        """On the optimizers among `things`, in the place of those before."""
+        self.remove()
+        found, unseen = weakref.WeakMethod(method), self._unseen
+
+        def before_step(optimizer: object, _args: object, _kwargs: object) -> None:
+            unseen.discard(id(optimizer))
+            held = found()
+            if held is not None:
+                held()
+
+        for thing in things:
+            if isinstance(thing, torch.optim.Optimizer):
+                self._handles.append(thing.register_step_pre_hook(before_step))
+                if any(group.get("capturable") for group in thing.param_groups):
+                    unseen.add(id(thing))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unseen.clear()

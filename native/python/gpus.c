@@ -1,0 +1,127 @@
+/* Gpus, and what there is of a CUDA driver. */
+#include "pcc_gpus.h"
+
+#include <string.h>
+
+#include "core.h"
+#include "pcc_cuda.h"
+
+#define GPUS_MAX 64u /* that info() tells of */
+
+/* -- the driver -------------------------------------------------------------------------------- */
+
+PyObject *pcc_py_cuda_missing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    const struct pcc_cuda *cuda;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_cuda_load(&cuda));
+    const char *why = result < 0 ? pcc_cuda_missing() : "";
+    return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
+}
+
+/* -PCC_E_NO_DRIVER, -PCC_E_DEVICE. */
+static int driver(int *version_out, int *count_out)
+{
+    const struct pcc_cuda *cuda;
+    int result = pcc_cuda_load(&cuda);
+    if (result == 0) {
+        result = pcc_cuda_code(cuda->driver_version(version_out));
+    }
+    if (result == 0) {
+        result = pcc_cuda_code(cuda->device_count(count_out));
+    }
+    return result;
+}
+
+PyObject *pcc_py_cuda_driver(PyObject *module, PyObject *Py_UNUSED(unused))
+{
+    int version = 0;
+    int count = 0;
+    int result;
+    PCC_PY_UNLOCKED(result = driver(&version, &count));
+    if (result < 0) {
+        return pcc_py_raise(PyModule_GetState(module), result, NULL);
+    }
+    return Py_BuildValue("(ii)", version, count);
+}
+
+/* -- Gpus -------------------------------------------------------------------------------------- */
+
+static void gpus_close(void *handle)
+{
+    pcc_gpus_close(handle);
+}
+
+static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Gpus", names)) {
+        return NULL;
+    }
+    struct pcc_gpus *gpus = NULL;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_gpus_open(&gpus));
+    if (result < 0) {
+        return pcc_py_raise(pcc_py_state_of(type), result, NULL);
+    }
+    return pcc_py_object_new(type, "Gpus", gpus, gpus_close);
+}
+
+static PyObject *gpu_new(struct pcc_py_state *state, const struct pcc_gpu_info *info)
+{
+    PyObject *name = PyUnicode_DecodeUTF8(
+        info->name, (Py_ssize_t)strnlen(info->name, sizeof(info->name)), "replace");
+    if (name == NULL) {
+        return NULL;
+    }
+    return pcc_py_result(state, PCC_PY_GPU_INFO,
+                         Py_BuildValue("(y#NiNKKK)", (const char *)info->uuid,
+                                       (Py_ssize_t)sizeof(info->uuid), name, info->numa_node,
+                                       PyBool_FromLong(info->lost), info->copied_bytes,
+                                       info->copies, info->failures));
+}
+
+static PyObject *gpus_info(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    struct pcc_gpus *gpus = pcc_py_enter((struct pcc_py_object *)self);
+    if (gpus == NULL) {
+        return NULL;
+    }
+    struct pcc_gpu_info infos[GPUS_MAX];
+    uint32_t count;
+    PCC_PY_UNLOCKED(count = pcc_gpus_info(gpus, infos, GPUS_MAX));
+    pcc_py_leave((struct pcc_py_object *)self);
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list != NULL && i < count && i < GPUS_MAX; i++) {
+        PyObject *one = gpu_new(pcc_py_state_of(Py_TYPE(self)), &infos[i]);
+        if (one == NULL || PyList_Append(list, one) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(one);
+    }
+    return list;
+}
+
+static PyMethodDef methods[] = {
+    {"info", gpus_info, METH_NOARGS, "What each GPU in use has done."},
+    {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject *pcc_py_gpus_type(PyObject *module)
+{
+    PyType_Slot slots[] = {
+        {Py_tp_new, (void *)gpus_new},
+        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
+        {Py_tp_methods, methods},
+        {Py_tp_doc, (void *)(uintptr_t) "The GPUs that trainers expose memory of."},
+        {0, NULL},
+    };
+    PyType_Spec spec = {
+        .name = "pccheck_native._core.Gpus",
+        .basicsize = (int)sizeof(struct pcc_py_object),
+        .flags = Py_TPFLAGS_DEFAULT,
+        .slots = slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
+}

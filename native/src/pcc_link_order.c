@@ -1,0 +1,322 @@
+/* The order between the trainer's streams and the copies: mark, hold, letting go.
+ *
+ * Whoever lets a stream go moves the snapshot's word first and stores `done` then, so that no
+ * update can run while the snapshot may still become COPIED (P4). The caller of hold looks at the
+ * word again after it has enqueued the wait: either it sees the final word, or who made it final
+ * stores `done` afterwards. */
+#include "pcc_futex.h"
+#include "pcc_link_private.h"
+
+#define SLICE_NS 100000000u
+
+bool pcc_link_pulled_read(const struct pcc_link *link, const struct pcc_job *job)
+{
+    if (job->pulled == 0 || !pcc_link_open_word(link, job->snapshot))
+        return true;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        /* Acquire pairs with the daemon's release: his reads came before our next update. */
+        if ((job->pulled >> i & 1) != 0 &&
+            atomic_load_explicit(&pcc_link_words(link, job->snapshot, i)->done,
+                                 memory_order_acquire) < job->snapshot)
+            return false;
+    }
+    return true;
+}
+
+void pcc_link_let_go(struct pcc_link *link, struct pcc_job *job)
+{
+    if (job->pulled == 0 || pcc_link_open_word(link, job->snapshot))
+        return;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((job->pulled >> i & 1) == 0)
+            continue;
+        _Atomic uint64_t *done = &pcc_link_words(link, job->snapshot, i)->done;
+        uint64_t now = atomic_load_explicit(done, memory_order_relaxed);
+        /* Release: the word's move comes before it. The words only grow. */
+        while (now < job->snapshot &&
+               !atomic_compare_exchange_weak_explicit(done, &now, job->snapshot,
+                                                      memory_order_release, memory_order_relaxed))
+            ;
+    }
+    job->held = 0;
+}
+
+/* With lock held: true while a stream that `held` names waits and the daemon could still let it go.
+ */
+static bool held_back(struct pcc_link *link, struct pcc_job *job)
+{
+    if (!pcc_link_open_word(link, job->snapshot)) {
+        pcc_link_let_go(link, job);
+        return false;
+    }
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((job->held >> i & 1) != 0 &&
+            atomic_load_explicit(&pcc_link_words(link, job->snapshot, i)->done,
+                                 memory_order_relaxed) >= job->snapshot)
+            job->held &= ~(1u << i);
+    }
+    return job->held != 0;
+}
+
+uint64_t pcc_link_expire(struct pcc_link *link)
+{
+    uint64_t nearest = UINT64_MAX;
+    bool expired = false;
+
+    if (!atomic_load_explicit(&link->armed, memory_order_relaxed)) /* hold rings the bell */
+        return nearest;
+    (void)pthread_mutex_lock(&link->lock);
+    const uint64_t now = pcc_now_ns();
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &link->jobs[i];
+        if (job->held == 0 || !held_back(link, job))
+            continue;
+        if (now < job->deadline_ns) {
+            nearest = job->deadline_ns < nearest ? job->deadline_ns : nearest;
+        } else if (pcc_link_job_abandon(link, job, -ETIMEDOUT)) {
+            pcc_link_job_end(job); /* not busy: we are the thread */
+            expired = true;
+        }
+    }
+    if (nearest == UINT64_MAX)
+        atomic_store_explicit(&link->armed, false, memory_order_relaxed);
+    (void)pthread_mutex_unlock(&link->lock);
+    if (expired) {
+        pcc_bell_ring(&link->view.page->daemon_bell);
+        pcc_bell_ring(&link->view.page->client_bell);
+    }
+    return nearest;
+}
+
+/* Our fence stream comes behind what is on `stream` now, so that close() can tell when the
+ * trainer's streams have passed the page. Within enter/leave. */
+static void fence(struct pcc_link *link, struct pcc_link_device *device, CUstream stream)
+{
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+
+    (void)pthread_mutex_lock(&link->gpu_lock);
+    CUresult result = cuda->event_record(device->scratch, stream);
+    if (result == CUDA_SUCCESS)
+        result = cuda->stream_wait_event(device->fence, device->scratch, 0);
+    if (result != CUDA_SUCCESS)
+        device->unfenced = true;
+    (void)pthread_mutex_unlock(&link->gpu_lock);
+}
+
+/* The page's words of a snapshot, as the GPU's streams see them. */
+static CUdeviceptr words_at(const struct pcc_link_device *device, uint64_t snapshot, uint32_t index)
+{
+    return device->page + offsetof(struct pcc_page, devices) +
+           ((snapshot % PCC_SNAPSHOTS) * PCC_DEVICES + index) * sizeof(struct pcc_device_words);
+}
+
+/* -- mark -- */
+
+/* Within enter/leave. */
+static CUresult mark(struct pcc_link *link, uint64_t snapshot, uint32_t index, CUstream stream,
+                     bool pull)
+{
+    struct pcc_link_device *device = &link->devices[index];
+    struct pcc_job_device *part = &link->jobs[snapshot % PCC_SNAPSHOTS].devices[index];
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    CUresult result = CUDA_SUCCESS;
+
+    if (part->marked == NULL)
+        result = cuda->event_create(&part->marked, CU_EVENT_DISABLE_TIMING);
+    if (result == CUDA_SUCCESS && part->copied == NULL && !pull)
+        result = cuda->event_create(&part->copied, CU_EVENT_DISABLE_TIMING);
+    if (result == CUDA_SUCCESS && pull) {
+        result = cuda->stream_write_value(
+            stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
+            snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
+        fence(link, device, stream);
+    }
+    if (result == CUDA_SUCCESS)
+        result = cuda->event_record(part->marked, stream);
+    return result;
+}
+
+/* True when the snapshot takes marks; its events are the caller's until he says that they are. */
+static bool mark_begin(struct pcc_link *link, uint64_t snapshot)
+{
+    const struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&link->lock);
+    const bool takes = job->snapshot == snapshot &&
+                       atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED;
+    (void)pthread_mutex_unlock(&link->lock);
+    return takes;
+}
+
+int pcc_link_mark(struct pcc_link *link, uint64_t snapshot, uint32_t device, uint64_t stream,
+                  bool pull, bool aside)
+{
+    struct pcc_link_device *mine = pcc_link_device(link, device);
+    struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+    int mode;
+
+    if (mine == NULL)
+        return -EINVAL;
+    if (pull && mine->page == 0)
+        return -PCC_E_DEVICE;
+    pcc_link_enter(link);
+    int error = 0;
+    const bool takes = mark_begin(link, snapshot); /* abandoned or hung up since: nothing to mark */
+    if (takes)
+        error = pcc_link_gpu_enter(mine, &mode);
+    if (takes && error == 0) {
+        CUstream const on = aside ? mine->side : (CUstream)(uintptr_t)stream;
+        error = pcc_link_gpu_code(mine, mark(link, snapshot, device, on, pull));
+        pcc_link_gpu_leave(mine, mode);
+    }
+    if (takes && error == 0) {
+        (void)pthread_mutex_lock(&link->lock);
+        if (job->snapshot == snapshot) {
+            job->devices[device].is_marked = true;
+            job->devices[device].aside = aside;
+            if (pull)
+                job->pulled |= 1u << device;
+        }
+        (void)pthread_mutex_unlock(&link->lock);
+    }
+    pcc_link_leave(link);
+    return error;
+}
+
+/* -- hold -- */
+
+enum hold_way {
+    HOLD_NOT,   /* nothing to wait for */
+    HOLD_LATER, /* push: copies are still to be enqueued, the host waits first */
+    HOLD_EVENT,
+    HOLD_WORD,
+};
+
+/* With lock held. */
+static enum hold_way hold_way(struct pcc_link *link, uint64_t snapshot, uint32_t device,
+                              CUevent *event_out)
+{
+    struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+    const struct pcc_job_device *part = &job->devices[device];
+    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+
+    if (job->snapshot != snapshot || !part->is_marked)
+        return HOLD_NOT;
+    if (!pcc_link_open_word(link, snapshot)) {
+        pcc_link_let_go(link, job);
+        return HOLD_NOT;
+    }
+    *event_out = part->aside ? part->marked : part->copied;
+    if (part->aside)
+        return HOLD_EVENT;
+    if ((job->pulled >> device & 1) != 0)
+        /* Acquire pairs with the daemon's release of done. */
+        return atomic_load_explicit(&pcc_link_words(link, snapshot, device)->done,
+                                    memory_order_acquire) < snapshot
+                   ? HOLD_WORD
+                   : HOLD_NOT;
+    if (part->enqueued)
+        return HOLD_EVENT;
+    if (state == PCC_JOB_REQUESTED)
+        return atomic_load_explicit(&link->dead, memory_order_relaxed) ? HOLD_NOT : HOLD_LATER;
+    return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
+}
+
+/* Waits on the host while copies are to be enqueued, at most until then. */
+static enum hold_way hold_await(struct pcc_link *link, uint64_t snapshot, uint32_t device,
+                                CUevent *event_out, uint64_t until_ns)
+{
+    _Atomic uint32_t *bell = &link->view.page->client_bell;
+
+    for (;;) {
+        const uint32_t rung = pcc_bell_read(bell);
+        (void)pthread_mutex_lock(&link->lock);
+        const enum hold_way way = hold_way(link, snapshot, device, event_out);
+        (void)pthread_mutex_unlock(&link->lock);
+        const uint64_t now = pcc_now_ns();
+        if (way != HOLD_LATER || now >= until_ns)
+            return way;
+        const uint64_t left = until_ns - now;
+        pcc_futex_wait(bell, rung, left < SLICE_NS ? left : SLICE_NS);
+        if (!pcc_link_alive(link) && !atomic_load_explicit(&link->dead, memory_order_relaxed))
+            pcc_bell_ring(bell); /* the thread ends what is outstanding */
+    }
+}
+
+/* The deadline is the thread's to keep; before the wait is enqueued, so that there is no moment at
+ * which nobody would let the stream go. */
+static void hold_arm(struct pcc_link *link, uint64_t snapshot, uint32_t device,
+                     uint64_t deadline_ns)
+{
+    struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&link->lock);
+    if (job->snapshot == snapshot) {
+        if (job->held == 0 || deadline_ns < job->deadline_ns)
+            job->deadline_ns = deadline_ns;
+        job->held |= 1u << device;
+        atomic_store_explicit(&link->armed, true, memory_order_relaxed);
+    }
+    (void)pthread_mutex_unlock(&link->lock);
+    pcc_bell_ring(&link->view.page->client_bell);
+}
+
+static void hold_recheck(struct pcc_link *link, uint64_t snapshot)
+{
+    struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&link->lock);
+    if (job->snapshot == snapshot)
+        pcc_link_let_go(link, job);
+    (void)pthread_mutex_unlock(&link->lock);
+}
+
+int pcc_link_hold(struct pcc_link *link, uint64_t snapshot, uint32_t device, uint64_t stream,
+                  uint64_t deadline_ns)
+{
+    struct pcc_link_device *mine = pcc_link_device(link, device);
+    CUstream const on = (CUstream)(uintptr_t)stream;
+    CUevent event = NULL;
+    CUresult result;
+    int mode;
+
+    if (mine == NULL)
+        return -EINVAL;
+    pcc_link_enter(link);
+    const enum hold_way way = hold_await(link, snapshot, device, &event, deadline_ns);
+    int error = way == HOLD_LATER ? -ETIMEDOUT : 0;
+    if (way == HOLD_WORD)
+        hold_arm(link, snapshot, device, deadline_ns);
+    if (way == HOLD_WORD || way == HOLD_EVENT) {
+        error = pcc_link_gpu_enter(mine, &mode);
+        if (error == 0) {
+            if (way == HOLD_WORD) {
+                result = mine->gpu.cuda->stream_wait_value(
+                    on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
+                    snapshot, CU_STREAM_WAIT_VALUE_GEQ);
+                fence(link, mine, on);
+            } else {
+                result = mine->gpu.cuda->stream_wait_event(on, event, 0);
+            }
+            error = pcc_link_gpu_code(mine, result);
+            pcc_link_gpu_leave(mine, mode);
+        }
+    }
+    if (way == HOLD_WORD)
+        hold_recheck(link, snapshot);
+    pcc_link_leave(link);
+    return error;
+}
+
+bool pcc_link_hold_ready(struct pcc_link *link, uint64_t snapshot, uint32_t device,
+                         uint64_t until_ns)
+{
+    CUevent ignored;
+
+    if (pcc_link_device(link, device) == NULL)
+        return true;
+    pcc_link_enter(link);
+    const enum hold_way way = hold_await(link, snapshot, device, &ignored, until_ns);
+    pcc_link_leave(link);
+    return way != HOLD_LATER;
+}

@@ -1,0 +1,367 @@
+/* A channel whose trainer has GPU memory. The trainer is another process and has nothing but that:
+ * the page is the test's to write, as in test_channel_hostile.c. */
+#ifndef PULL_FIXTURE_H
+#define PULL_FIXTURE_H
+
+#include "../standin/standin_control.h"
+#include "pull_trainer.h"
+
+#define ALLOCATIONS_MAX 8u
+#define RANGES_MAX 64u
+
+/* -- the test's side -- */
+
+struct device_memory {
+    uint64_t address; /* in the trainer */
+    struct pcc_exposed_allocation exposed;
+    uint8_t *expected;
+};
+
+struct pull {
+    struct fixture f;
+    struct pcc_gpus *gpus;
+    struct trainer trainer;
+    struct standin_control *control; /* of this process's driver: the daemon's */
+    struct device_memory memory[ALLOCATIONS_MAX];
+    uint32_t memory_count;
+    struct pcc_exposed_range ranges[RANGES_MAX];
+    uint32_t range_count;
+    uint64_t device_bytes;
+    uint64_t map;
+};
+
+/* Memory on a GPU, filled; its number. */
+static inline uint32_t allocate(struct pull *p, uint32_t device, uint64_t length)
+{
+    struct device_memory *memory = &p->memory[p->memory_count];
+    const struct answer answer = trainer_ask(
+        &p->trainer, (struct order){.what = ORDER_ALLOCATE, .device = device, .length = length});
+
+    CHECK(p->memory_count < ALLOCATIONS_MAX);
+    memory->address = answer.address;
+    memory->exposed = answer.exposed;
+    memory->expected = malloc(length);
+    CHECK(memory->expected != NULL);
+    return p->memory_count++;
+}
+
+/* The trainer's step: other bytes in all of its memory. */
+static inline void fill(struct pull *p, uint64_t seed)
+{
+    for (uint32_t i = 0; i < p->memory_count; i++) {
+        struct device_memory *memory = &p->memory[i];
+        pattern(memory->expected, memory->exposed.length_bytes, seed * 100 + i);
+        (void)trainer_ask(&p->trainer, (struct order){.what = ORDER_FILL,
+                                                      .address = memory->address,
+                                                      .length = memory->exposed.length_bytes,
+                                                      .seed = seed * 100 + i});
+    }
+}
+
+static inline void range_add(struct pull *p, uint32_t allocation, uint64_t from, uint64_t length,
+                             uint64_t at)
+{
+    CHECK(p->range_count < RANGES_MAX);
+    p->ranges[p->range_count++] = (struct pcc_exposed_range){.allocation = allocation,
+                                                             .allocation_offset_bytes = from,
+                                                             .offset_bytes = at,
+                                                             .length_bytes = length};
+}
+
+/* The exposure of what there is; `out` has room for it. Its length. */
+static inline uint64_t exposure_make(struct pull *p, uint8_t *out)
+{
+    struct pcc_exposure head = {.magic = PCC_EXPOSURE_MAGIC,
+                                .allocation_count = p->memory_count,
+                                .range_count = p->range_count,
+                                .device_bytes = p->device_bytes,
+                                .probe_offset_bytes = 64};
+    uint8_t *at = out + sizeof(head);
+
+    memcpy(head.probe, p->memory[0].expected + 64, sizeof(head.probe));
+    memcpy(out, &head, sizeof(head));
+    for (uint32_t i = 0; i < p->memory_count; i++, at += sizeof(p->memory[i].exposed))
+        memcpy(at, &p->memory[i].exposed, sizeof(p->memory[i].exposed));
+    memcpy(at, p->ranges, p->range_count * sizeof(p->ranges[0]));
+    return (uint64_t)(at - out) + p->range_count * sizeof(p->ranges[0]);
+}
+
+#define EXPOSURE_ROOM 8192u
+
+static inline int expose_as_is(struct pull *p, char reason[200])
+{
+    uint8_t bytes[EXPOSURE_ROOM];
+    const uint64_t length = exposure_make(p, bytes);
+
+    return pcc_channel_expose(p->f.channel, ++p->map, bytes, length, reason, 200);
+}
+
+static inline void expose(struct pull *p)
+{
+    char reason[200];
+    const int error = expose_as_is(p, reason);
+
+    if (error != 0)
+        printf("  %s: %s\n", pcc_error_name(error), reason);
+    CHECK(error == 0 && reason[0] == '\0');
+}
+
+/* -- the page -- */
+
+static inline uint64_t done_of(struct pull *p, uint64_t snapshot, uint32_t device)
+{
+    return atomic_load(&pcc_page_words(&p->f.page, snapshot, device)->done);
+}
+
+static inline void ready_set(struct pull *p, uint64_t snapshot, uint32_t device)
+{
+    atomic_store(&pcc_page_words(&p->f.page, snapshot, device)->ready, snapshot);
+}
+
+static inline uint64_t word_of(struct pull *p, uint64_t snapshot)
+{
+    return atomic_load(&pcc_page_snapshot(&p->f.page, snapshot)->word);
+}
+
+#define TREE_BYTES 5000u /* the client's part of a payload */
+
+/* Requests and admits; the code of begin. */
+static inline int admit(struct pull *p, uint64_t snapshot, uint64_t *sequence)
+{
+    const struct pcc_save_request request = {.step = (int64_t)snapshot,
+                                             .world_size = 1,
+                                             .payload_bytes = p->device_bytes + TREE_BYTES,
+                                             .tree_offset_bytes = p->device_bytes,
+                                             .tree_bytes = TREE_BYTES};
+    int error;
+    const uint64_t deadline = soon();
+
+    atomic_store(&pcc_page_snapshot(&p->f.page, snapshot)->word,
+                 pcc_word(snapshot, PCC_WORD_REQUESTED));
+    while ((error = pcc_channel_begin(p->f.channel, snapshot, p->map, &request, sequence)) ==
+               -PCC_E_NO_LANE ||
+           error == -PCC_E_NO_SLOT) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(500);
+    }
+    return error;
+}
+
+static inline bool message_next(struct pull *p, struct pcc_message *message)
+{
+    return pcc_ring_pop(&p->f.page.to_client, message) == 1;
+}
+
+/* A chunk as the client has it mapped. */
+static inline uint8_t *client_map(struct pull *p, uint32_t chunk)
+{
+    const struct pcc_segment *segment =
+        &p->f.channel->segments[p->f.channel->chunks[chunk].segment].memory;
+    void *bytes = mmap(NULL, CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED, segment->fd,
+                       (off_t)(chunk - segment->first_chunk) * CHUNK);
+
+    CHECK(bytes != MAP_FAILED);
+    return bytes;
+}
+
+/* The client's part: it is granted a chunk, fills it with the tree of `snapshot`, hands it over. */
+static inline void push_tree(struct pull *p, uint64_t snapshot)
+{
+    const uint64_t deadline = soon();
+    struct pcc_message message;
+
+    while (!message_next(p, &message)) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(100);
+    }
+    CHECK(message.kind == PCC_MSG_FREE);
+    uint8_t *tree = client_map(p, message.chunk);
+    memset(tree, 0, 2 * BLOCK);
+    pattern(tree, TREE_BYTES, snapshot);
+    uint64_t *checksums = p->f.page.checksums + (size_t)message.chunk * (CHUNK / BLOCK);
+    checksums[0] = pcc_block_checksum(tree, BLOCK);
+    checksums[1] = pcc_block_checksum(tree + BLOCK, TREE_BYTES - BLOCK);
+    CHECK(munmap(tree, CHUNK) == 0);
+    message.kind = PCC_MSG_FULL;
+    message.id = snapshot;
+    message.offset_bytes = p->device_bytes;
+    message.length_bytes = TREE_BYTES;
+    CHECK(pcc_ring_push(&p->f.page.to_daemon, &message) == 0);
+    pcc_bell_ring(&p->f.page.page->daemon_bell);
+}
+
+/* -- what was saved -- */
+
+/* What the payload holds at `snapshot`: gaps are zeros. */
+static inline uint8_t *payload_expected(const struct pull *p, uint64_t snapshot)
+{
+    uint8_t *bytes = calloc(1, p->device_bytes + TREE_BYTES);
+
+    CHECK(bytes != NULL);
+    for (uint32_t i = 0; i < p->range_count; i++) {
+        const struct pcc_exposed_range *range = &p->ranges[i];
+        memcpy(bytes + range->offset_bytes,
+               p->memory[range->allocation].expected + range->allocation_offset_bytes,
+               range->length_bytes);
+    }
+    pattern(bytes + p->device_bytes, TREE_BYTES, snapshot);
+    return bytes;
+}
+
+static inline int compare_to(void *expected, const void *bytes, uint64_t offset, uint64_t length)
+{
+    return memcmp((const uint8_t *)expected + offset, bytes, length) == 0 ? 0 : -EBADMSG;
+}
+
+static inline void saved_equals(struct pull *p, uint64_t sequence, uint8_t *expected)
+{
+    struct pcc_load *load;
+
+    CHECK(pcc_load_open(p->f.volume, sequence, &load) == 0);
+    CHECK(pcc_load_stream(load, 0, p->device_bytes + TREE_BYTES, CHUNK, 1, compare_to, expected) ==
+          0);
+    pcc_load_close(load);
+}
+
+/* A whole checkpoint: pulled, pushed, durable, the right bytes. */
+static inline void checkpoint(struct pull *p, uint64_t snapshot)
+{
+    uint64_t sequence;
+
+    CHECK(admit(p, snapshot, &sequence) == 0);
+    for (uint32_t device = 0; device < PCC_DEVICES; device++)
+        ready_set(p, snapshot, device);
+    push_tree(p, snapshot);
+    struct pcc_event event;
+    do
+        event = event_next(&p->f);
+    while (event.id != snapshot || event.session != p->f.session ||
+           (event.kind != PCC_EVENT_DURABLE && event.kind != PCC_EVENT_FAILED));
+    CHECK_EQUAL(event.error, 0);
+    CHECK(event.kind == PCC_EVENT_DURABLE);
+    CHECK(word_of(p, snapshot) == pcc_word(snapshot, PCC_WORD_COPIED));
+    uint8_t *expected = payload_expected(p, snapshot);
+    saved_equals(p, sequence, expected);
+    free(expected);
+}
+
+/* -- life -- */
+
+static inline void control_open(struct pull *p)
+{
+    const char *path = getenv("PCCHECK_STANDIN_FAULTS");
+
+    CHECK(path != NULL);
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    CHECK(fd >= 0 && ftruncate(fd, 4096) == 0);
+    p->control = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(p->control != MAP_FAILED && close(fd) == 0);
+    p->control->magic = STANDIN_CONTROL_MAGIC;
+}
+
+static inline uint64_t peek(const uint64_t *word)
+{
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+static inline void poke(uint64_t *word, uint64_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+static inline void wait_for(const uint64_t *word, uint64_t least)
+{
+    const uint64_t deadline = soon();
+
+    while (peek(word) < least) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(200);
+    }
+}
+
+static inline void wait_done(struct pull *p, uint64_t snapshot, uint32_t device)
+{
+    const uint64_t deadline = soon();
+
+    while (done_of(p, snapshot, device) < snapshot) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(200);
+    }
+}
+
+/* What the daemon's driver does with copies: */
+static inline void copies_hold(struct pull *p, uint64_t after)
+{
+    poke(&p->control->copy_hold_skip, after);
+    poke(&p->control->copy_hold_kinds, STANDIN_TO_HOST);
+}
+
+static inline void copies_go_on(struct pull *p)
+{
+    poke(&p->control->copy_hold_kinds, 0);
+}
+
+static inline void copies_fail(struct pull *p, uint64_t nth, uint64_t code, bool behind)
+{
+    poke(&p->control->copy_fail_kinds, STANDIN_TO_HOST);
+    poke(&p->control->copy_fail_code, code);
+    poke(&p->control->copy_fail_async, behind);
+    poke(&p->control->copy_fail_at, nth);
+}
+
+/* A channel with a page, and a trainer who has nothing yet. */
+static inline void pull_open(struct pull *p, uint64_t memory_bytes)
+{
+    memset(p, 0, sizeof(*p));
+    control_open(p);
+    CHECK(pcc_gpus_open(&p->gpus) == 0);
+    const struct settings settings = {
+        .payload_capacity = 4u << 20, .memory_bytes = memory_bytes, .gpus = p->gpus};
+    fixture_open(&p->f, &settings);
+    trainer_start(&p->trainer);
+    p->f.trainer = p->trainer.pid;
+    page_open(&p->f);
+}
+
+/* A GPU, two allocations, four chunks of payload with gaps in them. */
+static inline void usual_layout(struct pull *p)
+{
+    (void)allocate(p, 0, 3 * CHUNK);
+    (void)allocate(p, 0, 100000);
+    fill(p, 1);
+    range_add(p, 0, 256, 2 * CHUNK, 0);
+    range_add(p, 1, 0, 1000, 2 * CHUNK + 64);
+    range_add(p, 1, 2000, 98000, 2 * CHUNK + 1088);
+    p->device_bytes = 4 * CHUNK;
+}
+
+static inline void mappings_gone(struct pull *p)
+{
+    struct pcc_channel_usage usage;
+
+    pcc_channel_usage(p->f.channel, &usage);
+    CHECK(usage.mappings == 0 && usage.exposed_bytes == 0 && usage.granted_chunks == 0);
+    CHECK_EQUAL(peek(&p->control->open_mappings), 0);
+}
+
+static inline void expected_free(struct pull *p)
+{
+    for (uint32_t i = 0; i < p->memory_count; i++)
+        free(p->memory[i].expected);
+    p->memory_count = 0;
+}
+
+static inline void pull_close(struct pull *p)
+{
+    detach(&p->f);
+    trainer_kill(&p->trainer);
+    mappings_gone(p);
+    fixture_close(&p->f);
+    pcc_gpus_close(p->gpus);
+    CHECK_EQUAL(peek(&p->control->registered_bytes), 0);
+    CHECK_EQUAL(peek(&p->control->streams) + peek(&p->control->events), 0);
+    CHECK_EQUAL(peek(&p->control->pageable_copies) + peek(&p->control->contexts), 0);
+    expected_free(p);
+}
+
+#endif

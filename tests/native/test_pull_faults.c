@@ -1,0 +1,282 @@
+/* Pull when something goes wrong: a trainer that lets go, lies or dies, copies that fail, a GPU
+ * that is lost or never answers. A checkpoint is right or it is failed; nobody waits for ever, and
+ * no mapping is left. */
+#include "pull_fixture.h"
+
+static void failed_with(struct pull *p, uint64_t snapshot, int error)
+{
+    struct pcc_event event = event_until(&p->f, PCC_EVENT_FAILED);
+
+    CHECK_EQUAL(event.id, snapshot);
+    CHECK_EQUAL(event.error, error);
+    CHECK(strcmp(event.stage, "copy") == 0);
+    CHECK(done_of(p, snapshot, 0) >= snapshot); /* the trainer's stream was let go */
+    CHECK(word_of(p, snapshot) != pcc_word(snapshot, PCC_WORD_COPIED) &&
+          word_of(p, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING));
+}
+
+static uint32_t chunks_in(struct pull *p, enum pcc_chunk_state state)
+{
+    uint32_t count = 0;
+
+    pcc_channel_lock(p->f.channel);
+    for (uint32_t i = 0; i < p->f.channel->chunk_count; i++)
+        count += p->f.channel->chunks[i].state == state;
+    pcc_channel_unlock(p->f.channel);
+    return count;
+}
+
+/* Detached in mid-copy: the session's end and the save's are told in any order. */
+static void detach_failing(struct pull *p)
+{
+    pcc_channel_detach(p->f.channel);
+    for (uint32_t told = 0; told != 3;) {
+        const struct pcc_event event = event_next(&p->f);
+        CHECK(event.kind == PCC_EVENT_DETACHED || event.error == -PCC_E_ABORTED);
+        told |= event.kind == PCC_EVENT_DETACHED ? 1 : 2;
+    }
+    ends_close(&p->f);
+}
+
+/* The client lets its trainer go while copies are under way: their chunks belong to nobody else
+ * until they have ended, whatever is saved meanwhile. */
+static void test_abandoned(void)
+{
+    struct pull p;
+    uint64_t sequence;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    for (uint64_t snapshot = 1; snapshot <= 9; snapshot += 2) {
+        copies_hold(&p, snapshot % 4);
+        CHECK(admit(&p, snapshot, &sequence) == 0);
+        ready_set(&p, snapshot, 0);
+        wait_for(&p.control->held_copies, 1);
+        CHECK(pcc_word_move(pcc_page_snapshot(&p.f.page, snapshot), snapshot, PCC_WORD_COPYING,
+                            PCC_WORD_ABANDONED));
+        pcc_bell_ring(&p.f.page.page->daemon_bell);
+        failed_with(&p, snapshot, -PCC_E_ABORTED);
+        CHECK(word_of(&p, snapshot) == pcc_word(snapshot, PCC_WORD_ABANDONED));
+        CHECK(chunks_in(&p, PCC_CHUNK_PULLED) > 0);
+        struct pcc_message message; /* what was granted for it goes back */
+        while (message_next(&p, &message)) {
+            message.kind = PCC_MSG_TAKEN;
+            CHECK(pcc_ring_push(&p.f.page.to_daemon, &message) == 0);
+        }
+        pcc_bell_ring(&p.f.page.page->daemon_bell);
+        fill(&p, snapshot); /* the trainer goes on, and what is copied now is torn */
+        copies_go_on(&p);
+        checkpoint(&p, snapshot + 1);
+        const uint64_t deadline = soon();
+        while (chunks_in(&p, PCC_CHUNK_PULLED) > 0)
+            CHECK(pcc_now_ns() < deadline);
+    }
+    pull_close(&p);
+}
+
+/* A copy that the driver refuses, or that fails later, fails its checkpoint and no other. */
+static void test_copies_fail(void)
+{
+    struct pull p;
+    uint64_t sequence, snapshot = 0;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    for (uint32_t nth = 1; nth <= 5; nth++) {
+        for (uint32_t behind = 0; behind <= 1; behind++) {
+            copies_fail(&p, nth, CUDA_ERROR_INVALID_VALUE, behind);
+            CHECK(admit(&p, ++snapshot, &sequence) == 0);
+            ready_set(&p, snapshot, 0);
+            failed_with(&p, snapshot, -PCC_E_DEVICE);
+            CHECK(word_of(&p, snapshot) == pcc_word(snapshot, PCC_WORD_REFUSED));
+            poke(&p.control->copy_fail_at, 0);
+            struct pcc_message message;
+            while (message_next(&p, &message)) {
+                message.kind = PCC_MSG_TAKEN;
+                CHECK(pcc_ring_push(&p.f.page.to_daemon, &message) == 0);
+            }
+            pcc_bell_ring(&p.f.page.page->daemon_bell);
+            fill(&p, snapshot);
+            checkpoint(&p, ++snapshot);
+        }
+    }
+    struct pcc_gpu_info info;
+    CHECK(pcc_gpus_info(p.gpus, &info, 1) == 1 && !info.lost && info.failures >= 10);
+    pull_close(&p);
+}
+
+/* Killed in mid-copy, and killed when everything was read but one copy: the stand-in gives what a
+ * dead trainer's memory may hold, and none of it becomes a checkpoint. */
+static void test_trainer_killed(void)
+{
+    struct pull p;
+    uint64_t sequence;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    const uint32_t memories = p.memory_count, ranges = p.range_count;
+    for (uint64_t after = 0; after <= 4; after++) {
+        if (after > 0) {
+            trainer_start(&p.trainer);
+            p.f.trainer = p.trainer.pid;
+            p.memory_count = 0;
+            for (uint32_t i = 0; i < memories; i++) {
+                free(p.memory[i].expected);
+                (void)allocate(&p, 0, i == 0 ? 3 * CHUNK : 100000);
+            }
+            fill(&p, after);
+            page_open(&p.f);
+        }
+        CHECK_EQUAL(p.range_count, ranges);
+        expose(&p);
+        checkpoint(&p, 1);
+        copies_hold(&p, after);
+        CHECK(admit(&p, 2, &sequence) == 0);
+        ready_set(&p, 2, 0);
+        wait_for(&p.control->held_copies, 1);
+        trainer_kill(&p.trainer);
+        copies_go_on(&p);
+        push_tree(&p, 2);
+        if (after % 2 == 0)
+            failed_with(&p, 2, -PCC_E_ABORTED);
+        detach(&p.f);
+        mappings_gone(&p);
+        page_open(&p.f);
+        CHECK_EQUAL(pcc_channel_cached(p.f.channel, sequence), false);
+        detach(&p.f);
+    }
+    CHECK(peek(&p.control->scrambled) > 0);
+    page_open(&p.f);
+    pull_close(&p);
+}
+
+/* The context is lost in mid-copy: that checkpoint fails, later ones are told at once, and what is
+ * pushed is saved as ever. */
+static void test_context_lost(void)
+{
+    struct pull p;
+    uint64_t sequence;
+    char reason[200];
+    struct pcc_gpu_info info;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    checkpoint(&p, 1);
+    copies_fail(&p, 3, CUDA_ERROR_LAUNCH_FAILED, true);
+    CHECK(admit(&p, 2, &sequence) == 0);
+    ready_set(&p, 2, 0);
+    failed_with(&p, 2, -PCC_E_DEVICE_LOST);
+    CHECK(admit(&p, 3, &sequence) == -PCC_E_DEVICE_LOST);
+    pcc_channel_refuse(p.f.channel, 3, PCC_OUTCOME_FAILED, 0);
+    CHECK(expose_as_is(&p, reason) == -PCC_E_DEVICE_LOST);
+    CHECK(strstr(reason, "restarted") != NULL);
+    CHECK(pcc_gpus_info(p.gpus, &info, 1) == 1 && info.lost);
+    CHECK(admit(&p, 4, &sequence) == -PCC_E_BAD_HANDLE);
+    CHECK(chunks_in(&p, PCC_CHUNK_LOST) > 0);
+    detach(&p.f);
+
+    link_open(&p.f);
+    uint8_t *bytes = malloc(500000);
+    CHECK(bytes != NULL);
+    pattern(bytes, 500000, 9);
+    load_equals(&p.f, save(&p.f, 1, bytes, 500000), 1, bytes, 500000);
+    free(bytes);
+    detach(&p.f);
+    struct pcc_channel_usage usage;
+    pcc_channel_usage(p.f.channel, &usage);
+    CHECK(usage.mappings == 0 && usage.exposed_bytes == 0);
+    trainer_kill(&p.trainer);
+    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
+    fixture_close(&p.f);
+    pcc_gpus_close(p.gpus);
+    expected_free(&p);
+}
+
+/* A GPU that never answers: detach ends all the same, and its chunks are never used again. */
+static void test_never_answers(void)
+{
+    struct pull p;
+    uint64_t sequence, granted;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    copies_hold(&p, 1);
+    CHECK(admit(&p, 1, &sequence) == 0);
+    ready_set(&p, 1, 0);
+    wait_for(&p.control->held_copies, 1);
+    p.f.channel->pull.limit_ns = SECOND / 100;
+    detach_failing(&p);
+    const uint32_t lost = chunks_in(&p, PCC_CHUNK_LOST);
+    CHECK(lost > 0 && chunks_in(&p, PCC_CHUNK_PULLED) == 0);
+    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
+    uint64_t budget, used;
+    pcc_pool_usage(p.f.pool, &budget, &used);
+    CHECK_EQUAL(used, 16 * CHUNK); /* still there: the GPU may write to it at any time */
+    copies_go_on(&p);
+    CHECK(pcc_channel_grow(p.f.channel, CHUNK, &granted) == 0 && granted == 0);
+    trainer_kill(&p.trainer);
+    fixture_close(&p.f);
+    pcc_gpus_close(p.gpus);
+    expected_free(&p);
+}
+
+/* What the client may write at any time: into the words, the ring, the chunks. */
+static void test_a_lying_client(void)
+{
+    struct pull p;
+    uint64_t sequence;
+    struct pcc_message message;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    CHECK(admit(&p, 1, &sequence) == 0);
+    while (!message_next(&p, &message))
+        (void)usleep(100);
+    message.kind = PCC_MSG_FULL;
+    message.id = 1;
+    message.offset_bytes = CHUNK; /* the device part is not his */
+    message.length_bytes = CHUNK;
+    CHECK(pcc_ring_push(&p.f.page.to_daemon, &message) == 0);
+    pcc_bell_ring(&p.f.page.page->daemon_bell);
+    CHECK(event_until(&p.f, PCC_EVENT_BAD_PEER).session == p.f.session);
+    ready_set(&p, 1, 0);
+    detach_failing(&p);
+    mappings_gone(&p);
+
+    /* Words that are too large count as ready and as done: his own checkpoint. Scribbling while
+     * copies are under way gives up the snapshot. */
+    page_open(&p.f);
+    expose(&p);
+    for (uint32_t device = 0; device < PCC_DEVICES; device++) {
+        atomic_store(&pcc_page_words(&p.f.page, 1, device)->ready, UINT64_MAX);
+        atomic_store(&pcc_page_words(&p.f.page, 1, device)->done, UINT64_MAX);
+    }
+    CHECK(admit(&p, 1, &sequence) == 0);
+    push_tree(&p, 1);
+    CHECK(event_until(&p.f, PCC_EVENT_DURABLE).id == 1);
+    CHECK_EQUAL(done_of(&p, 1, 0), UINT64_MAX);
+    copies_hold(&p, 0);
+    CHECK(admit(&p, 2, &sequence) == 0);
+    ready_set(&p, 2, 0);
+    wait_for(&p.control->held_copies, 1);
+    atomic_store(&pcc_page_snapshot(&p.f.page, 2)->word, 0x1234);
+    copies_go_on(&p);
+    failed_with(&p, 2, -PCC_E_ABORTED);
+    pull_close(&p);
+}
+
+static const struct test tests[] = {
+    {"test_abandoned", test_abandoned},           {"test_copies_fail", test_copies_fail},
+    {"test_trainer_killed", test_trainer_killed}, {"test_context_lost", test_context_lost},
+    {"test_never_answers", test_never_answers},   {"test_a_lying_client", test_a_lying_client},
+};
+
+int main(int argc, char **argv)
+{
+    return pull_main(argc, argv, tests, sizeof(tests) / sizeof(tests[0]));
+}

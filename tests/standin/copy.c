@@ -1,0 +1,168 @@
+/* Copies, fills and host functions: checked and enqueued. */
+#include "standin.h"
+
+/* Enters and resolves the stream. */
+static CUresult enter_stream(CUstream handle, unsigned needs, struct CUstream_st **stream)
+{
+    CUresult result = standin_enter(NEED_CONTEXT | needs);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = stream_find(handle, stream);
+    return result == CUDA_SUCCESS ? result : standin_leave(result);
+}
+
+static uint8_t *bytes_of(const struct memory *memory, CUdeviceptr address)
+{
+    return memory->bytes + (address - memory->address);
+}
+
+/* Host memory: `memory` is NULL when it is pageable. Not any that is on a device, nor any that is
+ * registered only in part: the driver refuses both. */
+static CUresult host_side(const void *host, size_t length, const struct CUstream_st *stream,
+                          struct memory **memory)
+{
+    bool partly;
+    *memory = memory_of_host(host, length, &partly);
+    if (partly || (*memory && (*memory)->kind != MEMORY_HOST) || !host)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (*memory && (*memory)->context != stream->context &&
+        !((*memory)->flags & CU_MEMHOSTREGISTER_PORTABLE))
+        *memory = NULL;
+    return CUDA_SUCCESS;
+}
+
+static CUresult enqueue_copy(struct CUstream_st *stream, struct operation operation, bool wait)
+{
+    bool async;
+    const CUresult fault = control_copy_fault(operation.copy_kind, &async);
+    const bool pageable = !operation.from || !operation.to;
+    operation.kind = DO_COPY;
+    if (fault && !async) {
+        if (code_is_sticky(fault))
+            atomic_store(&stream->context->lost, fault);
+        (void)pthread_cond_broadcast(&standin.moved);
+        return fault;
+    }
+    operation.code = fault;
+    if (pageable && !wait)
+        count(&standin.control->pageable_copies, 1);
+    return stream_enqueue(stream, operation, wait || pageable);
+}
+
+static CUresult to_host(void *host, CUdeviceptr device, size_t length, CUstream handle, bool wait)
+{
+    struct CUstream_st *stream;
+    struct operation operation = {.target = host, .length = length, .copy_kind = STANDIN_TO_HOST};
+    CUresult result = enter_stream(handle, wait ? UNSAFE_IN_CAPTURE : 0, &stream);
+    if (result != CUDA_SUCCESS || !length)
+        return result == CUDA_SUCCESS ? standin_leave(result) : result;
+    operation.from = memory_find(device, length);
+    result =
+        operation.from ? host_side(host, length, stream, &operation.to) : CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS) {
+        operation.source = bytes_of(operation.from, device);
+        result = enqueue_copy(stream, operation, wait);
+    }
+    return standin_leave(result);
+}
+
+static CUresult to_device(CUdeviceptr device, const void *host, size_t length, CUstream handle,
+                          bool wait)
+{
+    struct CUstream_st *stream;
+    struct operation operation = {.source = host, .length = length, .copy_kind = STANDIN_TO_DEVICE};
+    CUresult result = enter_stream(handle, wait ? UNSAFE_IN_CAPTURE : 0, &stream);
+    if (result != CUDA_SUCCESS || !length)
+        return result == CUDA_SUCCESS ? standin_leave(result) : result;
+    operation.to = memory_find(device, length);
+    result =
+        operation.to ? host_side(host, length, stream, &operation.from) : CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS) {
+        operation.target = bytes_of(operation.to, device);
+        result = enqueue_copy(stream, operation, wait);
+    }
+    return standin_leave(result);
+}
+
+CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t length, CUstream stream)
+{
+    return to_host(host, device, length, stream, false);
+}
+
+EXPORTED CUresult cuMemcpyDtoH_v2(void *host, CUdeviceptr device, size_t length)
+{
+    return to_host(host, device, length, NULL, true);
+}
+
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_t length, CUstream stream)
+{
+    return to_device(device, host, length, stream, false);
+}
+
+EXPORTED CUresult cuMemcpyHtoD_v2(CUdeviceptr device, const void *host, size_t length)
+{
+    return to_device(device, host, length, NULL, true);
+}
+
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t length, CUstream handle)
+{
+    struct CUstream_st *stream;
+    struct operation operation = {.length = length, .copy_kind = STANDIN_ON_DEVICE};
+    CUresult result = enter_stream(handle, 0, &stream);
+    if (result != CUDA_SUCCESS || !length)
+        return result == CUDA_SUCCESS ? standin_leave(result) : result;
+    operation.from = memory_find(from, length);
+    operation.to = memory_find(to, length);
+    if (!operation.from || !operation.to)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    operation.source = bytes_of(operation.from, from);
+    operation.target = bytes_of(operation.to, to);
+    return standin_leave(enqueue_copy(stream, operation, false));
+}
+
+static CUresult fill(CUdeviceptr device, uint64_t value, size_t length, unsigned width,
+                     CUstream handle)
+{
+    struct CUstream_st *stream;
+    struct memory *memory;
+    CUresult result = enter_stream(handle, 0, &stream);
+    if (result != CUDA_SUCCESS || !length)
+        return result == CUDA_SUCCESS ? standin_leave(result) : result;
+    memory = memory_find(device, length);
+    if (!memory || device % width)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    result = stream_enqueue(stream,
+                            (struct operation){.kind = DO_FILL,
+                                               .to = memory,
+                                               .target = bytes_of(memory, device),
+                                               .length = length,
+                                               .value = value,
+                                               .width = width},
+                            false);
+    return standin_leave(result);
+}
+
+EXPORTED CUresult cuMemsetD8Async(CUdeviceptr device, unsigned char value, size_t length,
+                                  CUstream stream)
+{
+    return fill(device, value, length, 1, stream);
+}
+
+EXPORTED CUresult cuMemsetD32Async(CUdeviceptr device, unsigned value, size_t words,
+                                   CUstream stream)
+{
+    return fill(device, value, words * sizeof(value), sizeof(value), stream);
+}
+
+EXPORTED CUresult cuLaunchHostFunc(CUstream handle, void (*function)(void *), void *data)
+{
+    struct CUstream_st *stream;
+    CUresult result = enter_stream(handle, 0, &stream);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!function)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    result = stream_enqueue(
+        stream, (struct operation){.kind = DO_CALL, .function = function, .data = data}, false);
+    return standin_leave(result);
+}

@@ -1,0 +1,191 @@
+/* Handles of device memory that another process can open, and what becomes of a dead exporter. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "memory.h"
+
+enum { PF_EXITING = 4 };
+
+struct handle {
+    uint64_t magic, nonce, length, start_time, sum;
+    uint32_t pid, device;
+    uint64_t reserved[2];
+};
+_Static_assert(sizeof(struct handle) == sizeof(CUipcMemHandle), "a handle");
+
+static uint64_t sum_of(const struct handle *handle)
+{
+    return (handle->magic ^ handle->nonce * 3 ^ handle->length * 5 ^ handle->start_time * 7) +
+           handle->pid * 11ull + handle->device * 13ull;
+}
+
+/* When the process began, in clock ticks; 0 = there is none. `alive`: and it is not ending. */
+uint64_t process_start_time(int pid, bool *alive)
+{
+    char path[64], text[1024];
+    unsigned long long start_time = 0;
+    unsigned flags = 0;
+    char state = 'X';
+    const char *after_name;
+    ssize_t length;
+    int fd;
+    if (alive)
+        *alive = false;
+    (void)snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+    fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    length = read(fd, text, sizeof(text) - 1);
+    (void)close(fd);
+    if (length <= 0)
+        return 0;
+    text[length] = 0;
+    after_name = strrchr(text, ')');
+    if (!after_name ||
+        sscanf(after_name + 1,
+               " %c %*d %*d %*d %*d %*d %u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+               &state, &flags, &start_time) != 3)
+        return 0;
+    if (alive)
+        *alive = state != 'Z' && state != 'X' && !(flags & PF_EXITING);
+    return start_time;
+}
+
+bool memory_source_alive(const struct memory *memory)
+{
+    bool alive;
+    if (memory->kind != MEMORY_IMPORTED)
+        return true;
+    if (atomic_load(&memory->file->freed))
+        return false;
+    return process_start_time((int)memory->file->pid, &alive) == memory->file->start_time && alive;
+}
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr base)
+{
+    CUresult result = standin_enter(NEED_CONTEXT);
+    struct memory *memory;
+    struct handle handle = {.magic = FILE_MAGIC};
+    if (result != CUDA_SUCCESS)
+        return result;
+    memory = memory_find(base, 1);
+    if (!out || !memory || memory->address != base || memory->kind != MEMORY_OWN)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    if (control_take(&standin.control->export_fail_count))
+        return standin_leave((CUresult)peek(&standin.control->export_fail_code));
+    memory->shared = true;
+    handle.nonce = memory->file->nonce;
+    handle.length = memory->length;
+    handle.start_time = memory->file->start_time;
+    handle.pid = memory->file->pid;
+    handle.device = memory->file->device;
+    handle.sum = sum_of(&handle);
+    (void)memcpy(out, &handle, sizeof(*out));
+    return standin_leave(CUDA_SUCCESS);
+}
+
+/* Maps the exporter's file; as NVIDIA's kernel module, it compares users, root's too. */
+static CUresult map_exported(const struct handle *handle, struct file_header **out)
+{
+    char path[PATH_BYTES];
+    struct file_header *file;
+    struct stat about;
+    bool alive;
+    int fd;
+    if (process_start_time((int)handle->pid, &alive) != handle->start_time || !alive)
+        return CUDA_ERROR_INVALID_HANDLE;
+    memory_path(path, handle->pid, handle->nonce);
+    fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (fstat(fd, &about) || (!standin.any_uid && about.st_uid != geteuid()) ||
+        (uint64_t)about.st_size != HEADER_BYTES + handle->length) {
+        (void)close(fd);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    file = mmap(NULL, (size_t)about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    (void)close(fd);
+    if (file == MAP_FAILED)
+        return CUDA_ERROR_MAP_FAILED;
+    if (file->magic != FILE_MAGIC || file->nonce != handle->nonce || atomic_load(&file->freed)) {
+        (void)munmap(file, (size_t)about.st_size);
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    *out = file;
+    return CUDA_SUCCESS;
+}
+
+static struct memory *already_open(const struct handle *handle)
+{
+    for (struct memory *at = standin.memories; at; at = at->next)
+        if (at->kind == MEMORY_IMPORTED && !at->going && at->file->nonce == handle->nonce &&
+            at->context == standin_current())
+            return at;
+    return NULL;
+}
+
+static CUresult open_handle(const struct handle *handle, struct memory **out)
+{
+    struct file_header *file;
+    struct memory *memory = already_open(handle);
+    CUresult result;
+    if (!memory) {
+        result = map_exported(handle, &file);
+        if (result != CUDA_SUCCESS)
+            return result;
+        memory = memory_add(MEMORY_IMPORTED, (uint8_t *)file + HEADER_BYTES, handle->length);
+        if (!memory) {
+            (void)munmap(file, HEADER_BYTES + handle->length);
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        memory->file = file;
+        count(&standin.control->open_mappings, 1);
+    }
+    memory->opens++;
+    count(&standin.control->opens, 1);
+    *out = memory;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *base, CUipcMemHandle sent, unsigned flags)
+{
+    CUresult result = standin_enter(NEED_CONTEXT | UNSAFE_IN_CAPTURE);
+    struct memory *memory = NULL;
+    struct handle handle;
+    if (result != CUDA_SUCCESS)
+        return result;
+    (void)memcpy(&handle, &sent, sizeof(handle));
+    if (!base || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || handle.magic != FILE_MAGIC ||
+        handle.sum != sum_of(&handle))
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    if (control_take(&standin.control->open_fail_count))
+        return standin_leave((CUresult)peek(&standin.control->open_fail_code));
+    if (handle.pid == (uint32_t)getpid() && handle.start_time == standin.start_time)
+        return standin_leave(CUDA_ERROR_INVALID_CONTEXT);
+    if (handle.device != (uint32_t)standin.physical[standin_current()->device])
+        return standin_leave(CODE_PEER_ACCESS_UNSUPPORTED);
+    result = open_handle(&handle, &memory);
+    if (result == CUDA_SUCCESS)
+        *base = memory->address;
+    return standin_leave(result);
+}
+
+CUresult cuIpcCloseMemHandle(CUdeviceptr base)
+{
+    CUresult result = standin_enter(NEED_CONTEXT | UNSAFE_IN_CAPTURE);
+    struct memory *memory;
+    if (result != CUDA_SUCCESS)
+        return result;
+    memory = memory_find(base, 1);
+    if (!memory || memory->address != base || memory->kind != MEMORY_IMPORTED)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    count(&standin.control->closes, 1);
+    if (--memory->opens == 0)
+        memory_remove(memory);
+    return standin_leave(CUDA_SUCCESS);
+}

@@ -1,0 +1,272 @@
+/* Device memory: files of PCCHECK_STANDIN_DIR, mapped where the CPU can touch them, and the list of
+ * all memory that streams may use. */
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "memory.h"
+
+struct memory *memory_find(CUdeviceptr address, size_t length)
+{
+    for (struct memory *at = standin.memories; at; at = at->next)
+        if (!at->going && address >= at->address && address - at->address < at->length)
+            return length <= at->length - (address - at->address) ? at : NULL;
+    return NULL;
+}
+
+struct memory *memory_of_host(const void *bytes, size_t length, bool *partly)
+{
+    const uintptr_t start = (uintptr_t)bytes, end = start + length;
+    *partly = false;
+    for (struct memory *at = standin.memories; at; at = at->next) {
+        const uintptr_t first = (uintptr_t)at->bytes, last = first + at->length;
+        if (at->going || end <= first || start >= last)
+            continue;
+        if (start >= first && end <= last)
+            return at;
+        *partly = true;
+    }
+    return NULL;
+}
+
+struct memory *memory_add(enum memory_kind kind, uint8_t *bytes, size_t length)
+{
+    struct memory *memory = calloc(1, sizeof(*memory));
+    if (!memory)
+        return NULL;
+    memory->kind = kind;
+    memory->bytes = bytes;
+    memory->address = (CUdeviceptr)(uintptr_t)bytes;
+    memory->length = length;
+    memory->context = standin_current();
+    memory->buffer_id = ++standin.next_buffer;
+    memory->next = standin.memories;
+    standin.memories = memory;
+    return memory;
+}
+
+/* Frees, closes and unregisters wait for the whole context first: the real calls may, and who calls
+ * them while a stream waits for that very thread shall find out. */
+void memory_remove(struct memory *memory)
+{
+    struct memory **at = &standin.memories;
+    memory->going = true;
+    if (standin.free_waits)
+        stream_drain(memory->context);
+    while (memory->busy)
+        (void)pthread_cond_wait(&standin.moved, &standin.lock);
+    while (*at != memory)
+        at = &(*at)->next;
+    *at = memory->next;
+    if (memory->kind == MEMORY_HOST) {
+        count(&standin.control->registered_bytes, -(int64_t)memory->length);
+    } else if (memory->kind == MEMORY_IMPORTED) {
+        count(&standin.control->open_mappings, -1);
+    } else {
+        count(&standin.control->allocations, -1);
+        count(&standin.control->allocated_bytes, -(int64_t)memory->length);
+    }
+    memory_unmap(memory);
+    free(memory);
+}
+
+/* What importers read from now on is undefined, and looks like it. */
+void memory_unmap(struct memory *memory)
+{
+    char path[PATH_BYTES];
+    if (memory->kind == MEMORY_HOST)
+        return;
+    if (memory->kind == MEMORY_OWN) {
+        atomic_store(&memory->file->freed, 1);
+        if (memory->shared)
+            (void)memset(memory->bytes, SCRAMBLED, memory->length);
+        memory_path(path, memory->file->pid, memory->file->nonce);
+        (void)unlink(path);
+    }
+    if (memory->kind == MEMORY_UNSHAREABLE)
+        (void)munmap(memory->bytes, memory->length);
+    else
+        (void)munmap(memory->file, HEADER_BYTES + memory->length);
+}
+
+void memory_drop_context(struct CUctx_st *context)
+{
+    for (struct memory *at = standin.memories, *next; at; at = next) {
+        next = at->next;
+        if (at->context == context && !at->going)
+            memory_remove(at); /* nothing is enqueued any more: this does not wait */
+    }
+}
+
+void memory_path(char *out, uint32_t pid, uint64_t nonce)
+{
+    (void)snprintf(out, PATH_BYTES, "%s/memory-%" PRIu32 "-%016" PRIx64, standin.directory, pid,
+                   nonce);
+}
+
+/* A mapped file of this much device memory, or NULL. */
+static struct file_header *create_file(size_t length)
+{
+    struct file_header *file;
+    uint64_t nonce = 0;
+    char path[PATH_BYTES];
+    int fd;
+    (void)!getrandom(&nonce, sizeof(nonce), 0);
+    memory_path(path, (uint32_t)getpid(), nonce);
+    fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return NULL;
+    (void)fchmod(fd, 0666); /* whether another user may open it is not the file system's say */
+    file = ftruncate(fd, (off_t)(HEADER_BYTES + length))
+               ? MAP_FAILED
+               : mmap(NULL, HEADER_BYTES + length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    (void)close(fd);
+    if (file == MAP_FAILED) {
+        (void)unlink(path);
+        return NULL;
+    }
+    file->nonce = nonce;
+    file->length = length;
+    file->start_time = standin.start_time;
+    file->pid = (uint32_t)getpid();
+    file->device = (uint32_t)standin.physical[standin_current()->device];
+    file->magic = FILE_MAGIC;
+    return file;
+}
+
+static uint64_t allocated_on(const struct CUctx_st *context)
+{
+    uint64_t sum = 0;
+    for (const struct memory *at = standin.memories; at; at = at->next)
+        if (at->context == context && (at->kind == MEMORY_OWN || at->kind == MEMORY_UNSHAREABLE))
+            sum += at->length;
+    return sum;
+}
+
+static CUresult allocate(CUdeviceptr *address, size_t length, enum memory_kind kind)
+{
+    struct file_header *file = NULL;
+    struct memory *memory;
+    uint8_t *bytes;
+    if (!address || !length)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (control_take(&standin.control->alloc_fail_count) || length > standin.device_bytes ||
+        allocated_on(standin_current()) > standin.device_bytes - length)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (kind == MEMORY_OWN) {
+        file = create_file(length);
+        bytes = file ? (uint8_t *)file + HEADER_BYTES : NULL;
+    } else {
+        bytes = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (bytes == MAP_FAILED)
+            bytes = NULL;
+    }
+    memory = bytes ? memory_add(kind, bytes, length) : NULL;
+    if (!memory)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    memory->file = file;
+    if (length <= FRESH_BYTES_MAX)
+        (void)memset(bytes, FRESH, length);
+    count(&standin.control->allocations, 1);
+    count(&standin.control->allocated_bytes, (int64_t)length);
+    *address = memory->address;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t length)
+{
+    CUresult result = standin_enter(NEED_CONTEXT | UNSAFE_IN_CAPTURE);
+    if (result != CUDA_SUCCESS)
+        return result;
+    return standin_leave(allocate(address, length, MEMORY_OWN));
+}
+
+EXPORTED CUresult standinAllocUnshareable(CUdeviceptr *address, size_t length)
+{
+    CUresult result = standin_enter(NEED_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    return standin_leave(allocate(address, length, MEMORY_UNSHAREABLE));
+}
+
+CUresult cuMemFree_v2(CUdeviceptr address)
+{
+    CUresult result = standin_enter(NEED_CONTEXT | UNSAFE_IN_CAPTURE);
+    struct memory *memory;
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!address)
+        return standin_leave(CUDA_SUCCESS);
+    memory = memory_find(address, 1);
+    if (!memory || memory->address != address ||
+        (memory->kind != MEMORY_OWN && memory->kind != MEMORY_UNSHAREABLE))
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    memory_remove(memory);
+    return standin_leave(CUDA_SUCCESS);
+}
+
+CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
+{
+    CUresult result = standin_enter(NEED_CONTEXT);
+    uint64_t used;
+    if (result != CUDA_SUCCESS)
+        return result;
+    used = allocated_on(standin_current());
+    *free_bytes = used < standin.device_bytes ? standin.device_bytes - used : 0;
+    *total_bytes = standin.device_bytes;
+    return standin_leave(CUDA_SUCCESS);
+}
+
+CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *length, CUdeviceptr address)
+{
+    CUresult result = standin_enter(NEED_CONTEXT);
+    const struct memory *memory;
+    if (result != CUDA_SUCCESS)
+        return result;
+    memory = memory_find(address, 1);
+    if (!memory || memory->kind == MEMORY_HOST)
+        return standin_leave(CUDA_ERROR_NOT_FOUND);
+    if (base)
+        *base = memory->address;
+    if (length)
+        *length = memory->length;
+    return standin_leave(CUDA_SUCCESS);
+}
+
+CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
+{
+    CUresult result = standin_enter(0);
+    const struct memory *memory;
+    bool partly;
+    if (result != CUDA_SUCCESS)
+        return result;
+    memory = memory_find(address, 1);
+    if (!memory) /* a host pointer is one, too */
+        memory = memory_of_host((const void *)(uintptr_t)address, 1, &partly);
+    if (!memory || !value)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        *(unsigned *)value =
+            memory->kind == MEMORY_HOST ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+        break;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        *(uint64_t *)value = memory->buffer_id;
+        break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        *(int *)value = memory->context->device;
+        break;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        *(bool *)value = memory->kind == MEMORY_OWN; /* the driver writes one byte */
+        break;
+    default:
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    return standin_leave(result);
+}

@@ -1,0 +1,199 @@
+"""A connection whose link and daemon only write down what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, WORD_REQUESTED
+from pccheck_wire.errors import PccheckError
+from pccheck_wire.messages import CheckpointState, Done, Expose
+
+
+class FakeLink:
+    """Snapshots stay as they are until a test says otherwise; `calls` has everything in order."""
+
+    chunk_bytes = 4096
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.words: dict[int, int] = {}
+        self.outcomes: dict[int, int] = {}
+        self.errors: dict[int, str] = {}
+        self.read: set[int] = set()
+        self.unholdable: set[int] = set()
+        self.cannot_pull = ""
+        self.holds = True
+        self.captures = False
+        self.expose_error: Exception | None = None
+        self.no_staging = False
+        self.interrupt: str = ""  # a call in which Ctrl-C arrives
+
+    def _note(self, name: str, *values: Any) -> None:
+        self.calls.append((name, *values))
+        if name == self.interrupt:
+            raise KeyboardInterrupt
+
+    def named(self, *names: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] in names]
+
+    def request(self, snapshot: int) -> None:
+        self._note("request", snapshot)
+        self.words[snapshot] = WORD_REQUESTED
+
+    def submit(
+        self, snapshot: int, ranges: bytes, volatile: bytes, data: bytes, offset: int,
+        device_ranges: bytes = b"", *, pulled_bytes: int = 0, pulled_devices: int = 0,
+    ) -> None:  # fmt: skip
+        self._note(
+            "submit", snapshot, ranges, volatile, device_ranges, pulled_bytes, pulled_devices
+        )
+        self.words[snapshot] = WORD_COPYING
+
+    def device_open(self, device: int) -> str:
+        self._note("device_open", device)
+        return self.cannot_pull
+
+    def staging(self, device: int, nbytes: int) -> int:
+        self._note("staging", device, nbytes)
+        if self.no_staging:
+            raise MemoryError
+        return 1 << 40 | device << 32 | (-(-nbytes // 8192) * 8192)  # moves when it has to grow
+
+    def staging_trim(self) -> None:
+        self._note("staging_trim")
+
+    def stage(self, device: int, stream: int, copies: bytes, *, aside: bool = False) -> None:
+        self._note("stage", device, stream, copies, aside)
+
+    def mark(
+        self, snapshot: int, device: int, stream: int, *, pull: bool, aside: bool = False
+    ) -> None:
+        self._note("mark", snapshot, device, stream, pull, aside)
+
+    def hold(self, snapshot: int, device: int, stream: int, deadline_ns: int) -> bool:
+        self._note("hold", snapshot, device, stream)
+        return snapshot not in self.unholdable
+
+    def capturing(self, device: int, stream: int) -> bool:
+        return self.captures
+
+    def expose(self, ranges: bytes, nbytes: int) -> bytes:
+        self._note("expose", ranges, nbytes)
+        if self.expose_error is not None:
+            raise self.expose_error
+        return b"exposure" + ranges
+
+    def exposure_holds(self) -> bool:
+        return self.holds
+
+    def wait_read(self, snapshot: int, deadline_ns: int, *, host_only: bool = False) -> bool:
+        self._note("wait_read", snapshot, host_only)
+        return snapshot in self.read
+
+    def wait_copied(self, snapshot: int, deadline_ns: int) -> bool:
+        self._note("wait_copied", snapshot)
+        return self.words[snapshot] == WORD_COPIED
+
+    def wait_durable(self, snapshot: int, deadline_ns: int) -> bool:
+        return False
+
+    def abandon(self, snapshot: int) -> bool:
+        self._note("abandon", snapshot)
+        if self.words.get(snapshot) not in (WORD_REQUESTED, WORD_COPYING):
+            return False
+        self.words[snapshot] = WORD_ABANDONED
+        self.read.add(snapshot)
+        return True
+
+    def state(self, snapshot: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            word=self.words[snapshot], outcome=self.outcomes.get(snapshot, 0), sequence=0,
+            source_read=snapshot in self.read, error=0,
+            error_name=self.errors.get(snapshot, ""),
+        )  # fmt: skip
+
+    # -- what link and daemon do by themselves
+
+    def copied(self, snapshot: int) -> None:
+        self.words[snapshot] = WORD_COPIED
+        self.read.add(snapshot)
+
+    def let_go(self, snapshot: int, error: str = "ETIMEDOUT") -> None:
+        self.words[snapshot] = WORD_ABANDONED
+        self.errors[snapshot] = error
+        self.read.add(snapshot)
+
+    def refuse(self, snapshot: int) -> None:
+        self.words[snapshot] = WORD_REFUSED
+        self.outcomes[snapshot] = CheckpointState.FAILED
+        self.read.add(snapshot)
+
+
+class FakeConnection:
+    """As much of a Connection as the saving side uses."""
+
+    def __init__(self, *, transfer: str = "pull", reason: str = "") -> None:
+        self.link = FakeLink()
+        self.welcome = SimpleNamespace(transfer=transfer, transfer_reason=reason, pid=1)
+        self.sent: list[Any] = []
+        self.refusal: PccheckError | None = None
+        self.lives = True
+        self._snapshots = 0
+
+    def next_snapshot(self) -> int:
+        self._snapshots += 1
+        return self._snapshots
+
+    def alive(self) -> bool:
+        return self.lives
+
+    def pump(self) -> None:
+        pass
+
+    def post(self, body: object) -> None:
+        self.sent.append(body)
+
+    def ask(self, body: object, callback: Callable[[object], None]) -> None:
+        self.sent.append(body)
+
+    def request(self, body: object, *, timeout_s: float) -> Done:
+        self.sent.append(body)
+        if self.refusal is not None:
+            raise self.refusal
+        return Done()
+
+    def gone(self) -> PccheckError:
+        return PccheckError("the daemon has ended")
+
+    def exposed(self) -> list[int]:
+        """Maps that were told in full."""
+        return [body.map for body in self.sent if isinstance(body, Expose) and not body.more]
+
+
+class FakeSession:
+    """A session that is that connection."""
+
+    error = None
+
+    def __init__(self, connection: FakeConnection) -> None:
+        self.connection = connection
+
+    def current(self) -> FakeConnection | None:
+        return self.connection if self.connection.lives else None
+
+    def register(self, connection: FakeConnection, payload_bytes: int) -> None:
+        connection.sent.append(("register", payload_bytes))
+
+    def warn_if_unrestored(self) -> None:
+        pass
+
+    def say_goodbye(self, done: bool) -> None:
+        pass
+
+    def complain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

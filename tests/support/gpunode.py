@@ -1,0 +1,122 @@
+"""A node with GPUs: one daemon, trainers, and the stand-in's faults and counters of each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+from . import fakegpu
+from .daemon import Daemon
+from .fakegpu import Faults, StandinDaemon
+from .gputrainer import PARTS, GpuTrainer, Part
+
+
+class Node:
+    """`node.faults` are the daemon's, `trainer.faults` a trainer's. At the end, if the daemon still
+    lives, nothing of its dead trainers may be mapped.
+
+    `blind`: the daemon has no driver. `visible`: the GPUs that it sees.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        devices: int = 1,
+        visible: str = "",
+        blind: bool = False,
+        init_fail_code: int = 0,
+        **daemon_options: Any,
+    ) -> None:
+        self.directory = fakegpu.new_directory()
+        self.devices = devices
+        self.faults = Faults(self.directory / "daemon.faults")
+        self.faults.set(init_fail_code=init_fail_code)
+        self.trainers: list[GpuTrainer] = []
+        self._numbers = itertools.count()
+        if fakegpu.is_real() or blind:
+            self.daemon = Daemon(*flags, **daemon_options)
+        else:
+            gpus = fakegpu.environment(
+                self.directory, devices=devices, visible=visible, faults=self.faults
+            )
+            self.daemon = StandinDaemon(*flags, gpus=gpus, **daemon_options)
+
+    def start(self) -> Self:
+        self.daemon.start()
+        return self
+
+    def connect(
+        self, parts: tuple[Part, ...] = PARTS, *, environment: dict[str, str] | None = None,
+        memory_bytes: int = 0, **options: Any,
+    ) -> GpuTrainer:  # fmt: skip
+        """A trainer that has opened a client for job "job"."""
+        trainer = self.process(memory_bytes=memory_bytes, **environment or {})
+        self.open(trainer, parts, **options)
+        return trainer
+
+    def process(self, *, memory_bytes: int = 0, **environment: str) -> GpuTrainer:
+        """A trainer that has done nothing yet; its faults can be set."""
+        faults = Faults(self.directory / f"trainer-{next(self._numbers)}.faults")
+        gpus = {}
+        if not fakegpu.is_real():
+            gpus = fakegpu.environment(
+                self.directory, devices=self.devices, faults=faults, memory_bytes=memory_bytes
+            )
+        trainer = GpuTrainer(**gpus | environment)
+        trainer.faults = faults
+        self.trainers.append(trainer)
+        return trainer
+
+    def open(
+        self, trainer: GpuTrainer, parts: tuple[Part, ...] = PARTS, **options: Any
+    ) -> None:  # fmt: skip
+        options.setdefault("job", "job")
+        trainer.open(list(parts), socket=str(self.daemon.socket), **options)
+
+    def status(self) -> dict[str, Any]:
+        command = [sys.executable, "-m", "pccheckctl", "--socket", str(self.daemon.socket)]
+        told = subprocess.run([*command, "status", "--json"], check=False, capture_output=True)
+        assert told.returncode in (0, 3), told.stderr.decode()
+        document: dict[str, Any] = json.loads(told.stdout)
+        return document
+
+    def transfer(self) -> tuple[str, str]:
+        """How the only session's GPU tensors get here, and why."""
+        (session,) = self.status()["sessions"]
+        return session["transfer"], session["transfer_reason"]
+
+    def alive(self) -> bool:
+        process = self.daemon.process
+        return process is not None and process.poll() is None
+
+    def settle(self) -> None:
+        """Kills the trainers; what was mapped of them goes."""
+        for trainer in self.trainers:
+            trainer.kill()
+        if self.alive() and isinstance(self.daemon, StandinDaemon):
+            self.daemon.kill(signal.SIGCONT)
+            self.faults.release_copies()
+            self.faults.wait_for(lambda f: f.open_mappings == 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.settle()
+        finally:
+            for trainer in self.trainers:
+                trainer.__exit__(None, None, None)
+            self.daemon.cleanup()
+            shutil.rmtree(self.directory, ignore_errors=True)

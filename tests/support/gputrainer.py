@@ -1,0 +1,305 @@
+"""A training process whose state lies on a GPU: on the stand-in, or with PCCHECK_TEST_GPU=real.
+
+Every byte is a function of the step, its place and its tensor, and a step adds to every byte on
+the stream: any byte read back says which step it is from, and an update that was lost, came too
+early or happened twice is seen.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from pccheck import PCcheckClient
+from pccheck.devices import HOST
+
+from . import fakegpu, standin
+from .fakegpu import Gpu
+from .trainer import Commands, Trainer
+
+if not fakegpu.is_real():
+    standin.build()  # once, in the process that trainers are forked from
+
+_PER_STEP = 31  # odd: 256 steps differ
+_PER_STEP_INVERSE = 223
+_OUT_OF_MEMORY = 2
+MOMENT = 100  # added to a tensor's number
+
+
+class Part(NamedTuple):
+    """One tensor of the model. Buffers and what is frozen change in forward, unguarded."""
+
+    count: int
+    dtype: str = "float32"
+    device: int = 0
+    kind: str = "trained"  # "trained", "frozen", "buffer"
+    shareable: bool = True
+
+
+#: Several chunks of 1 MiB with the moments, some of everything.
+PARTS = (
+    Part(300_000), Part(7, "bfloat16"), Part(90_001, "float16"), Part(5_000, kind="buffer"),
+    Part(1_000, device=HOST),
+)  # fmt: skip
+
+
+def expected(step: int, number: int, nbytes: int) -> torch.Tensor:
+    """The bytes of tensor `number` after `step`."""
+    period = (torch.arange(256) * 7 + step * _PER_STEP + number * 13) % 256
+    return period.to(torch.uint8).repeat(nbytes // 256 + 1)[:nbytes]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, in place."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def off_by(have: torch.Tensor, step: int, number: int) -> str:
+    """How far bytes are from those of the step; "" when not at all."""
+    wanted = expected(step, number, have.numel())
+    if torch.equal(have, wanted):
+        return ""
+    wrong = (have - wanted).unique().int() * _PER_STEP_INVERSE % 256
+    steps = sorted({(value + 128) % 256 - 128 for value in wrong.tolist()})
+    return f"tensor {number} is off from step {step} by {steps[:6]}"
+
+
+class Model(torch.nn.Module):
+    def __init__(self, gpu: Gpu, parts: list[Part]) -> None:
+        super().__init__()
+        self.numbers: dict[str, int] = {}
+        for number, part in enumerate(parts):
+            name = f"part{number}"
+            self.numbers[name] = number
+            tensor = _tensor(gpu, part)
+            raw(tensor).copy_(expected(0, number, raw(tensor).numel()))
+            if part.kind == "buffer":
+                self.register_buffer(name, tensor)
+            else:
+                trained = part.kind == "trained"
+                setattr(self, name, torch.nn.Parameter(tensor, requires_grad=trained))
+
+
+def _tensor(gpu: Gpu, part: Part) -> torch.Tensor:
+    dtype = getattr(torch, part.dtype)
+    if part.device == HOST:
+        return torch.empty(part.count, dtype=dtype)
+    make = gpu.tensor if part.shareable else gpu.unshareable  # type: ignore[attr-defined]
+    return make((part.count,), dtype, part.device)
+
+
+class Advance(torch.optim.Optimizer):
+    """Adds to every byte of its parameters and of their moments, which appear at the first step.
+
+    GPU tensors change when the stream gets there. `host_steps` is as Adam's `step`: on the CPU.
+    """
+
+    def __init__(self, gpu: Gpu, model: Model) -> None:
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        super().__init__(list(trained.values()), {})
+        self._gpu = gpu
+        self._numbers = [model.numbers[name] for name in trained]
+        self.now = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.now += 1
+        for number, parameter in zip(self._numbers, self.param_groups[0]["params"], strict=True):
+            entry = self.state[parameter]
+            if entry:
+                advance(self._gpu, entry["moment"])
+                entry["steps"] += 1
+            else:
+                entry["moment"] = self._moment(parameter, number)
+                entry["steps"] = torch.tensor(float(self.now))
+            advance(self._gpu, parameter)
+
+    def _moment(self, parameter: torch.Tensor, number: int) -> torch.Tensor:
+        device = ordinal(parameter)
+        start = expected(self.now, MOMENT + number, 4 * parameter.numel()).view(torch.float32)
+        return start.clone() if device == HOST else self._gpu.like(start, device)
+
+
+def ordinal(tensor: torch.Tensor) -> int:
+    from pccheck import devices
+
+    return devices.device_of(tensor)
+
+
+def advance(gpu: Gpu, tensor: torch.Tensor, steps: int = 1) -> None:
+    """What a kernel of an optimizer would do."""
+    place, more = raw(tensor), steps * _PER_STEP % 256
+    if ordinal(tensor) == HOST:
+        place.add_(more)
+    else:
+        gpu.launch(lambda: place.add_(more), ordinal(tensor))
+
+
+def wrong_in(state: dict[str, Any], step: int, model: Model) -> str:
+    """What is wrong with a recovered state, CPU tensors all; "" when nothing is."""
+    if state["model"].keys() != model.numbers.keys():
+        return f"tensors of {sorted(state['model'])}"
+    for name, tensor in state["model"].items():
+        if tensor.device.type != "cpu":
+            return f"{name} is on {tensor.device}"
+        if told := off_by(raw(tensor), step, model.numbers[name]):
+            return told
+    trained = [model.numbers[n] for n, p in model.named_parameters() if p.requires_grad]
+    entries = state["optimizer"]["state"] if "optimizer" in state else {}
+    if entries and sorted(entries) != list(range(len(trained))):
+        return f"state of {sorted(entries)}"
+    for index, entry in entries.items():
+        if int(entry["steps"]) != step:
+            return f"a counter of {entry['steps']} at step {step}"
+        if told := off_by(raw(entry["moment"]), step, MOMENT + trained[index]):
+            return told
+    return ""
+
+
+class GpuCommands(Commands):
+    """`step()` only enqueues; what looks at bytes waits for the stream first, but for peek()."""
+
+    def open(  # type: ignore[override]
+        self,
+        parts: list[Part],
+        *,
+        attach: bool = True,
+        hook: bool = True,
+        own_stream: bool = False,
+        uid: int | None = None,
+        **options: Any,
+    ) -> int:
+        self.gpu = fakegpu.choose()
+        if uid is not None:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        self.kept = ExitStack()
+        self.moved: torch.Tensor | None = None
+        self.model = Model(self.gpu, parts)
+        self.optimizer = Advance(self.gpu, self.model)
+        self.gpu.synchronize()
+        if own_stream:
+            self.kept.enter_context(self.gpu.on_stream(self.gpu.new_stream()))
+        self.client = PCcheckClient(**options)
+        if attach and hook:
+            self.client.attach(model=self.model, optimizer=self.optimizer)
+        elif attach:
+            self.client.attach(model=self.model)
+        return os.getpid()
+
+    def step(self, count: int = 1) -> int:
+        """Forward changes what nothing guards, then comes the update."""
+        for _ in range(count):
+            self.forward()
+            self.optimizer.step()
+        return self.optimizer.now
+
+    def run(  # type: ignore[override]
+        self, steps: int, every: int, *, stop: str = "", seed: int = 0, churn: bool = False
+    ) -> tuple[int, dict[str, int]]:
+        """Trains until the file `stop` is there; says ("durable", step) as soon as it knows of one.
+        The last step, and how many checkpoints ended how."""
+        rng, told = random.Random(seed), -1
+        for _ in range(steps):
+            if stop and os.path.exists(stop):
+                break
+            now = self.step()
+            if now % every == 0:
+                self.checkpoint()
+            if rng.random() < 0.3:  # else the CPU runs ahead of the stream
+                self.gpu.synchronize()
+            if churn and rng.random() < 0.2:
+                self.move_part0()
+            durable = [h.step for h in self.handles[-100:] if h.state.name in ("DURABLE", "GLOBAL")]
+            if durable and max(durable) > told:
+                told = max(durable)
+                self.link.send(("durable", told))
+        return self.optimizer.now, collections.Counter(self.states())
+
+    def move_part0(self) -> None:
+        """Other memory of its own for part 0; that before is given back, so that its address may be
+        that of the next. Everything was read by then, or given up."""
+        self.client.gate()
+        self.gpu.synchronize()
+        try:
+            fresh = self.gpu.apart(self.model.part0.data)  # type: ignore[attr-defined]
+        except standin.DriverError as error:
+            if error.code != _OUT_OF_MEMORY:
+                raise
+            return
+        self.model.part0.data = fresh
+        if self.moved is not None:
+            self.gpu.free(self.moved)  # type: ignore[attr-defined]
+        self.moved = fresh
+
+    def forward(self) -> None:
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        for tensor in (*self.model.buffers(), *frozen):
+            advance(self.gpu, tensor)
+
+    def update_unasked(self) -> None:
+        """An update that no gate is asked about."""
+        self.optimizer.now += 1
+        for tensor in self.model.state_dict().values():
+            advance(self.gpu, tensor)
+
+    def synchronize(self) -> None:
+        self.gpu.synchronize()
+
+    def idle(self, device: int = 0) -> bool:
+        """Whether the stream has done all that it was told."""
+        if fakegpu.is_real():
+            return bool(torch.cuda.current_stream(device).query())
+        cuda, stream = standin.load(), self.gpu.current_stream(device)  # type: ignore[attr-defined]
+        with cuda.on(device):
+            code = cuda.code("cuStreamQuery", stream)
+        assert code in (standin.SUCCESS, standin.NOT_READY), code
+        return code == standin.SUCCESS
+
+    def check(self, step: int) -> str:
+        self.gpu.synchronize()
+        return self.peek(step)
+
+    def peek(self, step: int) -> str:
+        """What is off from the step now; with the stand-in this does not wait for the stream."""
+        for name, tensor in self.model.state_dict().items():
+            if told := off_by(raw(tensor).cpu(), step, self.model.numbers[name]):
+                return told
+        for parameter, entry in self.optimizer.state.items():
+            if ordinal(entry["moment"]) != ordinal(parameter):
+                return f"the moment of a parameter on {ordinal(parameter)} is elsewhere"
+            number = next(n for n, p in enumerate(self._parts()) if p is parameter)
+            if told := off_by(raw(entry["moment"]).cpu(), step, MOMENT + number):
+                return told
+            if int(entry["steps"]) != step:
+                return f"a counter of {entry['steps']} at step {step}"
+        return ""
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [getattr(self.model, name) for name in self.model.numbers]
+
+    def restore(self) -> dict[str, Any]:
+        self.gpu.synchronize()
+        return super().restore()
+
+    def recover(self, **options: Any) -> dict[str, Any]:
+        found = self.client.recover(**options)
+        told = self._found(found)
+        if found:
+            told["wrong"] = wrong_in(found.state, found.step, self.model)
+        return told
+
+    def reopen(self, **options: Any) -> None:
+        """Another client of this process, for the same state."""
+        self.client = PCcheckClient(**options)
+        self.client.attach(model=self.model, optimizer=self.optimizer)
+
+
+class GpuTrainer(Trainer):
+    commands = GpuCommands

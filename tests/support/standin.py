@@ -1,0 +1,256 @@
+"""The stand-in CUDA driver for tests (tests/standin): built, given to processes, and told to fail.
+
+Every process that is to have "GPUs" gets `environment(...)`; a process that runs already (a forked
+trainer) calls `load()` before anything asks for libcuda.so.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from .daemon import Daemon
+
+_SOURCE = Path(__file__).parent.parent / "standin"
+_WORDS = re.findall(
+    r"^    uint64_t (\w+);",
+    (_SOURCE / "standin_control.h").read_text(),
+    re.MULTILINE,
+)
+_MAGIC = 0x4C5254434E415453
+ALWAYS = 2**64 - 1
+TO_HOST, TO_DEVICE, ON_DEVICE = 1, 2, 4
+SUCCESS, NOT_READY = 0, 600
+WAIT_LIMIT_S = 60.0
+
+
+@functools.cache
+def build() -> Path:
+    """Makes libcuda.so.1 when its sources are newer, and returns it."""
+    subprocess.run(["make", "-s", "-C", str(_SOURCE)], check=True)
+    return _SOURCE / "build" / "libcuda.so.1"
+
+
+def new_directory() -> Path:
+    """For the device memory of one test, in DRAM where that is possible. The caller removes it."""
+    shared = Path("/dev/shm")
+    parent = shared if os.access(shared, os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix="pcc-gpu-", dir=parent))
+    directory.chmod(0o777)
+    return directory
+
+
+def environment(
+    directory: Path,
+    *,
+    devices: int = 1,
+    visible: str = "",
+    dead: str = "scramble",
+    faults: Faults | None = None,
+    any_uid: bool = False,
+    memory_bytes: int = 0,
+) -> dict[str, str]:
+    """What a process needs to find the stand-in instead of a driver.
+
+    `visible` is as CUDA_VISIBLE_DEVICES. `dead` says what copies from a dead exporter's memory
+    are: "scramble", "error" or "keep".
+    """
+    others = os.environ.get("LD_LIBRARY_PATH", "")
+    found = {
+        "LD_LIBRARY_PATH": f"{build().parent}{':' if others else ''}{others}",
+        "PCCHECK_STANDIN_DIR": str(directory),
+        "PCCHECK_STANDIN_DEVICES": str(devices),
+        "PCCHECK_STANDIN_DEAD": dead,
+        "PCCHECK_STANDIN_UIDS": "any" if any_uid else "",
+        "PCCHECK_STANDIN_FAULTS": str(faults.path) if faults else "",
+    }
+    if visible:
+        found["PCCHECK_STANDIN_VISIBLE"] = visible
+    if memory_bytes:
+        found["PCCHECK_STANDIN_MEMORY"] = str(memory_bytes)
+    return found
+
+
+class Faults:
+    """One process's control file: every word of `struct standin_control` is an attribute.
+
+    >>> faults = Faults(tmp_path / "daemon.faults")
+    >>> faults.fail_copy(3, 700)            # its third device-to-host copy from now
+    >>> faults.wait_for(lambda f: f.open_mappings == 0)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists() or path.stat().st_size == 0:
+            path.write_bytes(_MAGIC.to_bytes(8, "little").ljust(mmap.PAGESIZE, b"\0"))
+            path.chmod(0o666)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        self._words = (ctypes.c_uint64 * len(_WORDS)).from_buffer(self._map)
+
+    def __getattr__(self, name: str) -> int:
+        if name not in _WORDS:
+            raise AttributeError(name)
+        return int(self._words[_WORDS.index(name)])
+
+    def set(self, **words: int) -> None:
+        """Written in the order given."""
+        for name, value in words.items():
+            self._words[_WORDS.index(name)] = value
+
+    def words(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _WORDS[1:]}
+
+    def fail_copy(self, nth: int, code: int, *, kinds: int = TO_HOST, behind: bool = True) -> None:
+        """The nth copy from now. `behind`: the call succeeds, what follows in the stream tells."""
+        self.set(copy_fail_kinds=kinds, copy_fail_code=code, copy_fail_async=int(behind))
+        self.set(copy_fail_at=nth)
+
+    def slow_copies(self, us_per_mib: int, *, kinds: int = TO_HOST) -> None:
+        self.set(copy_us_per_mib=us_per_mib, copy_slow_kinds=kinds)
+
+    def hold_copies(self, *, after: int = 0, kinds: int = TO_HOST) -> None:
+        """All but the next `after` copies wait until release_copies()."""
+        self.set(copy_hold_skip=after, copy_hold_kinds=kinds)
+
+    def release_copies(self) -> None:
+        self.set(copy_hold_kinds=0, copy_hold_skip=0)
+
+    def fail_open(self, code: int = 1, times: int = ALWAYS) -> None:
+        self.set(open_fail_code=code, open_fail_count=times)
+
+    def fail_export(self, code: int = 1, times: int = ALWAYS) -> None:
+        self.set(export_fail_code=code, export_fail_count=times)
+
+    def fail_register(self, code: int = 2, times: int = ALWAYS) -> None:
+        self.set(register_fail_code=code, register_fail_count=times)
+
+    def fail_alloc(self, times: int = ALWAYS) -> None:
+        self.set(alloc_fail_count=times)
+
+    def wait_for(self, condition: Callable[[Faults], bool], limit_s: float = WAIT_LIMIT_S) -> Self:
+        """Looks until the condition holds; raises with all words when it never does."""
+        until = time.monotonic() + limit_s
+        while not condition(self):
+            if time.monotonic() > until:
+                raise AssertionError(f"it never came to pass: {self.words()}")
+            time.sleep(0.001)
+        return self
+
+
+class StandinDaemon(Daemon):
+    """A daemon with stand-in GPUs: `gpus` is what `environment()` returned."""
+
+    def __init__(self, *flags: str, gpus: dict[str, str], **options: Any) -> None:
+        super().__init__(*flags, **options)
+        self.gpus = gpus
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | self.gpus
+
+
+class DriverError(AssertionError):
+    def __init__(self, call: str, code: int) -> None:
+        super().__init__(f"{call}: {code}")
+        self.code = code
+
+
+_POINTER = ctypes.c_uint64
+_SIZE = ctypes.c_size_t
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+    def __bytes__(self) -> bytes:
+        return ctypes.string_at(ctypes.addressof(self), 64)
+
+
+#: Arguments of the calls with pointers or 64-bit numbers: ctypes would pass them as ints.
+_ARGUMENTS: dict[str, list[Any]] = {
+    "cuCtxPushCurrent_v2": [ctypes.c_void_p],
+    "cuEventDestroy_v2": [ctypes.c_void_p],
+    "cuEventQuery": [ctypes.c_void_p],
+    "cuEventRecord": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuEventSynchronize": [ctypes.c_void_p],
+    "cuIpcCloseMemHandle": [_POINTER],
+    "cuIpcGetMemHandle": [ctypes.c_void_p, _POINTER],
+    "cuIpcOpenMemHandle_v2": [ctypes.c_void_p, IpcHandle, ctypes.c_uint],
+    "cuLaunchHostFunc": [ctypes.c_void_p, HOST_FUNCTION, ctypes.c_void_p],
+    "cuMemAlloc_v2": [ctypes.c_void_p, _SIZE],
+    "cuMemFree_v2": [_POINTER],
+    "cuMemGetAddressRange_v2": [ctypes.c_void_p, ctypes.c_void_p, _POINTER],
+    "cuMemHostGetDevicePointer_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint],
+    "cuMemHostRegister_v2": [ctypes.c_void_p, _SIZE, ctypes.c_uint],
+    "cuMemHostUnregister": [ctypes.c_void_p],
+    "cuMemcpyDtoDAsync_v2": [_POINTER, _POINTER, _SIZE, ctypes.c_void_p],
+    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, _POINTER, _SIZE, ctypes.c_void_p],
+    "cuMemcpyHtoDAsync_v2": [_POINTER, ctypes.c_void_p, _SIZE, ctypes.c_void_p],
+    "cuMemsetD8Async": [_POINTER, ctypes.c_ubyte, _SIZE, ctypes.c_void_p],
+    "cuPointerGetAttribute": [ctypes.c_void_p, ctypes.c_int, _POINTER],
+    "cuStreamDestroy_v2": [ctypes.c_void_p],
+    "cuStreamIsCapturing": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuStreamQuery": [ctypes.c_void_p],
+    "cuStreamSynchronize": [ctypes.c_void_p],
+    "cuStreamWaitEvent": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint],
+    "cuStreamWaitValue64_v2": [ctypes.c_void_p, _POINTER, ctypes.c_uint64, ctypes.c_uint],
+    "cuStreamWriteValue64_v2": [ctypes.c_void_p, _POINTER, ctypes.c_uint64, ctypes.c_uint],
+    "standinAllocUnshareable": [ctypes.c_void_p, _SIZE],
+    "standinBeginCapture": [ctypes.c_void_p, ctypes.c_int],
+    "standinEndCapture": [ctypes.c_void_p],
+}
+
+
+class Driver:
+    """The driver in this process: `cuda.code("cuInit", 0)` is a result, `cuda("cuInit", 0)` raises
+    it. A first parameter that is an out-pointer comes back from `out(...)`.
+    """
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
+        for name, arguments in _ARGUMENTS.items():
+            getattr(self.library, name).argtypes = arguments
+        self._contexts: dict[int, int] = {}
+
+    def code(self, call: str, *arguments: Any) -> int:
+        return int(getattr(self.library, call)(*arguments))
+
+    def __call__(self, call: str, *arguments: Any) -> None:
+        code = self.code(call, *arguments)
+        if code != SUCCESS:
+            raise DriverError(call, code)
+
+    def out(self, call: str, *arguments: Any) -> int:
+        """Of a call whose first parameter is the result."""
+        value = ctypes.c_uint64()
+        self(call, ctypes.byref(value), *arguments)
+        return value.value
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """In the device's primary context, which stays retained."""
+        if device not in self._contexts:
+            self("cuInit", 0)
+            self._contexts[device] = self.out("cuDevicePrimaryCtxRetain", device)
+        self("cuCtxPushCurrent_v2", self._contexts[device])
+        try:
+            yield
+        finally:
+            self.code("cuCtxPopCurrent_v2", None)
+
+
+@functools.cache
+def load() -> Driver:
+    """The stand-in becomes this process's libcuda.so.1: later dlopen()s find it by its soname."""
+    return Driver()

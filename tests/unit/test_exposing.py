@@ -1,0 +1,160 @@
+"""Exposures in pieces, the choice of a trainer, and the CUDA driver beside the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pccheck_native import EXPOSURE_BYTES_MAX
+from pccheck_wire import codec
+from pccheck_wire.errors import RefusedError, UsageError
+from pccheck_wire.messages import Chose, Expose, Request
+from pccheckd import gpus
+from pccheckd.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
+
+ROOM = UNFINISHED_BYTES_MAX
+
+
+def test_pieces_become_one_exposure() -> None:
+    made = Exposing()
+    assert made.take(Expose(1, [b"ab", b"c"], more=True), room_bytes=ROOM) is None
+    assert made.held_bytes == 3
+    assert made.take(Expose(1, [], more=True), room_bytes=ROOM) is None
+    assert made.take(Expose(1, [b"d"]), room_bytes=ROOM) == b"abcd"
+    assert made.held_bytes == 0
+    assert made.take(Expose(2, [b"e"]), room_bytes=ROOM) == b"e"
+
+
+def test_a_new_map_drops_the_half_received_one() -> None:
+    made = Exposing()
+    made.take(Expose(1, [b"old"], more=True), room_bytes=ROOM)
+    assert made.take(Expose(3, [b"new"], more=True), room_bytes=ROOM) is None
+    assert made.take(Expose(3, [b"er"]), room_bytes=ROOM) == b"newer"
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_map_numbers_grow(number: int) -> None:
+    made = Exposing()
+    assert made.take(Expose(3, [b"x"]), room_bytes=ROOM) == b"x"
+    with pytest.raises(UsageError, match=r"\$\.body\.map"):
+        made.take(Expose(number, [b"x"]), room_bytes=ROOM)
+    assert made.take(Expose(4, [b"y"]), room_bytes=ROOM) == b"y"
+
+
+def test_too_much_is_refused_and_forgotten() -> None:
+    made, piece = Exposing(), bytes(EXPOSURE_BYTES_MAX // 2)
+    for _ in range(2):
+        assert made.take(Expose(1, [piece], more=True), room_bytes=ROOM) is None
+    with pytest.raises(RefusedError, match="more than") as caught:
+        made.take(Expose(1, [b"x"]), room_bytes=ROOM)
+    assert "pushed" in caught.value.hint
+    assert made.held_bytes == 0
+    with pytest.raises(UsageError):  # the rest of it, sent before the answer was there
+        made.take(Expose(1, [b"x"]), room_bytes=ROOM)
+    with pytest.raises(RefusedError, match="half received"):
+        made.take(Expose(2, [b"xy"], more=True), room_bytes=1)
+    assert made.held_bytes == 0
+
+
+def test_a_full_message_fits_the_wire() -> None:
+    pieces = [bytes(codec.PIECE_BYTES)] * codec.PIECES_MAX
+    body = Expose(2**63 - 1, pieces, more=True)
+    data = codec.encode(Request(2**63 - 1, bytes(16), body))
+    assert len(data) <= codec.REQUEST_BYTES_MAX
+    assert codec.decode(data, Request).body == body
+
+
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [("steal", ""), ("", ""), ("pull", "x" * 201), ("push", "a\nb"), ("push", "\x1b[31mred")],
+)
+def test_a_choice_that_cannot_be(transfer: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=r"\$\.body\."):
+        checked(Chose(transfer, reason))
+
+
+def test_a_choice() -> None:
+    assert checked(Chose("pull", "r" * 200)) == ("pull", "r" * 200)
+
+
+# -- the driver --------------------------------------------------------------------------------
+
+
+class Native:
+    """In the place of the compiled module's."""
+
+    def __init__(self, missing: str = "", gate: threading.Event | None = None) -> None:
+        self.missing = missing
+        self.gate = gate
+        self.closed = False
+
+    def cuda_missing(self) -> str:
+        if self.gate is not None:
+            self.gate.wait(60)
+        return self.missing
+
+    def cuda_driver(self) -> tuple[int, int]:
+        return 12080, 8
+
+    def Gpus(self) -> Native:  # noqa: N802
+        return self
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def driven(monkeypatch: pytest.MonkeyPatch, native: Native) -> None:
+    for name in ("cuda_missing", "cuda_driver", "Gpus"):
+        monkeypatch.setattr(f"pccheckd.gpus._core.{name}", getattr(native, name))
+
+
+def run(work: Callable[[gpus.Driver], object]) -> None:
+    async def all_of_it() -> None:
+        driver = gpus.Driver()
+        driver.start()
+        await driver.ready()
+        work(driver)
+
+    asyncio.run(all_of_it())
+
+
+def test_a_driver_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = Native()
+    driven(monkeypatch, native)
+
+    def work(driver: gpus.Driver) -> None:
+        assert driver.offer == gpus.Offer("pull", "CUDA IPC, driver 12.8")
+        assert driver.take_away() is native  # type: ignore[comparison-overlap]
+        assert driver.take_away() is None
+
+    run(work)
+
+
+def test_without_a_driver_tensors_are_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven(monkeypatch, Native("libcuda.so.1 is not there"))
+
+    def work(driver: gpus.Driver) -> None:
+        assert driver.gpus is None and driver.info() == []
+        assert driver.offer.transfer == "push"
+        assert "libcuda.so.1 is not there" in driver.offer.reason
+
+    run(work)
+
+
+def test_nobody_waits_long_for_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "DRIVER_LIMIT_S", 0.0)
+    gate = threading.Event()
+    driven(monkeypatch, Native(gate=gate))
+
+    def work(driver: gpus.Driver) -> None:
+        assert driver.gpus is None
+        assert driver.offer.transfer == "push"
+        assert driver.take_away() is None
+
+    try:
+        run(work)
+    finally:
+        gate.set()

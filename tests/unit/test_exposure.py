@@ -1,0 +1,219 @@
+"""Pull or push: decided once per connection, told to the daemon, exposed anew when it must be."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from pccheck.exposure import FAILURES_MAX, STAGING_BYTES_MAX, Exposure, NoStagingError
+from pccheck.extents import DevicePart, Shape, lay_out
+from pccheck_native import NativeError
+from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
+from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError
+from pccheck_wire.messages import Chose, Expose
+from tests.support.fakelink import FakeConnection
+from tests.support.payload import FakeDevices
+from tests.unit.test_extents import view
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeDevices:
+    return FakeDevices().install(monkeypatch)
+
+
+def part(*addresses: int, volatile: int = 0, aside: bool = False, device: int = 0) -> DevicePart:
+    views = [view(address, 512, device) for address in addresses or (1 << 40,)]
+    if volatile:
+        views.append(view(3 << 40, volatile, device, volatile=True))
+    made = lay_out(views, Shape(4096, aside)).device
+    assert made
+    return made
+
+
+def chosen(connection: FakeConnection) -> list[tuple[str, str]]:
+    return [(b.transfer, b.reason) for b in connection.sent if isinstance(b, Chose)]
+
+
+def native_error(text: str) -> NativeError:
+    error = NativeError(text)
+    error.code, error.code_name = -10017, "BAD_HANDLE"
+    return error
+
+
+def test_the_same_layout_is_exposed_once() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    first = exposure.prepare(connection, part())
+    again = exposure.prepare(connection, part())
+    assert (first.map, again.map, connection.exposed()) == (1, 1, [1])
+    assert chosen(connection) == [("pull", "")]
+    assert exposure.prepare(connection, part(1 << 41)).map == 2
+    assert connection.exposed() == [1, 2]
+    assert chosen(connection) == [("pull", "")]
+    assert connection.link.named("device_open") == [("device_open", 0)]
+
+
+def test_other_memory_at_the_same_addresses_is_exposed_anew() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    exposure.prepare(connection, part())
+    connection.link.holds = False
+    assert exposure.prepare(connection, part()).map == 2
+
+
+def test_long_exposures_go_in_pieces() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    data = os.urandom(2 * PIECES_MAX * PIECE_BYTES + 5)
+    connection.link.expose = lambda ranges, nbytes: data  # type: ignore[method-assign]
+    exposure.prepare(connection, part())
+    messages = [body for body in connection.sent if isinstance(body, Expose)]
+    assert [message.more for message in messages] == [True, True, False]
+    assert all(len(m.data) <= PIECES_MAX for m in messages)
+    assert all(len(piece) <= PIECE_BYTES for m in messages for piece in m.data)
+    assert b"".join(piece for m in messages for piece in m.data) == data
+
+
+@pytest.mark.parametrize(
+    ("transfer", "change", "reason"),
+    [
+        ("push", {}, "asked for"),
+        ("auto", {"welcome": "no driver"}, "no driver"),
+        ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
+        ("auto", {"expose_error": native_error("no handle")}, "no handle"),
+        ("auto", {"refusal": RefusedError("another uid")}, "another uid"),
+        ("auto", {"refusal": RefusedError("two\nlines" + "x" * 300)}, "two lines"),
+    ],
+)
+def test_what_cannot_be_pulled_is_pushed(
+    transfer: str, change: dict[str, Any], reason: str
+) -> None:
+    connection, exposure = FakeConnection(), Exposure(transfer, 5)
+    if "welcome" in change:
+        connection = FakeConnection(transfer="push", reason=change["welcome"])
+    connection.link.cannot_pull = change.get("cannot_pull", "")
+    connection.link.expose_error = change.get("expose_error")
+    connection.refusal = change.get("refusal")
+    for _ in range(3):
+        assert exposure.prepare(connection, part()).map == 0
+    ((how, why),) = chosen(connection)
+    assert how == "push" and reason in why and len(why) <= 200 and why.isprintable()
+    assert len(connection.link.named("expose")) <= 1  # refused once is refused
+    fresh = FakeConnection()  # but another daemon may take it
+    assert exposure.prepare(fresh, part()).map == (1 if transfer == "auto" else 0)
+
+
+def test_pull_that_cannot_be_had_is_an_error_when_it_was_demanded() -> None:
+    connection, exposure = FakeConnection(), Exposure("pull", 5)
+    connection.refusal = RefusedError("another uid")
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="another uid"):
+            exposure.prepare(connection, part())
+    assert chosen(connection) == [("push", "another uid")]
+
+
+def test_a_daemon_that_does_not_answer_is_no_refusal() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    connection.refusal = WaitTimeoutError("slow")
+    with pytest.raises(WaitTimeoutError):
+        exposure.prepare(connection, part())
+    connection.refusal = None
+    assert exposure.prepare(connection, part()).map == 2
+
+
+def test_a_gpu_that_cannot_be_opened_fails_the_checkpoint() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+
+    def broken(device: int) -> str:
+        raise native_error("the CUDA driver refused")
+
+    connection.link.device_open = broken  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match="refused"):
+        exposure.prepare(connection, part())
+
+
+def test_memory_stays_until_the_next_exposure_is_acknowledged() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    one, two = part(), part(1 << 41)
+    exposure.prepare(connection, one)
+    assert exposure._tie and exposure._tie.kept is one.owners
+    connection.refusal = WaitTimeoutError("slow")
+    with pytest.raises(WaitTimeoutError):
+        exposure.prepare(connection, two)
+    assert one.owners in exposure._tie.kept and two.owners in exposure._tie.kept
+    connection.refusal = None
+    exposure.prepare(connection, two)
+    assert exposure._tie.kept is two.owners
+
+
+def test_a_broken_copy_is_exposed_anew_and_many_are_pushed() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    for number in range(1, FAILURES_MAX + 1):
+        assert exposure.prepare(connection, part()).map == number
+        exposure.ended(copied=False)
+    assert exposure.prepare(connection, part()).map == 0
+    assert chosen(connection)[-1][0] == "push"
+
+
+def test_a_copied_snapshot_ends_the_count_of_broken_ones() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    for _ in range(2 * FAILURES_MAX):
+        assert exposure.prepare(connection, part()).map
+        exposure.ended(copied=False)
+        assert exposure.prepare(connection, part()).map
+        exposure.ended(copied=True)
+
+
+def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    made = part(volatile=512)
+    handover = exposure.prepare(connection, made)
+    address = connection.link.staging(0, 512)
+    assert handover.ranges == made.ranges({0: address})
+    exposure.trim()
+    assert not connection.link.named("staging_trim")
+    exposure.prepare(connection, part(volatile=9000))  # moves
+    exposure.trim()
+    exposure.trim()
+    assert len(connection.link.named("staging_trim")) == 1
+    assert connection.exposed() == [1, 2]
+
+
+def test_staging_for_what_no_gate_guards_is_limited() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    with pytest.raises(NoStagingError, match="no gate"):
+        exposure.prepare(connection, part(volatile=STAGING_BYTES_MAX + 1))
+    exposure.prepare(connection, part(volatile=STAGING_BYTES_MAX + 1, aside=True))
+    connection.link.no_staging = True
+    with pytest.raises(NoStagingError, match="GPU 0 has no"):
+        exposure.prepare(connection, part(volatile=512))
+
+
+def test_streams_are_marked_after_everything_was_staged(fakes: FakeDevices) -> None:
+    connection, exposure = FakeConnection(), Exposure("push", 5)
+    views = [view(1 << 40, 512, 0), view(2 << 40, 64, 0, volatile=True), view(3 << 40, 64, 2)]
+    made = lay_out(views, Shape(4096, aside=True)).device
+    assert made
+    handover = exposure.prepare(connection, made)
+    connection.link.calls.clear()
+    fakes.streams = {0: 7, 2: 9}
+    handover.enqueue(connection.link, 5)
+    assert [(c[0], c[1], c[2], c[-1]) for c in connection.link.named("stage")] == [
+        ("stage", 0, 7, False), ("stage", 0, 7, True), ("stage", 2, 9, True),
+    ]  # fmt: skip
+    assert connection.link.named("mark") == [
+        ("mark", 5, 0, 7, False, True), ("mark", 5, 2, 9, False, True),
+    ]  # fmt: skip
+    assert connection.link.calls[2][0] == "mark"
+
+
+def test_graphs_that_are_recorded_are_noticed(fakes: FakeDevices) -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    assert not exposure.capturing()
+    fakes.captures = True
+    assert exposure.capturing()
+    fakes.captures = False
+    exposure.prepare(connection, part())
+    connection.link.captures = True
+    assert exposure.capturing()
+    exposure.forget()
+    assert not exposure.capturing()

@@ -1,0 +1,193 @@
+"""Where views end up in the payload: a section per GPU, whole chunks, staged extents last."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+
+from pccheck.devices import HOST
+from pccheck.extents import (
+    INLINE_BYTES_MAX,
+    DevicePart,
+    Layout,
+    Range,
+    Shape,
+    View,
+    devices_of,
+    lay_out,
+)
+from pccheck_wire import tree
+
+CHUNK = 4096
+STAGING = {device: 1 << 45 | device << 40 for device in range(16)}
+
+
+def view(
+    address: int, nbytes: int, device: int = HOST, *, volatile: bool = False, storage: int = 0
+) -> View:
+    node = tree.Tensor([nbytes], [1], "uint8")
+    start = storage or address
+    return View("x", node, address, nbytes, start, start, volatile, device)
+
+
+def some_views(rng: random.Random) -> list[View]:
+    """Storages of all sizes on up to four places, with views that overlap; places share addresses,
+    as memory of different devices might."""
+    made: list[View] = []
+    for device in rng.sample([HOST, 0, 1, 5], rng.randint(1, 4)):
+        address = 1 << 30
+        for _ in range(rng.randint(1, 12)):
+            address += rng.choice([0, 0, 64, 512, 4096 * 3])
+            nbytes = rng.choice([1, 12, 64, 512, 1000, CHUNK, 3 * CHUNK + 5])
+            volatile = rng.random() < 0.3
+            for _ in range(rng.randint(1, 2)):
+                at = rng.randrange(nbytes)
+                made.append(
+                    view(address + at, rng.randint(1, nbytes - at), device,
+                         volatile=volatile, storage=address)
+                )  # fmt: skip
+            address += -(-nbytes // 64) * 64
+    rng.shuffle(made)
+    return made
+
+
+def ranges_of(part: DevicePart) -> list[tuple[int, ...]]:
+    return list(struct.iter_unpack("<QQQII", part.ranges(STAGING)))
+
+
+def source_of(layout: Layout, view: View, part: DevicePart) -> int:
+    """From which address the byte of the payload comes that is the view's first one."""
+    extent = layout.extents[view.node.extent]
+    at = extent.offset + view.node.offset
+    (found,) = (
+        (address, offset)
+        for address, offset, nbytes, device, _ in ranges_of(part)
+        if offset <= at and at + view.nbytes <= offset + nbytes and device == view.device
+    )
+    return found[0] + at - found[1]
+
+
+def staged_from(part: DevicePart, device: int, address: int) -> int:
+    """What was copied to this address of the staging memory."""
+    at = address - STAGING[device]
+    for source, offset, nbytes in struct.iter_unpack(
+        "<QQQ", part.aside.get(device, b"") + part.staged.get(device, b"")
+    ):
+        if offset <= at < offset + nbytes:
+            return int(source + at - offset)
+    raise AssertionError(address)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("seed", range(150))
+def test_layouts_of_random_views(seed: int, aside: bool) -> None:
+    rng = random.Random(seed)
+    views = some_views(rng)
+    layout = lay_out(views, Shape(CHUNK, aside))
+    end = 0
+    for extent in layout.extents:
+        assert extent.offset >= end and extent.offset % 64 == 0
+        end = extent.offset + extent.nbytes
+    host_start = layout.device.nbytes if layout.device else 0
+    assert host_start % CHUNK == 0
+    for item in (*layout.gated, *layout.volatile):
+        assert item.offset >= host_start
+    for one in views:
+        extent = layout.extents[one.node.extent]
+        assert one.node.offset + one.nbytes <= extent.nbytes
+        assert (extent.offset < host_start) is (one.device != HOST)
+    if layout.device is None:
+        return
+    check_sections(layout.device)
+    for one in views:
+        if one.device == HOST:
+            continue
+        source = source_of(layout, one, layout.device)
+        if source != one.address:
+            assert staged_from(layout.device, one.device, source) == one.address
+        assert source == one.address or aside or any(
+            other.volatile and other.node.extent == one.node.extent for other in views
+        )  # fmt: skip
+
+
+def check_sections(part: DevicePart) -> None:
+    packed = part.ranges(STAGING)
+    assert devices_of(packed) == list(part.devices)
+    assert part.mask == sum(1 << device for device in part.devices)
+    owner: dict[int, int] = {}
+    end = 0
+    for _, offset, nbytes, device, zero in struct.iter_unpack("<QQQII", packed):
+        assert offset >= end and zero == 0
+        end = offset + nbytes
+        for chunk in range(offset // CHUNK, (end - 1) // CHUNK + 1):
+            assert owner.setdefault(chunk, device) == device  # one GPU fills a chunk
+    assert sorted(owner) == list(range(part.nbytes // CHUNK))  # and no chunk is all gap
+    for copies in (part.staged, part.aside):
+        for packed in copies.values():
+            before = 0
+            for _, at, nbytes in struct.iter_unpack("<QQQ", packed):
+                assert at >= before
+                before = at + nbytes
+
+
+def test_neighbours_in_memory_are_neighbours_in_the_payload() -> None:
+    base = 1 << 40
+    views = [view(base + i * 512, 512, 0) for i in (2, 0, 3, 1)]
+    layout = lay_out(views, Shape(CHUNK))
+    assert layout.device
+    found = ranges_of(layout.device)
+    assert [item[:3] for item in found] == [(base + i * 512, i * 512, 512) for i in range(4)]
+    assert layout.end == layout.device.nbytes == CHUNK
+
+
+def test_gated_extents_come_before_staged_ones() -> None:
+    base = 1 << 40
+    views = [
+        view(base, 512, 0, volatile=True), view(base + 512, 512, 0),
+        view(base + 1024, 512, 0, volatile=True), view(base + 1536, 100, 0),
+    ]  # fmt: skip
+    part = lay_out(views, Shape(CHUNK)).device
+    assert part and part.staging_bytes == {0: 1024} and not part.aside
+    assert [item[:3] for item in ranges_of(part)] == [
+        (base + 512, 0, 512), (base + 1536, 512, 100), (STAGING[0], 640, 1024),
+    ]  # fmt: skip
+    assert part.staged[0] == struct.pack("<6Q", base, 0, 512, base + 1024, 512, 512)
+
+
+def test_the_device_snapshot_has_the_same_payload_and_stages_everything() -> None:
+    views = [view(1 << 40, 512, 0), view(2 << 40, 512, 0, volatile=True), view(3 << 40, 64)]
+    plain, aside = lay_out(views, Shape(CHUNK)), lay_out(views, Shape(CHUNK, aside=True))
+    assert plain.extents == aside.extents and plain.end == aside.end
+    assert aside.device and aside.device.all_staged
+    assert aside.device.staging_bytes == {0: 1024}
+    assert aside.device.aside[0] == struct.pack("<3Q", 1 << 40, 0, 512)
+    assert aside.device.staged[0] == struct.pack("<3Q", 2 << 40, 512, 512)
+    assert [item[:3] for item in ranges_of(aside.device)] == [(STAGING[0], 0, 1024)]
+
+
+def test_host_and_device_memory_never_share_an_extent() -> None:
+    views = [view(4096, 64), view(4096, 64, 0), view(4096, 64, 1)]
+    layout = lay_out(views, Shape(CHUNK))
+    assert len(layout.extents) == 3
+    assert layout.device and layout.device.devices == (0, 1) and layout.device.nbytes == 2 * CHUNK
+    assert layout.gated == [Range(4096, 2 * CHUNK, 64)]
+
+
+def test_a_little_host_memory_beside_gpus_is_copied_at_once() -> None:
+    gpu = view(1 << 40, 512, 0)
+    ranges, volatile = lay_out([gpu, view(4096, INLINE_BYTES_MAX)], Shape(CHUNK)).packed()
+    assert not ranges and len(volatile) == 24
+    ranges, volatile = lay_out([gpu, view(4096, INLINE_BYTES_MAX + 1)], Shape(CHUNK)).packed()
+    assert len(ranges) == 24 and not volatile
+    ranges, volatile = lay_out([view(4096, 8)], Shape(CHUNK)).packed()
+    assert len(ranges) == 24 and not volatile  # without GPUs nothing has changed
+
+
+def test_packed_ranges_follow_the_staging_memory() -> None:
+    part = lay_out([view(1 << 40, 64, 0, volatile=True)], Shape(CHUNK)).device
+    assert part
+    one = part.ranges({0: 4096})
+    assert part.ranges({0: 4096}) is one
+    assert part.ranges({0: 8192}) == struct.pack("<QQQII", 8192, 0, 64, 0, 0)

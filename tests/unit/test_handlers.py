@@ -1,0 +1,342 @@
+"""What trainers may say of their GPU memory, up to the channel, which is a fake one here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from pccheck_native import (
+    Channel,
+    ChannelUsage,
+    Event,
+    GpuInfo,
+    Gpus,
+    NativeError,
+    SaveTimes,
+)
+from pccheck_wire import codec
+from pccheck_wire.messages import (
+    Begin,
+    Chose,
+    Done,
+    Expose,
+    Failure,
+    Reply,
+    Report,
+    Request,
+    Role,
+    Status,
+)
+from pccheck_wire.messages import CheckpointState as State
+from pccheckctl.output import part, rows
+from pccheckd import ledger
+from pccheckd.config import Config
+from pccheckd.engine import Engine
+from pccheckd.exposing import PUSHED
+from pccheckd.gpus import Offer
+from pccheckd.handlers import Handlers
+from pccheckd.port import Owner
+from pccheckd.registry import Registry
+from pccheckd.server import ControlServer
+from pccheckd.sessions import Session, Sessions
+from pccheckd.volumes import Key, OpenVolume
+
+KEY = Key(os.geteuid(), "job", 0)
+
+
+def native_error(code_name: str) -> NativeError:
+    error = NativeError("no")
+    error.code_name = code_name
+    return error
+
+
+@dataclass
+class FakeChannel:
+    """Remembers what it is asked."""
+
+    answer: str = ""
+    error: NativeError | None = None
+    exposed: list[tuple[int, bytes]] = field(default_factory=list)
+    begun: list[dict[str, int]] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+
+    def expose(self, number: int, exposure: bytes) -> str:
+        self.exposed.append((number, exposure))
+        return self.answer
+
+    def begin(self, snapshot: int, **numbers: int) -> int:
+        self.begun.append({"snapshot": snapshot, **numbers})
+        if self.error is not None:
+            raise self.error
+        return len(self.begun)
+
+    def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None:
+        self.refused.append(snapshot)
+
+    def usage(self) -> ChannelUsage:
+        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 4096, 8192, 2)
+
+    def close(self) -> None:
+        pass
+
+
+class FakeGpus:
+    def info(self) -> list[GpuInfo]:
+        return [GpuInfo(bytes(range(16)), "NVIDIA H200", -1, True, 5, 2, 1)]
+
+
+class Place:
+    """A trainer's session with its tenant, and the handlers that it talks to."""
+
+    def __init__(self, config: Config) -> None:
+        self.engine = Engine(config)
+        self.registry = Registry(config, self.engine)
+
+        async def nobody(_uid: int, _data: bytes) -> bytes | None:
+            return None
+
+        self.sessions = Sessions(
+            config, self.engine, self.registry, ControlServer(config.socket, nobody)
+        )
+        self.handlers = Handlers(config, self.engine, self.registry, self.sessions)
+        self.channel = FakeChannel()
+
+    async def open(self) -> None:
+        self.job, self.tenant = await self.registry.tenant(KEY)
+        await self.tenant._open_port()
+        assert self.tenant.port is not None
+        self.tenant.port.channel = cast(Channel, self.channel)
+        self.tenant.port.pulls = True
+        self.engine.driver.offer = Offer("pull", "CUDA IPC")
+        self.session = self.join(1)
+
+    def join(self, number: int, role: Role = Role.TRAINER) -> Session:
+        made = Session(
+            number=number, token=bytes([number]) * 16, role=role, uid=KEY.uid, pid=1,
+            kernel_pid=1, connected_ns=0, job=self.job, tenant=self.tenant,
+            port=self.tenant.port, transfer="push", transfer_reason="CPU tensors",
+        )  # fmt: skip
+        if role is Role.TRAINER:
+            self.tenant.owner = Owner(number, 1, 1, 1, 1, False, lambda event: None)
+        self.sessions._sessions[number] = made
+        return made
+
+    async def ask(
+        self, body: Expose | Chose | Begin | Status, session: Session | None = None
+    ) -> object:
+        chosen = session or self.session
+        data = await self.handlers.by_session(chosen, codec.encode(Request(1, chosen.token, body)))
+        return codec.decode(data, Reply).body if data is not None else None
+
+
+Work = Callable[[Place], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+    config = Config(
+        storage=tmp_path, socket=tmp_path / "s", dram_bytes=1 << 24, chunk_bytes=1 << 20,
+        allow_any_filesystem=True,
+    )  # fmt: skip
+
+    def run(work: Work) -> None:
+        async def all_of_it() -> None:
+            place = Place(config)
+            place.engine.start()
+            await place.open()
+            await asyncio.wait_for(work(place), 20)
+            place.engine.stop()
+
+        asyncio.run(all_of_it())
+
+    yield run
+
+
+def refused(answer: object, text: str) -> None:
+    assert isinstance(answer, Failure), answer
+    assert text in answer.message
+    assert answer.code in ("REFUSED", "USAGE")
+
+
+# -- Expose ------------------------------------------------------------------------------------
+
+
+def test_an_exposure_reaches_the_channel_whole(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        answers = await asyncio.gather(  # nobody waits for the answers in between
+            place.ask(Expose(1, [b"ab", b"c"], more=True)),
+            place.ask(Expose(1, [b"de"], more=True)),
+            place.ask(Expose(1, [b"f"])),
+            place.ask(Expose(2, [b"next"])),
+        )
+        assert list(answers) == [Done()] * 4
+        assert place.channel.exposed == [(1, b"abcdef"), (2, b"next")]
+
+    run(work)
+
+
+def test_the_channels_reason_is_told(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        place.channel.answer = "allocation 3: the handle does not open"
+        answer = await place.ask(Expose(1, [b"x"]))
+        refused(answer, "allocation 3")
+        assert isinstance(answer, Failure)
+        assert (answer.hint, answer.retryable) == (PUSHED, False)
+
+    run(work)
+
+
+def test_without_a_driver_nothing_is_collected(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        place.engine.driver.offer = Offer("push", "no CUDA driver here")
+        refused(await place.ask(Expose(1, [b"x"], more=True)), "no CUDA driver")
+        assert place.session.exposing.held_bytes == 0
+
+    run(work)
+
+
+def test_a_trainer_that_the_kernel_does_not_name_pushes(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        place.session.kernel_pid = 0  # what it says itself would prove nothing
+        assert place.sessions.offer(place.session).transfer == "push"
+        refused(await place.ask(Expose(1, [b"x"])), "PID namespace")
+        assert not place.channel.exposed
+
+    run(work)
+
+
+def test_another_users_trainer_pushes(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        place.session.uid = KEY.uid + 1  # root could open whatever handle it is given
+        assert "runs as uid" in place.sessions.offer(place.session).reason
+        refused(await place.ask(Expose(1, [b"x"])), "runs as uid")
+        assert not place.channel.exposed
+
+    run(work)
+
+
+def test_an_old_session_cannot_expose_for_the_next(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        old = place.session
+        async with place.tenant.lock:  # its last piece waits while the next one comes
+            late = asyncio.create_task(place.ask(Expose(1, [b"old"]), old))
+            await asyncio.sleep(0)
+            place.join(2)
+        refused(await late, "has ended")
+        assert not place.channel.exposed
+
+    run(work)
+
+
+def test_what_a_session_had_sent_goes_with_it(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        assert await place.ask(Expose(1, [b"half"], more=True)) == Done()
+        other = place.join(2)
+        assert place.sessions.room_bytes(other) < place.sessions.room_bytes(place.session)
+        await place.sessions.end(place.session)
+        assert place.session.exposing.held_bytes == 0
+        refused(await place.ask(Expose(1, [b"x"]), place.session), "has ended")
+
+    run(work)
+
+
+@pytest.mark.parametrize("role", [Role.READER, Role.OBSERVER])
+def test_only_trainers_share_memory(run: Callable[[Work], None], role: Role) -> None:
+    async def work(place: Place) -> None:
+        session = place.join(2, role)
+        for body in (Expose(1, [b"x"]), Chose("pull", "")):
+            refused(await place.ask(body, session), "may not")
+        assert not place.channel.exposed
+
+    run(work)
+
+
+# -- Chose, Begin ------------------------------------------------------------------------------
+
+
+def test_what_was_chosen_is_shown(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        assert await place.ask(Chose("pull", "CUDA IPC")) == Done()
+        assert (place.session.transfer, place.session.transfer_reason) == ("pull", "CUDA IPC")
+        refused(await place.ask(Chose("pull", "two\nlines")), "reason")
+
+    run(work)
+
+
+def test_status_tells_of_gpus_and_transfers(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        place.engine.driver.gpus = cast(Gpus, FakeGpus())
+        await place.ask(Chose("pull", "CUDA IPC"))
+        answer = await place.ask(Status())
+        assert isinstance(answer, Report)
+        document = answer.document
+        assert document["schema"] == 1
+        (gpu,), (session,) = rows(document, "gpus"), rows(document, "sessions")
+        assert gpu == {
+            "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "name": "NVIDIA H200",
+            "numa_node": None, "lost": True, "copied_bytes": 5, "copies": 2, "failures": 1,
+        }  # fmt: skip
+        shown = {key: session[key] for key in ("transfer", "transfer_reason", "exposed_bytes",
+                                               "mappings")}  # fmt: skip
+        assert shown == {"transfer": "pull", "transfer_reason": "CUDA IPC", "exposed_bytes": 8192,
+                         "mappings": 2}  # fmt: skip
+        assert part(document, "pool")["pinned_bytes"] == 4096
+        daemon = part(document, "daemon")
+        assert (daemon["state"], daemon["transfer"]) == ("degraded", "pull")
+        assert "lost" in str(document["warnings"])
+
+    run(work)
+
+
+async def begun(place: Place) -> State:
+    """The end of a checkpoint that names map 5."""
+    place.tenant.volumes.open = [cast(OpenVolume, object())]
+    assert await place.ask(Begin(1, 10, 4096, 0, 64, map=5)) is None
+    task = place.tenant.queue._task
+    assert task is not None
+    await task
+    place.tenant.volumes.open = []
+    found = place.tenant.ledger.find(1, 1)
+    assert found is not None
+    return found.state
+
+
+def test_the_map_reaches_the_channel(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        assert await begun(place) is State.COPYING
+        assert [one["map"] for one in place.channel.begun] == [5]
+
+    run(work)
+
+
+@pytest.mark.parametrize("code_name", ["BAD_HANDLE", "DEVICE_LOST"])
+def test_a_stale_map_fails_the_checkpoint_at_once(
+    run: Callable[[Work], None], code_name: str
+) -> None:
+    async def work(place: Place) -> None:
+        place.channel.error = native_error(code_name)
+        assert await begun(place) is State.FAILED
+        found = place.tenant.ledger.find(1, 1)
+        assert found is not None and "GPU" in found.reason and found.hint
+        assert len(place.channel.begun) == 1
+        assert place.channel.refused == [1]
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("error_name", "reason"),
+    [("DEVICE", "driver failed"), ("DEVICE_LOST", "lost the GPU"), ("BAD_HANDLE", "not shared"),
+     ("ABORTED", "not complete")],
+)  # fmt: skip
+def test_failed_copies_say_why(error_name: str, reason: str) -> None:
+    event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", 0, SaveTimes(0, 0, 0, 0, 0, 0))
+    text, hint = ledger.failure_text(event)
+    assert reason in text
+    assert bool(hint) is (error_name != "ABORTED")

@@ -1,0 +1,249 @@
+"""What a checkpoint with GPU tensors tells link and daemon, in which order; and graphs."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pccheck import CheckpointState, PCcheckClient, PccheckWarning
+from pccheck.exposure import FAILURES_MAX
+from pccheck_wire.errors import DeviceError, RefusedError, UsageError
+from pccheck_wire.messages import Begin, Chose, Expose
+from tests.support.fakelink import FakeConnection, FakeSession
+from tests.support.payload import FakeDevices
+
+
+class Kit:
+    """A client whose daemon is a fake, with a model that is said to be on GPU 0."""
+
+    def __init__(self, path: Path, fakes: FakeDevices, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PCcheckClient, "_first_connect", lambda _: None)
+            self.client = PCcheckClient("job", socket=path / "none", **options)
+        self.connection = FakeConnection()
+        session: Any = FakeSession(self.connection)
+        self.client._session = self.client._saver._session = session
+        self.link = self.connection.link
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            fakes.put(tensor)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def attach(self) -> None:
+        self.client.attach(model=self.model, optimizer=self.optimizer)
+
+    def begun(self) -> list[Begin]:
+        return [body for body in self.connection.sent if isinstance(body, Begin)]
+
+    def submitted(self) -> tuple[Any, ...]:
+        return self.link.named("submit")[-1]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeDevices:
+    return FakeDevices().install(monkeypatch)
+
+
+@pytest.fixture
+def kit(tmp_path: Path, fakes: FakeDevices) -> Kit:
+    made = Kit(tmp_path, fakes)
+    made.attach()
+    return made
+
+
+def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
+    kit.client.checkpoint()
+    names = [call[0] for call in kit.link.calls]
+    assert names == ["device_open", "staging", "expose", "request", "stage", "mark", "submit"]
+    kinds = [type(body) for body in kit.connection.sent]
+    assert kinds == [Expose, Chose, tuple, Begin]  # exposed before memory is made
+    assert kit.begun()[0].map == 1
+    _, number, _, _, device_ranges, pulled, mask = kit.submitted()
+    assert (number, device_ranges, pulled, mask) == (1, b"", 4096, 1)
+    assert kit.link.named("mark") == [("mark", 1, 0, 100, True, False)]
+
+
+def test_the_order_of_a_pushed_checkpoint(kit: Kit) -> None:
+    kit.connection.refusal = RefusedError("another uid")
+    kit.client.checkpoint()
+    assert kit.begun()[0].map == 0
+    _, _, _, _, device_ranges, pulled, mask = kit.submitted()
+    found = list(struct.iter_unpack("<QQQII", device_ranges))
+    assert (pulled, mask) == (0, 0) and {item[3] for item in found} == {0}
+    assert kit.model[0].weight.data_ptr() in {item[0] for item in found}
+    assert kit.link.named("mark") == [("mark", 1, 0, 100, False, False)]
+
+
+def test_the_step_of_the_optimizer_makes_its_stream_wait(kit: Kit) -> None:
+    kit.client.checkpoint()
+    for p in kit.model.parameters():
+        p.grad = torch.ones_like(p)
+    kit.optimizer.step()
+    assert kit.link.named("hold", "wait_read") == [("hold", 1, 0, 100)]
+
+
+def test_an_unchanged_state_is_not_exposed_again(kit: Kit) -> None:
+    kit.client.checkpoint()
+    kit.client.gate()
+    kit.client.checkpoint()
+    assert [begin.map for begin in kit.begun()] == [1, 1]
+    assert len(kit.link.named("expose")) == 1
+    assert not kit.link.named("wait_read")  # the stream's order is enough for staging, too
+
+
+def test_device_snapshots_stage_all_beside_training(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, snapshot="device")
+    kit.attach()
+    kit.client.checkpoint()
+    assert [(c[2], c[4]) for c in kit.link.named("stage")] == [(100, False), (100, True)]
+    assert kit.link.named("mark") == [("mark", 1, 0, 100, True, True)]
+    kit.client.gate()
+    kit.link.read.add(1)
+    kit.client.checkpoint()
+
+
+def test_busy_staging_is_skipped_when_so_asked(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, snapshot="device", on_busy="skip")
+    kit.attach()
+    kit.client.checkpoint()
+    kit.client.gate()
+    made = kit.client.checkpoint()
+    assert made.state is CheckpointState.SKIPPED and "staging" in made.reason
+    assert len(kit.begun()) == 1
+
+
+def test_blocking_returns_when_the_source_was_read(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, snapshot="blocking")
+    kit.attach()
+    kit.link.read.add(1)
+    made = kit.client.checkpoint()
+    assert kit.link.named("wait_read") == [("wait_read", 1, False)]
+    assert not kit.link.named("stage", "staging", "hold") and made.state is CheckpointState.COPYING
+    kit.client.gate()
+    assert not kit.link.named("hold")
+
+
+def test_without_room_for_staging_checkpoints_wait(kit: Kit) -> None:
+    kit.link.no_staging = True
+    kit.link.read.update((1, 2))
+    with pytest.warns(PccheckWarning, match="checkpoint\\(\\) returns when"):
+        kit.client.checkpoint()
+    assert kit.link.named("wait_read") == [("wait_read", 1, False)]
+    assert kit.begun()[0].map == 1 and not kit.link.named("stage")
+    kit.client.checkpoint()
+    assert len(kit.link.named("staging")) == 1  # not asked for any more
+
+
+def test_without_a_gate_it_returns_when_copied(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes)
+    kit.client.attach(model=kit.model)
+    kit.link.wait_copied = lambda number, _: kit.link.copied(number)  # type: ignore[assignment, func-returns-value]
+    assert kit.client.checkpoint().state is CheckpointState.COPIED
+    assert not kit.link.named("stage") and kit.link.named("mark")
+
+
+def test_forced_pull_fails_with_the_reason(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, transfer="pull")
+    kit.attach()
+    kit.connection.refusal = RefusedError("another uid")
+    with pytest.warns(PccheckWarning, match="another uid"):
+        made = kit.client.checkpoint()
+    assert made.state is CheckpointState.FAILED and "another uid" in made.reason
+    assert not kit.begun()
+
+
+def test_forced_pull_raises_when_so_asked(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, transfer="pull", on_error="raise")
+    kit.attach()
+    kit.connection.refusal = RefusedError("another uid")
+    with pytest.raises(DeviceError, match="another uid"):
+        kit.client.checkpoint()
+
+
+def test_a_broken_copy_has_the_next_one_exposed_anew(kit: Kit) -> None:
+    for number in range(1, FAILURES_MAX + 1):
+        assert kit.client.checkpoint().snapshot == number
+        kit.link.refuse(number)
+    kit.client.checkpoint()
+    assert [begin.map for begin in kit.begun()] == [*range(1, FAILURES_MAX + 1), 0]
+    kit.link.copied(FAILURES_MAX + 1)
+
+
+def test_what_the_link_gave_up_trips_the_breaker(kit: Kit) -> None:
+    first = kit.client.checkpoint()
+    kit.client.gate()
+    kit.link.let_go(1)
+    with pytest.warns(PccheckWarning, match="stall_limit_s"):
+        made = kit.client.checkpoint()
+    assert first.state is CheckpointState.FAILED and made.state is CheckpointState.SKIPPED
+
+
+def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
+    kit.link.interrupt = "mark"
+    with pytest.raises(KeyboardInterrupt):
+        kit.client.checkpoint()
+    assert kit.link.named("abandon") == [("abandon", 1)] and not kit.link.named("submit")
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------
+
+
+def test_no_checkpoint_while_a_graph_is_recorded(kit: Kit, fakes: FakeDevices) -> None:
+    fakes.captures = True
+    with pytest.raises(UsageError, match=r"captured.*outside of it"):
+        kit.client.checkpoint()
+    fakes.captures = False
+    kit.client.checkpoint()
+    kit.link.captures = True
+    with pytest.raises(UsageError, match="captured"):
+        kit.client.checkpoint()
+
+
+def test_a_recorded_step_is_not_trusted_any_more(kit: Kit, fakes: FakeDevices) -> None:
+    kit.client.checkpoint()
+    fakes.captures = True
+    kit.link.read.add(1)
+    with pytest.warns(PccheckWarning, match='gate="manual"') as told:
+        kit.optimizer.step()
+        kit.optimizer.step()
+    assert len(told) == 1
+    assert not kit.link.named("hold")  # nothing gets into the graph
+    assert kit.link.named("wait_read") == [("wait_read", 1, False)]  # but it is waited for
+    fakes.captures = False
+    kit.link.wait_copied = lambda number, _: kit.link.copied(number)  # type: ignore[assignment, func-returns-value]
+    assert kit.client.checkpoint().state is CheckpointState.COPIED
+
+
+def test_an_optimizer_for_graphs_must_first_be_seen_to_step(kit: Kit) -> None:
+    kit.optimizer.param_groups[0]["capturable"] = True
+    kit.attach()
+    assert kit.client._planner.wait == "copied"  # its graph may be older than our hook
+    kit.optimizer.step()
+    assert kit.client._planner.wait == ""
+
+
+def test_a_recorded_step_is_noticed_without_a_daemon(kit: Kit, fakes: FakeDevices) -> None:
+    kit.connection.lives = False
+    fakes.captures = True
+    with pytest.warns(PccheckWarning, match="CUDA graph"):
+        kit.optimizer.step()
+    assert kit.client._planner.wait == "copied"
+
+
+def test_with_a_manual_gate_graphs_are_the_users_affair(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, gate="manual")
+    kit.attach()
+    kit.client.checkpoint()
+    kit.client.gate()  # before replay()
+    assert kit.link.named("hold") == [("hold", 1, 0, 100)]
+    fakes.captures = True
+    kit.link.read.add(1)
+    with pytest.warns(PccheckWarning, match="before every replay"):
+        kit.client.gate()
+    fakes.captures = False
+    assert kit.client._planner.wait == ""

@@ -1,0 +1,355 @@
+"""The stand-in driver does what tests rely on: CUDA's documented rules, and faults."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import standin
+from tests.support.standin import Driver, IpcHandle
+from tests.support.standinpeer import Peer
+
+MIB = 1 << 20
+NOT_READY = 600
+INVALID = 1
+UNDEFINED = 0xDB
+OUT = "out"  # an argument: room for a result that nobody looks at
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    made = standin.new_directory()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Callable[..., Peer]]:
+    with ExitStack() as stack:
+        yield lambda name="peer", **options: stack.enter_context(Peer(directory, name, **options))
+
+
+# -- what peers do; device 0 throughout
+
+
+def allocate(cuda: Driver, length: int, byte: int) -> int:
+    with cuda.on(0):
+        address = cuda.out("cuMemAlloc_v2", length)
+        cuda("cuMemsetD8Async", address, byte, length, None)
+        cuda("cuStreamSynchronize", None)
+    return address
+
+
+def export(cuda: Driver, address: int) -> bytes:
+    handle = IpcHandle()
+    with cuda.on(0):
+        cuda("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    return bytes(handle)
+
+
+def attach(cuda: Driver, handle: bytes) -> tuple[int, int]:
+    """(code, address)"""
+    address = ctypes.c_uint64()
+    with cuda.on(0):
+        code = cuda.code(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(address), IpcHandle.from_buffer_copy(handle), 1
+        )
+    return code, address.value
+
+
+def code_of(cuda: Driver, call: str, *arguments: Any) -> int:
+    with cuda.on(0):
+        return without_context(cuda, call, *arguments)
+
+
+def value_of(cuda: Driver, call: str, *arguments: Any) -> int:
+    with cuda.on(0):
+        return cuda.out(call, *arguments)
+
+
+def without_context(cuda: Driver, call: str, *arguments: Any) -> int:
+    room = ctypes.create_string_buffer(64)
+    return cuda.code(call, *(room if item == OUT else item for item in arguments))
+
+
+def read(cuda: Driver, address: int, length: int, stream: int | None = None) -> set[int] | int:
+    """The different bytes there, or the code that the copy failed with."""
+    host = (ctypes.c_ubyte * length)()
+    with cuda.on(0):
+        code = cuda.code("cuMemcpyDtoHAsync_v2", host, address, length, stream)
+    return code or set(bytes(host))
+
+
+def capture_status(cuda: Driver, stream: int) -> int:
+    status = ctypes.c_int()
+    with cuda.on(0):
+        cuda("cuStreamIsCapturing", stream, ctypes.byref(status))
+    return status.value
+
+
+_pinned: dict[str, Any] = {}
+
+
+def pin(cuda: Driver, length: int) -> int:
+    """Registered memory of its own; its address."""
+    memory = mmap.mmap(-1, length)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    _pinned["memory"] = memory
+    with cuda.on(0):
+        cuda("cuMemHostRegister_v2", address, length, 3)
+    return address
+
+
+def pinned_bytes(_cuda: Driver, length: int) -> set[int]:
+    return set(_pinned["memory"][:length])
+
+
+def share_word(cuda: Driver, path: str) -> int:
+    """Registers a page of a file; the device's address of its first word."""
+    with Path(path).open("r+b") as file:
+        page = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    _pinned["page"] = page
+    host = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    with cuda.on(0):
+        cuda("cuMemHostRegister_v2", host, mmap.PAGESIZE, 3)
+        device = cuda.out("cuMemHostGetDevicePointer_v2", host, 0)
+        assert cuda.code("cuStreamWaitValue64_v2", None, host, 1, 0) == INVALID  # not that address
+    return device
+
+
+def forked_code(cuda: Driver) -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(cuda.code("cuDeviceGetCount", ctypes.byref(ctypes.c_int())))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def become(_cuda: Driver, user: int) -> None:
+    os.setuid(user)
+
+
+# -- memory of another process
+
+
+def test_handles_map_memory_in_another_process(start: Callable[..., Peer]) -> None:
+    owner, reader = start("owner"), start("reader")
+    address = owner(allocate, MIB, 7)
+    handle = owner(export, address)
+    assert owner(attach, handle)[0] == 201  # its own
+    code, mapped = reader(attach, handle)
+    assert (code, reader(read, mapped, MIB)) == (0, {7})
+    assert reader(attach, handle) == (0, mapped)  # counted, not mapped again
+    assert reader.faults.open_mappings == 1
+    assert reader(code_of, "cuIpcCloseMemHandle", mapped) == 0
+    assert reader(read, mapped, MIB) == {7}
+    assert reader(code_of, "cuIpcCloseMemHandle", mapped) == 0
+    assert reader(read, mapped, MIB) == INVALID
+    assert (reader.faults.open_mappings, reader.faults.opens, reader.faults.closes) == (0, 2, 2)
+
+
+def test_freed_memory_is_undefined_and_cannot_be_opened(start: Callable[..., Peer]) -> None:
+    owner, reader = start("owner"), start("reader")
+    address = owner(allocate, MIB, 7)
+    handle = owner(export, address)
+    mapped = reader(attach, handle)[1]
+    assert owner(code_of, "cuMemFree_v2", address) == 0
+    assert reader(read, mapped, MIB) == {UNDEFINED}
+    assert start("third")(attach, handle)[0] == 400
+    assert reader(attach, b"\0" * 64)[0] == INVALID
+    unshareable = owner(value_of, "standinAllocUnshareable", MIB)
+    assert owner(code_of, "cuIpcGetMemHandle", OUT, unshareable) == 1
+
+
+@pytest.mark.parametrize(("dead", "bytes_read"), [("scramble", {UNDEFINED}), ("keep", {7})])
+def test_a_copy_that_outlives_the_exporter(
+    start: Callable[..., Peer], dead: str, bytes_read: set[int]
+) -> None:
+    owner, reader = start("owner"), start("reader", dead=dead)
+    handle = owner(export, owner(allocate, MIB, 7))
+    mapped = reader(attach, handle)[1]
+    host = reader(pin, MIB)
+    stream = reader(value_of, "cuStreamCreate", 1)
+    reader.faults.hold_copies()
+    assert reader(code_of, "cuMemcpyDtoHAsync_v2", host, mapped, MIB, stream) == 0
+    reader.faults.wait_for(lambda f: f.held_copies == 1)
+    owner.kill()
+    reader.faults.release_copies()
+    assert reader(code_of, "cuStreamSynchronize", stream) == 0  # it does not say so
+    assert reader(pinned_bytes, MIB) == bytes_read
+    assert start("late")(attach, handle)[0] == 400
+
+
+def test_a_dead_exporter_may_also_be_an_error(start: Callable[..., Peer]) -> None:
+    owner, reader = start("owner"), start("reader", dead="error")
+    mapped = reader(attach, owner(export, owner(allocate, MIB, 7)))[1]
+    owner.kill()
+    assert reader(read, mapped, MIB) == 700
+    assert reader(code_of, "cuCtxSynchronize") == 700  # the context is lost
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
+def test_users_are_compared(start: Callable[..., Peer]) -> None:
+    owner = start("owner")
+    owner(become, 65534)
+    handle = owner(export, owner(allocate, MIB, 7))
+    assert start("root")(attach, handle)[0] == INVALID
+    assert start("open", any_uid=True)(attach, handle)[0] == 0
+
+
+# -- streams
+
+
+def test_a_stream_waits_for_a_word_that_another_process_writes(
+    start: Callable[..., Peer], directory: Path
+) -> None:
+    path = directory / "page"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    peer = start()
+    word, memory = peer(share_word, str(path)), peer(allocate, MIB, 1)
+    stream = peer(value_of, "cuStreamCreate", 1)
+    assert peer(code_of, "cuStreamWaitValue64_v2", stream, word, 5, 0) == 0
+    assert peer(code_of, "cuMemsetD8Async", memory, 2, MIB, stream) == 0
+    assert peer(code_of, "cuStreamWriteValue64_v2", stream, word + 8, 9, 0) == 0
+    assert peer(code_of, "cuStreamQuery", stream) == NOT_READY
+    assert (peer.faults.waits, peer(read, memory, MIB)) == (1, {1})
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as page:
+        words = (ctypes.c_uint64 * 2).from_buffer(page)
+        words[0] = 4
+        assert peer(code_of, "cuStreamQuery", stream) == NOT_READY
+        words[0] = 6  # greater is enough
+        assert peer(code_of, "cuStreamSynchronize", stream) == 0
+        assert (words[1], peer.faults.waits) == (9, 0)
+        del words
+    assert peer(read, memory, MIB) == {2}
+
+
+def test_order_within_streams_and_between_them(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, host = peer(allocate, MIB, 1), peer(pin, MIB)
+    first, second = (peer(value_of, "cuStreamCreate", 1) for _ in range(2))
+    event, fresh = (peer(value_of, "cuEventCreate", 2) for _ in range(2))
+    assert peer(code_of, "cuStreamWaitEvent", second, fresh, 0) == 0  # never recorded: no wait
+    peer.faults.hold_copies()
+    assert peer(code_of, "cuMemcpyDtoHAsync_v2", host, memory, MIB, first) == 0
+    assert peer(code_of, "cuEventRecord", event, first) == 0
+    assert peer(code_of, "cuStreamSynchronize", second) == 0  # independent
+    assert peer(code_of, "cuStreamWaitEvent", second, event, 0) == 0
+    assert peer(code_of, "cuMemsetD8Async", memory, 2, MIB, second) == 0
+    assert peer(code_of, "cuEventQuery", event) == NOT_READY
+    peer.faults.wait_for(lambda f: f.held_copies == 1)
+    peer.faults.release_copies()
+    assert peer(code_of, "cuStreamSynchronize", second) == 0
+    assert peer(code_of, "cuEventQuery", event) == 0
+    assert peer(pinned_bytes, MIB) == {1}
+    assert peer(read, memory, MIB) == {2}
+
+
+def test_the_null_stream_and_the_single_queue(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, host = peer(allocate, MIB, 1), peer(pin, MIB)
+    blocking, free = peer(value_of, "cuStreamCreate", 0), peer(value_of, "cuStreamCreate", 1)
+    peer.faults.hold_copies()
+    assert peer(code_of, "cuMemcpyDtoHAsync_v2", host, memory, MIB, blocking) == 0
+    assert peer(code_of, "cuMemsetD8Async", memory, 2, MIB, None) == 0
+    assert peer(code_of, "cuMemsetD8Async", memory, 3, 8, free) == 0
+    assert peer(code_of, "cuStreamSynchronize", free) == 0
+    assert peer(code_of, "cuStreamQuery", None) == NOT_READY  # behind the blocking stream
+    peer.faults.set(one_queue=1)
+    assert peer(code_of, "cuMemsetD8Async", memory, 4, 8, free) == 0
+    peer.faults.release_copies()
+    assert peer(code_of, "cuCtxSynchronize") == 0
+    assert peer(read, memory, 8) == {4}  # else the null stream would have been later
+
+
+def test_graph_capture_is_spoilt_by_forbidden_calls(start: Callable[..., Peer]) -> None:
+    peer = start()
+    stream, event = peer(value_of, "cuStreamCreate", 1), peer(value_of, "cuEventCreate", 2)
+    assert peer(code_of, "standinBeginCapture", stream, 0) == 0
+    assert peer(capture_status, stream) == 1
+    assert peer(code_of, "standinEndCapture", stream) == 0
+    for call, arguments in (("cuEventQuery", (event,)), ("cuEventRecord", (event, stream))):
+        assert peer(code_of, "standinBeginCapture", stream, 0) == 0
+        assert peer(code_of, call, *arguments) == 900
+        assert peer(code_of, "standinEndCapture", stream) == 901
+    assert peer.faults.broken_captures == 2
+
+
+# -- rules
+
+
+def test_contexts_initialisation_and_forks(start: Callable[..., Peer]) -> None:
+    peer = start()
+    assert peer(without_context, "cuDeviceGetCount", OUT) == 3  # cuInit comes first
+    assert peer(without_context, "cuInit", 0) == 0
+    assert peer(without_context, "cuMemAlloc_v2", OUT, 8) == 201
+    assert peer(value_of, "cuMemAlloc_v2", 8)
+    assert peer.faults.contexts == 1
+    assert peer(forked_code) == 3
+    assert peer(without_context, "cuDevicePrimaryCtxRelease_v2", 0) == 0
+    assert (peer.faults.contexts, peer.faults.allocations, peer.faults.streams) == (0, 0, 0)
+
+
+def test_ranges_are_checked(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, host = peer(allocate, MIB, 1), peer(pin, MIB)
+    for address, length in ((memory + 1, MIB), (host, 8), (0, 8)):
+        assert peer(code_of, "cuMemcpyDtoHAsync_v2", host, address, length, None) == INVALID
+    assert peer(code_of, "cuMemcpyDtoHAsync_v2", host + 8, memory, MIB, None) == INVALID
+    assert peer(code_of, "cuMemHostRegister_v2", host + 4096, 4096, 3) == 712
+    assert peer(code_of, "cuMemHostUnregister", host + 4096) == 713
+    assert peer.faults.registered_bytes == MIB
+    assert peer(code_of, "cuMemHostUnregister", host) == 0
+    assert peer(code_of, "cuMemHostUnregister", host) == 713
+    assert peer(code_of, "cuMemcpyDtoHAsync_v2", host, memory, MIB, None) == 0  # pageable
+    assert (peer.faults.registered_bytes, peer.faults.pageable_copies) == (0, 1)
+
+
+# -- faults on demand
+
+
+def test_copies_fail_at_the_call_or_behind_it(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, host = peer(allocate, MIB, 1), peer(pin, MIB)
+    stream, event = peer(value_of, "cuStreamCreate", 1), peer(value_of, "cuEventCreate", 2)
+    copy = ("cuMemcpyDtoHAsync_v2", host, memory, MIB, stream)
+    peer.faults.fail_copy(2, 999, behind=False)
+    assert [peer(code_of, *copy) for _ in range(3)] == [0, 999, 0]
+    assert peer(code_of, "cuStreamSynchronize", stream) == 0
+    peer.faults.fail_copy(1, 999)
+    assert (peer(code_of, *copy), peer(code_of, "cuEventRecord", event, stream)) == (0, 0)
+    assert peer(code_of, "cuStreamSynchronize", stream) == 999
+    assert peer(code_of, "cuEventQuery", event) == 999
+    assert peer(code_of, *copy) == 0  # that one failed, not the context
+    peer.faults.fail_copy(1, 719)
+    assert peer(code_of, *copy) == 0
+    assert peer(code_of, "cuStreamSynchronize", stream) == 719
+    assert peer(code_of, *copy) == 719
+    assert peer(code_of, "cuEventQuery", event) == 719
+    assert peer(code_of, "cuMemFree_v2", memory) == 719
+
+
+def test_other_calls_fail_on_demand(start: Callable[..., Peer]) -> None:
+    owner, peer = start("owner"), start()
+    handle = owner(export, owner(allocate, MIB, 7))
+    peer.faults.fail_open(205, times=2)
+    assert [peer(attach, handle)[0] for _ in range(3)] == [205, 205, 0]
+    peer.faults.fail_alloc(1)
+    assert peer(code_of, "cuMemAlloc_v2", OUT, 8) == 2
+    address = peer(allocate, 8, 1)
+    peer.faults.fail_export(801)
+    assert peer(code_of, "cuIpcGetMemHandle", OUT, address) == 801
+    peer.faults.set(no_memory_ops=1)
+    assert peer(code_of, "cuStreamWaitValue64_v2", None, address, 1, 0) == 801
+    peer.faults.set(lose_context=700)
+    assert peer(code_of, "cuMemFree_v2", address) == 700
+    late = start("late")
+    late.faults.set(init_fail_code=100)
+    assert late(without_context, "cuInit", 0) == 100
