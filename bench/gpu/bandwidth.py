@@ -1,0 +1,265 @@
+"""How fast do a checkpoint's bytes leave the GPU, become durable, and come back?
+
+    python -m bench.gpu.bandwidth [--rounds 5] [--dtype bf16] [--device cpu --tiny]
+                                  [--budget-s 120] [--directory DIR] [--json FILE]
+
+Nothing trains meanwhile. The state is that of GPT-2 medium with AdamW. In every round a pinned copy
+of the same size (its rate is the peak) and one checkpoint alternate. A checkpoint's rate is its
+bytes over the time from checkpoint() until it is copied, and from its admission, as the daemon saw
+it. Also: time to durable against torch.save and DCP, restore from the daemon's memory and from the
+volume against torch.load, and the GPU memory that is taken beside torch's: by the first mode for
+the daemon's context, by "device" for staging. On the CPU PCcheck pushes, and the peak is a plain
+copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import common
+from bench.common import BenchError, Spread
+from bench.gpu import contender
+from bench.gpu.contender import DCP, LIMIT_S, GpuRivals, Report, recorded
+
+RIVALS = ("torch.save", DCP)
+RIVAL_ROUNDS = 2
+RESTORES = 2
+PIECE_BYTES = 1 << 30  # of the pinned buffer: as much as a checkpoint has need not fit twice
+
+Rows = dict[str, list[dict[str, float]]]
+
+
+class Peak:
+    """A plain copy of many bytes between a GPU and pinned memory, nothing else going on."""
+
+    def __init__(self, device: torch.device, length_bytes: int) -> None:
+        self.length_bytes = length_bytes
+        piece = min(PIECE_BYTES, length_bytes)
+        is_cuda = device.type == "cuda"
+        self.there = torch.ones(piece, dtype=torch.uint8, device=device)
+        self.here = torch.zeros(piece, dtype=torch.uint8, pin_memory=is_cuda)
+        self.wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else lambda: None
+        self.rate(to_host=True)
+
+    def rate(self, *, to_host: bool) -> float:
+        """GB/s over all of the bytes, a piece at a time."""
+        source, target = (self.there, self.here) if to_host else (self.here, self.there)
+        self.wait()
+        start_s, left = time.perf_counter(), self.length_bytes
+        while left > 0:
+            part = min(left, source.numel())
+            target[:part].copy_(source[:part], non_blocking=True)
+            left -= part
+        self.wait()
+        return self.length_bytes / (time.perf_counter() - start_s) / 1e9
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, directory: Path, report: Report) -> None:
+        self.training = contender.training_of(options)
+        self.training.step(0)  # makes the moments
+        self.training.synchronize()
+        self.rounds: int = options.rounds
+        self.directory, self.report = directory, report
+        self.payload_bytes = self.training.payload_bytes()
+        self.peak = Peak(self.training.device, self.payload_bytes)
+        self.node = contender.node_of(self.training, directory, options)
+        self.rivals = GpuRivals(self.training.state, self.training.device)
+        self.saves: Rows = {}
+        self.loads: Rows = {}
+        self.chosen: dict[str, str] = {}
+        self.failures: list[str] = []
+        self.memory_mib: dict[str, float] = {}
+
+    # -- GPU memory ------------------------------------------------------------------------------
+
+    def taken_mib(self) -> float:
+        """GPU memory in use by others than this process's allocator: contexts and the daemon."""
+        if self.training.device.type != "cuda":
+            return 0.0
+        free, total = torch.cuda.mem_get_info()
+        return (total - free - torch.cuda.memory_reserved()) / common.MIB
+
+    def watch_memory(self, mode: str, before_mib: float) -> None:
+        self.memory_mib[mode] = round(self.taken_mib() - before_mib, 1)
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, float]:
+        """One checkpoint; GB/s until copied, seconds for the rest."""
+        peak = self.peak.rate(to_host=True)
+        common.settle()
+        self.training.synchronize()
+        start_s = time.monotonic()
+        checkpoint = self.node.start_save()
+        called_s = time.monotonic()
+        checkpoint.wait_copied(LIMIT_S)
+        copied_s = time.monotonic()
+        checkpoint.wait_durable(LIMIT_S)
+        durable_s = time.monotonic()
+        rate = self.payload_bytes / (copied_s - start_s) / 1e9
+        daemon_rate = self.payload_bytes / max(self.node.copy_seconds(), 1e-4) / 1e9
+        return {
+            "peak_gb_s": peak,
+            "copy_gb_s": rate,
+            "of_peak": rate / peak,
+            "daemon_copy_gb_s": daemon_rate,
+            "daemon_of_peak": daemon_rate / peak,
+            "call_ms": (called_s - start_s) * 1e3,
+            "copied_s": copied_s - start_s,
+            "durable_s": durable_s - start_s,
+        }
+
+    def measure_mode(self, name: str, mode: dict[str, Any]) -> None:
+        before_mib = self.taken_mib()
+        self.node.connect(mode)
+        self.node.save()  # registers, and makes the volume
+        self.chosen[name] = self.node.chosen()
+        self.watch_memory(name, before_mib)
+        rows = self.saves.setdefault(name, [])
+        for _ in range(self.rounds):
+            if not self.report.has_time():
+                break
+            rows.append(self.save())
+            self.keep()
+
+    def measure_rival(self, name: str) -> None:
+        rows = self.saves.setdefault(name, [])
+        for number in range(RIVAL_ROUNDS + 1):  # the first makes what it keeps
+            path = Path(tempfile.mkdtemp(prefix="rival-", dir=self.directory))
+            common.settle()
+            self.training.synchronize()
+            start_s = time.monotonic()
+            finish = self.rivals.save[name](path)
+            called_s = time.monotonic()
+            finish()
+            durable_s = time.monotonic()
+            if number > 0:
+                rows.append({"call_ms": (called_s - start_s) * 1e3,
+                             "durable_s": durable_s - start_s})  # fmt: skip
+            if name == "torch.save" and number == RIVAL_ROUNDS:
+                self.measure_torch_load(path / "state.pt")
+            shutil.rmtree(path)
+            self.keep()
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def load(self, name: str, load: Callable[[], object]) -> None:
+        peak = self.peak.rate(to_host=False)
+        self.training.synchronize()
+        start_s = time.monotonic()
+        load()
+        self.training.synchronize()
+        took_s = time.monotonic() - start_s
+        rate = self.payload_bytes / took_s / 1e9
+        self.loads.setdefault(name, []).append(
+            {"peak_gb_s": peak, "load_s": took_s, "load_gb_s": rate}
+        )
+        self.keep()
+
+    def restore(self) -> None:
+        if not self.node.client.restore():
+            raise BenchError("nothing was restored")
+
+    def measure_restore(self) -> None:
+        self.node.connect({})
+        self.node.save()
+        for _ in range(RESTORES):
+            self.node.reconnect()
+            self.load("restore from memory", self.restore)
+        for _ in range(RESTORES):
+            self.node.reconnect(restart_daemon=True)
+            self.load("restore from the volume", self.restore)
+
+    def measure_torch_load(self, path: Path) -> None:
+        model, optimizer = self.training.state.model, self.training.state.optimizer
+
+        def load() -> None:
+            state = torch.load(path, map_location=self.training.device)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        with path.open("rb") as file:  # cold, as after a restart of the node
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self.load("torch.load, cold", load)
+        self.load("torch.load, cached", load)
+
+    def keep(self) -> None:
+        self.report.keep(
+            payload_bytes=self.payload_bytes, chosen=self.chosen, saves=self.saves,
+            loads=self.loads, gpu_memory_of_the_daemon_mib=self.memory_mib,
+            failures=self.failures,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        with self.node, self.rivals:
+            for name, mode in contender.modes(self.training.device).items():
+                with recorded(self.failures, name):
+                    self.measure_mode(name, mode)
+            with recorded(self.failures, "restore"):
+                self.measure_restore()
+            self.node.leave()
+            for name in RIVALS:
+                if self.report.has_time():
+                    with recorded(self.failures, name):
+                        self.measure_rival(name)
+        self.keep()
+
+
+def spread(rows: list[dict[str, float]], key: str, digits: int) -> str:
+    values = [row[key] for row in rows if key in row]
+    return Spread.of(values).text(digits) if values else "-"
+
+
+def table(bench: Bench) -> list[str]:
+    lines = [
+        f"State {bench.payload_bytes / 1e9:.3f} GB. Median [min-max].",
+        "",
+        "| save | chosen | call ms | copy GB/s | of the peak | from admission | durable s "
+        "| GPU MiB taken |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in bench.saves.items():
+        lines.append(
+            f"| {name} | {bench.chosen.get(name, '')} | {spread(rows, 'call_ms', 2)} "
+            f"| {spread(rows, 'copy_gb_s', 2)} | {spread(rows, 'of_peak', 3)} "
+            f"| {spread(rows, 'daemon_of_peak', 3)} "
+            f"| {spread(rows, 'durable_s', 3)} | {bench.memory_mib.get(name, '-')} |"
+        )
+    lines += ["", "| load | s | GB/s | pinned copy GB/s |", "|---|---|---|---|"]
+    for name, rows in bench.loads.items():
+        lines.append(
+            f"| {name} | {spread(rows, 'load_s', 3)} | {spread(rows, 'load_gb_s', 2)} "
+            f"| {spread(rows, 'peak_gb_s', 2)} |"
+        )
+    return [*lines, "", *(f"- failed: {text}" for text in bench.failures)]
+
+
+def main() -> int:
+    parser = contender.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = contender.begin(parser)
+    report = Report("bandwidth", options)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+            bench = Bench(options, Path(scratch).resolve(), report)
+            bench.run()
+    except BenchError as error:
+        print(f"bench.gpu.bandwidth: {error}", file=sys.stderr)
+        return 1
+    report.finish(table(bench))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
