@@ -14,6 +14,7 @@ from pccheck_wire.messages import CheckpointState as State
 
 from .admission import Admission
 from .checkpoint import Checkpoint
+from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine, translated
 from .ledger import Ledger
@@ -30,7 +31,12 @@ BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
 
 class Tenant:
     def __init__(
-        self, key: Key, config: Config, engine: Engine, on_durable: Callable[[Tenant], None]
+        self,
+        key: Key,
+        config: Config,
+        engine: Engine,
+        on_durable: Callable[[Tenant], None],
+        chronicle: Chronicle,
     ) -> None:
         self.key = key
         self.config = config
@@ -44,12 +50,14 @@ class Tenant:
         self.reading = 0  # loads in progress: their volumes stay open
         self.readers = 0  # sessions that may load
         self.closed = False
+        self.stalled = ""  # why its disk seems to hang; set by Progress
         self.stopped = False  # a commit record failed; reopened before the next save
         self.registered_in = -1  # incarnation whose beginning is on the disk
         self.last_used_ns = time.monotonic_ns()
         self.admission = Admission(self)
         self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
         self._on_durable = on_durable
+        self._chronicle = chronicle
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- coming and going ----------------------------------------------------------------------
@@ -170,15 +178,18 @@ class Tenant:
         owner = self.owner
         if owner is None or owner.session != session:
             return
+        now_ns = time.monotonic_ns()
+        held_at_ns, held_ns = _held(body, now_ns)
         checkpoint = Checkpoint(
             session=session, snapshot=body.snapshot, step=body.step,
             payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
             tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
             incarnation=owner.incarnation, world_size=owner.world_size,
-            requested_ns=time.monotonic_ns(), map=body.map,
+            requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
             return  # said twice: the first one counts
+        self._chronicle.requested(self.key, checkpoint)
         if refused or self.volumes.current is None:
             self.refuse(checkpoint, State.FAILED, refused or "it was not registered", "")
         else:
@@ -192,8 +203,7 @@ class Tenant:
         owner, port = self.owner, self.port
         if port is not None and owner is not None and owner.session == checkpoint.session:
             port.channel.refuse(checkpoint.snapshot, int(to))
-        if to is State.FAILED:
-            LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, reason)
+        self._chronicle.ended(self.key, checkpoint)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -210,7 +220,8 @@ class Tenant:
             self._spawn(self._after_durable())
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
-            LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, checkpoint.reason)
+        if not checkpoint.live:
+            self._chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded"):
             self._spawn(self._retire())
 
@@ -331,3 +342,9 @@ class Tenant:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             LOG.error("%s: background work failed", self.key, exc_info=task.exception())
+
+
+def _held(body: Begin, now_ns: int) -> tuple[int, int]:
+    """When and how long the gate held the trainer: his own word, so only what can be."""
+    fits = 0 < body.held_at_ns <= now_ns and body.held_ns <= now_ns - body.held_at_ns
+    return (body.held_at_ns, body.held_ns) if fits else (0, 0)
