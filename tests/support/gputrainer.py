@@ -90,8 +90,9 @@ def _tensor(gpu: Gpu, part: Part) -> torch.Tensor:
     dtype = getattr(torch, part.dtype)
     if part.device == HOST:
         return torch.empty(part.count, dtype=dtype)
-    make = gpu.tensor if part.shareable else gpu.unshareable  # type: ignore[attr-defined]
-    return make((part.count,), dtype, part.device)
+    if part.shareable or gpu.real:
+        return gpu.tensor((part.count,), dtype, part.device)
+    return gpu.unshareable((part.count,), dtype, part.device)  # type: ignore[attr-defined]
 
 
 class Advance(torch.optim.Optimizer):
@@ -176,6 +177,8 @@ class GpuCommands(Commands):
         **options: Any,
     ) -> int:
         self.gpu = fakegpu.choose()
+        if self.gpu.real and not all(part.shareable for part in parts):
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         if uid is not None:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
