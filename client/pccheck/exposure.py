@@ -213,9 +213,10 @@ class Exposure:
             tie.connection.post(Chose(choice[0], _printable(choice[1])))
             LOG.info("GPU tensors go by %s%s", choice[0], f": {choice[1]}" if choice[1] else "")
         if tie.refused and self._transfer == "pull":
-            raise DeviceError(
-                f'transfer="pull" cannot be had: {tie.refused}', hint='use transfer="auto"'
-            )
+            reason = tie.refused  # perhaps a handle that did not open once: tried again next time
+            tie.refused = self._known_obstacle(tie.connection)
+            tie.opened.clear()  # what a GPU lacks is said again
+            raise DeviceError(f'transfer="pull" cannot be had: {reason}', hint='use transfer="auto"')
 
 
 def _staging(link: Link, part: DevicePart) -> dict[int, int]:

@@ -110,6 +110,18 @@ def test_pull_that_cannot_be_had_is_an_error_when_it_was_demanded() -> None:
         with pytest.raises(DeviceError, match="another uid"):
             exposure.prepare(connection, part())
     assert chosen(connection) == [("push", "another uid")]
+    connection.refusal = None  # it passed: a handle that did not open once, say
+    assert exposure.prepare(connection, part()).map == 3
+    assert chosen(connection)[-1] == ("pull", "")
+
+
+def test_a_gpu_that_lacks_what_pull_needs_is_named_every_time() -> None:
+    connection, exposure = FakeConnection(), Exposure("pull", 5)
+    connection.link.cannot_pull = "no stream memory operations"
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="no stream memory"):
+            exposure.prepare(connection, part())
+    assert connection.exposed() == []
 
 
 def test_a_daemon_that_does_not_answer_is_no_refusal() -> None:
