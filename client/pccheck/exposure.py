@@ -216,7 +216,9 @@ class Exposure:
             reason = tie.refused  # perhaps a handle that did not open once: tried again next time
             tie.refused = self._known_obstacle(tie.connection)
             tie.opened.clear()  # what a GPU lacks is said again
-            raise DeviceError(f'transfer="pull" cannot be had: {reason}', hint='use transfer="auto"')
+            raise DeviceError(
+                f'transfer="pull" cannot be had: {reason}', hint='use transfer="auto"'
+            )
 
 
 def _staging(link: Link, part: DevicePart) -> dict[int, int]:
