@@ -17,7 +17,7 @@ import uvloop
 
 from pccheck_native import layout
 
-from . import attach, storage
+from . import attach, heir, kept, storage
 from .config import Config, describe
 from .engine import Engine
 from .handlers import Handlers
@@ -35,6 +35,7 @@ def run(config: Config) -> int:
     Raises PccheckError when it cannot start.
     """
     _raise_file_limit()
+    left = kept.take(os.environ)
     with contextlib.ExitStack() as held:
         _lock(held, layout.lock_path(config.storage), f"serves {config.storage}")
         attach.make_runtime(config.socket.parent, config.group)
@@ -45,7 +46,7 @@ def run(config: Config) -> int:
         listener = attach.listen(config.socket, config.group)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                drained = runner.run(_serve(config, listener))
+                drained = runner.run(_serve(config, listener, left))
         finally:
             config.socket.unlink(missing_ok=True)
     if not drained:
@@ -55,8 +56,8 @@ def run(config: Config) -> int:
     return 0
 
 
-async def _serve(config: Config, listener: socket.socket) -> bool:
-    engine = Engine(config)
+async def _serve(config: Config, listener: socket.socket, left: list[kept.Descriptor]) -> bool:
+    engine = Engine(config, store=kept.store_of(os.environ, left), stored=len(left))
     engine.start()
     registry = Registry(config, engine)
     handlers: Handlers
@@ -69,6 +70,7 @@ async def _serve(config: Config, listener: socket.socket) -> bool:
     handlers = Handlers(config, engine, registry, sessions)
     server = attach.AttachServer(listener, sessions, handlers)
     stop, hurry = _signals()
+    registry.inherited = await heir.inherit(left, engine, registry)
     server.start()
     LOG.info("ready: %s", describe(config))
     notify("READY=1")
@@ -86,8 +88,8 @@ async def _serve(config: Config, listener: socket.socket) -> bool:
         engine.stop()
         LOG.info("stopped")
         return True
-    left = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
-    LOG.error("stopped with %d checkpoints that are not durable", left)
+    unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
+    LOG.error("stopped with %d checkpoints that are not durable", unfinished)
     return False
 
 

@@ -11,6 +11,7 @@ from pccheck_wire.errors import NoCheckpointError, RefusedError
 from .config import Config
 from .engine import Engine
 from .jobs import Job
+from .kept import Summary
 from .logs import LOG
 from .port import Port
 from .tenants import Tenant
@@ -25,6 +26,7 @@ class Registry:
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config = config
         self.engine = engine
+        self.inherited = Summary()  # from the daemon before
         self.jobs: dict[tuple[int, str], Job] = {}
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
         self._group_work: set[asyncio.Task[None]] = set()

@@ -72,6 +72,7 @@ def status(
             "used_bytes": used,
             "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
         },
+        "kept": _kept(asker_uid, engine, registry),
         "gpus": [_gpu(gpu) for gpu in gpus],
         "storage": {
             "path": str(config.storage),
@@ -134,6 +135,21 @@ def _verified(volume: _core.Volume, item: catalog.Checkpoint) -> Document:
         "valid": not problem,
         "problem": problem,
         "took_s": _ago(began_ns),
+    }
+
+
+def _kept(asker_uid: int, engine: Engine, registry: Registry) -> Document:
+    """What would outlive this daemon, and what has outlived the one before."""
+    stored, limit, refused = engine.pool.stored()
+    left = registry.inherited
+    return {
+        "stored": stored,
+        "limit": limit,
+        "refused": refused,
+        "adopted_segments": left.segments,
+        "adopted_bytes": left.nbytes,
+        "adopted_checkpoints": left.checkpoints,
+        "dropped": [f"{key}: {why}" for key, why in left.dropped if may_see(asker_uid, key.uid)],
     }
 
 

@@ -12,6 +12,7 @@ from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin
 from pccheck_wire.messages import CheckpointState as State
 
+from . import kept
 from .admission import Admission
 from .checkpoint import Checkpoint
 from .config import Config
@@ -26,6 +27,7 @@ from .volumes import Key, OpenVolume, VolumeSet
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
 BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
+INHERITED = 0  # the session of checkpoints that a daemon before us had copied
 
 
 class Tenant:
@@ -207,7 +209,7 @@ class Tenant:
         if checkpoint is None:
             return
         if event.kind == "durable":
-            self._spawn(self._after_durable())
+            self._spawn(self._after_durable(checkpoint))
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
             LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, checkpoint.reason)
@@ -223,9 +225,11 @@ class Tenant:
                 port.channel.set_outcome(checkpoint.snapshot, int(State.GLOBAL), sequence)
         await self._retire()
 
-    async def _after_durable(self) -> None:
+    async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
         await self._retire()
+        if checkpoint.session == INHERITED and self.owner is not None:
+            await self.retention.found_later(self.owner)
         self._on_durable(self)
 
     async def _retire(self) -> None:
@@ -259,13 +263,18 @@ class Tenant:
         config, current = self.config, self.volumes.current
         block = current.info.block_bytes if current else config.block_bytes
         chunk = -(-config.chunk_bytes // block) * block
-        self.port = Port(
-            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk, block_bytes=block,
-            chunk_capacity=max(2, min(config.dram_bytes // chunk, CHUNK_CAPACITY_MAX)),
-            lanes=config.in_flight, writers=config.writers, gpus=await self.engine.driver.ready(),
-        )  # fmt: skip
+        self.port = await self._make_port(chunk, block, config.in_flight)
         if current is not None:
             await self._bind(self.port, current)
+
+    async def _make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
+        config = self.config
+        return Port(
+            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
+            block_bytes=block_bytes, lanes=lanes, writers=config.writers,
+            chunk_capacity=max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX)),
+            gpus=await self.engine.driver.ready(), label=kept.label_of(self.key),
+        )  # fmt: skip
 
     async def _bind(self, port: Port, item: OpenVolume) -> None:
         try:
@@ -319,6 +328,52 @@ class Tenant:
                 await self._bind(port, current)
             self.stopped = False
         await self.retention.stage_again()
+
+    # -- from the daemon before, under the lock, before the first trainer -----------------------
+
+    async def open_port_like(self, left: _core.KeptState) -> Port:
+        """A channel for chunks that are already there, with the lanes that they were in."""
+        assert self.port is None
+        self.port = await self._make_port(left.chunk_bytes, left.block_bytes, left.lanes)
+        return self.port
+
+    async def bind_kept(self, uuid: bytes, fd: int, number: int) -> list[tuple[int, int, str]]:
+        """Goes on with what a state memfd says was copied: (sequence, step, why not). Raises when
+        its volume is gone."""
+        port = self.port
+        item = next((item for item in self.volumes.open if item.info.uuid == uuid), None)
+        if item is None or port is None:
+            raise RefusedError("its volume is not there any more")
+        outcomes = []
+        for found in await self.engine.call(
+            self.key.uid, port.channel.bind, item.volume, fd, number
+        ):
+            sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
+            outcomes.append((sequence, step, why))
+            self.ledger.last_sequence = max(self.ledger.last_sequence, sequence)
+            if why:
+                continue
+            self.ledger.inherit(Checkpoint(
+                session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
+                tree_offset=tree_offset, tree_bytes=tree_bytes, skip_when_busy=False,
+                incarnation=incarnation, world_size=world_size,
+                requested_ns=time.monotonic_ns(), sequence=sequence,
+            ))  # fmt: skip
+        return outcomes
+
+    async def settle_kept(self) -> None:
+        """New checkpoints go to the current volume again; what was copied is checked and written
+        from now on."""
+        port, current = self.port, self.volumes.current
+        if port is None:
+            return
+        if current is not None:
+            await self._bind(port, current)
+        if self.ledger.live():
+            self._spawn(self.engine.drive(self.key.uid, port.channel.settle))
+        else:
+            await port.close()
+            self.port = None
 
     # -- small ---------------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""Goes on, when the daemon starts, with the checkpoints that the one before had copied: they are
+admitted at once, so that nothing overtakes them, and checked and written beside everything else."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from pccheck_native import _core
+from pccheck_wire.errors import PccheckError
+
+from . import kept
+from .engine import Engine, translated
+from .kept import Descriptor, Left, State, Summary
+from .logs import LOG
+from .port import Port
+from .registry import Registry
+from .tenants import Tenant
+from .volumes import Key
+
+#: Why a copied checkpoint does not go on, by the core's code; others are its own words.
+_WHY = {
+    "EALREADY": "",  # it or a newer one is durable: as it should be
+    "ENODATA": "a part of it is neither in memory nor on the disk",
+    "NO_LANE": "there is no room for it among those in flight",
+    "NO_SLOT": "there is no free slot for it",
+}
+
+
+async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -> Summary:
+    """Takes over what is left, and closes what is of no use. Never raises for what it finds."""
+    summary = Summary(descriptors=len(found))
+    left, useless = kept.sort(found)
+    for key, one in left.items():
+        try:
+            _, tenant = await registry.existing(key)
+            await _take_over(tenant, one, engine, summary)
+        except (OSError, PccheckError, _core.NativeError) as error:
+            told = translated(error, f"what was left of {key}")
+            LOG.error("%s: what was copied cannot be taken over: %s", key, told)
+            summary.dropped.append((key, told.message))
+        useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
+    for item in useless:
+        kept.close(item, engine.pool)
+    if found:
+        LOG.info(
+            "of %d stored descriptors %d segments (%d bytes) are taken over, with %d checkpoints "
+            "that were copied and not durable", len(found), summary.segments, summary.nbytes,
+            summary.checkpoints,
+        )  # fmt: skip
+    return summary
+
+
+async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summary) -> None:
+    """What it takes over is no longer in `left`."""
+    left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
+    async with tenant.lock:
+        port = await tenant.open_port_like(left.states[-1].says)
+        try:
+            for number in left.segments_by_need():
+                summary.segments += await _adopt(port, number, left, tenant, engine)
+            usage = port.channel.usage()
+            port.granted_bytes = usage.bytes
+            for state in list(left.states):
+                await _bind(state, left, tenant, summary)
+            summary.nbytes += usage.bytes
+        finally:
+            await tenant.settle_kept()
+
+
+async def _adopt(port: Port, number: int, left: Left, tenant: Tenant, engine: Engine) -> bool:
+    try:
+        await engine.call(tenant.key.uid, port.channel.adopt, left.segments[number].fd, number)
+    except (OSError, _core.NativeError) as error:
+        LOG.warning("%s: a segment is not taken over: %s", tenant.key, _refused(error))
+        return False
+    del left.segments[number]
+    return True
+
+
+async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> None:
+    try:
+        outcomes = await tenant.bind_kept(state.says.uuid, state.descriptor.fd, state.id)
+    except (OSError, PccheckError, _core.NativeError) as error:
+        told = translated(error, "its record").message
+        for sequence, _ in state.says.copied:
+            summary.dropped.append((tenant.key, f"checkpoint {sequence}: {told}"))
+        LOG.error("%s: what was copied is lost: %s", tenant.key, told)
+        return
+    left.states.remove(state)
+    os.close(state.descriptor.fd)  # it is mapped, and in the store
+    for sequence, step, why in outcomes:
+        _tell(tenant.key, sequence, step, why, summary)
+
+
+def _tell(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:
+    if not why:
+        summary.checkpoints += 1
+        LOG.info("%s: goes on with step %d (checkpoint %d)", key, step, sequence)
+    elif reason := _WHY.get(why, why):
+        summary.dropped.append((key, f"step {step}: {reason}"))
+        LOG.error("%s: step %d was copied and is lost: %s", key, step, reason)
+
+
+def _refused(error: BaseException) -> str:
+    if isinstance(error, _core.NativeError) and error.code_name == "NO_MEMORY":
+        return "the DRAM budget is smaller than before"
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:
+        return "it is none of ours"
+    return str(error)
