@@ -1,9 +1,10 @@
-"""A stand-in for the service manager: a notify socket that keeps descriptors (sd_notify FDSTORE) and
-starts a daemon again with them, as systemd does for FileDescriptorStoreMax=."""
+"""A stand-in for the service manager: a notify socket that keeps descriptors (sd_notify FDSTORE)
+and starts a daemon again with them, as systemd does for FileDescriptorStoreMax=."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -132,6 +133,12 @@ class ServedDaemon(Daemon):
                 break
         raise AssertionError(f"pccheckd did not get ready:\n{self.log.read_text()}")
 
+    def without_store(self) -> Daemon:
+        """Another start on the same storage, by hand: the descriptors stay where they are."""
+        plain = Daemon(*self.flags, storage=self.storage)
+        plain.root, plain.socket, plain.log = self.root, self.socket, self.log
+        return plain.start()
+
     def cleanup(self) -> None:
         super().cleanup()
         with contextlib.suppress(OSError):
@@ -148,6 +155,4 @@ class ServedDaemon(Daemon):
 
 def _above(fd: int, floor: int) -> int:
     """A copy of it that is not below `floor`."""
-    import fcntl
-
     return fcntl.fcntl(fd, fcntl.F_DUPFD, floor)
