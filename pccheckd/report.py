@@ -47,6 +47,7 @@ def status(
     gpus = engine.driver.info()
     warnings = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
     warnings += [_lost(gpu) for gpu in gpus if gpu.lost]
+    kept = _kept(asker_uid, engine, registry)
     budget, used = engine.pool.usage()
     ports = [t.port for t in registry.tenants() if t.port is not None]
     disk = shutil.disk_usage(config.storage)
@@ -72,7 +73,7 @@ def status(
             "used_bytes": used,
             "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
         },
-        "kept": _kept(asker_uid, engine, registry),
+        "kept": kept,
         "gpus": [_gpu(gpu) for gpu in gpus],
         "storage": {
             "path": str(config.storage),
@@ -87,7 +88,10 @@ def status(
         ],
         "ranks": ranks,
         "warnings": warnings,
-        "notices": [f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)],
+        "notices": [
+            *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
+            *_kept_notices(kept),
+        ],
     }
 
 
@@ -151,6 +155,19 @@ def _kept(asker_uid: int, engine: Engine, registry: Registry) -> Document:
         "adopted_checkpoints": left.checkpoints,
         "dropped": [f"{key}: {why}" for key, why in left.dropped if may_see(asker_uid, key.uid)],
     }
+
+
+def _kept_notices(kept: Document) -> list[str]:
+    found = []
+    if kept["refused"]:
+        found.append(
+            f"the descriptor store ({kept['limit']} descriptors) had no room {kept['refused']} "
+            "times: a restart of pccheckd loses what is copied there and not durable; raise "
+            "FileDescriptorStoreMax="
+        )
+    if isinstance(dropped := kept["dropped"], list):
+        found += [f"not taken over from the pccheckd before: {text}" for text in dropped]
+    return found
 
 
 def _worth_showing(tenant: Tenant) -> bool:

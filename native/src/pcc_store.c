@@ -16,6 +16,7 @@
 struct pcc_store {
     pthread_mutex_t lock; /* the counts only: messages may pass each other */
     int socket_fd;
+    bool silent; /* it did not answer once: nobody waits for it again */
     struct pcc_store_usage usage;
 };
 
@@ -132,7 +133,7 @@ int pcc_store_put(struct pcc_store *store, int fd, const char *name)
     if (!is_name(name))
         return -EINVAL;
     (void)pthread_mutex_lock(&store->lock);
-    if (store->usage.stored < store->usage.limit)
+    if (store->usage.stored < store->usage.limit && !store->silent)
         store->usage.stored++;
     else
         error = -ENOSPC;
@@ -149,6 +150,7 @@ int pcc_store_put(struct pcc_store *store, int fd, const char *name)
     if (error != 0) {
         (void)pthread_mutex_lock(&store->lock);
         store->usage.refused++;
+        store->silent = store->silent || error == -ETIMEDOUT || error == -EAGAIN;
         (void)pthread_mutex_unlock(&store->lock);
     }
     return error;

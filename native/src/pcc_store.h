@@ -2,8 +2,8 @@
  * this process, however it ends, and comes back to the next one as LISTEN_FDS.
  *
  * Any thread. Putting blocks until the manager has taken it (BARRIER=1), because it forgets the
- * messages of a process that has died meanwhile; a manager that does not answer within seconds has
- * not stored it. */
+ * messages of a process that has died meanwhile. A manager that does not answer within seconds has
+ * not stored it, and is not asked again. */
 #ifndef PCC_STORE_H
 #define PCC_STORE_H
 

@@ -21,6 +21,7 @@ from tests.support.manager import ServedDaemon
 from tests.support.trainer import Trainer
 
 from .conftest import SMALL
+from .restart_campaign import run
 
 Connect = Callable[..., Trainer]
 Serve = Callable[..., ServedDaemon]
@@ -314,3 +315,28 @@ def _kept(daemon: ServedDaemon) -> dict[str, Any]:
 def _durable(daemon: ServedDaemon) -> dict[int, int]:
     """Step -> sequence of what the volumes hold."""
     return {one.step: one.sequence for one in catalog.scan(daemon.storage).checkpoints}
+
+
+def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer: Connect) -> None:
+    """P7: the next run connects and does not restore, while the checkpoint of the run before is
+    still being written by a new daemon."""
+    daemon = serve("--slots", "4", "--keep", "1", "--max-bandwidth", "4MiB")
+    trainer = start_trainer(daemon, [4 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    other = start_trainer(daemon, [4 * MIB])
+    for _ in range(3):
+        other.step(10)
+        other.wait_durable(other.checkpoint())
+    assert 1 in _durable(daemon), "the checkpoint that nobody has read yet is gone"
+
+
+def test_restarts_at_random() -> None:
+    """A short run of the campaign; `python -m tests.integration.restart_campaign` is the long."""
+    seed = int(os.environ.get("PCC_SEED", "1"))
+    tally = run(18, seed)
+    assert not tally.violations, (seed, tally.violations)
+    assert tally.copied >= 9 and sum(tally.kills.values()) == 18

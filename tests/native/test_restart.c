@@ -125,6 +125,7 @@ struct trial {
     uint64_t payload_bytes;
     uint64_t memory_bytes;
     uint32_t snapshots;
+    bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
 };
 
 static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
@@ -173,8 +174,31 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
 
 /* -- the next one -- */
 
+/* The state as it is when chunks came without checksums. What was written had got them. */
+static void checksums_drop(int state_fd)
+{
+    struct pcc_kept kept;
+    void *bytes;
+    uint64_t length;
+
+    CHECK(pcc_pool_state_map(state_fd, &bytes, &length) == 0);
+    CHECK(pcc_kept_accept(&kept, bytes, length) == 0);
+    for (uint32_t place = 0; place < pcc_kept_header(&kept)->places; place++) {
+        for (uint32_t i = 0; i < kept.piece_capacity; i++) {
+            struct pcc_kept_piece *piece = pcc_kept_piece(&kept, place, i);
+            if (piece->segment == 0 || (piece->flags & PCC_KEPT_WRITTEN) != 0)
+                continue;
+            piece->flags = 0;
+            memset(pcc_kept_manifest(&kept, place) + sizeof(struct pcc_manifest_header) +
+                       i * (CHUNK / BLOCK) * sizeof(uint64_t),
+                   0xee, CHUNK / BLOCK * sizeof(uint64_t));
+        }
+    }
+    CHECK(munmap(bytes, length) == 0);
+}
+
 /* Takes over what the manager has; how many saves go on. */
-static uint32_t take_over(struct fixture *f)
+static uint32_t take_over(struct fixture *f, bool unhashed)
 {
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     int state_fd = -1;
@@ -197,6 +221,8 @@ static uint32_t take_over(struct fixture *f)
     }
     (void)pthread_mutex_unlock(&manager.lock);
     CHECK(state_fd >= 0);
+    if (unhashed)
+        checksums_drop(state_fd);
     CHECK(pcc_channel_bind_kept(f->channel, f->volume, state_fd, state_id, outcomes, &count) == 0);
     CHECK(close(state_fd) == 0);
     for (uint32_t i = 0; i < count; i++) {
@@ -253,7 +279,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     CHECK(close(ends[0]) == 0);
 
     daemon_open(&f, trial, 0);
-    *going_on_out = take_over(&f);
+    *going_on_out = take_over(&f, trial->unhashed);
     const uint64_t newest = pcc_volume_newest(f.volume);
     CHECK(newest >= copied);
     if (newest > 0) {
@@ -308,6 +334,14 @@ static void test_killed_with_little_memory(void)
         .payload_bytes = 6 * CHUNK + 99, .memory_bytes = 3 * CHUNK, .snapshots = 1});
 }
 
+static void test_chunks_without_checksums(void)
+{
+    enumerate(&(struct trial){.payload_bytes = 5 * CHUNK + 99,
+                              .memory_bytes = 8 * CHUNK,
+                              .snapshots = 2,
+                              .unhashed = true});
+}
+
 int main(void)
 {
     pthread_t thread;
@@ -319,6 +353,7 @@ int main(void)
     CHECK(pthread_create(&thread, NULL, manager_run, NULL) == 0);
     RUN(test_killed_after_every_store);
     RUN(test_killed_with_little_memory);
+    RUN(test_chunks_without_checksums);
     const int voice = manager_socket(false);
     CHECK(send(voice, "END", 3, 0) == 3);
     CHECK(pthread_join(thread, NULL) == 0);
