@@ -39,6 +39,9 @@ async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -
             told = translated(error, f"what was left of {key}")
             LOG.error("%s: what was copied cannot be taken over: %s", key, told)
             summary.dropped.append((key, told.message))
+        except Exception as error:  # the edge of this tenant: a daemon that cannot start loses all
+            LOG.exception("%s: what was copied cannot be taken over", key)
+            summary.dropped.append((key, f"an error of ours: {type(error).__name__}"))
         useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
     for item in useless:
         kept.close(item, engine.pool)

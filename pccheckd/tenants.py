@@ -367,13 +367,13 @@ class Tenant:
         port, current = self.port, self.volumes.current
         if port is None:
             return
+        if not self.ledger.live():
+            self.port = None
+            await port.close()
+            return
+        self._spawn(self.engine.drive(self.key.uid, port.channel.settle))
         if current is not None:
             await self._bind(port, current)
-        if self.ledger.live():
-            self._spawn(self.engine.drive(self.key.uid, port.channel.settle))
-        else:
-            await port.close()
-            self.port = None
 
     # -- small ---------------------------------------------------------------------------------
 

@@ -76,6 +76,20 @@ static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, u
     pcc_save_reset(save, &request, kept->sequence, slot);
 }
 
+/* The volume says so itself, even if the one that it has is damaged by now. */
+static bool is_durable(struct pcc_volume *volume, uint64_t sequence)
+{
+    struct pcc_slot_entry entry;
+    uint32_t slot;
+
+    if (pcc_volume_newest(volume) >= sequence)
+        return true;
+    if (pcc_volume_hold(volume, sequence, &slot, &entry) != 0)
+        return false;
+    pcc_volume_release(volume, slot);
+    return true;
+}
+
 int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct pcc_save **out)
 {
     const struct pcc_kept *kept = saver->spec.kept;
@@ -89,7 +103,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     if (!pcc_geometry_fits(&saver->geometry, found->payload_bytes))
         return -PCC_E_TOO_LARGE;
     pcc_volume_sequence_taken(saver->volume, found->sequence);
-    if (pcc_volume_newest(saver->volume) >= found->sequence)
+    if (is_durable(saver->volume, found->sequence))
         return -EALREADY;
     const uint32_t pieces = (uint32_t)pcc_ceil_div(found->payload_bytes, saver->spec.chunk_bytes);
     int error = lane_take(saver, place, &save);

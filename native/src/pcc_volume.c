@@ -281,9 +281,8 @@ bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot)
     if (!volume->writable || slot >= volume->geometry.slot_count)
         return false;
     (void)pthread_mutex_lock(&volume->lock);
-    for (uint64_t left = pcc_queue_count(&volume->free_slots); left > 0; left--) {
-        if (!pcc_queue_pop(&volume->free_slots, &other))
-            break;
+    uint64_t left = pcc_queue_count(&volume->free_slots);
+    while (left-- > 0 && pcc_queue_pop(&volume->free_slots, &other)) {
         if (other == slot)
             found = true;
         else

@@ -109,6 +109,24 @@ static int manager_socket(bool listen)
 
 static uint64_t stores_left; /* the child kills itself at zero; 0 from the start: never */
 
+static struct fixture *watched; /* whose channel makes the stores */
+
+/* The mark is there before the client can hear of it, and not before it can let go no more. */
+static void order_check(void)
+{
+    static bool seen[16];
+    const struct pcc_kept *kept = &watched->channel->bindings[0].kept;
+
+    for (uint32_t i = 0; i < pcc_kept_header(kept)->places; i++) {
+        const uint64_t commit = atomic_load(&pcc_kept_save(kept, i)->commit);
+        if (commit == 0 || seen[commit % 16])
+            continue;
+        seen[commit % 16] = true;
+        CHECK(atomic_load(&pcc_page_snapshot(&watched->channel->view, commit)->word) ==
+              pcc_word(commit, PCC_WORD_VOUCHING));
+    }
+}
+
 void pcc_kept_stored(void);
 
 void pcc_kept_stored(void)
@@ -116,6 +134,8 @@ void pcc_kept_stored(void)
     static pthread_mutex_t one_by_one = PTHREAD_MUTEX_INITIALIZER;
 
     (void)pthread_mutex_lock(&one_by_one);
+    if (watched != NULL)
+        order_check();
     if (stores_left > 0 && --stores_left == 0)
         (void)kill(getpid(), SIGKILL);
     (void)pthread_mutex_unlock(&one_by_one);
@@ -158,8 +178,9 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
     daemon_open(f, trial, 4u << 20); /* copied long before durable */
     CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
     CHECK(pcc_channel_grow(f->channel, trial->memory_bytes, &granted) == 0);
-    stores_left = kill_at;
     link_open(f);
+    stores_left = kill_at;
+    watched = f;
     for (uint64_t snapshot = 1; snapshot <= trial->snapshots; snapshot++) {
         pattern(bytes, trial->payload_bytes, snapshot);
         submit(f, snapshot, bytes, trial->payload_bytes);
