@@ -57,6 +57,11 @@ class Ledger:
         checkpoint.advance(State.COPIED, time.monotonic_ns())
         self.add(checkpoint)
 
+    def sequences(self, session: int, *, below: int) -> set[int]:
+        """Those of one session's checkpoints."""
+        every = (c.sequence for (number, _), c in self.checkpoints.items() if number == session)
+        return {sequence for sequence in every if sequence < below}
+
     def find(self, session: int, snapshot: int) -> Checkpoint | None:
         return self.checkpoints.get((session, snapshot))
 

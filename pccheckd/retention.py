@@ -94,10 +94,16 @@ class Retention:
         if owner.fresh:
             await self._leave_group(owner)
 
-    async def found_later(self, owner: Owner) -> None:
-        """A checkpoint of a run before became durable after its follower had connected."""
-        if self._unrestored:
+    async def found_later(self, owner: Owner | None, sequence: int, older: set[int]) -> None:
+        """One that a daemon before us had copied became durable, pinned, perhaps after the run that
+        follows had connected; it stands for the `older` ones of its kind."""
+        self.protected -= older
+        for one in older:
+            await self.flag(one, clear=PINNED)
+        if owner is not None and self._unrestored:
             await self.protect(owner)
+        elif owner is not None:
+            await self.flag(sequence, clear=PINNED)
 
     async def restored(self, owner: Owner | None) -> None:
         """The trainer's checkpoints may recycle what it restored from."""

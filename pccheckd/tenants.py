@@ -228,8 +228,9 @@ class Tenant:
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
         await self._retire()
-        if checkpoint.session == INHERITED and self.owner is not None:
-            await self.retention.found_later(self.owner)
+        if checkpoint.session == INHERITED:
+            older = self.ledger.sequences(INHERITED, below=checkpoint.sequence)
+            await self.retention.found_later(self.owner, checkpoint.sequence, older)
         self._on_durable(self)
 
     async def _retire(self) -> None:

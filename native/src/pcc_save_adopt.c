@@ -118,6 +118,9 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     if (slot != atomic_load_explicit(&found->slot, memory_order_relaxed))
         pcc_kept_moved(kept, place, slot, pieces);
     save_fill(save, found, tag, slot);
+    /* From the first record on, or a run that follows and has not read it could recycle it before
+     * anybody can say so (P7). */
+    save->entry.flags = PCC_SLOT_PINNED;
     *out = save;
     return 0;
 }
