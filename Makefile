@@ -9,14 +9,14 @@ READY := $(VENV)/.ready
 NATIVE := $(wildcard native/src/*.[ch] native/python/*.[ch] native/vendor/*.h setup.py)
 C_SOURCES := $(wildcard native/src/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
 	tests/standin/*.[ch] bench/*.[ch] bench/gpu/*.[ch])
-PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples
+PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo bench crash campaign gpu-probe gpu-check clean
+.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign reference gpu-probe gpu-check clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # PIP_NO_BUILD_ISOLATION builds with the pinned setuptools instead of whatever is newest.
 $(READY): constraints.txt pyproject.toml $(NATIVE)
@@ -61,6 +61,14 @@ crash: ## crash images, rot, faults and mutants against the C core (also part of
 campaign: $(READY) ## kills daemon and trainer ROUNDS times (default 1000), with SEED
 	$(BIN)/python -m tests.integration.kill_campaign --rounds $(ROUNDS) --seed $(SEED)
 
+gpu-campaign: ROUNDS = 500
+gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)
+	$(BIN)/python -m tests.integration.gpu_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+reference: $(READY) ## writes docs and man pages from the table of options
+	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/man/make.py
+
 demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit for bit
 	$(BIN)/python -m examples.demo
 
@@ -69,6 +77,7 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 	$(BIN)/python -m bench.core
 	$(BIN)/python -m bench.call_overhead
 	$(BIN)/python -m bench.recover
+	$(BIN)/python -m bench.observability
 
 # Neither needs network nor .venv: PYTHON is the GPU machine's own, with its torch.
 gpu-probe: ## what this machine's GPU and driver do; one JSON document

@@ -1,10 +1,12 @@
 """Persist, pool to durable: the C core alone against the limit, with nothing else on the machine.
 
-    python -m bench.core [--sizes 1GiB,4GiB] [--rounds 7] [--directory DIR]
+    python -m bench.core [--sizes 1GiB,4GiB] [--rounds 7] [--engine pwrite,uring,mmap]
+                         [--directory DIR]
 
 `bench.persist` measures whole checkpoints, whose copy shares the cores with the writes. Here the
-chunks are full before the clock starts (bench/savecore.c). In every round the core saves once and
-each setting of the limit overwrites its file once. Writes bench/results/core-DATE.{json,md}.
+chunks are full before the clock starts (bench/savecore.c). In every round the core saves once with
+each engine and each setting of the limit overwrites its file once. Writes
+bench/results/core-DATE.{json,md}.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from bench.common import GIB, MIB, BenchError, Spread
 from bench.fio import Limit, Setting, require_fio
 
 _ROOT = Path(__file__).parent.parent
+ENGINES = ("pwrite", "uring", "mmap")
 LIMITS = (
     Setting("rawwrite", 16 * MIB, 2),
     Setting("rawwrite", 4 * MIB, 2),
@@ -43,61 +46,89 @@ def build_savecore(directory: Path) -> Path:
     return program
 
 
-def measure(size_bytes: int, rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Seconds by contender: "core" and the settings of the limit."""
+class Core:
+    """The C core on a volume of its own, with one engine; saves when told to."""
+
+    def __init__(self, program: Path, directory: Path, size_bytes: int, rounds: int, engine: str):
+        self.name = f"core, {engine}"
+        self._process = subprocess.Popen(
+            [str(program), str(directory), str(size_bytes), str(rounds), engine],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._line()  # "ready": every slot was written once
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(f"savecore ended early ({self.name})")
+        return line
+
+    def seconds(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def measure(
+    size_bytes: int, rounds: int, engines: list[str], directory: Path
+) -> dict[str, list[float]]:
+    """Seconds by contender: "core, ENGINE" and the settings of the limit."""
     file = directory / "limit.bin"
     common.lay_out(file, size_bytes)
     limit = Limit(file, size_bytes, common.build_rawwrite(directory))
-    core = subprocess.Popen(
-        [str(build_savecore(directory)), str(directory), str(size_bytes), str(rounds)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert core.stdin is not None and core.stdout is not None
-    core.stdin.write("\n" * 3)  # the first writes of the slots, not reported
-    core.stdin.flush()
-    runs: dict[str, list[float]] = {"core": []}
+    program = build_savecore(directory)
+    cores = [Core(program, directory, size_bytes, rounds, engine) for engine in engines]
+    runs: dict[str, list[float]] = {}
     for _ in range(rounds):
-        line = core.stdout.readline()
-        if not line:
-            raise BenchError("savecore ended early")
-        runs["core"].append(float(line))
+        for core in cores:
+            common.settle()
+            runs.setdefault(core.name, []).append(core.seconds())
         for setting in LIMITS:
             common.settle()
             runs.setdefault(setting.name, []).append(limit.seconds(setting, write=True))
-        common.settle()
-        core.stdin.write("\n")
-        core.stdin.flush()
-    core.stdin.close()
-    core.wait(60)
+    for core in cores:
+        core.close()
     file.unlink()
     return runs
 
 
 def table(size_bytes: int, runs: dict[str, list[float]]) -> list[str]:
     spreads = {name: Spread.of(seconds) for name, seconds in runs.items()}
-    best = min((s.median, n) for n, s in spreads.items() if n != "core")
-    lines = [f"## {size_bytes / GIB:.2f} GiB, {len(runs['core'])} rounds", ""]
-    lines += ["| | s, median [min-max] | GiB/s |", "|---|---|---|"]
+    cores = {name: s for name, s in spreads.items() if name.startswith("core")}
+    best = min((s.median, n) for n, s in spreads.items() if n not in cores)
+    rounds = max(s.runs for s in spreads.values())
+    lines = [f"## {size_bytes / GIB:.2f} GiB, {rounds} rounds", ""]
+    lines += ["| | s, median [min-max] | GiB/s | best direct write / it |", "|---|---|---|---|"]
     for name, spread in sorted(spreads.items(), key=lambda item: item[1].median):
-        lines.append(f"| {name} | {spread.text()} | {size_bytes / GIB / spread.median:.2f} |")
-    ratio = best[0] / spreads["core"].median
-    return [*lines, "", f"- pool to durable / best direct write ({best[1]}): **{ratio:.2f}**", ""]
+        ratio = f"**{best[0] / spread.median:.2f}**" if name in cores else ""
+        speed = size_bytes / GIB / spread.median
+        lines.append(f"| {name} | {spread.text()} | {speed:.2f} | {ratio} |")
+    return [*lines, "", f"- The best direct write: {best[1]}.", ""]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=common.parse_sizes, default=[1 * GIB, 4 * GIB])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--engine", default=",".join(ENGINES), help="those to compare")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the disk to measure")
     options = parser.parse_args()
+    engines = options.engine.split(",")
     require_fio()
     facts = common.facts_of(options.directory)
     lines = common.heading("The C core alone: pool to durable", facts)
     document: dict[str, object] = dict(facts)
     for size_bytes in options.sizes:
-        common.require_room(options.directory, size_bytes * 5)
+        common.require_room(options.directory, size_bytes * (2 + 3 * len(engines)))
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            runs = measure(size_bytes, options.rounds, Path(scratch))
+            runs = measure(size_bytes, options.rounds, engines, Path(scratch))
         document[f"{size_bytes // MIB} MiB"] = runs
         lines += table(size_bytes, runs)
     common.write_results("core", document, "\n".join(lines) + "\n")

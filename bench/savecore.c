@@ -1,10 +1,11 @@
 /* Pool to durable, and nothing else: the C core's saver on a real volume, its chunks filled before.
  *
- *   savecore DIRECTORY PAYLOAD_BYTES SAVES
+ *   savecore DIRECTORY PAYLOAD_BYTES SAVES ENGINE
  *
  * Three slots, chunks of 16 MiB from the pool, two writers, as the daemon has them. The first three
- * saves, which write each slot for the first time, are not reported. Prints one line per save:
- * seconds from the hand-over of the first chunk to the durable commit record. */
+ * saves, which write each slot for the first time, are not reported: "ready" is. Then, for each
+ * byte of input, a save and its seconds, from the hand-over of the first chunk to the durable
+ * commit record. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -84,6 +85,20 @@ static double save_once(struct pcc_saver *saver, const struct pcc_segment *segme
     return (double)(state.result.times.durable - start) * 1e-9;
 }
 
+/* With the engine that was asked for, or not at all. */
+static struct pcc_volume *open_volume(const char *path, enum pcc_io_engine engine)
+{
+    const struct pcc_io_options options = {.engine = engine, .strict = true};
+    struct pcc_volume *volume;
+    struct pcc_io *io;
+    int fd;
+
+    check(pcc_volume_open_file(path, true, &fd), "open");
+    check(pcc_io_open(fd, &options, &io), pcc_io_engine_name(engine));
+    check(pcc_volume_open_io(io, true, &volume), "volume");
+    return volume;
+}
+
 int main(int count, char **arguments)
 {
     static const struct pcc_save_events events = {on_writing, on_chunk_written, on_ended};
@@ -92,9 +107,10 @@ int main(int count, char **arguments)
     struct pcc_volume *volume;
     struct pcc_saver *saver;
     struct pcc_pool *pool;
+    enum pcc_io_engine engine;
     char path[4096];
 
-    if (count != 4)
+    if (count != 5 || pcc_io_engine_named(arguments[4], &engine) != 0)
         return 2;
     const uint64_t payload_bytes = strtoull(arguments[2], NULL, 10);
     const uint32_t saves = (uint32_t)strtoul(arguments[3], NULL, 10);
@@ -114,23 +130,22 @@ int main(int count, char **arguments)
 
     if (segment_count == 0 || segment_count > SEGMENTS_MAX)
         return 2;
-    (void)snprintf(path, sizeof path, "%s/savecore.pcc", arguments[1]);
+    (void)snprintf(path, sizeof path, "%s/savecore-%s.pcc", arguments[1], arguments[4]);
     check(pcc_volume_create(path, &spec, false), "create");
-    check(pcc_volume_open(path, true, false, 0, &volume), "open");
+    volume = open_volume(path, engine);
     check(pcc_saver_open(volume, &saver_spec, &saver), "saver");
     check(pcc_pool_open(segment_count * PCC_SEGMENT_BYTES_MAX, &pool), "pool");
     for (uint64_t i = 0; i < segment_count; i++) {
         check(pcc_pool_take(pool, PCC_SEGMENT_BYTES_MAX, -1, "", &segments[i]), "segment");
         memset(segments[i].bytes, 0x5a, segments[i].length_bytes);
     }
-    for (uint32_t i = 0; i < SLOTS + saves; i++) {
-        const double seconds = save_once(saver, segments, payload_bytes, i + 1, checksums);
-        if (i >= SLOTS) {
-            printf("%.6f\n", seconds);
-            (void)fflush(stdout);
-        }
-        if (getchar() == EOF) /* the next one when asked for: interleaved with others */
-            break;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        (void)save_once(saver, segments, payload_bytes, i + 1, checksums);
+    (void)puts("ready");
+    (void)fflush(stdout);
+    for (uint32_t i = 0; i < saves && getchar() != EOF; i++) {
+        (void)printf("%.6f\n", save_once(saver, segments, payload_bytes, SLOTS + i + 1, checksums));
+        (void)fflush(stdout);
     }
     pcc_saver_close(saver);
     for (uint64_t i = 0; i < segment_count; i++)

@@ -51,6 +51,7 @@ class Admission:
             return await self._refused(checkpoint, error, reopened)
         except Exception as error:  # the edge of this checkpoint: it fails, the others go on
             told = translated(error, f"the volume of {tenant.key}")
+            checkpoint.error = told.code
             tenant.refuse(checkpoint, State.FAILED, told.message, told.hint)
             if not isinstance(error, OSError):
                 LOG.warning("%s: cannot begin", tenant.key, exc_info=error)
@@ -112,6 +113,7 @@ class Admission:
         if error.code_name == "STOPPED" and not reopened:
             tenant.stopped = True
             return "NO_LANE"
+        checkpoint.error = error.code_name
         if error.code_name in _REFUSED:
             tenant.refuse(checkpoint, State.FAILED, *_REFUSED[error.code_name])
         else:

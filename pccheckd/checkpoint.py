@@ -45,10 +45,15 @@ class Checkpoint:
     world_size: int
     requested_ns: int  # CLOCK_MONOTONIC
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
+    held_at_ns: int = 0  # when the gate last held the trainer, as the trainer says ...
+    held_ns: int = 0  # ... and how long it did since the request before
     sequence: int = 0
+    slot: int | None = None
     state: State = State.REQUESTED
     reason: str = ""
     hint: str = ""
+    stage: str = ""  # of a failure: admission, copy, write, flush, publish ...
+    error: str = ""  # ... and the core's name for it: "EIO", "NO_SLOT"
     newer_sequence: int = 0
     newer_step: int | None = None
     rehomed: int = 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
 from pccheck_wire.errors import PccheckError
 
-from . import VERSION, config, logs
+from . import VERSION, config, logs, metrics_place
+from .options import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,18 +18,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.version:
         print(f"pccheckd {VERSION}")
         return 0
+    if flags.help_config:
+        from . import config_text
+
+        print(config_text.help_text(flags.help_config), end="")
+        return 0
+    sources = config.Sources(vars(flags))
     try:
-        chosen = config.load(vars(flags))
-        logs.set_up(chosen.log_format)
+        chosen = sources.load()
+        if chosen.metrics:
+            metrics_place.require(chosen.metrics)
+        if flags.check_config:
+            return _checked(chosen, as_json=flags.json)
+        logs.set_up(chosen.log_format, chosen.log_level)
         from . import storage  # the rest is imported once the values are right
 
         storage.check(chosen)
-        if flags.check_config:
-            print(f"pccheckd: the configuration is good: {config.describe(chosen)}")
-            return 0
         from . import lifecycle
 
-        return lifecycle.run(chosen)
+        return lifecycle.run(chosen, sources)
     except PccheckError as error:
+        if flags.check_config and flags.json:
+            document = {"code": error.code, "message": error.message, "hint": error.hint}
+            print(json.dumps({"schema": 1, "error": document}))
         print(f"pccheckd: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _checked(chosen: Config, *, as_json: bool) -> int:
+    """Prints what would be used. The storage directory may be one of another machine: what is
+    wrong with it here is said, and is no fault of the configuration."""
+    from . import config_text, storage
+
+    if as_json:
+        print(json.dumps(config_text.document(chosen, "files"), indent=2))
+        return 0
+    file = chosen.file or f"none ({config.DEFAULT_FILE} is not there)"
+    print(f"pccheckd: the configuration is good; file: {file}")
+    print(config_text.effective(chosen))
+    try:
+        storage.check(chosen)
+    except PccheckError as error:
+        print(f"pccheckd: warning: on this machine it would not start: {error}", file=sys.stderr)
+    return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -27,6 +28,7 @@ from pccheck_wire.errors import (
 
 from .config import Config
 from .gpus import Driver
+from .io_engine import IoEngine
 from .logs import LOG
 
 THREADS = 32
@@ -95,6 +97,7 @@ class Engine:
         many are there already."""
         self.pool = _open_pool(config.dram_bytes, *store, stored)
         self.driver = Driver()
+        self.io = IoEngine(config)
         self._events = _core.Events()
         self._listeners: dict[int, Callable[[_core.Event], None]] = {}
         self._next_channel = 1
@@ -107,6 +110,8 @@ class Engine:
         self._drive_limits: dict[int, asyncio.Semaphore] = {}
         self._scan_limits: dict[int, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[object, tuple[int, float]] = {}
+        self.stalled = ""  # why calls to the storage seem to hang; set by Progress
 
     def start(self) -> None:
         """Begins to deliver events on the running loop, and to load the CUDA driver beside it."""
@@ -133,8 +138,24 @@ class Engine:
         """Runs a native call for a user in a thread; a user waits for his own calls only."""
         limit = self._limits.setdefault(uid, asyncio.Semaphore(THREADS_PER_UID))
         loop = asyncio.get_running_loop()
+
+        def timed() -> _R:
+            key = object()
+            self._running[key] = uid, time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                del self._running[key]
+
         async with limit:
-            return await loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
+            return await loop.run_in_executor(self._calls, timed)
+
+    def longest_call(self) -> tuple[int, float]:
+        """The uid of the call that has been running longest, and for how many seconds."""
+        now_s = time.monotonic()
+        running = ((now_s - since_s, uid) for uid, since_s in list(self._running.values()))
+        waited_s, uid = max(running, default=(0.0, 0))
+        return uid, waited_s
 
     async def drive(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pccheck_native import _core
+from pccheck_native import _core, subset
 from pccheck_wire import codec
 from pccheck_wire.errors import (
     InternalError,
@@ -17,9 +17,11 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import (
     Begin,
     Chose,
+    ConfigShow,
     Describe,
     Described,
     Done,
+    Drop,
     Expose,
     Failure,
     Goodbye,
@@ -36,18 +38,21 @@ from pccheck_wire.messages import (
     Restored,
     Role,
     Status,
+    Trace,
     Verify,
 )
 
-from . import exposing, recovery, report
+from . import config_text, expiry, exposing, recovery, report
 from .config import Config
 from .engine import Engine, translated
 from .logs import LOG
 from .registry import Registry
+from .scrub import Scrubber
 from .sessions import Session, Sessions
 from .volumes import PAYLOAD_BYTES_MAX, Key
 
 GOODBYE_LIMIT_S = 60.0
+TRACE_S_MAX = 1e8
 
 _TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Goodbye)
 _NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
@@ -63,12 +68,18 @@ def failure(error: BaseException) -> Failure:
 
 class Handlers:
     def __init__(
-        self, config: Config, engine: Engine, registry: Registry, sessions: Sessions
+        self,
+        config: Config,
+        engine: Engine,
+        registry: Registry,
+        sessions: Sessions,
+        scrubber: Scrubber | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._registry = registry
         self._sessions = sessions
+        self._scrubber = scrubber
         self._started_ns = time.monotonic_ns()
 
     async def by_token(self, uid: int, data: bytes) -> bytes | None:
@@ -129,8 +140,18 @@ class Handlers:
                         session.uid, report.listing, session.uid, self._config, body.job
                     )
                 )
+            case ConfigShow():
+                return Report(config_text.document(self._config, "daemon"))
             case Verify():
                 return Report(await self._verify(session, body))
+            case Drop():
+                return Report(
+                    await expiry.drop(self._config, self._engine, self._registry, session.uid, body)
+                )
+            case Trace():
+                if not 0 <= body.last_s <= TRACE_S_MAX:
+                    raise UsageError(f"$.body.last_s: {body.last_s:g} cannot be")
+                return Report(report.trace(session.uid, self._registry, body.last_s))
         return Done()
 
     async def _register(self, session: Session, body: Register) -> Registered:
@@ -199,20 +220,26 @@ class Handlers:
     def _status(self, session: Session) -> report.Document:
         return report.status(
             session.uid, self._config, self._engine, self._registry, self._sessions.all(),
-            self._started_ns,
+            self._started_ns, self._scrubber.document() if self._scrubber else None,
         )  # fmt: skip
 
     async def _verify(self, session: Session, body: Verify) -> report.Document:
         uid = session.uid if body.uid < 0 else body.uid
         if not report.may_see(session.uid, uid):
             raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        try:
+            part = subset.parse(body.subset, body.seed) if body.subset else None
+        except ValueError as error:
+            raise UsageError(f"$.body.subset: {error}") from error
         _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
         volumes: list[tuple[str, _core.Volume]] = [
             (str(item.path), item.volume) for item in tenant.volumes.open
         ]
         tenant.reading += 1
         try:
-            document = await self._engine.scan(session.uid, report.verify, volumes, body.sequence)
+            document = await self._engine.scan(
+                session.uid, report.verify, volumes, body.sequence, part
+            )
         finally:
             tenant.reading -= 1
         if body.sequence and not document["checkpoints"]:

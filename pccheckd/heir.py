@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 from pccheck_native import _core
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import PccheckError, RefusedError
 
 from . import kept
+from .checkpoint import Checkpoint
 from .engine import Engine, translated
 from .kept import Descriptor, Left, State, Summary
 from .logs import LOG
 from .port import Port
 from .registry import Registry
-from .tenants import Tenant
+from .tenants import INHERITED, Tenant
 from .volumes import Key
 
 #: Why a copied checkpoint does not go on, by the core's code; others are its own words.
@@ -58,7 +60,9 @@ async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summar
     """What it takes over is no longer in `left`."""
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
-        port = await tenant.open_port_like(left.states[-1].says)
+        like = left.states[-1].says  # chunks as they are, with the lanes that they were in
+        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
+        tenant.port = port
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant, engine)
@@ -68,7 +72,7 @@ async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summar
                 await _bind(state, left, tenant, summary)
             summary.nbytes += usage.bytes
         finally:
-            await tenant.settle_kept()
+            await _settle(tenant, port)
 
 
 async def _adopt(port: Port, number: int, left: Left, tenant: Tenant, engine: Engine) -> bool:
@@ -83,7 +87,7 @@ async def _adopt(port: Port, number: int, left: Left, tenant: Tenant, engine: En
 
 async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> None:
     try:
-        outcomes = await tenant.bind_kept(state.says.uuid, state.descriptor.fd, state.id)
+        outcomes = await _go_on(state, tenant)
     except (OSError, PccheckError, _core.NativeError) as error:
         told = translated(error, "its record").message
         for sequence, _ in state.says.copied:
@@ -94,6 +98,44 @@ async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> N
     os.close(state.descriptor.fd)  # it is mapped, and in the store
     for sequence, step, why in outcomes:
         _tell(tenant.key, sequence, step, why, summary)
+
+
+async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
+    """Begins what a state memfd says was copied: (sequence, step, why not). Raises when its volume
+    is gone, or another one."""
+    port, ledger = tenant.port, tenant.ledger
+    volumes = (item for item in tenant.volumes.open if item.info.uuid == state.says.uuid)
+    item = next(volumes, None)
+    if item is None or port is None:
+        raise RefusedError("its volume is not there any more")
+    outcomes = []
+    for found in await tenant.engine.call(
+        tenant.key.uid, port.channel.bind, item.volume, state.descriptor.fd, state.id
+    ):
+        sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
+        outcomes.append((sequence, step, why))
+        ledger.last_sequence = max(ledger.last_sequence, sequence)
+        if why:
+            continue
+        ledger.inherit(Checkpoint(
+            session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
+            tree_offset=tree_offset, tree_bytes=tree_bytes, skip_when_busy=False,
+            incarnation=incarnation, world_size=world_size, sequence=sequence,
+            requested_ns=time.monotonic_ns(),
+        ))  # fmt: skip
+    return outcomes
+
+
+async def _settle(tenant: Tenant, port: Port) -> None:
+    """What was copied is checked and written from now on, and new checkpoints go to the current
+    volume again."""
+    if not tenant.ledger.live():
+        tenant.port = None
+        await port.close()
+        return
+    tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
+    if tenant.volumes.current is not None:
+        await tenant.bind(port, tenant.volumes.current)
 
 
 def _tell(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:

@@ -16,7 +16,6 @@ from pccheck_wire.messages import JOB_PATTERN
 from .logs import LOG
 from .volumes import Key
 
-FIRST_FD = 3  # SD_LISTEN_FDS_START
 FDS_MAX = 1 << 16
 _NAME = re.compile(r"(pccheck-[0-9a-f]{16})-(segment|state)-([0-9a-f]{16})")
 
@@ -76,18 +75,11 @@ def label_of(key: Key) -> str:
     return "pccheck-" + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def take(environ: MutableMapping[str, str]) -> list[Descriptor]:
-    """sd_listen_fds_with_names(3): the descriptors are ours from now on, and nobody else's."""
-    count, pid = environ.pop("LISTEN_FDS", ""), environ.pop("LISTEN_PID", "")
-    names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    if pid != str(os.getpid()) or not count.isdecimal() or int(count) > FDS_MAX:
-        return []
-    found = []
-    for fd in range(FIRST_FD, FIRST_FD + int(count)):
-        with contextlib.suppress(OSError):
-            os.set_inheritable(fd, False)
-            place = fd - FIRST_FD
-            found.append(Descriptor(fd, names[place] if place < len(names) else ""))
+def take(given: list[tuple[str, int]]) -> list[Descriptor]:
+    """What the service manager handed over and nobody else has taken (activation.py); it is ours
+    from now on, of use or not."""
+    found = [Descriptor(number, name) for name, number in given]
+    given.clear()
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from pccheck_native import _core
@@ -13,6 +13,7 @@ from pccheck_wire.messages import CheckpointState as State
 from .checkpoint import Checkpoint
 
 HISTORY = 256
+REQUESTS = 16  # that the interval is averaged over
 _NOT_COMPLETE = ("its copy was not complete when the trainer ended or let go", "")
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {
@@ -29,6 +30,7 @@ _COPY_FAILED = {
         "the next checkpoint shares it anew",
     ),
 }  # fmt: skip
+_ENDED = ("durable", "superseded", "failed")
 _WAIT_STEP_S = 0.25
 
 
@@ -40,6 +42,7 @@ class Ledger:
         self.counters: Counter[str] = Counter()
         self.last_sequence = 0  # that was handed out since the daemon started
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
+        self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
         self._waiters: set[asyncio.Event] = set()
 
     def add(self, checkpoint: Checkpoint) -> bool:
@@ -48,6 +51,7 @@ class Ledger:
         if key in self.checkpoints:
             return False
         self.checkpoints[key] = checkpoint
+        self._requested_ns.append(checkpoint.requested_ns)
         for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
             del self.checkpoints[old]
         return True
@@ -61,6 +65,16 @@ class Ledger:
         """Those of one session's checkpoints."""
         every = (c.sequence for (number, _), c in self.checkpoints.items() if number == session)
         return {sequence for sequence in every if sequence < below}
+
+    @property
+    def last_request_ns(self) -> int:
+        """CLOCK_MONOTONIC; 0 before the first."""
+        return self._requested_ns[-1] if self._requested_ns else 0
+
+    def interval_s(self) -> float:
+        """Between the last requests, on average; 0 when there were fewer than two."""
+        asked = self._requested_ns
+        return (asked[-1] - asked[0]) / (len(asked) - 1) / 1e9 if len(asked) > 1 else 0.0
 
     def find(self, session: int, snapshot: int) -> Checkpoint | None:
         return self.checkpoints.get((session, snapshot))
@@ -116,6 +130,9 @@ class Ledger:
         checkpoint.sequence = event.sequence or checkpoint.sequence
         checkpoint.rehomed = event.rehomed
         checkpoint.times_ns = event.times._asdict()
+        if event.kind in _ENDED:
+            checkpoint.slot = event.slot
+            checkpoint.stage, checkpoint.error = event.stage, event.error_name
         if event.kind == "writing":
             checkpoint.first_write_ns = now_ns
             if checkpoint.state is State.COPIED:

@@ -1,5 +1,5 @@
-"""Start and stop of the daemon, in order: locks, sockets, engine, READY; then no new sessions,
-drain what is copied, close, unlock."""
+"""Start and stop of the daemon, in order: locks, sockets, engine, a look at every volume's records,
+READY; then no new sessions, drain what is copied, close, unlock."""
 
 from __future__ import annotations
 
@@ -10,32 +10,39 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import uvloop
 
 from pccheck_native import layout
 
-from . import attach, heir, kept, storage
-from .config import Config, describe
+from . import activation, attach, heir, kept, storage, survey
+from .chronicle import Chronicle
+from .config import Sources, describe
 from .engine import Engine
+from .expiry import Expiry
 from .handlers import Handlers
 from .logs import LOG
+from .notify import Notifier
+from .observing import Observing
+from .options import Config
 from .registry import Registry
+from .reload import Reloader, on_hangup
 from .server import ControlServer
 from .sessions import Sessions
+from .supervise import EXTENSION_S, Supervisor
 
 FILES_WANTED = 65536
 
 
-def run(config: Config) -> int:
+def run(config: Config, sources: Sources) -> int:
     """Serves until SIGTERM or SIGINT; 0 when all that was copied is durable, else 1.
 
     Raises PccheckError when it cannot start.
     """
     _raise_file_limit()
-    left = kept.take(os.environ)
+    given = activation.take()
     with contextlib.ExitStack() as held:
         _lock(held, layout.lock_path(config.storage), f"serves {config.storage}")
         attach.make_runtime(config.socket.parent, config.group)
@@ -43,12 +50,13 @@ def run(config: Config) -> int:
         swept = storage.sweep(config.storage)
         if swept:
             LOG.info("removed %d files that an interrupted start had left", swept)
-        listener = attach.listen(config.socket, config.group)
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                drained = runner.run(_serve(config, listener, left))
-        finally:
-            config.socket.unlink(missing_ok=True)
+        listener = activation.attach_socket(given, config.socket)
+        left = kept.take(given)
+        if listener is None:
+            listener = attach.listen(config.socket, config.group)
+            held.callback(config.socket.unlink, missing_ok=True)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            drained = runner.run(_serve(config, sources, listener, left))
     if not drained:
         # Threads may hang in a wedged disk; nothing in memory can be saved by waiting for them.
         sys.stderr.flush()
@@ -56,10 +64,13 @@ def run(config: Config) -> int:
     return 0
 
 
-async def _serve(config: Config, listener: socket.socket, left: list[kept.Descriptor]) -> bool:
+async def _serve(
+    config: Config, sources: Sources, listener: socket.socket, left: list[kept.Descriptor]
+) -> bool:
+    notifier = Notifier()
     engine = Engine(config, store=kept.store_of(os.environ, left), stored=len(left))
     engine.start()
-    registry = Registry(config, engine)
+    registry = Registry(config, engine, Chronicle(enabled=lambda: config.chronicle))
     handlers: Handlers
 
     async def handle(uid: int, data: bytes) -> bytes | None:
@@ -67,37 +78,63 @@ async def _serve(config: Config, listener: socket.socket, left: list[kept.Descri
 
     control = ControlServer(config.socket, handle)
     sessions = Sessions(config, engine, registry, control)
-    handlers = Handlers(config, engine, registry, sessions)
+    observing = Observing(config, engine, registry, sessions)
+    handlers = Handlers(config, engine, registry, sessions, observing.scrubber)
     server = attach.AttachServer(listener, sessions, handlers)
-    stop, hurry = _signals()
+    supervisor = Supervisor(
+        notifier, config, engine, registry, sessions, faults=lambda: observing.health.faults
+    )
+    reloader = Reloader(config, sources, notifier)
+    reloader.after.append(observing.scrubber.wake)
+    expiry = Expiry(config, engine, registry)
+    reloader.after.append(expiry.wake)
+    stop, hurry = _signals(reloader)
+    notifier.extend(survey.LIMIT_S + EXTENSION_S)
+    supervisor.survey = await survey.take(config, engine)
     registry.inherited = await heir.inherit(left, engine, registry)
+    observing.start()
+    expiry.start()
     server.start()
+    reloader.start()
     LOG.info("ready: %s", describe(config))
-    notify("READY=1")
+    notifier.send("READY=1")
+    # Before any connection is accepted, and so before any other volume is opened.
+    engine.io.start(busy=registry.inherited.checkpoints > 0)
+    supervisor.start()
     await stop.wait()
-    notify("STOPPING=1")
+    notifier.send("STOPPING=1")
+    await reloader.close()
+    await supervisor.close()
     LOG.info("stopping: draining what is copied, at most %g s", config.drain_limit_s)
     sessions.draining = True
-    work = asyncio.create_task(_drain(server, control, registry, engine))
-    waiting = asyncio.create_task(_is_set(hurry))
-    await asyncio.wait(
-        {work, waiting}, timeout=config.drain_limit_s, return_when=asyncio.FIRST_COMPLETED
+    work = asyncio.create_task(
+        _drain((expiry.close, observing.settle, server.close, control.close), registry, engine)
     )
-    waiting.cancel()
+    others = [
+        asyncio.create_task(_is_set(hurry)),
+        asyncio.create_task(supervisor.while_draining(config.drain_limit_s)),
+    ]
+    await asyncio.wait({work, *others}, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
     if work.done() and work.exception() is None:
+        await observing.close()
         engine.stop()
         LOG.info("stopped")
         return True
+    if work.done() and work.exception() is not None:
+        LOG.error("the drain failed", exc_info=work.exception())
     unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
     LOG.error("stopped with %d checkpoints that are not durable", unfinished)
     return False
 
 
 async def _drain(
-    server: attach.AttachServer, control: ControlServer, registry: Registry, engine: Engine
+    first: Iterable[Callable[[], Awaitable[None]]], registry: Registry, engine: Engine
 ) -> None:
-    await server.close()
-    await control.close()
+    """Ends what brings work, in this order, then whatever there is."""
+    for close in first:
+        await close()
     results = await asyncio.gather(
         *(tenant.close() for tenant in registry.tenants()), return_exceptions=True
     )
@@ -111,8 +148,8 @@ async def _is_set(event: asyncio.Event) -> None:
     await event.wait()
 
 
-def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and by the second SIGTERM or SIGINT."""
+def _signals(reloader: Reloader) -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGTERM or SIGINT. SIGHUP goes to the reloader."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def arrived() -> None:
@@ -121,22 +158,8 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, arrived)
+    on_hangup(reloader.request, arrived)
     return stop, hurry
-
-
-def notify(state: str, environ: Mapping[str, str] = os.environ) -> None:
-    """sd_notify(3): tells the service manager, if there is one."""
-    address = environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
-    ):
-        channel.connect(address)
-        channel.send(state.encode())
 
 
 def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:

@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Mapping
 
-LOG = logging.getLogger("pccheckd")
+from . import journal
+from .repeats import Repeats
 
-#: sd-daemon(3) priorities.
-_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (logging.DEBUG, 7))
+LOG = logging.getLogger("pccheckd")
 
 
 class _Plain(logging.Formatter):
@@ -24,7 +24,7 @@ class _Plain(logging.Formatter):
 
 class _Journal(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        number = next((n for level, n in _PRIORITIES if record.levelno >= level), 7)
+        number = journal.priority(record.levelno)
         text = super().format(record)
         return "\n".join(f"<{number}>{line}" for line in text.splitlines())
 
@@ -35,23 +35,31 @@ class _Json(logging.Formatter):
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
-        }
+        } | journal.fields_of(record)
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
-def set_up(log_format: str, environ: Mapping[str, str] = os.environ) -> None:
-    """`log_format`: auto (journald's when stderr is the journal), plain, journal or json."""
+def set_up(
+    log_format: str, log_level: str = "info", environ: Mapping[str, str] = os.environ
+) -> None:
+    """`log_format`: auto (journald's when stderr is the journal), plain, journal or json. May be
+    called again while running."""
     if log_format == "auto":
         log_format = "journal" if environ.get("JOURNAL_STREAM") else "plain"
-    handler = logging.StreamHandler(sys.stderr)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(_Json())
+    elif log_format == "journal" and (native := journal.handler(environ)) is not None:
+        handler = native
     elif log_format == "journal":
         handler.setFormatter(_Journal("%(message)s"))
     else:
         handler.setFormatter(_Plain("%(asctime)s pccheckd %(levelname)s %(message)s"))
+    handler.addFilter(Repeats())
+    for before in LOG.handlers:
+        before.close()  # a reload; it may hold the journal's socket
     LOG.handlers[:] = [handler]
-    LOG.setLevel(logging.INFO)
+    LOG.setLevel(log_level.upper())
     LOG.propagate = False

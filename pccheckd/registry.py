@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 
 from pccheck_native import layout
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
+from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine
 from .jobs import Job
@@ -23,7 +25,8 @@ CHUNKS_MIN = 2  # of a channel: one is filled while one is written
 
 
 class Registry:
-    def __init__(self, config: Config, engine: Engine) -> None:
+    def __init__(self, config: Config, engine: Engine, chronicle: Chronicle | None = None) -> None:
+        self.chronicle = chronicle or Chronicle()
         self.config = config
         self.engine = engine
         self.inherited = Summary()  # from the daemon before
@@ -34,6 +37,11 @@ class Registry:
     def tenants(self) -> Iterator[Tenant]:
         for job in self.jobs.values():
             yield from job.tenants.values()
+
+    def loaded(self, key: Key) -> Tenant | None:
+        """The tenant, if it is loaded now."""
+        job = self.jobs.get((key.uid, key.job))
+        return job.tenants.get(key.rank) if job is not None else None
 
     async def job(self, uid: int, name: str) -> Job:
         """The job with a tenant for every rank that has a volume here."""
@@ -105,6 +113,23 @@ class Registry:
                     for tenant in job.tenants.values():
                         await tenant.close()
 
+    @contextlib.asynccontextmanager
+    async def unloaded(self, uid: int, name: str) -> AsyncIterator[None]:
+        """Closes a job and keeps it closed, so that its files may go. Raises RefusedError while
+        somebody is connected to it or its checkpoints are on their way."""
+        async with self._lock(uid):
+            job = self.jobs.get((uid, name))
+            if job is not None:
+                if not job.idle:
+                    raise RefusedError(
+                        f"job {name!r} is in use: {_users(job)}",
+                        hint="end it, then try again", retryable=True,
+                    )  # fmt: skip
+                del self.jobs[uid, name]
+                for tenant in job.tenants.values():
+                    await tenant.close()
+            yield
+
     async def _job(self, uid: int, name: str) -> Job:
         """With the lock held: a job is loaded and closed under it."""
         job = self.jobs.get((uid, name))
@@ -122,7 +147,10 @@ class Registry:
         return self._locks.setdefault(uid, asyncio.Lock())
 
     async def _load(self, job: Job, rank: int) -> None:
-        tenant = Tenant(Key(job.uid, job.name, rank), self.config, self.engine, self._on_durable)
+        tenant = Tenant(
+            Key(job.uid, job.name, rank), self.config, self.engine, self._on_durable,
+            self.chronicle,
+        )  # fmt: skip
         await tenant.open()
         job.tenants[rank] = tenant
 
@@ -134,3 +162,16 @@ class Registry:
         task = asyncio.get_running_loop().create_task(job.update_global(world_size))
         self._group_work.add(task)
         task.add_done_callback(self._group_work.discard)
+
+
+def _users(job: Job) -> str:
+    """Who has it, in words."""
+    found = []
+    for rank, tenant in sorted(job.tenants.items()):
+        if tenant.owner is not None:
+            found.append(f"pid {tenant.owner.pid} is its rank {rank}")
+        if tenant.readers or tenant.reading:
+            found.append(f"rank {rank} is being read")
+        if tenant.ledger.live():
+            found.append(f"checkpoints of rank {rank} are on their way")
+    return ", ".join(found[:8]) or "it is being loaded"

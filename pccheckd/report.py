@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from pccheck_native import _core, catalog
+from pccheck_native.subset import Subset, verify_part
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
 
@@ -20,6 +21,8 @@ from .engine import Engine
 from .registry import Registry
 from .sessions import Session
 from .tenants import Tenant
+from .trace import document as traced
+from .trace import record
 from .volumes import OpenVolume
 
 SCHEMA = 1
@@ -40,13 +43,13 @@ def status(
     registry: Registry,
     sessions: Iterable[Session],
     started_ns: int,
+    scrub: Document | None = None,
 ) -> Document:
     """What `pccheckctl status --json` prints. No disk is touched but for one statvfs."""
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
     ranks = [_rank(tenant) for tenant in tenants if _worth_showing(tenant)]
     gpus = engine.driver.info()
-    warnings = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
-    warnings += [_lost(gpu) for gpu in gpus if gpu.lost]
+    warnings = troubles(engine, tenants)
     kept = _kept(asker_uid, engine, registry)
     budget, used = engine.pool.usage()
     ports = [t.port for t in registry.tenants() if t.port is not None]
@@ -59,7 +62,7 @@ def status(
             "uptime_s": _ago(started_ns),
             "state": "degraded" if warnings else "ok",
             "socket": str(config.socket),
-            "engine": "pwrite",
+            **engine.io.document(),
             "slots": config.slots,
             "keep": config.keep,
             "in_flight": config.in_flight,
@@ -81,6 +84,7 @@ def status(
             "free_bytes": disk.free,
             "max_storage_bytes": config.max_storage_bytes,
         },
+        "scrub": scrub,
         "sessions": [
             _session(session)
             for session in sessions
@@ -93,6 +97,22 @@ def status(
             *_kept_notices(kept),
         ],
     }
+
+
+def trace(asker_uid: int, registry: Registry, last_s: float) -> Document:
+    """What `pccheckctl trace` makes a trace of: what ended in the last seconds, or has not."""
+    now_ns = time.monotonic_ns()
+    since_ns = max(0, now_ns - int(last_s * 1e9))
+    live = [
+        record(tenant.key, item)
+        for tenant in registry.tenants()
+        if may_see(asker_uid, tenant.key.uid)
+        for item in tenant.ledger.live()
+    ]
+    return traced(
+        registry.chronicle.ring.newest(asker_uid, since_ns), live, since_ns=since_ns,
+        now_ns=now_ns, wall_ns=time.time_ns(),
+    )  # fmt: skip
 
 
 def listing(asker_uid: int, config: Config, job: str) -> Document:
@@ -112,13 +132,16 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
     }
 
 
-def verify(volumes: Iterable[tuple[str, _core.Volume]], sequence: int) -> Document:
-    """Reads and checks one checkpoint (0: every one). Blocks for as long as the reading takes."""
+def verify(
+    volumes: Iterable[tuple[str, _core.Volume]], sequence: int, part: Subset | None = None
+) -> Document:
+    """Reads and checks one checkpoint (0: every one), or a part of it. Blocks for as long as the
+    reading takes."""
     results: list[Document] = []
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):
             if sequence in (0, item.sequence):
-                results.append(_verified(volume, item))
+                results.append(_verified(volume, item, part))
     return {
         "schema": SCHEMA,
         "checkpoints": results,
@@ -126,11 +149,15 @@ def verify(volumes: Iterable[tuple[str, _core.Volume]], sequence: int) -> Docume
     }
 
 
-def _verified(volume: _core.Volume, item: catalog.Checkpoint) -> Document:
+def _verified(volume: _core.Volume, item: catalog.Checkpoint, part: Subset | None) -> Document:
     began_ns = time.monotonic_ns()
-    problem = ""
+    problem, read = "", 0
     try:
-        volume.verify(item.sequence)
+        if part is None:
+            volume.verify(item.sequence)
+            read = item.payload_bytes
+        else:
+            read = verify_part(volume, item, part)
     except _core.NativeError as error:
         problem = error.code_name
     except OSError as error:
@@ -138,6 +165,7 @@ def _verified(volume: _core.Volume, item: catalog.Checkpoint) -> Document:
     return catalog.checkpoint_document(item) | {
         "valid": not problem,
         "problem": problem,
+        "read_bytes": read,
         "took_s": _ago(began_ns),
     }
 
@@ -279,7 +307,10 @@ def _chunks(tenant: Tenant) -> Document | None:
 
 
 def _open_volume(item: OpenVolume) -> Document:
-    return catalog.volume_document(item.path, item.info) | {"quarantined_slots": item.quarantined}
+    return catalog.volume_document(item.path, item.info) | {
+        "engine": item.engine,
+        "quarantined_slots": item.quarantined,
+    }
 
 
 def _state(item: Checkpoint) -> Document:
@@ -306,8 +337,17 @@ def _state(item: Checkpoint) -> Document:
     }
 
 
+def troubles(engine: Engine, tenants: Iterable[Tenant]) -> list[str]:
+    """What makes this daemon `degraded`, as far as these tenants' users may know."""
+    found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
+    found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
+    return [engine.stalled, *found] if engine.stalled else found
+
+
 def _warnings(tenant: Tenant) -> list[str]:
     found = [str(error) for error in tenant.volumes.unreadable.values()]
+    if tenant.stalled:
+        found.append(tenant.stalled)
     if tenant.stopped:
         found.append("a commit record could not be written; the volume is reopened before use")
     for item in tenant.volumes.open:

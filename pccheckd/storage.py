@@ -5,57 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from pccheck_native import layout
+from pccheck_native import layout, mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
 
 from .config import Config
 from .logs import LOG
-
-#: Why each family of file systems is refused without --allow-any-filesystem.
-_IN_MEMORY = "keeps files in memory, which a power loss erases"
-_NETWORK = "is a network file system, whose flushes we cannot vouch for"
-_COPY_ON_WRITE = "copies on write, so that an overwrite may find no room"
-_LAYERED = "is a layer over another file system, which we cannot see"
-_UNFIT = {
-    **dict.fromkeys(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"), _IN_MEMORY),
-    **dict.fromkeys(
-        ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "lustre", "glusterfs",
-         "afs", "gpfs", "beegfs", "ocfs2", "gfs2", "vboxsf"),
-        _NETWORK,
-    ),
-    **dict.fromkeys(("btrfs", "zfs", "bcachefs", "nilfs2"), _COPY_ON_WRITE),
-    **dict.fromkeys(("overlay", "aufs", "ecryptfs", "fuse", "squashfs", "iso9660"), _LAYERED),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    device: str
-    place: str
-    kind: str
-
-
-def mounts(table: str) -> Iterator[Mount]:
-    """The lines of /proc/self/mountinfo."""
-    for line in table.splitlines():
-        fields = line.split(" ")
-        tail = fields[fields.index("-") + 1 :]
-        place = fields[4].encode().decode("unicode_escape")
-        yield Mount(fields[2], place, tail[0])
-
-
-def filesystem_of(path: Path, table: str) -> str:
-    """The type of the file system that holds `path`, "" when it cannot be told."""
-    found = Mount("", "", "")
-    for mount in mounts(table):
-        inside = path == Path(mount.place) or Path(mount.place) in path.parents
-        if inside and len(mount.place) >= len(found.place):  # the later mount covers the earlier
-            found = mount
-    return found.kind
 
 
 def check(config: Config) -> None:
@@ -76,8 +32,8 @@ def check(config: Config) -> None:
             f"(owner {place.stat().st_uid})",
             hint=f"mount it read-write and give it to that user: chown {os.geteuid()} {place}",
         )
-    kind = filesystem_of(place.resolve(), Path("/proc/self/mountinfo").read_text())
-    why = _UNFIT.get(kind) or (_LAYERED if kind.startswith("fuse") else "")
+    kind = mounts.mount_of(place.resolve(), mounts.MOUNTINFO.read_text()).kind
+    why = mounts.unfit(kind)
     if why and not config.allow_any_filesystem:
         raise NoStoreError(
             f"{place} lies on {kind}, which {why}",

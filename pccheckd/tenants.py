@@ -15,6 +15,7 @@ from pccheck_wire.messages import CheckpointState as State
 from . import kept
 from .admission import Admission
 from .checkpoint import Checkpoint
+from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine, translated
 from .ledger import Ledger
@@ -32,7 +33,12 @@ INHERITED = 0  # the session of checkpoints that a daemon before us had copied
 
 class Tenant:
     def __init__(
-        self, key: Key, config: Config, engine: Engine, on_durable: Callable[[Tenant], None]
+        self,
+        key: Key,
+        config: Config,
+        engine: Engine,
+        on_durable: Callable[[Tenant], None],
+        chronicle: Chronicle,
     ) -> None:
         self.key = key
         self.config = config
@@ -46,12 +52,14 @@ class Tenant:
         self.reading = 0  # loads in progress: their volumes stay open
         self.readers = 0  # sessions that may load
         self.closed = False
+        self.stalled = ""  # why its disk seems to hang; set by Progress
         self.stopped = False  # a commit record failed; reopened before the next save
         self.registered_in = -1  # incarnation whose beginning is on the disk
         self.last_used_ns = time.monotonic_ns()
         self.admission = Admission(self)
         self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
         self._on_durable = on_durable
+        self._chronicle = chronicle
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- coming and going ----------------------------------------------------------------------
@@ -172,15 +180,18 @@ class Tenant:
         owner = self.owner
         if owner is None or owner.session != session:
             return
+        now_ns = time.monotonic_ns()
+        held_at_ns, held_ns = _held(body, now_ns)
         checkpoint = Checkpoint(
             session=session, snapshot=body.snapshot, step=body.step,
             payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
             tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
             incarnation=owner.incarnation, world_size=owner.world_size,
-            requested_ns=time.monotonic_ns(), map=body.map,
+            requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
             return  # said twice: the first one counts
+        self._chronicle.requested(self.key, checkpoint)
         if refused or self.volumes.current is None:
             self.refuse(checkpoint, State.FAILED, refused or "it was not registered", "")
         else:
@@ -194,8 +205,7 @@ class Tenant:
         owner, port = self.owner, self.port
         if port is not None and owner is not None and owner.session == checkpoint.session:
             port.channel.refuse(checkpoint.snapshot, int(to))
-        if to is State.FAILED:
-            LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, reason)
+        self._chronicle.ended(self.key, checkpoint)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -209,12 +219,13 @@ class Tenant:
         if checkpoint is None:
             return
         if event.kind == "durable":
-            self._spawn(self._after_durable(checkpoint))
+            self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
-            LOG.warning("%s: step %d failed: %s", self.key, checkpoint.step, checkpoint.reason)
+        if not checkpoint.live:
+            self._chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded"):
-            self._spawn(self._retire())
+            self.spawn(self._retire())
 
     async def became_global(self, sequence: int) -> None:
         """Every rank has it durable and flagged: says so on the page; the older flag goes."""
@@ -264,11 +275,11 @@ class Tenant:
         config, current = self.config, self.volumes.current
         block = current.info.block_bytes if current else config.block_bytes
         chunk = -(-config.chunk_bytes // block) * block
-        self.port = await self._make_port(chunk, block, config.in_flight)
+        self.port = await self.make_port(chunk, block, config.in_flight)
         if current is not None:
-            await self._bind(self.port, current)
+            await self.bind(self.port, current)
 
-    async def _make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
+    async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         config = self.config
         return Port(
             self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
@@ -277,7 +288,7 @@ class Tenant:
             gpus=await self.engine.driver.ready(), label=kept.label_of(self.key),
         )  # fmt: skip
 
-    async def _bind(self, port: Port, item: OpenVolume) -> None:
+    async def bind(self, port: Port, item: OpenVolume) -> None:
         try:
             await self.engine.call(self.key.uid, port.channel.bind, item.volume)
         except (OSError, _core.NativeError) as error:
@@ -297,11 +308,11 @@ class Tenant:
                     await self.volumes.drop(item)
             if len(busy) >= BINDINGS_MAX:
                 await port.unbind(busy[0].volume, UNBIND_LIMIT_S)
-            await self._bind(port, made)
+            await self.bind(port, made)
         except BaseException:
             await self.volumes.drop(made)
             if self.volumes.current is not None:
-                await self._bind(port, self.volumes.current)
+                await self.bind(port, self.volumes.current)
             raise
 
     async def _begin_incarnation(self, item: OpenVolume, owner: Owner) -> None:
@@ -326,59 +337,13 @@ class Tenant:
         async with self.lock:
             if self.port is port and self.volumes.current is current:
                 await self.volumes.reopen(current)
-                await self._bind(port, current)
+                await self.bind(port, current)
             self.stopped = False
         await self.retention.stage_again()
 
-    # -- from the daemon before, under the lock, before the first trainer -----------------------
-
-    async def open_port_like(self, left: _core.KeptState) -> Port:
-        """A channel for chunks that are already there, with the lanes that they were in."""
-        assert self.port is None
-        self.port = await self._make_port(left.chunk_bytes, left.block_bytes, left.lanes)
-        return self.port
-
-    async def bind_kept(self, uuid: bytes, fd: int, number: int) -> list[tuple[int, int, str]]:
-        """Goes on with what a state memfd says was copied: (sequence, step, why not). Raises when
-        its volume is gone."""
-        port = self.port
-        item = next((item for item in self.volumes.open if item.info.uuid == uuid), None)
-        if item is None or port is None:
-            raise RefusedError("its volume is not there any more")
-        outcomes = []
-        for found in await self.engine.call(
-            self.key.uid, port.channel.bind, item.volume, fd, number
-        ):
-            sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
-            outcomes.append((sequence, step, why))
-            self.ledger.last_sequence = max(self.ledger.last_sequence, sequence)
-            if why:
-                continue
-            self.ledger.inherit(Checkpoint(
-                session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
-                tree_offset=tree_offset, tree_bytes=tree_bytes, skip_when_busy=False,
-                incarnation=incarnation, world_size=world_size,
-                requested_ns=time.monotonic_ns(), sequence=sequence,
-            ))  # fmt: skip
-        return outcomes
-
-    async def settle_kept(self) -> None:
-        """New checkpoints go to the current volume again; what was copied is checked and written
-        from now on."""
-        port, current = self.port, self.volumes.current
-        if port is None:
-            return
-        if not self.ledger.live():
-            self.port = None
-            await port.close()
-            return
-        self._spawn(self.engine.drive(self.key.uid, port.channel.settle))
-        if current is not None:
-            await self._bind(port, current)
-
     # -- small ---------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -387,3 +352,9 @@ class Tenant:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             LOG.error("%s: background work failed", self.key, exc_info=task.exception())
+
+
+def _held(body: Begin, now_ns: int) -> tuple[int, int]:
+    """When and how long the gate held the trainer: his own word, so only what can be."""
+    fits = 0 < body.held_at_ns <= now_ns and body.held_ns <= now_ns - body.held_at_ns
+    return (body.held_at_ns, body.held_ns) if fits else (0, 0)

@@ -10,12 +10,13 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pccheck_native import _core, catalog, layout
+from pccheck_native import _core, catalog, dropping, layout
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 
-from .config import MIB, Config
 from .engine import Engine, translated
+from .io_engine import PWRITE
 from .logs import LOG
+from .options import Config
 
 GLOBAL, PINNED = _core.SLOT_GLOBAL, _core.SLOT_PINNED
 QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
@@ -41,6 +42,7 @@ class OpenVolume:
     generation: int
     volume: _core.Volume
     info: _core.VolumeInfo
+    engine: str = ""  # what reads and writes it
     #: As last read, newest first.
     checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
     quarantined: int = 0
@@ -50,12 +52,6 @@ class OpenVolume:
         self.info = self.volume.info()
         self.checkpoints = catalog.checkpoints_of(self.volume, self.path)
         self.quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
-
-
-def capacity_for(payload_bytes: int) -> int:
-    """Room that a new volume's slots get: the payload and a little growth."""
-    rounded = -(-payload_bytes // MIB) * MIB
-    return rounded + rounded // 32 + MIB
 
 
 def _size(path: Path) -> int:
@@ -138,7 +134,7 @@ class VolumeSet:
         if not 0 < payload_bytes <= PAYLOAD_BYTES_MAX:
             raise RefusedError(f"a checkpoint of {payload_bytes} bytes cannot be")
         blocks = self.open[-1].info.block_bytes if self.open else config.block_bytes
-        capacity = capacity_for(payload_bytes)
+        capacity = layout.capacity_for(payload_bytes)
         try:
             needed = _core.volume_bytes_for(capacity, config.slots, blocks)
         except OSError as error:
@@ -164,6 +160,7 @@ class VolumeSet:
                 allow_buffered=config.allow_any_filesystem,
             )  # fmt: skip
 
+        await self._engine.io.chosen()  # or what is measured would take room meanwhile
         try:
             async with self._engine.making_volumes:  # or two would both find the last room free
                 await self._engine.call(key.uid, self._check_room, needed)
@@ -188,9 +185,9 @@ class VolumeSet:
         except (OSError, _core.NativeError, PccheckError):
             with contextlib.suppress(OSError, _core.NativeError, PccheckError):
                 fresh = await self._opened(item.path, item.generation, writable=False)
-                item.volume = fresh.volume
+                item.volume, item.engine = fresh.volume, fresh.engine
             raise
-        item.volume = fresh.volume
+        item.volume, item.engine = fresh.volume, fresh.engine
         await self._engine.call(self.key.uid, item.read)
         LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
 
@@ -216,11 +213,12 @@ class VolumeSet:
 
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config
+        engine = await self._engine.io.chosen() if writable else PWRITE
 
         def open_it() -> OpenVolume:
             volume = _core.Volume(
                 str(path), writable=writable, allow_buffered=config.allow_any_filesystem,
-                bytes_per_second=config.max_bandwidth_bytes,
+                bytes_per_second=config.max_bandwidth_bytes, engine=engine,
             )  # fmt: skip
             try:
                 info = volume.info()
@@ -229,14 +227,17 @@ class VolumeSet:
                         f"{path} belongs to job {info.job!r} rank {info.rank} of uid {info.uid}",
                         hint="a volume file was renamed; put it back where it was",
                     )
-                item = OpenVolume(path, generation, volume, info)
+                item = OpenVolume(path, generation, volume, info, volume.engine)
                 item.read()
                 return item
             except BaseException:
                 volume.close()
                 raise
 
-        return await self._engine.call(self.key.uid, open_it)
+        item = await self._engine.call(self.key.uid, open_it)
+        if writable:
+            self._engine.io.opened(item.engine)
+        return item
 
     def _check_room(self, needed: int) -> None:
         config = self._config
@@ -255,14 +256,16 @@ class VolumeSet:
                 )
 
     def _droppable(self) -> str:
-        """Volumes of the same user, largest first, that are not this rank's."""
-        mine = {item.path for item in self.open}
-        found = []
-        for path in (self._config.storage / str(self.key.uid)).glob("*/*.pcc"):
-            with contextlib.suppress(OSError):
-                if path not in mine:
-                    found.append((path.stat().st_size, path))
-        if not found:
+        """Other jobs of the same user, finished ones first, then the largest."""
+        found: list[dropping.JobUse] = []
+        with contextlib.suppress(OSError):
+            found = dropping.jobs(self._config.storage, uid=self.key.uid)
+        others = [job for job in found if job.job != self.key.job]
+        others.sort(key=lambda job: (not job.done, -job.bytes))
+        if not others:
             return "free some room, use fewer --slots, or another --storage"
-        named = ", ".join(f"{path} ({size} bytes)" for size, path in sorted(found)[::-1][:3])
-        return f"if their jobs are over, these may be dropped: {named}"
+        named = ", ".join(
+            f"pccheckctl drop {job.job} ({job.bytes} bytes{', finished' if job.done else ''})"
+            for job in others[:3]
+        )
+        return f"make room by dropping jobs that are over: {named}"

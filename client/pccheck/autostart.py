@@ -72,6 +72,8 @@ class PrivateDaemon:
                 [sys.executable, "-m", "pccheckd", "--storage", str(self.storage),
                  "--socket", str(self.socket)],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/",
+                # The file in /etc is the service's, and may not be for us to read.
+                env={"PCCHECK_CONFIG": os.devnull, **os.environ},
                 start_new_session=True,  # Ctrl-C is for the trainer; it drains first
             )  # fmt: skip
         deadline = time.monotonic() + START_LIMIT_S

@@ -96,6 +96,8 @@ class Exposure:
             ranges = part.ranges(staging)
             if not tie.refused:
                 self._expose(tie, part, ranges)
+            if tie.refused and tie.kept:
+                self._withdraw(tie)
         except NativeError as error:
             raise DeviceError(f"the GPU part cannot be copied: {error}") from error
         except (ValueError, OSError) as error:
@@ -176,19 +178,32 @@ class Exposure:
         before, tie.kept = tie.kept, [tie.kept, part.owners]
         try:
             data = connection.link.expose(ranges, part.nbytes)
+        except (NativeError, OSError) as error:  # no handle, or no room for the probe
+            tie.refused, tie.kept = str(error), before  # what the daemon was told of stays
+            return
+        try:
             for message in _messages(tie.map, data):
                 if message.more:
                     connection.post(message)  # the last one's answer is that of all
                 else:
                     connection.request(message, timeout_s=self._stall_limit_s)
-        except NativeError as error:  # nothing was said to the daemon: what it has stays
-            tie.refused, tie.kept = str(error), before
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
             tie.refused, tie.kept = error.message, []
         else:
             tie.ranges, tie.kept = ranges, part.owners
+
+    def _withdraw(self, tie: _Tie) -> None:
+        """Nothing is pulled any more: the daemon lets go of the memory, and then so do we."""
+        tie.map += 1
+        try:
+            tie.connection.request(Expose(tie.map, []), timeout_s=self._stall_limit_s)
+        except WaitTimeoutError:  # tried again at the next checkpoint
+            raise
+        except PccheckError:  # an empty one is refused, but in the place of the one before
+            pass
+        tie.kept = []
 
     def _tell(self, tie: _Tie) -> None:
         """Says what was chosen, when it is news. Raises when that cannot be: pull was demanded."""

@@ -58,9 +58,9 @@ class _Pending:
                 if not link.hold(snapshot, *place, deadline_ns):
                     return False
                 self.held.add(place)
-        except NativeError:  # the stream cannot be made to wait
+        except (NativeError, OSError):  # the stream cannot be made to wait
             return self.wait(deadline_ns)
-        except (ValueError, OSError):
+        except ValueError:  # closed
             return True
         if self.host and not self.wait(deadline_ns, host_only=True):
             return False
@@ -72,6 +72,25 @@ class _Pending:
         return {(device, devices.current_stream(device)) for device in self.devices}
 
 
+@dataclass(slots=True)
+class Held:
+    """How long the trainer has been held since it was last asked."""
+
+    at_ns: int = 0  # when it was first; 0: not at all
+    ns: int = 0  # in all
+
+    def add(self, since_ns: int) -> None:
+        """It was, from then until now."""
+        self.at_ns = self.at_ns or since_ns
+        self.ns += time.monotonic_ns() - since_ns
+
+    def take(self) -> tuple[int, int]:
+        """Since when and how long, and begins anew."""
+        taken = self.at_ns, self.ns
+        self.at_ns = self.ns = 0
+        return taken
+
+
 class Gate:
     """Snapshots whose source is being read. Used by the training thread."""
 
@@ -81,6 +100,7 @@ class Gate:
         self._stall_limit_s = stall_limit_s
         self._on_expiry = on_expiry
         self._pending: list[_Pending] = []
+        self.held = Held()
 
     def add(
         self,
@@ -117,7 +137,8 @@ class Gate:
         """
         if not self._pending:
             return
-        deadline_ns = self._deadline_ns()
+        since_ns = time.monotonic_ns()
+        deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
         waiting = list(self._pending)
         try:
             while waiting:
@@ -131,6 +152,7 @@ class Gate:
                 abandon(item.checkpoint, item.connection, self._stall_limit_s)
             raise
         finally:
+            self.held.add(since_ns)
             self._pending = [item for item in self._pending if item.devices and not item.read()]
 
     def free_staging(self, part: DevicePart, *, skip: bool) -> None:

@@ -13,6 +13,7 @@ from pccheck_wire.messages import CheckpointState, Describe, Described
 from .transport import Connection
 
 _DESCRIBE_LIMIT_S = 2.0
+_DESCRIBE_PAUSE_S = 0.005
 _FOREVER_NS = 2**63 - 1
 _LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
 _FINAL = frozenset(
@@ -59,6 +60,7 @@ class Checkpoint:
         self._newer = Durable(0, None)
         self._reason = ""
         self._described = False
+        self._asked = False  # for its reason, and the answer is not here yet
         self._broke = False
         self._settled = False  # its entry in the page is another snapshot's by now
 
@@ -225,20 +227,26 @@ class Checkpoint:
         connection = self._connection
         if self._described or connection is None:
             return
-        if not connection.alive():
-            self._reason = self._reason or _LOST
-            return
-        try:
-            self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
-        except PccheckError as error:
-            self._reason = self._reason or f"unknown: {error.message}"
+        deadline = time.monotonic() + _DESCRIBE_LIMIT_S
+        while connection.alive():
+            try:
+                self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
+            except PccheckError as error:
+                self._reason = self._reason or f"unknown: {error.message}"
+                return
+            if self._described or time.monotonic() >= deadline:
+                return
+            time.sleep(_DESCRIBE_PAUSE_S)
+        self._reason = self._reason or _LOST
 
     def describe_later(self) -> None:
-        """The reason arrives with a later answer; nobody waits for it."""
+        """The reason arrives with a later answer; nobody waits for it. Call it again until it is
+        known."""
         connection = self._connection
-        if connection is not None and not self._described:
+        if connection is not None and not (self._described or self._asked):
             try:
                 connection.ask(Describe(self.snapshot), self._take)
+                self._asked = True
             except PccheckError:
                 self._reason = "unknown: the daemon did not answer"
 
@@ -249,6 +257,9 @@ class Checkpoint:
 
     def _take(self, answer: object) -> None:
         if isinstance(answer, Described):
+            self._asked = False
+            if answer.state not in _FINAL:
+                return  # the page tells before the daemon's records do
             self._described = True
             self._reason = f"{answer.reason} ({answer.hint})" if answer.hint else answer.reason
             if answer.state is CheckpointState.SUPERSEDED:

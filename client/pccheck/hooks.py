@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from . import devices
+
 
 class StepHooks:
     """Calls a method, whose object may go away, before any of the optimizers steps.
 
-    `trusted` ends when a step was recorded in a CUDA graph: replays of it run no hooks. One that is
-    made for that (`capturable`) may be in a graph already, and must first be seen to step.
+    `trusted` ends when a step was recorded in a CUDA graph: replays of it run no hooks. One that
+    trains on a GPU may be in a graph already, and must first be seen to step.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class StepHooks:
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
                 self._handles.append(thing.register_step_pre_hook(before_step))
-                if any(group.get("capturable") for group in thing.param_groups):
+                if _may_be_recorded(thing):
                     unseen.add(id(thing))
 
     def remove(self) -> None:
@@ -47,3 +49,11 @@ class StepHooks:
             handle.remove()
         self._handles.clear()
         self._unseen.clear()
+
+
+def _may_be_recorded(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        group.get("capturable")
+        or any(devices.device_of(p) != devices.HOST for p in group["params"])
+        for group in optimizer.param_groups
+    )

@@ -153,7 +153,7 @@ def _read(
             connection.load_broken_off = True
             _cancel(connection, load)
             raise
-        connection.load_broken_off = False
+        connection.load_broken_off = code in _DEVICE  # ended here: the daemon may still be at it
     except TimeoutError as error:
         if isinstance(error, PccheckError):
             raise

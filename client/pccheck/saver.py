@@ -97,6 +97,7 @@ class Saver:
                     len(snapshot.tree),
                     self._on_busy,
                     handover.map if handover else 0,
+                    *self._gate.held.take(),
                 )
             )
             _submit(connection.link, number, snapshot, handover, inline=not wait)
@@ -136,6 +137,7 @@ class Saver:
         return handover
 
     def _wait(self, checkpoint: Checkpoint, connection: Connection, what: str) -> None:
+        since_ns = time.monotonic_ns()
         try:
             if what == "copied":
                 checkpoint.wait_copied(self._stall_limit_s)
@@ -149,6 +151,8 @@ class Saver:
         except BaseException:  # Ctrl-C: the source may change from here on
             abandon(checkpoint, connection, self._stall_limit_s)
             raise
+        finally:
+            self._gate.held.add(since_ns)
 
     def _free_entry(self, number: int) -> None:
         """The page's entry of the snapshot SNAPSHOTS before is about to be used again."""
@@ -207,7 +211,9 @@ class Saver:
         """Reasons arrive with later answers; what was abandoned has been told already."""
         for checkpoint in list(self._unexplained):
             reason = checkpoint.known_reason
-            if reason is not None:
+            if reason is None:
+                checkpoint.describe_later()
+            else:
                 self._unexplained.remove(checkpoint)
                 if not reason.startswith(("abandoned", "the daemon ended")):
                     self._failed_later(checkpoint.step, reason)

@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"

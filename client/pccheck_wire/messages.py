@@ -154,6 +154,10 @@ class Begin:
     tree_bytes: int
     on_busy: str = "wait"  # or "skip"
     map: int = 0  # the exposure that the daemon pulls the device part by; 0: there is none
+    #: When the gate first held the trainer since the Begin before (CLOCK_MONOTONIC), and for how
+    #: long in all; for metrics and traces.
+    held_at_ns: int = 0
+    held_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +280,36 @@ class Verify:
     rank: int = 0
     sequence: int = 0
     uid: int = -1
+    #: Only a part of each: "5%" of its pieces, drawn from `seed`, or "2/20"; "" is everything.
+    subset: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What the checkpoints of the last seconds did when. -> `Report`."""
+
+    TAG: ClassVar[str] = "trace"
+    last_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigShow:
+    """-> `Report`: the daemon's configuration, and where each value came from."""
+
+    TAG: ClassVar[str] = "config"
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Removes the volumes of a job that nobody is connected to (`rank` None: of all ranks); with
+    `dry_run` only names them. Only their owner and root may. -> `Report`."""
+
+    TAG: ClassVar[str] = "drop"
+    job: str
+    rank: int | None = None
+    uid: int = -1
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +322,7 @@ class Report:
 
 RequestBody = (
     Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Goodbye | Status
-    | ListVolumes | Verify
+    | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 ReplyBody = Registered | Described | Opened | Empty | Done | Report | Failure
 

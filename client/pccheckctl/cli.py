@@ -13,8 +13,10 @@ from typing import NoReturn
 from pccheck_wire.errors import PccheckError, UsageError
 
 from . import VERSION
+from .commands import COMMANDS
 
 WIDTH = 96  # columns of --help
+_WITH_VALUE = ("--socket", "--storage", "--uid")
 INTERRUPTED = 130  # 128 + SIGINT, as a shell would say it
 
 EXIT_CODES = """exit codes:
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     try:
-        chosen = parser().parse_args(given)
+        chosen = parser(_named(given)).parse_args(given)
         command = importlib.import_module(f"{__package__}.{chosen.module}")
         return int(command.run(chosen))
     except PccheckError as error:
@@ -65,6 +67,20 @@ def _run(given: list[str]) -> int:
         failure = PccheckError(_told(error))
     report(failure, as_json="--json" in given)
     return failure.exit_code
+
+
+def _named(given: list[str]) -> str | None:
+    """The command, when it is one and nobody asks for help: the first word that is no flag and no
+    flag's value."""
+    if "-h" in given or "--help" in given:
+        return None
+    words = iter(given)
+    for word in words:
+        if word in _WITH_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return word if any(word == command.name for command in COMMANDS) else None
+    return None
 
 
 def report(error: PccheckError, *, as_json: bool) -> None:
@@ -92,7 +108,8 @@ def _told(error: OSError) -> str:
     return f"{where}{error.strerror or error}"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The whole tree, or one with this command only, which takes a fraction of the time."""
     made = _Parser(
         prog="pccheckctl",
         description="Asks a pccheckd what it does, and reads the volumes that it wrote.",
@@ -106,23 +123,16 @@ def parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, prog=made.prog
     )
 
-    def command(name: str, module: str, text: str) -> argparse.ArgumentParser:
+    for command in COMMANDS:
+        if only not in (None, command.name):
+            continue
         sub = commands.add_parser(
-            name, help=text, description=text, allow_abbrev=False, formatter_class=_Formatter
-        )
-        sub.set_defaults(module=module)
+            command.name, help=command.help, description=command.help, allow_abbrev=False,
+            formatter_class=_Formatter,
+        )  # fmt: skip
+        sub.set_defaults(module=command.module)
         _common(sub, defaults=False)
-        return sub
-
-    command("status", "status", "what the daemon does; without one, what the volumes say")
-    listing = command("list", "listing", "the checkpoints, newest first")
-    listing.add_argument("job", nargs="?", default="", help="only this job")
-    listing.add_argument("--rank", type=int, help="only this rank")
-    _which(command("show", "show", "what is in one checkpoint: tensors, leaves, metadata"))
-    _recover(command("recover", "recover", "writes one checkpoint to a file"))
-    verify = command("verify", "verify", "reads and checks every byte")
-    _which(verify, job_required=False)
-    _wait(command("wait", "wait", "returns when a step is copied or durable"))
+        command.arguments(sub)
     return made
 
 
@@ -135,45 +145,9 @@ def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
     to.add_argument("--socket", metavar="PATH", default=default(None), help="the attach socket")
     to.add_argument(
         "--storage", metavar="DIR", default=default(None),
-        help="read this storage directory, without a daemon",
+        help="a storage directory: to be read without a daemon, or measured",
     )  # fmt: skip
     to.add_argument("--uid", type=int, default=default(None), help="whose jobs (for root)")
     to.add_argument(
         "--json", action="store_true", default=default(False), help="a JSON document on stdout"
     )
-
-
-def _which(to: argparse.ArgumentParser, *, job_required: bool = True) -> None:
-    if job_required:
-        to.add_argument("job")
-    else:
-        to.add_argument("job", nargs="?", default="", help="only this job")
-    to.add_argument("--rank", type=int, help="of one rank")
-    chosen = to.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=int, help="of this step; default: the newest")
-    chosen.add_argument("--sequence", type=int, help="with this sequence")
-
-
-def _recover(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job")
-    to.add_argument("--output", "-o", required=True, metavar="FILE")
-    ranks = to.add_mutually_exclusive_group()
-    ranks.add_argument("--rank", type=int, help="of one rank")
-    ranks.add_argument(
-        "--all-ranks", action="store_true",
-        help="one file per rank: FILE.rank-R.EXT, or with {rank} in FILE replaced",
-    )  # fmt: skip
-    to.add_argument("--step", type=int, help="this step; default: the newest valid one")
-    to.add_argument(
-        "--format", choices=("torch", "safetensors"),
-        help="default: by FILE's ending (.safetensors, else torch)",
-    )  # fmt: skip
-    to.add_argument("--force", action="store_true", help="overwrite FILE")
-
-
-def _wait(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job")
-    to.add_argument("--rank", type=int, default=0)
-    to.add_argument("--for", dest="state", choices=("durable", "copied"), default="durable")
-    to.add_argument("--step", type=int, required=True, help="this step or a later one")
-    to.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds (60)")

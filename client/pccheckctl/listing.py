@@ -13,7 +13,11 @@ HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    document = filtered(fetch(arguments), arguments.rank)
+    if arguments.watch:
+        from . import watching
+
+        return watching.run(arguments, fetch, as_text)
+    document = fetch(arguments)
     if arguments.json:
         print_json(document)
         return 0
@@ -25,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def fetch(arguments: argparse.Namespace) -> Document:
     with choose(arguments) as chosen:
-        return chosen.listing(arguments.job, uid=arguments.uid)
+        return filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
 
 
 def filtered(document: Document, rank: int | None) -> Document:

@@ -119,6 +119,15 @@ class Storage:
             "warnings": warnings,
         }
 
+    def drop(
+        self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
+    ) -> Document:
+        """What `drop --json` prints. Without `dry_run` it takes the locks that a daemon and
+        writers hold. Raises StoreLockedError, RefusedError."""
+        from . import dropping
+
+        return dropping.drop(self, job, rank=rank, uid=uid, dry_run=dry_run)
+
 
 def denied(place: object) -> PccheckError:
     return RefusedError(

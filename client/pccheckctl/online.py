@@ -30,6 +30,7 @@ from .output import Document, rows
 
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
+DROP_LIMIT_S = 600.0  # a disk may take long to give back terabytes
 LISTING_LIMIT_S = 2.0  # of the list that completes `status`
 _PACKET_BYTES = 64 * 1024
 _REPLY_BYTES_MAX = 16 * 1024 * 1024
@@ -89,10 +90,36 @@ class Observer:
         return document
 
     def verify(
-        self, job: str, *, rank: int, sequence: int = 0, uid: int = -1, timeout_s: float = 3600.0
+        self,
+        job: str,
+        *,
+        rank: int,
+        sequence: int = 0,
+        uid: int = -1,
+        subset: str = "",
+        seed: int = 0,
+        timeout_s: float = 3600.0,
     ) -> Document:
-        body: Document = {"t": "verify", "job": job, "rank": rank, "sequence": sequence, "uid": uid}
+        body: Document = {
+            "t": "verify", "job": job, "rank": rank, "sequence": sequence, "uid": uid,
+            "subset": subset, "seed": seed,
+        }  # fmt: skip
         return self._report(body, timeout_s)
+
+    def trace(self, last_s: float) -> Document:
+        return self._report({"t": "trace", "last_s": float(last_s)})
+
+    def config(self) -> Document:
+        return self._report({"t": "config"})
+
+    def drop(
+        self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
+    ) -> Document:
+        body: Document = {
+            "t": "drop", "job": job, "rank": rank, "uid": -1 if uid is None else uid,
+            "dry_run": dry_run,
+        }  # fmt: skip
+        return self._report(body, DROP_LIMIT_S)
 
     def close(self) -> None:
         self._socket.close()

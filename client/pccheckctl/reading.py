@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from pccheck_native import _core, catalog
+from pccheck_native.subset import Subset, verify_part
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, PccheckError
 
@@ -31,7 +32,10 @@ class Reader(Protocol):
 
     def read(self, offset: int, length: int) -> bytes: ...
     def read_into(self, ranges: bytes) -> None: ...
-    def verify(self) -> None: ...
+    def verify(self, part: Subset | None = None) -> int:
+        """Reads and checks everything, or a part; how many bytes. Raises DamagedError."""
+        ...
+
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -86,9 +90,12 @@ class FileReader:
         except (_core.NativeError, OSError) as error:
             raise self._told(error) from error
 
-    def verify(self) -> None:
+    def verify(self, part: Subset | None = None) -> int:
         try:
+            if part is not None:
+                return verify_part(self._volume, self.checkpoint, part)
             self._volume.verify(self.checkpoint.sequence)
+            return self.checkpoint.payload_bytes
         except (_core.NativeError, OSError) as error:
             raise self._told(error) from error
 

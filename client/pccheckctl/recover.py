@@ -17,6 +17,7 @@ from pccheck_wire.errors import DamagedError, NoCheckpointError, UsageError
 from . import offline, render, safetensors_file
 from .output import Document, note, print_json
 from .output_file import OutputFile
+from .progress import Bar, Watched
 from .reading import RecycledError, Store, read_tree
 from .source import files
 
@@ -167,7 +168,9 @@ def write(
     Raises RecycledError, or _DamageError with the checkpoint that is damaged.
     """
     written = []
+    payload = sum(one.payload_bytes for one in chosen.values())
     with ExitStack() as stack:
+        bar = stack.enter_context(Bar("recover", payload, show=not arguments.json))
         outputs = []
         for rank, one in chosen.items():
             target = _target(output, rank) if arguments.all_ranks else output
@@ -175,7 +178,7 @@ def write(
             outputs.append(file)
             kind = arguments.format or _format_of(target)
             try:
-                written.append(_write_one(storage, one, file, kind))
+                written.append(_write_one(storage, one, file, kind, bar))
             except DamagedError as error:
                 raise _DamageError(Skipped(one, error.message)) from error
         for file in outputs:
@@ -183,9 +186,11 @@ def write(
     return written
 
 
-def _write_one(storage: Store, one: catalog.Checkpoint, file: OutputFile, kind: str) -> Written:
+def _write_one(
+    storage: Store, one: catalog.Checkpoint, file: OutputFile, kind: str, bar: Bar
+) -> Written:
     made = Written(one, file.target, kind)
-    with storage.reader(one) as reader:
+    with Watched(storage.reader(one), bar) as reader:
         content = read_tree(reader)
         if kind == "safetensors":
             plan = safetensors_file.plan(content, _about(one))

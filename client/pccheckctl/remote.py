@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from pccheck_native import _core, catalog, layout
+from pccheck_native.subset import Subset
 from pccheck_wire import attach
 from pccheck_wire.errors import (
     DaemonUnreachableError,
@@ -122,15 +123,19 @@ class DaemonReader:
         first = places[0][0]
         self._transfer(ranges, first, sum(places[-1]) - first)
 
-    def verify(self) -> None:
+    def verify(self, part: Subset | None = None) -> int:
         one = self.checkpoint
         with Observer(self._path) as observer:
             document = observer.verify(
-                one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S
-            )
+                one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S,
+                subset=part.text if part else "", seed=part.seed if part else 0,
+            )  # fmt: skip
+        read = 0
         for item in rows(document, "checkpoints"):
             if item.get("valid") is not True:
                 raise self._damaged(text(item, "problem"))
+            read += whole(item, "read_bytes")
+        return read
 
     def close(self) -> None:
         self._link.close()

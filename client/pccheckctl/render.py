@@ -18,8 +18,7 @@ def size(count: int) -> str:
         value /= 1024
         if value < 1023.5 or unit == _UNITS[-1]:
             break
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
+    return f"{_digits(value)} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -36,6 +35,24 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def brief(seconds: float) -> str:
+    """A short time with three significant digits: "85.2 us", "1.20 ms", "3.45 s"."""
+    if seconds <= 0:
+        return "0 s"
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{_digits(seconds * factor)} {unit}"
+    return f"{_digits(seconds)} s" if seconds < 99.95 else duration(seconds)
+
+
+def rate(bytes_per_s: float) -> str:
+    return f"{size(round(bytes_per_s))}/s"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def age(seconds: float | None) -> str:

@@ -17,13 +17,21 @@ MOVING = ("requested", "copying", "copied", "writing")
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when all is well, 3 when something needs to be looked at."""
-    with choose(arguments) as chosen:
-        document = chosen.status(uid=arguments.uid)
+    if arguments.watch:
+        from . import watching
+
+        return watching.run(arguments, fetch, as_text)
+    document = fetch(arguments)
     if arguments.json:
         print_json(document)
     else:
         print(as_text(document))
     return DEGRADED if degraded(document) else 0
+
+
+def fetch(arguments: argparse.Namespace) -> Document:
+    with choose(arguments) as chosen:
+        return chosen.status(uid=arguments.uid)
 
 
 def degraded(document: Document) -> bool:
@@ -34,7 +42,7 @@ def degraded(document: Document) -> bool:
 def as_text(document: Document, *, now_s: float | None = None) -> str:
     """The same for people; `now_s` is wall time."""
     now_s = time.time() if now_s is None else now_s
-    blocks = ["\n".join(_head(document))]
+    blocks = ["\n".join(_head(document, now_s))]
     ranks = rows(document, "ranks")
     if ranks:
         blocks.append(_ranks(ranks, now_s, served=bool(part(document, "daemon"))))
@@ -54,7 +62,7 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
     return "\n\n".join(blocks)
 
 
-def _head(document: Document) -> list[str]:
+def _head(document: Document, now_s: float) -> list[str]:
     daemon, pool, storage = (part(document, key) for key in ("daemon", "pool", "storage"))
     place = (
         f"storage  {text(storage, 'path')}, {render.size(whole(storage, 'free_bytes'))} free of "
@@ -71,8 +79,10 @@ def _head(document: Document) -> list[str]:
         f"slots    {text(daemon, 'slots')} per volume: {text(daemon, 'in_flight')} in flight, "
         f"{text(daemon, 'keep')} kept; {text(daemon, 'writers')} writers each, "
         f"chunks of {render.size(whole(daemon, 'chunk_bytes'))}",
+        f"engine   {text(daemon, 'engine')}{_engine_reason(daemon)}",
         *_kept(document),
         *(_gpu(gpu) for gpu in rows(document, "gpus")),
+        *_scrub(part(document, "scrub"), now_s),
     ]
 
 
@@ -86,9 +96,38 @@ def _kept(document: Document) -> list[str]:
     return [f"restart  {whole(kept, 'stored')} of {whole(kept, 'limit')} descriptors stored{more}"]
 
 
+def _scrub(scrub: Document, now_s: float) -> list[str]:
+    """The background check: what it does, and when it last came to its end."""
+    state = text(scrub, "state")
+    if not state:
+        return []
+    ended = number(scrub, "last_ended_wall_ns")
+    bad = whole(scrub, "damaged")
+    last = (
+        f"last ended {render.age(now_s - ended / 1e9)}, "
+        f"{render.plural(whole(scrub, 'checked'), 'checkpoint')} read"
+        if ended
+        else "none has come to its end yet"
+    )
+    found = f", {bad} DAMAGED" if bad else ""
+    if state == "off":
+        doing = "off: nothing looks for rot (see --scrub-rate, --scrub-interval)"
+    elif state == "waiting":
+        doing = f"next in {render.duration(number(scrub, 'next_s') or 0)}"
+    else:
+        doing = f"{100 * (number(scrub, 'progress') or 0):.0f} % of a pass"
+        doing += ", waits for saves" if state == "paused" else ""
+    return [f"check    {doing}; {last}{found}"]
+
+
 def _pinned(pool: Document) -> str:
     pinned = whole(pool, "pinned_bytes")
     return f", {render.size(pinned)} pinned for GPUs" if pinned else ""
+
+
+def _engine_reason(daemon: Document) -> str:
+    reason = text(daemon, "engine_reason")
+    return f" ({reason})" if reason else ""
 
 
 def _gpu(gpu: Document) -> str:

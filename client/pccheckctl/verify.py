@@ -1,15 +1,17 @@
-"""`pccheckctl verify`: reads every byte of the checkpoints and checks it."""
+"""`pccheckctl verify`: reads every byte of the checkpoints, or a part of each, and checks it."""
 
 from __future__ import annotations
 
 import argparse
+import secrets
 from dataclasses import dataclass
 
-from pccheck_native import catalog
-from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError
+from pccheck_native import catalog, subset
+from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, UsageError
 
 from . import offline, render
 from .output import Document, print_json
+from .progress import Bar, bytes_read
 from .reading import RecycledError, Store, read_tree
 from .source import files
 
@@ -19,6 +21,7 @@ class Result:
     checkpoint: catalog.Checkpoint
     result: str  # "ok", "damaged", "recycled"
     reason: str = ""
+    read_bytes: int = 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,38 +37,65 @@ def run(arguments: argparse.Namespace) -> int:
         raise NoCheckpointError(
             f"{storage.path} holds no such checkpoint of {what}", hint="see: pccheckctl list"
         )
-    results = [check(storage, one) for one in wanted]
+    part = chosen(arguments)
+    payload = sum(one.payload_bytes for one in wanted)
+    results = []
+    with Bar("verify", payload, show=not arguments.json, read=bytes_read) as bar:
+        for one in wanted:
+            results.append(check(storage, one, part))
+            bar.advance(one.payload_bytes)
     bad = bool(found.unreadable) or any(one.result == "damaged" for one in results)
     if arguments.json:
-        print_json(document(results, found.unreadable))
+        print_json(document(results, found.unreadable, part))
     else:
-        print(as_text(results, found.unreadable))
+        print(as_text(results, found.unreadable, part))
     return DamagedError.exit_code if bad else 0
 
 
-def check(storage: Store, one: catalog.Checkpoint) -> Result:
+def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
+    """What --read-data-subset and --seed ask for. Raises UsageError."""
+    if arguments.subset is None:
+        return None
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    if not 0 <= seed <= subset.SEED_MAX:
+        raise UsageError(f"--seed: {seed} is not within 0..{subset.SEED_MAX}")
+    try:
+        return subset.parse(arguments.subset, seed)
+    except ValueError as error:
+        raise UsageError(f"--read-data-subset: {error}") from error
+
+
+def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -> Result:
     try:
         with storage.reader(one) as reader:
-            reader.verify()
+            read_bytes = reader.verify(part)
             read_tree(reader)
     except RecycledError as error:
         return Result(one, "recycled", error.message)
     except PccheckError as error:
         return Result(one, "damaged", error.message)
     if one.is_damaged:
-        return Result(one, "damaged", "a reader found it damaged before; it reads well now")
-    return Result(one, "ok")
+        known = "a reader found it damaged before; it reads well now"
+        return Result(one, "damaged", known, read_bytes)
+    return Result(one, "ok", "", read_bytes)
 
 
-def document(results: list[Result], unreadable: list[catalog.Unreadable]) -> Document:
+def document(
+    results: list[Result],
+    unreadable: list[catalog.Unreadable],
+    part: subset.Subset | None = None,
+) -> Document:
     """What `verify --json` prints."""
     return {
         "schema": 1,
+        "subset": {"text": part.text, "seed": part.seed} if part else None,
+        "read_bytes": sum(one.read_bytes for one in results),
         "checkpoints": [
             {
                 **catalog.checkpoint_document(one.checkpoint),
                 "result": one.result,
                 "reason": one.reason,
+                "read_bytes": one.read_bytes,
             }
             for one in results
         ],
@@ -75,7 +105,11 @@ def document(results: list[Result], unreadable: list[catalog.Unreadable]) -> Doc
     }
 
 
-def as_text(results: list[Result], unreadable: list[catalog.Unreadable]) -> str:
+def as_text(
+    results: list[Result],
+    unreadable: list[catalog.Unreadable],
+    part: subset.Subset | None = None,
+) -> str:
     lines: list[tuple[object, ...]] = [
         (r.checkpoint.job, r.checkpoint.rank, r.checkpoint.sequence, r.checkpoint.step,
          render.size(r.checkpoint.payload_bytes), r.result, r.reason)
@@ -90,4 +124,13 @@ def as_text(results: list[Result], unreadable: list[catalog.Unreadable]) -> str:
     return (
         render.table(headings, lines)
         + f"\n\n{counts['ok']} ok, {counts['damaged'] + len(unreadable)} damaged"
+        + (_share(results, part) if part else "")
     )
+
+
+def _share(results: list[Result], part: subset.Subset) -> str:
+    """How much of it was looked at, and how to look at the same again."""
+    total = sum(one.checkpoint.payload_bytes for one in results)
+    read = sum(one.read_bytes for one in results)
+    again = f"; --seed {part.seed} reads the same again" if not part.parts else ""
+    return f"\nread {render.size(read)} of {render.size(total)} ({part.text}{again})"

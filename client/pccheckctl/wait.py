@@ -1,10 +1,11 @@
-"""`pccheckctl wait`: returns when a step, or a later one, is copied or durable."""
+"""`pccheckctl wait`: returns when a step, or a later one, is copied, durable or global."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -21,6 +22,22 @@ from .source import choose
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 #: States in which the daemon vouches for a checkpoint.
 COPIED = frozenset({"copied", "writing", "durable", "global"})
+_ENDED = ("failed", "skipped")
+
+
+class Seen(NamedTuple):
+    """What is known of a rank's checkpoints."""
+
+    stored: list[Document]  # on the disk and undamaged, newest first
+    recent: list[Document]  # that the daemon remembers, oldest first
+
+    @property
+    def newest_step(self) -> int | None:
+        """The one that was asked for last, unless it has ended without becoming anything."""
+        for one in reversed(self.recent):
+            if text(one, "state") not in (*_ENDED, "superseded"):
+                return whole(one, "step")
+        return whole(self.stored[0], "step") if self.stored else None
 
 
 def run(
@@ -33,68 +50,82 @@ def run(
     step has failed and no later one is on its way. A daemon that restarts is waited for."""
     deadline = clock() + arguments.timeout
     pause = FIRST_PAUSE_S
+    step: int | None = arguments.step
     while True:
         last: PccheckError | None = None
+        reached: Document | None = None
         try:
-            reached = look(arguments)
+            seen = look(arguments)
+            step = seen.newest_step if step is None else step
+            reached = None if step is None else judge(seen, step, arguments.state)
         except DaemonUnreachableError as error:
-            reached, last = None, error
+            last = error
         if reached is not None:
             _tell(arguments, reached)
             return 0
         left = deadline - clock()
         if left <= 0:
-            if last is not None:
-                raise last
-            raise WaitTimeoutError(
-                f"step {arguments.step} of job {arguments.job!r} rank {arguments.rank} is not "
-                f"{arguments.state} after {render.duration(arguments.timeout)}",
-                hint="see: pccheckctl status",
-            )
+            raise last or _too_late(arguments, step)
         sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def look(arguments: argparse.Namespace) -> Document | None:
-    """The checkpoint of the step or of a later one that is in the wanted state, if any."""
+def _too_late(arguments: argparse.Namespace, step: int | None) -> PccheckError:
+    who = f"job {arguments.job!r} rank {arguments.rank}"
+    limit = render.duration(arguments.timeout)
+    if step is None:
+        return WaitTimeoutError(f"{who} has begun no checkpoint in {limit}", hint=_HINT)
+    return WaitTimeoutError(
+        f"step {step} of {who} is not {arguments.state} after {limit}", hint=_HINT
+    )
+
+
+_HINT = "see: pccheckctl status"
+
+
+def look(arguments: argparse.Namespace) -> Seen:
     with choose(arguments) as chosen:
         listed = filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
         document = chosen.status(uid=arguments.uid)
-    durable = [
-        one | {"state": "durable"}
-        for one in rows(listed, "checkpoints")
-        if text(one, "job") == arguments.job
-        and whole(one, "step") >= arguments.step
-        and one.get("damaged") is not True
-    ]
-    if durable:
-        return min(durable, key=lambda one: whole(one, "step"))
-    in_flight = _of_rank(document, arguments)
-    if arguments.state == "copied":
-        for one in in_flight:
-            if text(one, "state") in COPIED and whole(one, "step") >= arguments.step:
-                return one
-    _raise_failed(in_flight, arguments)
-    return None
-
-
-def _of_rank(status: Document, arguments: argparse.Namespace) -> list[Document]:
-    return [
+    stored = [
         one
-        for rank in rows(status, "ranks")
+        for one in rows(listed, "checkpoints")
+        if text(one, "job") == arguments.job and one.get("damaged") is not True
+    ]
+    stored.sort(key=lambda one: -whole(one, "sequence"))
+    recent = [
+        one
+        for rank in rows(document, "ranks")
         if text(rank, "job") == arguments.job and rank.get("rank") == arguments.rank
         for one in rows(rank, "checkpoints")
     ]
+    return Seen(stored, recent)
 
 
-def _raise_failed(in_flight: list[Document], arguments: argparse.Namespace) -> None:
-    """The step itself has failed and nothing later may still bring it."""
-    later = [one for one in in_flight if whole(one, "step") >= arguments.step]
-    ended = ("failed", "skipped")
-    if later and all(text(one, "state") in ended for one in later):
+def judge(seen: Seen, step: int, state: str) -> Document | None:
+    """The checkpoint of the step or of a later one that is in the wanted state, if any. Raises
+    CheckpointFailedError when the step itself has failed and nothing later may still bring it."""
+    durable = [one for one in seen.stored if whole(one, "step") >= step]
+    if state == "global":
+        durable = [one for one in durable if _is_global(one)]
+    if durable:
+        told = "global" if state == "global" else "durable"
+        return min(durable, key=lambda one: whole(one, "step")) | {"state": told}
+    later = [one for one in seen.recent if whole(one, "step") >= step]
+    if state == "copied":
+        for one in later:
+            if text(one, "state") in COPIED:
+                return one
+    if later and all(text(one, "state") in _ENDED for one in later):
         one = later[-1]
         reason = text(one, "reason") or text(one, "state")
         raise CheckpointFailedError(f"step {whole(one, 'step')} failed: {reason}")
+    return None
+
+
+def _is_global(one: Document) -> bool:
+    """Every rank has it; a rank that saves alone is every rank."""
+    return one.get("global") is True or whole(one, "world_size", 1) == 1
 
 
 def _tell(arguments: argparse.Namespace, one: Document) -> None:

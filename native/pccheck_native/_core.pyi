@@ -75,6 +75,16 @@ class VolumeInfo(NamedTuple):
     repaired_replicas: int
     damaged_records: int
 
+class EngineChoice(NamedTuple):
+    engine: str
+    rounds: int  # the figures are medians of so many
+    round_bytes: int  # written and flushed in each
+    measured: dict[str, int | str]  # by engine: bytes per second, or a code name such as "EIO"
+
+def choose_engine(directory: _Path, *, allow_buffered: bool = False) -> EngineChoice:
+    """Writes to a nameless file in the directory, for less than a second on a disk that answers.
+    Takes 64 MiB of room meanwhile."""
+
 def volume_bytes_for(
     payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...
 ) -> int: ...
@@ -119,7 +129,12 @@ class Volume:
         writable: bool,
         allow_buffered: bool = False,
         bytes_per_second: int = 0,
-    ) -> None: ...
+        engine: str = "pwrite",
+    ) -> None:
+        """`engine` is pwrite, uring, mmap or pmem; pwrite it is where that one cannot be had."""
+
+    @property
+    def engine(self) -> str: ...  # what it is
     def info(self) -> VolumeInfo: ...
     def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...

@@ -20,6 +20,7 @@ LOCK_NAME = ".pccheckd.lock"
 UID_MAX = 2**32 - 2  # (uid_t)-1 means "nobody in particular" to the kernel
 RANK_MAX = 65535
 GENERATION_MAX = 10**9 - 1
+_MIB = 1 << 20
 
 #: A job is a directory name: these characters only, not starting with a dot. As on the wire.
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -165,6 +166,12 @@ def next_generation(storage: str | os.PathLike[str], uid: int, job: str, rank: i
     """The generation that no volume of this rank has had while its followers lie there."""
     files = rank_files(storage, uid, job, rank)
     return files[-1][0] + 1 if files else 0
+
+
+def capacity_for(payload_bytes: int) -> int:
+    """Room that a new volume's slots get: the payload and a little growth."""
+    rounded = -(-payload_bytes // _MIB) * _MIB
+    return rounded + rounded // 32 + _MIB
 
 
 def make_directories(path: Path) -> None:

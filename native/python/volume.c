@@ -79,27 +79,54 @@ static void volume_close(void *handle)
     pcc_volume_close(handle);
 }
 
+/* Each step takes what the one before gave, on failure too. */
+static int open_volume(const char *path, bool writable, const struct pcc_io_options *options,
+                       struct pcc_volume **out)
+{
+    struct pcc_io *io;
+    int fd = -1;
+    int result = pcc_volume_open_file(path, writable, &fd);
+    if (result == 0) {
+        result = pcc_io_open(fd, options, &io);
+    }
+    return result == 0 ? pcc_volume_open_io(io, writable, out) : result;
+}
+
+/* "O&" converter. */
+static int engine_named(PyObject *object, void *out)
+{
+    Py_ssize_t length = 0;
+    const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    if (name != NULL && strlen(name) == (size_t)length && pcc_io_engine_named(name, out) == 0) {
+        return 1;
+    }
+    PyErr_Format(PyExc_ValueError, "there is no engine %R", object);
+    return 0;
+}
+
 static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"path", "writable", "allow_buffered", "bytes_per_second", NULL};
+    static char *names[] = {"path",   "writable", "allow_buffered", "bytes_per_second",
+                            "engine", NULL};
     PyObject *path = NULL;
     int writable = 0;
     int allow_buffered = 0;
-    uint64_t bytes_per_second = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&:Volume", names, PyUnicode_FSConverter,
-                                     &path, &writable, &allow_buffered, pcc_py_u64,
-                                     &bytes_per_second)) {
+    struct pcc_io_options options = {.engine = PCC_IO_PWRITE};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&O&:Volume", names,
+                                     PyUnicode_FSConverter, &path, &writable, &allow_buffered,
+                                     pcc_py_u64, &options.bytes_per_second, engine_named,
+                                     &options.engine)) {
         return NULL;
     }
     if (!pcc_py_require(kwargs, &names[1], 1)) {
         Py_DECREF(path);
         return NULL;
     }
+    options.allow_buffered = allow_buffered != 0;
     struct pcc_volume *volume = NULL;
     int result;
     const char *name = PyBytes_AsString(path);
-    PCC_PY_UNLOCKED(result = pcc_volume_open(name, writable != 0, allow_buffered != 0,
-                                             bytes_per_second, &volume));
+    PCC_PY_UNLOCKED(result = open_volume(name, writable != 0, &options, &volume));
     PyObject *self = NULL;
     if (result == 0) {
         self = pcc_py_object_new(type, "Volume", volume, volume_close);
@@ -288,6 +315,23 @@ static PyObject *volume_recycle(PyObject *self, PyObject *unused)
     return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
 }
 
+static PyObject *volume_engine(PyObject *self, void *unused)
+{
+    (void)unused;
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    const char *name = pcc_volume_io(volume)->ops->name;
+    pcc_py_leave((struct pcc_py_object *)self); /* engines' names outlive them */
+    return PyUnicode_FromString(name);
+}
+
+static PyGetSetDef properties[] = {
+    {"engine", volume_engine, NULL, "What reads and writes it.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMethodDef methods[] = {
     {"info", volume_info, METH_NOARGS, "Identity, geometry and health."},
     {"table", volume_table, METH_NOARGS, "One SlotEntry per slot, of the newest durable record."},
@@ -315,6 +359,7 @@ PyTypeObject *pcc_py_volume_type(PyObject *module)
         {Py_tp_new, (void *)volume_new},
         {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
         {Py_tp_methods, methods},
+        {Py_tp_getset, properties},
         {Py_tp_doc, (void *)(uintptr_t) "The storage of one (uid, job, rank)."},
         {0, NULL},
     };

@@ -34,13 +34,6 @@ void pcc_channel_map_put(struct pcc_channel *channel, struct pcc_channel_map *ma
     channel->pull.unused = map;
 }
 
-static void map_free(struct pcc_channel_map *map)
-{
-    pcc_exposure_free(&map->view);
-    free(map->imports);
-    free(map);
-}
-
 /* With the lock held. True when the caller has to close it. */
 static bool import_put(struct pcc_channel *channel, struct pcc_channel_import *import)
 {
@@ -52,9 +45,9 @@ static bool import_put(struct pcc_channel *channel, struct pcc_channel_import *i
     return true;
 }
 
-static void map_close(struct pcc_channel *channel, struct pcc_channel_map *map)
+static void imports_close(struct pcc_channel *channel, struct pcc_channel_map *map)
 {
-    /* The imports of a map that was never opened as a whole end with NULLs. */
+    /* A map that was never opened as a whole has NULLs among them. */
     for (uint32_t i = 0; map->imports != NULL && i < map->view.head.allocation_count; i++) {
         struct pcc_channel_import *import = map->imports[i];
         if (import == NULL)
@@ -67,7 +60,15 @@ static void map_close(struct pcc_channel *channel, struct pcc_channel_map *map)
             free(import);
         }
     }
-    map_free(map);
+    free(map->imports);
+    map->imports = NULL;
+}
+
+static void map_close(struct pcc_channel *channel, struct pcc_channel_map *map)
+{
+    imports_close(channel, map);
+    pcc_exposure_free(&map->view);
+    free(map);
 }
 
 void pcc_channel_maps_close(struct pcc_channel *channel)
@@ -95,8 +96,8 @@ int pcc_channel_segment_pin(struct pcc_channel *channel, struct pcc_channel_segm
     const int error = pcc_gpu_pin_host(gpu, segment->memory.bytes, segment->memory.length_bytes);
     if (error != 0)
         return error;
-    segment->pinned_by = gpu;
     pcc_channel_lock(channel);
+    segment->pinned_by = gpu;
     channel->pull.pinned_bytes += segment->memory.length_bytes;
     pcc_channel_unlock(channel);
     return 0;
@@ -224,7 +225,7 @@ static int import_open(struct pcc_channel *channel, const struct pcc_exposed_all
     if (error != 0) {
         import_failed(words, error, result);
         free(import);
-        return error;
+        return result == CUDA_ERROR_ALREADY_MAPPED ? -EEXIST : error;
     }
     memcpy(import->handle, wanted->handle, sizeof(import->handle));
     import->buffer_id = wanted->buffer_id;
@@ -313,6 +314,18 @@ static int map_open(struct pcc_channel *channel, struct pcc_channel_map *map,
     return error;
 }
 
+/* `map` is the one exposed last from now on, and `before`, or NULL, has a holder less. */
+static void map_replace(struct pcc_channel *channel, struct pcc_channel_map *before,
+                        struct pcc_channel_map *map)
+{
+    pcc_channel_lock(channel);
+    channel->pull.map = map;
+    if (before != NULL)
+        pcc_channel_map_put(channel, before);
+    pcc_channel_unlock(channel);
+    pcc_channel_maps_close(channel);
+}
+
 /* Control held, so that neither session nor map before go away meanwhile. */
 static int expose(struct pcc_channel *channel, uint64_t number, const void *bytes,
                   uint64_t length_bytes, struct words words)
@@ -335,17 +348,20 @@ static int expose(struct pcc_channel *channel, uint64_t number, const void *byte
     pcc_channel_unlock(channel);
     if (error == 0)
         error = map_open(channel, map, before, words);
-
-    pcc_channel_lock(channel);
-    if (error == 0)
-        channel->pull.map = map;
-    else
-        pcc_channel_map_put(channel, map);
-    if (before != NULL)
-        pcc_channel_map_put(channel, before);
-    pcc_channel_unlock(channel);
-    pcc_channel_maps_close(channel);
-    return error;
+    if (error == -EEXIST) { /* drivers refuse an address while what was there is still mapped */
+        imports_close(channel, map);
+        map_replace(channel, before, NULL);
+        before = NULL;
+        error = map_open(channel, map, NULL, words);
+    }
+    if (error == 0) {
+        say(words, "%s", "");
+        map_replace(channel, before, map);
+    } else {
+        map_replace(channel, before, NULL);
+        map_replace(channel, map, NULL);
+    }
+    return error == -EEXIST ? -PCC_E_BAD_HANDLE : error;
 }
 
 int pcc_channel_expose(struct pcc_channel *channel, uint64_t map, const void *bytes,

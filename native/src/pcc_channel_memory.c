@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "pcc_channel_private.h"
+#include "pcc_futex.h"
 
 void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh)
 {
@@ -43,6 +44,20 @@ static uint64_t segment_length(struct pcc_channel *channel, uint64_t wanted_byte
     return chunks * chunk_bytes;
 }
 
+/* With growing held: the driver does not pin. Push does well without, so the memory is used; but
+ * nothing is pulled any more: the next exposure pins first, and is refused with words. */
+static void pull_stop(struct pcc_channel *channel)
+{
+    channel->pull.pinner = NULL;
+    pcc_channel_lock(channel);
+    if (channel->pull.map != NULL)
+        pcc_channel_map_put(channel, channel->pull.map); /* the drain thread closes it */
+    channel->pull.map = NULL;
+    if (channel->attached)
+        pcc_bell_ring(&channel->view.page->daemon_bell);
+    pcc_channel_unlock(channel);
+}
+
 /* With growing held. Near the GPU that reads into it, and pinned for it. */
 static int segment_make(struct pcc_channel *channel, uint64_t length,
                         struct pcc_channel_segment *out)
@@ -54,11 +69,9 @@ static int segment_make(struct pcc_channel *channel, uint64_t length,
                               channel->label, &out->memory);
     if (error != 0)
         return error;
-    error = pcc_channel_segment_pin(channel, out);
-    if (error != 0)
-        pcc_channel_segment_return(channel, out);
-    /* Into pageable memory the driver copies by itself, and the copier would wait for it. */
-    return error == 0 ? 0 : -ENOMEM;
+    if (pcc_channel_segment_pin(channel, out) != 0)
+        pull_stop(channel);
+    return 0;
 }
 
 int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes, uint64_t *granted_out)

@@ -52,7 +52,7 @@ struct pcc_channel_chunk {
 struct pcc_channel_segment {
     struct pcc_segment memory;
     bool granted;              /* sent to the attached client */
-    struct pcc_gpu *pinned_by; /* guarded by growing; NULL = pageable */
+    struct pcc_gpu *pinned_by; /* NULL = pageable; written under growing and lock, read under one */
 };
 
 struct pcc_channel_save {

@@ -79,6 +79,11 @@ static enum pcc_gpu_verdict chunk_take(struct pcc_channel_part *part)
     if (index < 0)
         return PCC_GPU_NOTHING_NOW;
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
+    if (channel->segments[chunk->segment].pinned_by == NULL) {
+        /* The driver would copy by itself, and all who share the copier wait for that. */
+        pcc_channel_give_up(channel, part->save, -PCC_E_DEVICE);
+        return PCC_GPU_NO_MORE;
+    }
     chunk->state = PCC_CHUNK_PULLED;
     chunk->tag = part->save->tag;
     chunk->offset_bytes = part->walk.chunk_bytes;

@@ -41,12 +41,58 @@ PCC_MUST_CHECK int pcc_io_read_all(struct pcc_io *io, void *bytes, uint64_t leng
 PCC_MUST_CHECK int pcc_io_flush(struct pcc_io *io);
 void pcc_io_close(struct pcc_io *io); /* accepts NULL */
 
-/* Engine `pwrite`: O_DIRECT through pread/pwrite, RWF_DSYNC, fdatasync. Takes fd (closed by
- * close()). Falls back to buffered I/O only with allow_buffered (file systems without O_DIRECT). */
+/* -- engines on files -- */
+
+enum pcc_io_engine {
+    PCC_IO_PWRITE, /* O_DIRECT by pread and pwrite: everywhere, and what the others fall back to */
+    PCC_IO_URING,  /* O_DIRECT by io_uring, the pieces of a transfer in flight together */
+    PCC_IO_MMAP,   /* stores to a shared mapping and msync: the paper's SSD path */
+    PCC_IO_PMEM,   /* non-temporal stores and a fence on a DAX mapping: its PMEM path */
+    PCC_IO_ENGINES,
+};
+
+/* "pwrite", "uring", "mmap", "pmem"; an open engine's ops->name is the same. */
+const char *pcc_io_engine_name(enum pcc_io_engine engine);
+PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out); /* -EINVAL */
+
+struct pcc_io_options { /* zeroed: pwrite on a file system that is fit for volumes */
+    enum pcc_io_engine engine;
+    bool strict;               /* -PCC_E_UNSUPPORTED, instead of pwrite, where it cannot be had */
+    bool allow_buffered;       /* file systems without O_DIRECT, or not fit for volumes */
+    bool pmem_anywhere;        /* pmem without DAX: stores and msync, so that it can be tested */
+    uint64_t bytes_per_second; /* 0: no limit */
+};
+
+/* The wanted engine or, where the kernel, the container or the file system refuses it, pwrite:
+ * (*out)->ops->name says which. Takes fd, on failure too. */
+PCC_MUST_CHECK int pcc_io_open(int fd, const struct pcc_io_options *options, struct pcc_io **out);
+
+/* pcc_io_open with nothing but pwrite. */
 PCC_MUST_CHECK int pcc_io_pwrite_open(int fd, bool allow_buffered, struct pcc_io **out);
 
 /* Limits what passes to bytes_per_second by a token bucket; gives `inner` to the new one. */
 PCC_MUST_CHECK int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second,
                                         struct pcc_io **out);
+
+/* -- which engine is the fastest here -- */
+
+struct pcc_io_choice {
+    enum pcc_io_engine engine; /* never mmap: see pcc_io_choose.c */
+    uint32_t rounds;           /* the figures are medians of so many */
+    uint64_t round_bytes;      /* written and flushed in each */
+    struct {
+        int error; /* why there is no figure; 0: there is one, or nobody asked for one */
+        uint64_t bytes_per_second;
+    } measured[PCC_IO_ENGINES];
+};
+
+/* Overwrites [offset, offset + length) of the file, which must be allocated and free, and nothing
+ * else; at most 64 MiB of it. Takes less than a second on a disk that answers. -EINVAL when the
+ * region is not aligned or smaller than 4 MiB. Borrows fd. */
+PCC_MUST_CHECK int pcc_io_choose(int fd, uint64_t offset, uint64_t length, bool allow_buffered,
+                                 struct pcc_io_choice *out);
+/* The same on a file of its own, without a name, in the directory that is to hold the volumes. */
+PCC_MUST_CHECK int pcc_io_choose_in(const char *directory, bool allow_buffered,
+                                    struct pcc_io_choice *out);
 
 #endif

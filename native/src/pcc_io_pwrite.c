@@ -1,4 +1,4 @@
-/* The engine `pwrite`: a file descriptor opened for direct I/O. */
+/* Files opened for direct I/O: what a file must be, and the engine `pwrite`. */
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#include "pcc_io.h"
+#include "pcc_io_file.h"
 
 #ifndef BTRFS_SUPER_MAGIC
 #define BTRFS_SUPER_MAGIC 0x9123683E
@@ -29,6 +29,31 @@ static int fd_of(struct pcc_io *io)
     return ((struct pwrite_io *)io)->fd;
 }
 
+int64_t pcc_io_file_read(int fd, void *bytes, uint64_t length, uint64_t offset)
+{
+    const ssize_t moved = pread(fd, bytes, length, (off_t)offset);
+    return moved < 0 ? -errno : moved;
+}
+
+int64_t pcc_io_file_write_durable(int fd, const void *bytes, uint64_t length, uint64_t offset)
+{
+    const struct iovec vector = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = length};
+    ssize_t moved = pwritev2(fd, &vector, 1, (off_t)offset, RWF_DSYNC);
+
+    if (moved >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS))
+        return moved < 0 ? -errno : moved;
+    /* Kernels without the flag: the same promise in two calls. */
+    moved = pwrite(fd, bytes, length, (off_t)offset);
+    if (moved < 0 || fdatasync(fd) != 0)
+        return -errno;
+    return moved;
+}
+
+int pcc_io_file_flush(int fd)
+{
+    return fdatasync(fd) == 0 ? 0 : -errno;
+}
+
 static int64_t pwrite_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
 {
     const ssize_t moved = pwrite(fd_of(io), bytes, length, (off_t)offset);
@@ -37,28 +62,18 @@ static int64_t pwrite_write(struct pcc_io *io, const void *bytes, uint64_t lengt
 
 static int64_t pwrite_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
 {
-    const ssize_t moved = pread(fd_of(io), bytes, length, (off_t)offset);
-    return moved < 0 ? -errno : moved;
+    return pcc_io_file_read(fd_of(io), bytes, length, offset);
 }
 
 static int64_t pwrite_write_durable(struct pcc_io *io, const void *bytes, uint64_t length,
                                     uint64_t offset)
 {
-    const struct iovec vector = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = length};
-    ssize_t moved = pwritev2(fd_of(io), &vector, 1, (off_t)offset, RWF_DSYNC);
-
-    if (moved >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS))
-        return moved < 0 ? -errno : moved;
-    /* Kernels without the flag: the same promise in two calls. */
-    moved = pwrite(fd_of(io), bytes, length, (off_t)offset);
-    if (moved < 0 || fdatasync(fd_of(io)) != 0)
-        return -errno;
-    return moved;
+    return pcc_io_file_write_durable(fd_of(io), bytes, length, offset);
 }
 
 static int pwrite_flush(struct pcc_io *io)
 {
-    return fdatasync(fd_of(io)) == 0 ? 0 : -errno;
+    return pcc_io_file_flush(fd_of(io));
 }
 
 static void pwrite_close(struct pcc_io *io)
@@ -132,34 +147,41 @@ static int set_direct(int fd, bool allow_buffered)
     return allow_buffered ? 0 : -PCC_E_UNSUPPORTED;
 }
 
-int pcc_io_pwrite_open(int fd, bool allow_buffered, struct pcc_io **out)
+int pcc_io_file_prepare(int fd, bool allow_buffered, uint64_t *size_bytes_out)
 {
-    struct pwrite_io *self = NULL;
     struct stat status;
-    int result;
 
-    if (fstat(fd, &status) != 0) {
-        result = -errno;
-        goto fail;
-    }
-    if (!S_ISREG(status.st_mode)) {
-        result = -PCC_E_NOT_A_VOLUME;
-        goto fail;
-    }
-    result = set_direct(fd, allow_buffered);
-    if (result != 0)
-        goto fail;
-    self = calloc(1, sizeof *self);
-    if (!self) {
-        result = -ENOMEM;
-        goto fail;
-    }
+    if (fstat(fd, &status) != 0)
+        return -errno;
+    if (!S_ISREG(status.st_mode))
+        return -PCC_E_NOT_A_VOLUME;
+    const int result = set_direct(fd, allow_buffered);
+    if (result == 0)
+        *size_bytes_out = (uint64_t)status.st_size;
+    return result;
+}
+
+int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_io **out)
+{
+    struct pwrite_io *self = calloc(1, sizeof *self);
+
+    if (!self)
+        return -ENOMEM;
     self->io.ops = &pwrite_ops;
-    self->io.size_bytes = (uint64_t)status.st_size;
+    self->io.size_bytes = size_bytes;
     self->fd = fd;
     *out = &self->io;
     return 0;
-fail:
-    (void)close(fd);
+}
+
+int pcc_io_pwrite_open(int fd, bool allow_buffered, struct pcc_io **out)
+{
+    uint64_t size_bytes;
+    int result = pcc_io_file_prepare(fd, allow_buffered, &size_bytes);
+
+    if (result == 0)
+        result = pcc_io_pwrite_start(fd, size_bytes, out);
+    if (result != 0)
+        (void)close(fd);
     return result;
 }

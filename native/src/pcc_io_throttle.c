@@ -9,6 +9,7 @@
 
 struct throttle_io {
     struct pcc_io io; /* first member */
+    struct pcc_io_ops ops;
     struct pcc_io *inner;
     uint64_t bytes_per_second;
     pthread_mutex_t lock;
@@ -77,7 +78,6 @@ static void throttle_close(struct pcc_io *io)
 }
 
 static const struct pcc_io_ops throttle_ops = {
-    .name = "throttle",
     .write = throttle_write,
     .read = throttle_read,
     .write_durable = throttle_write_durable,
@@ -95,7 +95,9 @@ int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second, struct
         pcc_io_close(inner);
         return bytes_per_second == 0 ? -EINVAL : -ENOMEM;
     }
-    self->io.ops = &throttle_ops;
+    self->ops = throttle_ops;
+    self->ops.name = inner->ops->name; /* the engine's: what people ask for */
+    self->io.ops = &self->ops;
     self->io.size_bytes = inner->size_bytes;
     self->inner = inner;
     self->bytes_per_second = bytes_per_second;

@@ -101,7 +101,8 @@ PCC_MUST_CHECK int pcc_link_mark(struct pcc_link *link, uint64_t snapshot, uint3
  * read (staged aside: after it was staged). The stream waits, not the caller; but for push the
  * caller waits until all copies are enqueued: a stream that waits for copies that cannot be
  * launched while it waits would wait for ever. The thread lets the stream go at the deadline, by
- * abandoning the snapshot. 0, -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
+ * abandoning the snapshot; that much later when it still had other work to do at the call. 0,
+ * -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_link_hold(struct pcc_link *link, uint64_t snapshot, uint32_t device,
                                  uint64_t stream, uint64_t deadline_ns);
 /* Waits up to until_ns, for callers that must look up now and then. True when pcc_link_hold would

@@ -58,6 +58,19 @@ static bool held_back(struct pcc_link *link, struct pcc_job *job)
     return job->held != 0;
 }
 
+/* With lock held: true when a stream that `held` names has come to the snapshot. Before that it is
+ * busy with work of the trainer's, however far ahead his CPU may be, and waits for nobody. */
+static bool has_come(const struct pcc_link *link, const struct pcc_job *job)
+{
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((job->held >> i & 1) != 0 &&
+            atomic_load_explicit(&pcc_link_words(link, job->snapshot, i)->ready,
+                                 memory_order_relaxed) >= job->snapshot)
+            return true;
+    }
+    return false;
+}
+
 uint64_t pcc_link_expire(struct pcc_link *link)
 {
     uint64_t nearest = UINT64_MAX;
@@ -71,6 +84,8 @@ uint64_t pcc_link_expire(struct pcc_link *link)
         struct pcc_job *job = &link->jobs[i];
         if (job->held == 0 || !held_back(link, job))
             continue;
+        if (!has_come(link, job))
+            job->deadline_ns = now + job->limit_ns;
         if (now < job->deadline_ns) {
             nearest = job->deadline_ns < nearest ? job->deadline_ns : nearest;
         } else if (pcc_link_job_abandon(link, job, -ETIMEDOUT)) {
@@ -252,8 +267,11 @@ static void hold_arm(struct pcc_link *link, uint64_t snapshot, uint32_t device,
 
     (void)pthread_mutex_lock(&link->lock);
     if (job->snapshot == snapshot) {
-        if (job->held == 0 || deadline_ns < job->deadline_ns)
+        if (job->held == 0 || deadline_ns < job->deadline_ns) {
+            const uint64_t now = pcc_now_ns();
             job->deadline_ns = deadline_ns;
+            job->limit_ns = deadline_ns > now ? deadline_ns - now : 1;
+        }
         job->held |= 1u << device;
         atomic_store_explicit(&link->armed, true, memory_order_relaxed);
     }
@@ -301,6 +319,8 @@ int pcc_link_hold(struct pcc_link *link, uint64_t snapshot, uint32_t device, uin
             error = pcc_link_gpu_code(mine, result);
             pcc_link_gpu_leave(mine, mode);
         }
+        if (error == -ENOMEM) /* the driver's, for the wait: it is not enqueued */
+            error = -PCC_E_DEVICE;
     }
     if (way == HOLD_WORD)
         hold_recheck(link, snapshot);

@@ -67,6 +67,7 @@ struct pcc_job {
     uint32_t pulled;        /* bits: GPUs that the daemon reads */
     uint32_t held;          /* bits: of them, those that a stream waits for */
     uint64_t deadline_ns;   /* of `held` */
+    uint64_t limit_ns;      /* the same, from when the stream has come to the snapshot */
     struct pcc_job_device devices[PCC_DEVICES];
 };
 

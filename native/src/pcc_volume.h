@@ -46,8 +46,10 @@ struct pcc_volume_health {   /* of the records, as found at open */
  * size. Writable: bumps the boot epoch in a fresh record, which also repairs bad replicas.
  * Takes io on success and on failure. */
 PCC_MUST_CHECK int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out);
-/* open + flock (writable) + fsync before anything read is trusted + pcc_volume_open_io. bandwidth
- * 0 means unlimited. */
+/* open + flock (writable) + fsync before anything read is trusted: a descriptor for pcc_io_open,
+ * whose engine is for pcc_volume_open_io. */
+PCC_MUST_CHECK int pcc_volume_open_file(const char *path, bool writable, int *fd_out);
+/* All three, with the engine pwrite. bandwidth 0 means unlimited. */
 PCC_MUST_CHECK int pcc_volume_open(const char *path, bool writable, bool allow_buffered,
                                    uint64_t bytes_per_second, struct pcc_volume **out);
 void pcc_volume_close(struct pcc_volume *volume); /* takes; accepts NULL */

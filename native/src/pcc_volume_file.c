@@ -127,21 +127,31 @@ static int lock_and_sync(int fd, bool writable)
     return !writable && (errno == EROFS || errno == EINVAL) ? 0 : -errno;
 }
 
-int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64_t bytes_per_second,
-                    struct pcc_volume **out)
+int pcc_volume_open_file(const char *path, bool writable, int *fd_out)
 {
-    struct pcc_io *io;
     const int fd =
         open(path, (writable ? O_RDWR | O_NOFOLLOW : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
 
     if (fd < 0)
         return -errno;
-    int result = lock_and_sync(fd, writable);
+    const int result = lock_and_sync(fd, writable);
     if (result != 0) {
         (void)close(fd);
         return result;
     }
-    result = pcc_io_pwrite_open(fd, allow_buffered, &io);
+    *fd_out = fd;
+    return 0;
+}
+
+int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64_t bytes_per_second,
+                    struct pcc_volume **out)
+{
+    struct pcc_io *io;
+    int fd = -1;
+    int result = pcc_volume_open_file(path, writable, &fd);
+
+    if (result == 0)
+        result = pcc_io_pwrite_open(fd, allow_buffered, &io);
     if (result == 0 && bytes_per_second > 0)
         result = pcc_io_throttle_open(io, bytes_per_second, &io);
     return result == 0 ? pcc_volume_open_io(io, writable, out) : result;

@@ -3,11 +3,12 @@
  * the real core and judged. Sessions follow one another on crashed media, so that recovery itself
  * is cut off too.
  *
- *   crash_enum [--images N] [--history K] [--mutant no-flush|no-durable|wrong-slot] [--killed]
- * [--alone]
+ *   crash_enum [--model direct|mmap|pmem] [--images N] [--history K]
+ *              [--mutant no-flush|no-durable|wrong-slot] [--killed] [--alone]
  *
- * --history K repeats one history; --killed: the core is a mutant, a violation is what we want;
- * --alone: other saves rest while a record is being written. */
+ * --model: which engine's writes are assumed, see sim_io.h; --history K repeats one history;
+ * --killed: the core is a mutant, a violation is what we want; --alone: other saves rest while a
+ * record is being written. */
 #include "media.h"
 #include "report.h"
 #include "workload.h"
@@ -18,6 +19,7 @@
 
 #define EXHAUSTIVE_UNITS 14u
 #define SAMPLES 96u
+#define SINGLES 128u /* so many units are looked at one by one; of more, these at random */
 #define SESSIONS 3u
 #define GAP_FLOOR 200u
 
@@ -33,6 +35,7 @@ struct enumeration {
     uint64_t violations;
     uint64_t seed;
     const char *program;
+    enum sim_model model;
     bool quiet;
     bool alone; /* nothing moves while a record is being written */
 };
@@ -105,12 +108,13 @@ static void sample(struct enumeration *e, const struct position *at, struct rng 
     struct media_choice none = {{0}}, one;
     visit(e, at, &none);
     visit(e, at, &all);
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = 0; i < n && i < SINGLES; i++) {
+        uint32_t unit = n <= SINGLES ? i : rng_below(rng, n);
         one = none;
-        media_choose(&one, i, true);
+        media_choose(&one, unit, true);
         visit(e, at, &one);
         one = all;
-        media_choose(&one, i, false);
+        media_choose(&one, unit, false);
         visit(e, at, &one);
     }
     for (uint32_t s = 0; s < SAMPLES; s++) {
@@ -195,13 +199,30 @@ static struct workload_spec draw_spec(struct rng *rng, uint64_t history)
     return spec;
 }
 
+/* How finely a crash tears: as the disk does; as a page is stored, line by line, while it goes out;
+ * as persistent memory takes words. The last ones cost most, and come with small checkpoints. */
+static uint32_t draw_units(enum sim_model model, uint64_t history, struct workload_spec *spec)
+{
+    static const uint32_t units[SIM_MODELS][6] = {
+        [SIM_DIRECT] = {SIM_SECTOR, 4096, SIM_SECTOR, 4096, SIM_SECTOR, 4096},
+        [SIM_MAPPED] = {4096, SIM_SECTOR, 4096, 64, SIM_SECTOR, 4096},
+        [SIM_PMEM] = {64, 64, 8, 64, 64, 64},
+    };
+    const uint32_t unit_bytes = units[model][history % 6];
+    if (unit_bytes == 8)
+        spec->payload_pages_max = 1;
+    return unit_bytes;
+}
+
 static void run_history(struct enumeration *e, uint64_t history, enum sim_mutant mutant)
 {
-    report_case(e->program, e->seed, "--history %llu", (unsigned long long)history);
+    report_case(e->program, e->seed, "--model %s --history %llu", sim_model_names[e->model],
+                (unsigned long long)history);
     struct rng rng = rng_from(e->seed, history * 2 + 1);
     struct workload_spec spec = draw_spec(&rng, history);
+    uint32_t unit_bytes = draw_units(e->model, history, &spec);
     struct workload *w = workload_new(&spec, rng_next(&rng));
-    uint32_t unit_bytes = history % 2 ? 4096 : SIM_SECTOR;
+    w->sim->model = e->model;
     w->sim->lenient = e->quiet;
     if (e->alone)
         w->sim->beside = NULL;
@@ -273,6 +294,7 @@ int main(int argc, char **argv)
     bool killed = report_option(argc, argv, "--killed") != NULL;
     uint64_t wanted = report_number(argc, argv, "--images", 2000000);
     struct enumeration e = {.seed = report_seed(), .program = "crash_enum", .quiet = killed};
+    e.model = sim_model_named(report_option(argc, argv, "--model"));
     e.alone = report_option(argc, argv, "--alone") != NULL;
     hash_set_open(&e.judged, 1u << 22);
     hash_set_open(&e.images, 1u << 22);
@@ -280,14 +302,15 @@ int main(int argc, char **argv)
     do
         run_history(&e, history++, mutant);
     while (!only && e.violations == 0 && e.images.count < wanted);
-    printf("crash_enum: %llu states, %llu distinct images, %llu judged, %llu epochs (%llu "
+    printf("crash_enum (%s): %llu states, %llu distinct images, %llu judged, %llu epochs (%llu "
            "exhaustive), %llu positions, %llu sessions of %llu histories, %llu violations, seed "
            "%llu\n",
-           (unsigned long long)e.states, (unsigned long long)e.images.count,
-           (unsigned long long)e.judged.count, (unsigned long long)e.epochs,
-           (unsigned long long)e.exhaustive_epochs, (unsigned long long)e.positions,
-           (unsigned long long)e.sessions, (unsigned long long)e.histories,
-           (unsigned long long)e.violations, (unsigned long long)e.seed);
+           sim_model_names[e.model], (unsigned long long)e.states,
+           (unsigned long long)e.images.count, (unsigned long long)e.judged.count,
+           (unsigned long long)e.epochs, (unsigned long long)e.exhaustive_epochs,
+           (unsigned long long)e.positions, (unsigned long long)e.sessions,
+           (unsigned long long)e.histories, (unsigned long long)e.violations,
+           (unsigned long long)e.seed);
     hash_set_close(&e.judged);
     hash_set_close(&e.images);
     if (killed || e.violations > 0)

@@ -2,7 +2,8 @@
  * reads, reopen, restore, one more save) in which the N-th operation fails, for N = 1, 2, 3, ...
  * until a run meets no fault; every kind of fault, once or from then on for ever.
  *
- *   fault_loop [--seeds N] [--only SEED:KIND:PERSISTENT:AT] [--killed] */
+ *   fault_loop [--model direct|mmap|pmem] [--seeds N] [--only SEED:KIND:PERSISTENT:AT] [--killed]
+ */
 #include "media.h"
 #include "report.h"
 #include "workload.h"
@@ -15,6 +16,7 @@
 
 struct loop {
     uint64_t seed;
+    enum sim_model model;
     uint64_t cases[FAULT_KINDS][2], violations;
     uint64_t durable, superseded, failed, rehomed, stopped, not_formatted, not_opened, quarantined;
     uint64_t images;
@@ -128,7 +130,7 @@ static void check_after(struct loop *loop, struct workload *w)
     judge_image(loop, w, sim->image, sim->last_ack, "after the first save after the fault");
 }
 
-static struct workload *fresh(const struct fault_case *c, struct rng *rng)
+static struct workload *fresh(const struct loop *loop, const struct fault_case *c, struct rng *rng)
 {
     static const struct {
         uint32_t slots, keep;
@@ -144,6 +146,7 @@ static struct workload *fresh(const struct fault_case *c, struct rng *rng)
         .policy_one_in = 20,
     };
     struct workload *w = workload_new(&spec, rng_next(rng));
+    w->sim->model = loop->model;
     sim_restart(w->sim, NULL);
     sim_set_fault(w->sim, c->kind, c->at, c->persistent);
     w->faulty = true;
@@ -153,10 +156,11 @@ static struct workload *fresh(const struct fault_case *c, struct rng *rng)
 /* False when the run met no fault: the loop is at its end. */
 static bool run_case(struct loop *loop, const struct fault_case *c)
 {
-    report_case("fault_loop", loop->seed, "--only %llu:%u:%u:%llu", (unsigned long long)c->seed,
-                c->kind, c->persistent, (unsigned long long)c->at);
+    report_case("fault_loop", loop->seed, "--model %s --only %llu:%u:%u:%llu",
+                sim_model_names[loop->model], (unsigned long long)c->seed, c->kind, c->persistent,
+                (unsigned long long)c->at);
     struct rng rng;
-    struct workload *w = fresh(c, &rng);
+    struct workload *w = fresh(loop, c, &rng);
     bool formatted = live_through(loop, w);
     bool hit = w->sim->fault_hits > 0;
     if (formatted) {
@@ -177,8 +181,9 @@ static bool run_case(struct loop *loop, const struct fault_case *c)
 /* One save at a time, all its chunks cached, slots to spare: a fault that passes costs nothing. */
 static bool run_gentle(struct loop *loop, const struct fault_case *c)
 {
-    report_case("fault_loop", loop->seed, "(gentle) --only %llu:%u:0:%llu",
-                (unsigned long long)c->seed, c->kind, (unsigned long long)c->at);
+    report_case("fault_loop", loop->seed, "(gentle) --model %s --only %llu:%u:0:%llu",
+                sim_model_names[loop->model], (unsigned long long)c->seed, c->kind,
+                (unsigned long long)c->at);
     struct workload_spec spec = {
         .slots = 5,
         .keep = 2,
@@ -187,6 +192,7 @@ static bool run_gentle(struct loop *loop, const struct fault_case *c)
         .payload_pages_max = 3,
     };
     struct workload *w = workload_new(&spec, c->seed);
+    w->sim->model = loop->model;
     int result = workload_format(w);
     PCC_ASSERT(result == 0);
     result = workload_open(w);
@@ -198,7 +204,7 @@ static bool run_gentle(struct loop *loop, const struct fault_case *c)
         if (workload_save(w, 1 + i) != PCC_SAVE_DURABLE)
             sim_breach(w->sim, "a passing fault failed a save that could have moved");
     bool hit = w->sim->fault_hits > 0;
-    bool moves = c->kind == FAULT_DATA || c->kind == FAULT_FLUSH;
+    bool moves = c->kind == FAULT_DATA || c->kind == FAULT_FLUSH || c->kind == FAULT_BEHIND;
     bool stays = c->kind == FAULT_SHORT;
     if ((moves && w->count.rehomed != hit) || (stays && w->count.rehomed != 0))
         sim_breach(w->sim, "a save moved without need, or did not move");
@@ -215,7 +221,8 @@ static bool run_gentle(struct loop *loop, const struct fault_case *c)
 
 static void run_seed(struct loop *loop, uint64_t seed)
 {
-    static const enum sim_fault_kind gentle[] = {FAULT_DATA, FAULT_FLUSH, FAULT_SHORT, FAULT_EINTR};
+    static const enum sim_fault_kind gentle[] = {FAULT_DATA, FAULT_FLUSH, FAULT_SHORT, FAULT_EINTR,
+                                                 FAULT_BEHIND};
     struct fault_case c = {.seed = seed};
     for (uint32_t i = 0; i < sizeof gentle / sizeof *gentle; i++)
         for (c.kind = gentle[i], c.at = 1; loop->violations == 0 && run_gentle(loop, &c);)
@@ -236,21 +243,24 @@ static void print(const struct loop *loop)
                (unsigned long long)loop->cases[kind][0], (unsigned long long)loop->cases[kind][1]);
         total += loop->cases[kind][0] + loop->cases[kind][1];
     }
-    printf("fault_loop: %llu cases, saves: %llu durable, %llu superseded, %llu failed, %llu moved; "
+    printf("fault_loop (%s): %llu cases, saves: %llu durable, %llu superseded, %llu failed, %llu "
+           "moved; "
            "%llu volumes not made, %llu openings refused, %llu publishers stopped, %llu slots in "
            "quarantine after reopening; %llu images recovered, %llu violations, seed %llu\n",
-           (unsigned long long)total, (unsigned long long)loop->durable,
-           (unsigned long long)loop->superseded, (unsigned long long)loop->failed,
-           (unsigned long long)loop->rehomed, (unsigned long long)loop->not_formatted,
-           (unsigned long long)loop->not_opened, (unsigned long long)loop->stopped,
-           (unsigned long long)loop->quarantined, (unsigned long long)loop->images,
-           (unsigned long long)loop->violations, (unsigned long long)loop->seed);
+           sim_model_names[loop->model], (unsigned long long)total,
+           (unsigned long long)loop->durable, (unsigned long long)loop->superseded,
+           (unsigned long long)loop->failed, (unsigned long long)loop->rehomed,
+           (unsigned long long)loop->not_formatted, (unsigned long long)loop->not_opened,
+           (unsigned long long)loop->stopped, (unsigned long long)loop->quarantined,
+           (unsigned long long)loop->images, (unsigned long long)loop->violations,
+           (unsigned long long)loop->seed);
 }
 
 int main(int argc, char **argv)
 {
     bool killed = report_option(argc, argv, "--killed") != NULL;
     struct loop loop = {.seed = report_seed(), .quiet = killed};
+    loop.model = sim_model_named(report_option(argc, argv, "--model"));
     const char *only = report_option(argc, argv, "--only");
     if (only) {
         unsigned long long seed = 0, at = 0;

@@ -6,9 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-static uint64_t hash_sector(uint64_t index, const uint8_t *bytes)
+static uint64_t hash_piece(const struct media *media, uint64_t index, const uint8_t *bytes)
 {
-    return XXH3_64bits_withSeed(bytes, SIM_SECTOR, index);
+    return XXH3_64bits_withSeed(bytes, media->piece_bytes, index);
+}
+
+static uint32_t *place_of(const struct media *media, uint64_t offset)
+{
+    return &media->newest[offset / media->unit_bytes];
 }
 
 struct media *media_new(uint64_t size_bytes)
@@ -18,8 +23,9 @@ struct media *media_new(uint64_t size_bytes)
     media->size_bytes = size_bytes;
     media->certain = malloc(size_bytes);
     media->image = aligned_alloc(4096, size_bytes);
-    media->sector_hash = calloc(size_bytes / SIM_SECTOR, sizeof(uint64_t));
-    PCC_ASSERT(media->certain && media->image && media->sector_hash);
+    media->piece_hash = calloc(size_bytes / MEDIA_UNIT_MIN, sizeof *media->piece_hash);
+    media->newest = calloc(size_bytes / MEDIA_UNIT_MIN, sizeof *media->newest);
+    PCC_ASSERT(media->certain && media->image && media->piece_hash && media->newest);
     return media;
 }
 
@@ -27,54 +33,50 @@ void media_free(struct media *media)
 {
     free(media->certain);
     free(media->image);
-    free(media->sector_hash);
+    free(media->piece_hash);
+    free(media->newest);
     free(media);
 }
 
 void media_begin(struct media *media, const uint8_t *base, uint32_t unit_bytes, uint64_t seed)
 {
+    PCC_ASSERT(unit_bytes >= MEDIA_UNIT_MIN);
     memcpy(media->certain, base, media->size_bytes);
     memcpy(media->image, base, media->size_bytes);
+    memset(media->newest, 0, media->size_bytes / MEDIA_UNIT_MIN * sizeof *media->newest);
     media->unit_bytes = unit_bytes;
+    media->piece_bytes = unit_bytes < SIM_SECTOR ? unit_bytes : SIM_SECTOR;
     media->unit_count = 0;
-    media->overlapping = false;
     media->rng = rng_from(seed, 0x3ed1a);
     media->hash = 0;
-    for (uint64_t i = 0; i < media->size_bytes / SIM_SECTOR; i++) {
-        media->sector_hash[i] = hash_sector(i, base + i * SIM_SECTOR);
-        media->hash ^= media->sector_hash[i];
+    for (uint64_t i = 0; i < media->size_bytes / media->piece_bytes; i++) {
+        media->piece_hash[i] = hash_piece(media, i, base + i * media->piece_bytes);
+        media->hash ^= media->piece_hash[i];
     }
 }
 
 static uint64_t delta_of(const struct media *media, uint64_t offset, const uint8_t *bytes)
 {
     uint64_t delta = 0;
-    for (uint64_t at = 0; at < media->unit_bytes; at += SIM_SECTOR) {
-        uint64_t index = (offset + at) / SIM_SECTOR;
-        delta ^= media->sector_hash[index] ^ hash_sector(index, bytes + at);
+    for (uint64_t at = 0; at < media->unit_bytes; at += media->piece_bytes) {
+        uint64_t index = (offset + at) / media->piece_bytes;
+        delta ^= media->piece_hash[index] ^ hash_piece(media, index, bytes + at);
     }
     return delta;
-}
-
-/* The last unit that was written to this place, or NULL. */
-static struct media_unit *pending_at(struct media *media, uint64_t offset)
-{
-    for (uint32_t i = media->unit_count; i-- > 0;)
-        if (media->units[i].offset == offset)
-            return &media->units[i];
-    return NULL;
 }
 
 /* A short write may end within a unit: that piece counts as not arrived, since whoever resumes the
  * write has to write it again. */
 static void add_units(struct media *media, const struct sim_entry *entry, bool in_flight)
 {
+    uint64_t doubt_bytes = sim_doubt_bytes(media->unit_bytes);
     uint64_t whole = entry->length / media->unit_bytes * media->unit_bytes;
     for (uint64_t at = 0; at < whole; at += media->unit_bytes) {
         const uint8_t *bytes = entry->bytes + at;
         uint64_t offset = entry->offset + at;
-        bool settles = !entry->failed || (entry->arrived >> (at / media->unit_bytes) & 1);
-        struct media_unit *pending = pending_at(media, offset);
+        bool settles = !entry->failed || (entry->arrived >> (at / doubt_bytes) & 1);
+        uint32_t *newest = place_of(media, offset);
+        struct media_unit *pending = *newest > 0 ? &media->units[*newest - 1] : NULL;
         const uint8_t *there = pending ? pending->bytes : media->certain + offset;
         if (memcmp(there, bytes, media->unit_bytes) == 0) {
             /* Arrived or not, the image is the same; but a flush may vouch for this one. */
@@ -83,9 +85,11 @@ static void add_units(struct media *media, const struct sim_entry *entry, bool i
             continue;
         }
         PCC_ASSERT(media->unit_count < MEDIA_UNITS_MAX);
-        media->overlapping |= pending != NULL;
-        media->units[media->unit_count++] =
-            (struct media_unit){bytes, offset, delta_of(media, offset, bytes), settles, in_flight};
+        if (pending)
+            pending->later = media->unit_count;
+        media->units[media->unit_count++] = (struct media_unit){
+            bytes, offset, delta_of(media, offset, bytes), 0, settles, in_flight};
+        *newest = media->unit_count;
     }
 }
 
@@ -93,11 +97,32 @@ static void settle(struct media *media, uint64_t offset, const uint8_t *bytes, u
 {
     memcpy(media->certain + offset, bytes, length);
     memcpy(media->image + offset, bytes, length);
-    for (uint64_t at = 0; at < length; at += SIM_SECTOR) {
-        uint64_t index = (offset + at) / SIM_SECTOR;
-        media->hash ^= media->sector_hash[index];
-        media->sector_hash[index] = hash_sector(index, bytes + at);
-        media->hash ^= media->sector_hash[index];
+    for (uint64_t at = 0; at < length; at += media->piece_bytes) {
+        uint64_t index = (offset + at) / media->piece_bytes;
+        media->hash ^= media->piece_hash[index];
+        media->piece_hash[index] = hash_piece(media, index, bytes + at);
+        media->hash ^= media->piece_hash[index];
+    }
+}
+
+/* The units change: their places forget them, ... */
+static void forget_places(struct media *media)
+{
+    for (uint32_t i = 0; i < media->unit_count; i++)
+        *place_of(media, media->units[i].offset) = 0;
+}
+
+/* ... and learn what is left. */
+static void learn_places(struct media *media)
+{
+    for (uint32_t i = 0; i < media->unit_count; i++) {
+        struct media_unit *unit = &media->units[i];
+        uint32_t *newest = place_of(media, unit->offset);
+        unit->delta = delta_of(media, unit->offset, unit->bytes);
+        unit->later = 0;
+        if (*newest > 0)
+            media->units[*newest - 1].later = i;
+        *newest = i + 1;
     }
 }
 
@@ -110,20 +135,11 @@ static void drop_units_within(struct media *media, uint64_t offset, uint64_t len
     media->unit_count = kept;
 }
 
-static void note_overlaps(struct media *media)
-{
-    media->overlapping = false;
-    for (uint32_t i = 0; i < media->unit_count; i++) {
-        media->units[i].delta = delta_of(media, media->units[i].offset, media->units[i].bytes);
-        for (uint32_t j = 0; j < i && !media->overlapping; j++)
-            media->overlapping = media->units[i].offset == media->units[j].offset;
-    }
-}
-
 /* Everything pending is settled; what is in doubt as later reads saw it (a failed write) or by the
  * toss of a coin (a failed flush). */
 static void flush(struct media *media)
 {
+    forget_places(media);
     for (uint32_t i = 0; i < media->unit_count; i++) {
         const struct media_unit *unit = &media->units[i];
         if (unit->settles)
@@ -143,8 +159,10 @@ void media_complete(struct media *media, const struct sim_entry *entry)
             add_units(media, entry, false);
             break;
         }
+        forget_places(media);
         drop_units_within(media, entry->offset, entry->length);
         settle(media, entry->offset, entry->bytes, entry->length);
+        learn_places(media);
         break;
     case SIM_FLUSH:
         if (!entry->failed) {
@@ -155,9 +173,8 @@ void media_complete(struct media *media, const struct sim_entry *entry)
             media->units[i].settles &= rng_chance(&media->rng, 2);
         break;
     default:
-        return;
+        break;
     }
-    note_overlaps(media);
 }
 
 void media_start(struct media *media, const struct sim_entry *entry)
@@ -168,15 +185,17 @@ void media_start(struct media *media, const struct sim_entry *entry)
 
 void media_withdraw(struct media *media)
 {
+    forget_places(media);
     while (media->unit_count > 0 && media->units[media->unit_count - 1].in_flight)
         media->unit_count--;
-    note_overlaps(media);
+    learn_places(media);
 }
 
+/* Where two units for one place have arrived, the later one is seen. */
 static bool hidden(const struct media *media, const struct media_choice *choice, uint32_t unit)
 {
-    for (uint32_t later = unit + 1; later < media->unit_count; later++)
-        if (media_chosen(choice, later) && media->units[later].offset == media->units[unit].offset)
+    for (uint32_t later = media->units[unit].later; later > 0; later = media->units[later].later)
+        if (media_chosen(choice, later))
             return true;
     return false;
 }
@@ -185,7 +204,7 @@ uint64_t media_hash(const struct media *media, const struct media_choice *choice
 {
     uint64_t hash = media->hash;
     for (uint32_t i = 0; i < media->unit_count; i++)
-        if (media_chosen(choice, i) && !(media->overlapping && hidden(media, choice, i)))
+        if (media_chosen(choice, i) && !hidden(media, choice, i))
             hash ^= media->units[i].delta;
     return hash;
 }

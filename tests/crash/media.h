@@ -1,5 +1,5 @@
-/* What the media may hold after a crash: a log replayed up to a position gives sectors that are
- * certain and units (sectors or 4 KiB pages) that may have arrived or not.
+/* What the media may hold after a crash: a log replayed up to a position gives bytes that are
+ * certain and units (pages, sectors, cache lines, words) that may have arrived or not.
  *
  * The disk assumed: units are written whole; a flush makes certain every write that completed
  * before it; a durable write makes certain only itself; a failed write or flush leaves what it
@@ -9,32 +9,35 @@
 
 #include "sim_io.h"
 
-#define MEDIA_UNITS_MAX 1024u
+#define MEDIA_UNITS_MAX 8192u
+#define MEDIA_UNIT_MIN 8u
 
 struct media_unit {
     const uint8_t *bytes; /* in the log */
     uint64_t offset;
     uint64_t delta; /* what applying it changes in the image's hash */
+    uint32_t later; /* the next unit that was written to the same place; 0: none */
     bool settles;   /* the next flush makes it certain; false: makes it certainly lost */
     bool in_flight; /* of the operation at the crash position */
 };
 
 struct media {
-    uint8_t *certain; /* the image with no pending unit applied */
-    uint8_t *image;   /* scratch: media_apply builds a crash image here */
-    uint64_t *sector_hash;
-    uint64_t hash; /* of `certain` */
+    uint8_t *certain;     /* the image with no pending unit applied */
+    uint8_t *image;       /* scratch: media_apply builds a crash image here */
+    uint64_t *piece_hash; /* of each piece_bytes of `certain` */
+    uint32_t *newest;     /* by place: its last unit + 1; 0: none */
+    uint64_t hash;        /* of `certain` */
     uint64_t size_bytes;
     uint32_t unit_bytes;
+    uint32_t piece_bytes;                     /* a unit, or a sector of it */
     struct media_unit units[MEDIA_UNITS_MAX]; /* in the order they were written */
     uint32_t unit_count;
-    bool overlapping; /* two units for one place: the later one wins where both arrived */
     struct rng rng;
 };
 
 struct media *media_new(uint64_t size_bytes);
 void media_free(struct media *media);
-/* unit_bytes: SIM_SECTOR or 4096, what the drive never tears. */
+/* unit_bytes: what is never torn, a power of two from 8 to 4096. */
 void media_begin(struct media *media, const uint8_t *base, uint32_t unit_bytes, uint64_t seed);
 /* The operation completed (or failed and returned). */
 void media_complete(struct media *media, const struct sim_entry *entry);

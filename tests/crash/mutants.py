@@ -38,6 +38,28 @@ MUTANTS = (
         "acknowledged while the record is in the drive's cache",
         arguments=("--mutant", "no-durable"),
     ),
+    Mutant(
+        "no msync",
+        "the record overtakes pages that were stored long ago",
+        arguments=("--model", "mmap", "--mutant", "no-flush"),
+    ),
+    Mutant(
+        "no fence",
+        "the record overtakes words on their way to persistent memory",
+        arguments=("--model", "pmem", "--mutant", "no-flush"),
+    ),
+    Mutant(
+        "failed record forgotten",
+        "the error was another checkpoint's page, and is told once",
+        arguments=("--model", "mmap"),
+        source="pcc_commit.c",
+        changes=(
+            (
+                "atomic_store_explicit(&volume->stopped, true, memory_order_release);",
+                "(void)0;",
+            ),
+        ),
+    ),
     Mutant("wrong slot", "data one slot too far", arguments=("--mutant", "wrong-slot")),
     Mutant(
         "single record",
@@ -54,6 +76,18 @@ MUTANTS = (
     Mutant(
         "no CRC",
         "a torn record passes",
+        source="pcc_format.c",
+        changes=(
+            (
+                "if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
+                "if (0)",
+            ),
+        ),
+    ),
+    Mutant(
+        "no CRC on persistent memory",
+        "a record of old and new words passes",
+        arguments=("--model", "pmem"),
         source="pcc_format.c",
         changes=(
             (
@@ -124,6 +158,18 @@ MUTANTS = (
     Mutant(
         "failed flush concerns its own save only",
         "the next flush is clean and vouches for nothing",
+        source="pcc_save_work.c",
+        changes=(
+            (
+                "const bool doubtful = atomic_load_explicit(",
+                "const bool doubtful = 0 && atomic_load_explicit(",
+            ),
+        ),
+    ),
+    Mutant(
+        "failed msync concerns its own save only",
+        "it was told of another save's page",
+        arguments=("--model", "mmap"),
         source="pcc_save_work.c",
         changes=(
             (

@@ -6,6 +6,8 @@
 
 struct sim *sim_current;
 
+const char *const sim_model_names[SIM_MODELS] = {"direct", "mmap", "pmem"};
+
 const char *const sim_part_names[PART_COUNT] = {
     "chunk",
     "chunk into reused slot",
@@ -23,13 +25,22 @@ const char *const sim_part_names[PART_COUNT] = {
 };
 
 const char *const sim_fault_names[FAULT_KINDS] = {
-    "none", "EIO", "ENOSPC", "short", "zero", "EINTR", "data", "flush", "record", "read",
+    "none", "EIO", "ENOSPC", "short", "zero", "EINTR", "data", "flush", "record", "read", "behind",
 };
 
 void sim_breach(struct sim *sim, const char *what)
 {
     if (!sim->breach && !sim->lenient)
         sim->breach = what;
+}
+
+enum sim_model sim_model_named(const char *name)
+{
+    for (uint32_t i = 0; name && i < SIM_MODELS; i++)
+        if (strcmp(sim_model_names[i], name) == 0)
+            return (enum sim_model)i;
+    PCC_ASSERT(!name);
+    return SIM_DIRECT;
 }
 
 static void check_operation(struct sim *sim, const void *bytes, uint64_t length, uint64_t offset)
@@ -100,14 +111,30 @@ static bool strikes(struct sim *sim, bool able)
     return hit;
 }
 
-static bool is_any(enum sim_fault_kind kind)
+/* Stores are whole or end in an error (SIGBUS); only system calls are cut short or interrupted. */
+static bool is_any(const struct sim *sim)
 {
-    return kind == FAULT_EIO || kind == FAULT_EINTR;
+    return sim->fault.kind == FAULT_EIO ||
+           (sim->fault.kind == FAULT_EINTR && sim->model == SIM_DIRECT);
 }
 
-static bool is_transfer(enum sim_fault_kind kind)
+static bool is_transfer(const struct sim *sim)
 {
-    return is_any(kind) || kind == FAULT_SHORT || kind == FAULT_ZERO;
+    return is_any(sim) || (sim->model == SIM_DIRECT &&
+                           (sim->fault.kind == FAULT_SHORT || sim->fault.kind == FAULT_ZERO));
+}
+
+/* System calls in every engine. */
+static bool is_read(const struct sim *sim)
+{
+    const enum sim_fault_kind kind = sim->fault.kind;
+    return kind == FAULT_EIO || kind == FAULT_EINTR || kind == FAULT_SHORT || kind == FAULT_ZERO ||
+           kind == FAULT_READ;
+}
+
+static bool is_write(const struct sim *sim)
+{
+    return is_transfer(sim) || (sim->model == SIM_DIRECT && sim->fault.kind == FAULT_ENOSPC);
 }
 
 /* -errno, or how many bytes move: 512-byte granular, as drives tear. */
@@ -162,7 +189,7 @@ static uint64_t misdirected(struct sim *sim, uint64_t offset, uint32_t slot)
 static void fail_write(struct sim *sim, enum sim_kind kind, enum sim_part part,
                        const uint8_t *bytes, uint64_t length, uint64_t offset)
 {
-    uint64_t arrived = rng_next(&sim->rng), unit = sim->tear_bytes;
+    uint64_t arrived = rng_next(&sim->rng), unit = sim_doubt_bytes(sim->tear_bytes);
     PCC_ASSERT(length / unit <= 64);
     for (uint64_t i = 0; i < length / unit; i++)
         if (arrived >> i & 1)
@@ -184,9 +211,13 @@ static int64_t sim_write(struct pcc_io *io, const void *bytes, uint64_t length, 
         sim_breach(sim, "a slot was written again after a write to it had failed");
     uint64_t slot_start = pcc_geometry_slot_offset(&sim->geometry, slot);
     enum sim_part part = part_of_data(sim, bytes, slot, offset == slot_start);
-    enum sim_fault_kind kind = sim->fault.kind;
     int64_t moved = (int64_t)length;
-    if (strikes(sim, is_transfer(kind) || kind == FAULT_ENOSPC || kind == FAULT_DATA))
+    if (sim->fault.kind == FAULT_BEHIND && strikes(sim, sim->model == SIM_MAPPED)) {
+        sim->unreported = true;
+        fail_write(sim, SIM_WRITE, part, bytes, length, offset);
+        return moved;
+    }
+    if (strikes(sim, is_write(sim) || sim->fault.kind == FAULT_DATA))
         moved = faulted_length(sim, length);
     if (moved == -EIO || moved == -ENOSPC) {
         sim->slot_bad[slot] = sim->moving = true;
@@ -209,6 +240,14 @@ static enum sim_part part_of_record(const struct sim *sim, uint64_t offset)
     return parts[sim->purpose][offset >= sim->size_bytes / 2];
 }
 
+/* The one report of pages that could not be written behind our back. */
+static bool was_unreported(struct sim *sim)
+{
+    const bool report = sim->unreported;
+    sim->unreported = false;
+    return report;
+}
+
 static int64_t sim_write_durable(struct pcc_io *io, const void *bytes, uint64_t length,
                                  uint64_t offset)
 {
@@ -224,10 +263,11 @@ static int64_t sim_write_durable(struct pcc_io *io, const void *bytes, uint64_t 
         sim_breach(sim, "a record was written after a record write had failed");
     if (sim->mutant == SIM_NO_REPLICA && offset >= sim->size_bytes / 2)
         return (int64_t)length;
-    enum sim_fault_kind kind = sim->fault.kind;
     int64_t moved = (int64_t)length;
-    if (strikes(sim, is_transfer(kind) || kind == FAULT_ENOSPC || kind == FAULT_RECORD))
+    if (strikes(sim, is_write(sim) || sim->fault.kind == FAULT_RECORD))
         moved = faulted_length(sim, length);
+    if (was_unreported(sim))
+        moved = -EIO;
     enum sim_kind as = sim->mutant == SIM_NO_DURABLE ? SIM_WRITE : SIM_DURABLE;
     if (moved == -EIO || moved == -ENOSPC) {
         sim->record_bad = true;
@@ -245,7 +285,7 @@ static int64_t sim_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_
     check_operation(sim, bytes, length, offset);
     count_operation(sim);
     int64_t moved = (int64_t)length;
-    if (strikes(sim, is_transfer(sim->fault.kind) || sim->fault.kind == FAULT_READ))
+    if (strikes(sim, is_read(sim)))
         moved = faulted_length(sim, length);
     if (moved > 0)
         memcpy(bytes, sim->image + offset, (uint64_t)moved);
@@ -258,10 +298,12 @@ static int sim_flush(struct pcc_io *io)
     count_operation(sim);
     if (sim->mutant == SIM_NO_FLUSH)
         return 0;
-    enum sim_fault_kind kind = sim->fault.kind;
     int result = 0;
-    if (strikes(sim, is_any(kind) || kind == FAULT_FLUSH))
-        result = kind == FAULT_EINTR ? -EINTR : -EIO;
+    /* A fence does not fail. */
+    if (strikes(sim, sim->model != SIM_PMEM && (is_any(sim) || sim->fault.kind == FAULT_FLUSH)))
+        result = sim->fault.kind == FAULT_EINTR ? -EINTR : -EIO;
+    if (was_unreported(sim))
+        result = -EIO;
     if (result == -EINTR)
         return result; /* nothing was tried: asking again is allowed */
     if (result != 0)
@@ -318,7 +360,7 @@ void sim_free(struct sim *sim)
 void sim_reopened(struct sim *sim)
 {
     memset(sim->slot_bad, 0, sizeof sim->slot_bad);
-    sim->record_bad = sim->moving = false;
+    sim->record_bad = sim->moving = sim->unreported = false;
 }
 
 void sim_restart(struct sim *sim, const uint8_t *media)
@@ -339,42 +381,4 @@ void sim_set_fault(struct sim *sim, enum sim_fault_kind kind, uint64_t at, bool 
 {
     sim->fault = (struct sim_fault){kind, at, persistent};
     sim->fault_seen = sim->fault_hits = 0;
-}
-
-static int64_t view_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
-{
-    struct sim_view *view = (struct sim_view *)io;
-    PCC_ASSERT(offset <= io->size_bytes && length <= io->size_bytes - offset);
-    uint64_t first = offset / SIM_SECTOR, end = (offset + length) / SIM_SECTOR;
-    if (view->bad_sector >= first && view->bad_sector < end)
-        return -EIO;
-    memcpy(bytes, view->image + offset, length);
-    return (int64_t)length;
-}
-
-static int64_t view_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
-{
-    (void)io, (void)bytes, (void)length, (void)offset;
-    return -EROFS;
-}
-
-static int view_flush(struct pcc_io *io)
-{
-    (void)io;
-    return -EROFS;
-}
-
-static const struct pcc_io_ops view_ops = {
-    .name = "view",
-    .write = view_write,
-    .read = view_read,
-    .write_durable = view_write,
-    .flush = view_flush,
-    .close = sim_close,
-};
-
-void sim_view_open(struct sim_view *view, const uint8_t *image, uint64_t size_bytes,
-                   uint64_t bad_sector)
-{
-    *view = (struct sim_view){{&view_ops, size_bytes}, image, bad_sector};
 }

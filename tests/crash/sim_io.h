@@ -14,6 +14,16 @@
 #define SIM_SEQUENCES_MAX 1024u
 #define SIM_OPERATIONS_MAX 200000u /* one session needs some hundreds: more is a hang */
 
+/* What the engines promise of their writes, at its weakest. */
+enum sim_model {
+    SIM_DIRECT, /* pwrite, uring: pieces of a write in any order, torn between sectors */
+    SIM_MAPPED, /* mmap: pages go out at any time, in any order, also in the middle of a store; an
+                   error of that is told once, by the next flush or record, whosever page it was */
+    SIM_PMEM,   /* pmem: stores in any order and in any part until the fence; a flush, here */
+    SIM_MODELS,
+};
+extern const char *const sim_model_names[SIM_MODELS];
+
 enum sim_kind { SIM_WRITE, SIM_DURABLE, SIM_FLUSH, SIM_ACK, SIM_RETAIN };
 
 /* Which part of the protocol an operation belongs to; what happens just before or during it is a
@@ -45,7 +55,7 @@ struct sim_entry {
     uint64_t offset;
     uint64_t length;
     uint8_t *bytes;
-    uint64_t arrived;  /* failed writes: bit per tear unit, what a later read saw of it */
+    uint64_t arrived;  /* failed writes: bit per sim_doubt_bytes, what a later read saw of it */
     uint64_t sequence; /* of SIM_ACK and SIM_RETAIN (0: nothing retained any more) */
 };
 
@@ -60,6 +70,7 @@ enum sim_fault_kind {
     FAULT_FLUSH,  /* EIO, flushes only */
     FAULT_RECORD, /* EIO, durable writes only */
     FAULT_READ,   /* EIO, reads only */
+    FAULT_BEHIND, /* a write is good, its write-back is not: SIM_MAPPED only */
     FAULT_KINDS,
 };
 extern const char *const sim_fault_names[FAULT_KINDS];
@@ -86,7 +97,9 @@ struct sim {
     uint64_t size_bytes;
     struct rng rng;
     struct pcc_geometry geometry;
-    uint32_t tear_bytes; /* what the drive never tears: SIM_SECTOR or 4096 */
+    enum sim_model model;
+    uint32_t tear_bytes; /* what is never torn: a unit of media.h */
+    bool unreported;     /* a write-back failed, and nobody was told yet */
 
     bool recording;
     struct sim_entry *log;
@@ -121,6 +134,12 @@ void sim_reopened(struct sim *sim);
 void sim_set_fault(struct sim *sim, enum sim_fault_kind kind, uint64_t at, bool persistent);
 void sim_mark(struct sim *sim, enum sim_kind kind, uint64_t sequence);
 void sim_breach(struct sim *sim, const char *what); /* the first one is kept */
+enum sim_model sim_model_named(const char *name);   /* NULL: SIM_DIRECT */
+/* Errors strike sectors at least, however finely a crash may tear. */
+static inline uint64_t sim_doubt_bytes(uint64_t unit_bytes)
+{
+    return unit_bytes > SIM_SECTOR ? unit_bytes : SIM_SECTOR;
+}
 
 /* A read-only view of an image, for recovery: one sector may be unreadable (UINT64_MAX: none). */
 struct sim_view {

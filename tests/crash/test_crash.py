@@ -39,9 +39,14 @@ def count(pattern: str, output: str) -> int:
     return int(found[1])
 
 
+# What the engines promise of their writes: pwrite and uring, mmap, pmem.
+MODELS = pytest.mark.parametrize("model", ["direct", "mmap", "pmem"])
+
+
+@MODELS
 @pytest.mark.timeout(600)
-def test_crash_states() -> None:
-    output = run("build/crash_enum")
+def test_crash_states(model: str) -> None:
+    output = run("build/crash_enum", "--model", model)
     assert count("distinct images", output) >= 1_000_000
     assert count("violations", output) == 0
 
@@ -52,8 +57,9 @@ def test_crash_and_rot() -> None:
     assert count("violations", output) == 0
 
 
-def test_fault_at_every_io() -> None:
-    output = run("build/fault_loop")
+@MODELS
+def test_fault_at_every_io(model: str) -> None:
+    output = run("build/fault_loop", "--model", model)
     assert count("cases", output) >= 2_000
     assert count("violations", output) == 0
 

@@ -155,8 +155,12 @@ static void arm_fault(struct workload *workload)
 {
     static const enum sim_fault_kind kinds[] = {FAULT_DATA,  FAULT_DATA,  FAULT_FLUSH,
                                                 FAULT_SHORT, FAULT_EINTR, FAULT_RECORD};
+    static const enum sim_fault_kind mapped[] = {FAULT_DATA,   FAULT_BEHIND, FAULT_FLUSH,
+                                                 FAULT_BEHIND, FAULT_BEHIND, FAULT_RECORD};
     struct rng *rng = &workload->rng;
-    sim_set_fault(workload->sim, kinds[rng_below(rng, 6)], 1 + rng_below(rng, 6), false);
+    const bool is_mapped = workload->sim->model == SIM_MAPPED;
+    sim_set_fault(workload->sim, (is_mapped ? mapped : kinds)[rng_below(rng, 6)],
+                  1 + rng_below(rng, 6), false);
     workload->faulty = true;
 }
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from pccheckctl import cli
+from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.gpunode import Node
 from tests.support.trainer import Trainer
+from tests.support.volumes import make
 
-#: Small enough that a checkpoint of a few MiB has many chunks and blocks.
-SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB")
+#: Small enough that a checkpoint of a few MiB has many chunks and blocks; and the storage engine
+#: that the fault shim knows all calls of, whatever disk the tests run on.
+SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
 
 
 @pytest.fixture
@@ -53,3 +59,36 @@ def start_node(stack: ExitStack) -> Callable[..., Node]:
         return stack.enter_context(Node(*SMALL, *flags, **options)).start()  # type: ignore[arg-type]
 
     return start
+
+
+@pytest.fixture
+def ctl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ctl:
+    """`pccheckctl` without a daemon; the first argument is the storage directory, or None."""
+    monkeypatch.delenv("PCCHECK_STORAGE", raising=False)
+    monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")
+
+    def run(storage: Path | None, *arguments: object) -> Ran:
+        place = [] if storage is None else ["--storage", str(storage)]
+        code = cli.main([*place, *map(str, arguments)])
+        told = capsys.readouterr()
+        return Ran(code, told.out, told.err)
+
+    return run
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A directory with checkpoints of steps 10, 20 and 30."""
+    return make(tmp_path / "storage", 10, 20, 30)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB of its own."""
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(tmp_path)], capture_output=True
+    )
+    if made.returncode != 0:
+        pytest.skip("may not mount")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)

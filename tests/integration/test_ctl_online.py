@@ -11,6 +11,7 @@ import pytest
 
 from pccheckctl import cli, source
 from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
 from tests.support.volumes import UID, make, scribble
 
 Ctl = Callable[..., tuple[int, str, str]]
@@ -82,6 +83,28 @@ def test_verify_finds_damage(ctl: Ctl, daemon: Daemon) -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_verify_reads_a_part_and_says_which(ctl: Ctl, daemon: Daemon) -> None:
+    """Twenty runs read everything once; the tree is read every time."""
+    scribble(daemon.storage, 20)
+    payload = {c["step"]: c["payload_bytes"] for c in json.loads(ctl("list", "--json")[1])[
+        "checkpoints"]}  # fmt: skip
+    found, read = [], 0
+    for part in range(1, 21):
+        code, out, _ = ctl("verify", "job", "--read-data-subset", f"{part}/20", "--json")
+        document = json.loads(out)
+        bad = [c["step"] for c in document["checkpoints"] if c["result"] == "damaged"]
+        assert (code == 14) == bool(bad)
+        found += bad
+        read += document["read_bytes"]
+        assert 0 < document["read_bytes"] < sum(payload.values())
+    assert found == [20] and read > payload[10] + payload[30]
+    code, out, _ = ctl("verify", "job", "--step", 10, "--read-data-subset", "50%", "--seed", 7)
+    assert code == 0 and "(50%; --seed 7 reads the same again)" in out
+    for wrong in (["--read-data-subset", "0%"], ["--read-data-subset", "5%", "--seed", "-1"]):
+        assert ctl("verify", *wrong)[0] == 2
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
 def test_recover_is_the_same_either_way(
     ctl: Ctl, daemon: Daemon, tmp_path: Path, name: str
@@ -108,6 +131,20 @@ def test_wait(ctl: Ctl) -> None:
     code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)
     assert code == 1
     assert "not durable" in err
+
+
+def test_wait_for_global_and_for_the_newest(
+    ctl: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
+) -> None:
+    assert ctl("wait", "job", "--newest", "--uid", UID)[:2] == (0, "step 30 is durable\n")
+    assert ctl("wait", "job", "--step", 5, "--for=global")[:2] == (0, "step 10 is global\n")
+    trainer = start_trainer(daemon, job="fresh")
+    trainer.step()
+    trainer.checkpoint()
+    code, out, _ = ctl("wait", "fresh", "--newest", "--for=copied", "--json")
+    assert code == 0
+    assert json.loads(out)["step"] == 1
+    assert ctl("wait", "fresh", "--newest", "--for=global")[:2] == (0, "step 1 is global\n")
 
 
 def test_the_storage_flag_asks_no_daemon(

@@ -1,4 +1,5 @@
-"""200 rounds of the kill campaign; `make campaign` runs a thousand."""
+"""200 rounds of the kill campaign, and a few with each other engine; `make campaign` runs a
+thousand."""
 
 from __future__ import annotations
 
@@ -17,3 +18,11 @@ def test_200_kills() -> None:
     assert not tally.violations, (seed, tally.violations[:5], len(tally.violations))
     assert sum(tally.kills.values()) == 200
     assert min(tally.states[s] for s in ("copying", "copied", "writing", "publishing")) >= 30
+
+
+@pytest.mark.parametrize("engine", ["uring", "mmap"])
+def test_kills_with_other_engines(engine: str) -> None:
+    seed = int(os.environ.get("PCC_SEED", "1"))
+    tally = run(14, seed, engine)
+    assert not tally.violations, (seed, tally.violations)
+    assert tally.states["writing"] >= 2 and tally.states["publishing"] >= 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,23 +12,6 @@ import torch
 
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning
 from tests.support.daemon import Daemon
-
-
-def mounted(place: Path, *options: str) -> bool:
-    given = ",".join(("size=24m", *options))
-    ran = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", given, "none", str(place)], capture_output=True
-    )
-    return ran.returncode == 0
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """24 MiB of their own."""
-    if not mounted(tmp_path):
-        pytest.skip("may not mount")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_a_full_disk_is_named_and_what_fits_goes_on(

@@ -7,6 +7,7 @@ cannot go (a virtual environment in root's home).
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
 import os
 import pkgutil
@@ -20,18 +21,23 @@ def _import_all(package: str) -> None:
             importlib.import_module(module.name)
 
 
-def main() -> int:
-    uid, target, *arguments = sys.argv[1:]
-    package = target.split(".")[0]
+def import_all(package: str) -> None:
+    """What a daemon or a command needs, down to what the standard library imports late."""
     for name in ("pccheck_wire", "pccheck_native", package):
-        if name != "pccheckctl" or package == "pccheckctl":
-            _import_all(name)
+        _import_all(name)
     if package == "pccheckd":
         import uvloop
         import zmq.asyncio  # noqa: F401
 
         uvloop.new_event_loop().close()
-    argparse.ArgumentParser().format_help()  # pulls in what the standard library imports late
+    argparse.ArgumentParser().format_help()
+    codecs.lookup("unicode_escape")
+
+
+def main() -> int:
+    uid, target, *arguments = sys.argv[1:]
+    package = target.split(".")[0]
+    import_all(package)
     os.setgroups([])
     os.setgid(int(uid))
     os.setuid(int(uid))

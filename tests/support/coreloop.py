@@ -65,9 +65,12 @@ def plan(sizes: Sequence[int], tree_bytes: int) -> Layout:
 class Loop:
     """Everything open; `save` and `load` do what client and daemon do between them."""
 
-    def __init__(self, path: Path, *, chunks: int = 16, writers: int = 2, **volume: int) -> None:
+    def __init__(
+        self, path: Path, *, chunks: int = 16, writers: int = 2, engine: str = "pwrite",
+        **volume: int,
+    ) -> None:  # fmt: skip
         self.path = path if path.exists() else make_volume(path, **volume)
-        self.volume = Volume(self.path, writable=True)
+        self.volume = Volume(self.path, writable=True, engine=engine)
         self.pool = Pool(64 << 20)
         self.events = Events()
         self.channel = Channel(

@@ -68,6 +68,7 @@ class Daemon:
 
     def environment(self) -> dict[str, str]:
         keep = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+        keep["PCCHECK_CONFIG"] = os.devnull  # not this machine's own
         if self.shim:
             keep |= {"LD_PRELOAD": str(build_shim()), "PCC_SHIM": self.shim}
             keep["PCC_SHIM_ARM"] = str(self.armed)

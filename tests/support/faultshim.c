@@ -5,6 +5,8 @@
  *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
  *          "slow:data:20000"  every data write takes 20,000 us longer
+ * Data that the engine `uring` writes, or `mmap` stores, does not pass here: no data points then. A
+ * flush and a record of `mmap` are msync(), of the whole file and of a part.
  * Only files whose name ends in .pcc count, and only from the moment when the file named by
  * PCC_SHIM_ARM exists (so that start-up is left alone). */
 #define _GNU_SOURCE
@@ -16,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -34,23 +37,30 @@ static enum point point_named(const char *name, size_t length)
     return NO_POINT;
 }
 
+static int is_named_like_one(const char *path)
+{
+    size_t length = strlen(path);
+    return length >= 5 && strcmp(path + length - 4, ".pcc") == 0;
+}
+
 static int is_volume(int fd)
 {
     char link[64], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < 5)
+    if (length < 0)
         return 0;
     path[length] = 0;
-    return strcmp(path + length - 4, ".pcc") == 0;
+    return is_named_like_one(path);
 }
 
-/* 0, or the errno that the call must fail with. Does not return when the point is a kill. */
-static int at(enum point point, int fd)
+/* 0, or the errno that the call on a volume must fail with. Does not return when the point is a
+ * kill. */
+static int reached(enum point point)
 {
     const char *spec = getenv("PCC_SHIM");
     const char *arm = getenv("PCC_SHIM_ARM");
-    if (!spec || !is_volume(fd) || (arm && access(arm, F_OK) != 0))
+    if (!spec || (arm && access(arm, F_OK) != 0))
         return 0;
     const char *first = strchr(spec, ':');
     const char *second = first ? strchr(first + 1, ':') : NULL;
@@ -69,6 +79,11 @@ static int at(enum point point, int fd)
         pause();
     }
     return strncmp(spec, "enospc", 6) == 0 ? ENOSPC : EIO;
+}
+
+static int at(enum point point, int fd)
+{
+    return is_volume(fd) ? reached(point) : 0;
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -129,4 +144,38 @@ int fdatasync(int fd)
         return -1;
     }
     return REAL(fdatasync)(fd);
+}
+
+/* The point that a msync of these bytes is, by the mapping that they are in. */
+static enum point sync_point(uintptr_t address, size_t length)
+{
+    enum point point = NO_POINT;
+    uintptr_t start, end;
+    char line[4352], path[4096];
+    FILE *maps = fopen("/proc/self/maps", "re");
+    while (maps && fgets(line, sizeof line, maps)) {
+        path[0] = 0;
+        if (sscanf(line, "%lx-%lx %*s %*s %*s %*s %4095[^\n]", &start, &end, path) < 2 ||
+            address < start || address >= end)
+            continue;
+        if (is_named_like_one(path) && address == start && length > 64 * 1024)
+            point = FLUSH;
+        else if (is_named_like_one(path))
+            point = address - start < (end - start) / 2 ? RECORD_A : RECORD_B;
+        break;
+    }
+    if (maps)
+        fclose(maps);
+    return point;
+}
+
+int msync(void *bytes, size_t length, int flags)
+{
+    enum point point = sync_point((uintptr_t)bytes, length);
+    int error = point == NO_POINT ? 0 : reached(point);
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(msync)(bytes, length, flags);
 }

@@ -11,6 +11,7 @@ import collections
 import os
 import random
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -204,10 +205,11 @@ class GpuCommands(Commands):
         self, steps: int, every: int, *, stop: str = "", seed: int = 0, churn: bool = False
     ) -> tuple[int, dict[str, int]]:
         """Trains until the file `stop` is there; says ("durable", step) as soon as it knows of one.
-        The last step, and how many checkpoints ended how."""
+        The last step, and of the checkpoints that the daemon heard of how many ended how.
+        """
         rng, told = random.Random(seed), -1
         for _ in range(steps):
-            if stop and os.path.exists(stop):
+            if stop and Path(stop).exists():
                 break
             now = self.step()
             if now % every == 0:
@@ -220,7 +222,8 @@ class GpuCommands(Commands):
             if durable and max(durable) > told:
                 told = max(durable)
                 self.link.send(("durable", told))
-        return self.optimizer.now, collections.Counter(self.states())
+        states = [h.state.name.lower() for h in self.handles if h.snapshot]
+        return self.optimizer.now, collections.Counter(states)
 
     def move_part0(self) -> None:
         """Other memory of its own for part 0; that before is given back, so that its address may be

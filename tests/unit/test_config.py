@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.errors import UsageError
+from pccheck_wire.units import GIB, KIB, MIB, parse_size
 from pccheckd import config
-from pccheckd.config import GIB, KIB, MIB
+from pccheckd.options import OPTIONS, Option
 
 
 def load(flags: str = "", **environ: str) -> config.Config:
     line = f"--storage /srv/x --socket /run/x/a.sock --dram 256MiB {flags}".split()
-    return config.load(vars(config.parser().parse_args(line)), environ)
+    return config.load(
+        vars(config.parser().parse_args(line)), {"PCCHECK_CONFIG": "/dev/null", **environ}
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,13 +27,13 @@ def load(flags: str = "", **environ: str) -> config.Config:
     ],
 )  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
-    assert config.parse_size(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "8GB", "-1", "1e9", "x", "8 GiB GiB", "0x10"])
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(UsageError, match=r"not a size.*8GiB"):
-        config.parse_size(text)
+        parse_size(text)
 
 
 def test_flag_over_variable_over_default() -> None:
@@ -53,15 +56,19 @@ def test_in_flight_is_slots_minus_keep() -> None:
         ("", {"PCCHECK_SLOTS": "x"}, r"PCCHECK_SLOTS: 'x'"),
         ("--slots 1", {}, r"--slots: 1 cannot be \(use 2 to 32\)"),
         ("--slots 33", {}, r"--slots: 33"),
-        ("--keep 4", {}, r"--keep: 4 with --slots 4 .*slots = N in flight \+ keep"),
+        ("--keep 4", {}, r"--keep: 4 with 4 slots .*slots = N in flight \+ keep"),
         ("--keep 0", {}, r"--keep: 0"),
         ("--writers 0", {}, r"--writers: 0"),
-        ("--chunk 5000", {}, r"--chunk: 5000 bytes .*4KiB"),
-        ("--chunk 4KiB", {}, r"--chunk: 4096 bytes with blocks"),
+        ("--chunk 5000", {}, r"--chunk: 5000 bytes .*multiple of 1MiB"),
+        ("--chunk 4KiB", {}, r"--chunk: 4096 bytes .*multiple of 1MiB"),
+        ("", {"PCCHECK_CHUNK": "1GiB"}, r"PCCHECK_CHUNK: 1073741824 bytes .*4KiB to 256MiB"),
+        ("--log-level loud", {}, r"--log-level: 'loud' is not one of debug"),
+        ("--metrics here", {}, r"--metrics: 'here'"),
+        ("--stall-limit 0", {}, r"--stall-limit: 0s cannot be \(use at least 0.1s\)"),
         ("--block-bytes 1000", {}, r"--block-bytes: 1000"),
         ("--dram 1MiB", {}, r"--dram: .*two chunks"),
         ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
-        ("--engine uring", {}, r"--engine: 'uring' is not one of auto, pwrite"),
+        ("--engine aio", {}, r"--engine: 'aio' is not one of auto, uring, pwrite, mmap, pmem"),
         ("--log-format xml", {}, r"--log-format: 'xml'"),
         ("--drain-limit soon", {}, r"--drain-limit"),
         ("", {"PCCHECK_ALLOW_ANY_FILESYSTEM": "maybe"}, r"neither yes nor no"),
@@ -75,7 +82,7 @@ def test_wrong_values_name_the_fix(flags: str, environ: dict[str, str], told: st
 
 def test_storage_is_required() -> None:
     with pytest.raises(UsageError, match=r"--storage is missing"):
-        config.load({}, {})
+        config.load({}, {"PCCHECK_CONFIG": "/dev/null"})
 
 
 def test_small_blocks_allow_small_chunks() -> None:
@@ -89,4 +96,16 @@ def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_every_option_has_a_variable() -> None:
-    assert {o.flag: o.variable for o in config.OPTIONS}["--max-storage"] == "PCCHECK_MAX_STORAGE"
+    assert {o.flag: o.variable for o in OPTIONS}["--max-storage"] == "PCCHECK_MAX_STORAGE"
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
+def test_what_is_shown_as_default_can_be_given(option: Option) -> None:
+    if option.default is not None:
+        assert option.kind.parse(option.kind.show(option.default)) == option.default
+    assert option.help and option.help[-1] != "."
+
+
+def test_times_have_units() -> None:
+    assert load("--drain-limit 5min").drain_limit_s == 300
+    assert load("--drain-limit 90").drain_limit_s == 90

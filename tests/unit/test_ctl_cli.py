@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from pccheck_wire.errors import CheckpointFailedError, DaemonUnreachableError, WaitTimeoutError
-from pccheckctl import cli, wait
+from pccheckctl import cli
 
 HEAVY = ("zmq", "torch", "pccheck", "numpy", "rich", "pccheck_native", "dataclasses", "asyncio")
 
@@ -120,90 +118,3 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         shell=True, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "Traceback" not in ran.stderr
-
-
-# -- wait --------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Time that passes only by sleeping."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def waiting(**changes: object) -> Namespace:
-    values = {"job": "job", "rank": 0, "uid": None, "state": "durable", "step": 5,
-              "timeout": 10.0, "json": False}  # fmt: skip
-    return Namespace(**(values | changes))
-
-
-def test_wait_polls_until_it_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = iter([None, None, {"step": 6, "sequence": 2, "state": "durable"}])
-    monkeypatch.setattr(wait, "look", lambda _: next(answers))
-    clock = Clock()
-    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
-    assert capsys.readouterr().out == "step 6 is durable\n"
-    assert clock.now == pytest.approx(0.06)
-
-
-def test_wait_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait, "look", lambda _: None)
-    clock = Clock()
-    with pytest.raises(WaitTimeoutError, match=r"step 5 .* not durable after 10 s"):
-        wait.run(waiting(), clock=clock, sleep=clock.sleep)
-    assert clock.now == pytest.approx(10.0)
-
-
-def test_wait_bridges_a_restart_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[object] = [{"step": 5, "state": "durable"}, DaemonUnreachableError("gone")]
-
-    def look(_: Namespace) -> object:
-        answer = answers.pop()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(wait, "look", look)
-    clock = Clock()
-    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
-
-
-IN_FLIGHT = [{"step": 5, "state": "writing"}, {"step": 6, "state": "failed", "reason": "EIO"}]
-
-
-def test_wait_for_copied_takes_what_the_daemon_vouches_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    status = {"ranks": [{"job": "job", "rank": 0, "uid": 1, "checkpoints": IN_FLIGHT}]}
-    observer = FakeObserver(status)
-    monkeypatch.setattr(wait, "choose", lambda _: observer)
-    assert wait.look(waiting(state="copied")) == IN_FLIGHT[0]
-    assert wait.look(waiting()) is None
-    with pytest.raises(CheckpointFailedError, match="step 6 failed: EIO"):
-        wait.look(waiting(step=6))
-
-
-class FakeObserver:
-    def __init__(self, document: dict[str, object]) -> None:
-        self._document = document
-
-    def status(self, **_: object) -> dict[str, object]:
-        return self._document
-
-    def listing(self, *_: object, **__: object) -> dict[str, object]:
-        return {"checkpoints": []}
-
-    def __enter__(self) -> FakeObserver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass

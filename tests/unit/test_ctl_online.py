@@ -19,6 +19,7 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import (
     PROTOCOL_VERSION,
+    Drop,
     Failure,
     Hello,
     ListVolumes,
@@ -27,6 +28,7 @@ from pccheck_wire.messages import (
     Request,
     Role,
     Status,
+    Trace,
     Verify,
     Welcome,
 )
@@ -82,8 +84,12 @@ def test_hello_is_the_wire_s() -> None:
 @pytest.mark.parametrize(
     ("ask", "body"),
     [
+        (lambda o: o.drop("job", uid=7, dry_run=True), Drop("job", None, 7, dry_run=True)),
+        (lambda o: o.drop("job", rank=2, dry_run=False), Drop("job", 2)),
         (lambda o: o.listing("job"), ListVolumes("job")),
         (lambda o: o.verify("job", rank=2, sequence=3, uid=7), Verify("job", 2, 3, 7)),
+        (lambda o: o.verify("j", rank=0, subset="5%", seed=4), Verify("j", subset="5%", seed=4)),
+        (lambda o: o.trace(30), Trace(30.0)),
     ],
 )
 def test_requests_are_the_wire_s(

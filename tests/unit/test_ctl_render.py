@@ -112,6 +112,18 @@ def test_status_shows_daemon_ranks_and_what_is_in_flight() -> None:
     assert not status.degraded(STATUS)
 
 
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        ("", "engine   pwrite\n"),
+        ("uring: not allowed here", "engine   pwrite (uring: not allowed here)\n"),
+    ],
+)
+def test_status_shows_the_engine_and_why(reason: str, line: str) -> None:
+    daemon = {**STATUS["daemon"], "engine": "pwrite", "engine_reason": reason}
+    assert line in status.as_text(STATUS | {"daemon": daemon}, now_s=5)
+
+
 def test_status_shows_gpus_and_how_tensors_come() -> None:
     assert "gpu " not in status.as_text(STATUS, now_s=5)
     pulled = {"role": "trainer", "job": "gpt", "rank": 0, "transfer": "pull",

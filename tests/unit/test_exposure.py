@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -217,3 +218,22 @@ def test_graphs_that_are_recorded_are_noticed(fakes: FakeDevices) -> None:
     assert exposure.capturing()
     exposure.forget()
     assert not exposure.capturing()
+
+
+def test_no_room_for_the_probe_is_no_reason_to_fail() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    connection.link.expose_error = OSError(errno.ENOMEM, "out of memory")
+    assert exposure.prepare(connection, part()).map == 0
+    assert "out of memory" in chosen(connection)[0][1]
+    assert connection.exposed() == []  # there was nothing to take back
+
+
+def test_what_is_pushed_from_now_on_is_taken_back() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    exposure.prepare(connection, part())
+    connection.link.expose_error = native_error("no handle")
+    for _ in range(2):
+        assert exposure.prepare(connection, part(1 << 41)).map == 0
+    messages = [body for body in connection.sent if isinstance(body, Expose)]
+    assert [bool(message.data) for message in messages] == [True, False]
+    assert messages[1].map > messages[0].map

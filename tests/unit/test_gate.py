@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from pccheck.extents import DevicePart, Shape, lay_out
@@ -237,3 +239,13 @@ def test_the_stream_of_a_device_snapshot_waited_for_less(kit: Kit) -> None:
     kit.gate.wait()
     with pytest.raises(CheckpointFailedError, match="staging"):
         kit.gate.free_staging(part(0, aside=True), skip=True)
+
+
+def test_a_driver_without_memory_for_the_wait_makes_the_cpu_wait(kit: Kit) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.ENOMEM, "out of memory")
+
+    kit.link.hold = refuse  # type: ignore[method-assign]
+    kit.add(part(0))
+    kit.gate.wait()
+    assert kit.link.named("wait_read", "abandon") == [("wait_read", 1, False), ("abandon", 1)]

@@ -34,11 +34,9 @@ def test_other_names_are_none_of_ours(name: str) -> None:
     assert Descriptor(5, name).parts == ("", "", 0)
 
 
-def test_nothing_is_taken_that_is_for_another_process() -> None:
-    environ = {"LISTEN_FDS": "2", "LISTEN_PID": str(os.getppid()), "LISTEN_FDNAMES": "a:b"}
-    assert kept.take(environ) == [] and not environ  # and nobody below us takes it either
-    for count in ("", "x", "-1", "99999999"):
-        assert kept.take({"LISTEN_FDS": count, "LISTEN_PID": str(os.getpid())}) == []
+def test_what_others_have_left_is_taken() -> None:
+    given = [("a", 5), ("", 6)]
+    assert kept.take(given) == [Descriptor(5, "a"), Descriptor(6, "")] and not given
 
 
 def test_the_store_is_as_large_as_it_says() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import SLOT_DAMAGED, catalog
+from pccheck_native.layout import capacity_for
 from pccheckd.retention import pins
-from pccheckd.volumes import capacity_for
 
 
 def found(*runs: tuple[int, int]) -> list[catalog.Checkpoint]:

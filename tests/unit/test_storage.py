@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pccheck_native import mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
 from pccheckd import storage
 from pccheckd.config import Config
@@ -32,7 +33,7 @@ TABLE = """\
     ],
 )  # fmt: skip
 def test_the_file_system_is_that_of_the_innermost_mount(path: str, kind: str) -> None:
-    assert storage.filesystem_of(Path(path), TABLE) == kind
+    assert mounts.mount_of(Path(path), TABLE).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,8 @@ def test_the_file_system_is_that_of_the_innermost_mount(path: str, kind: str) ->
 def test_unfit_file_systems_are_refused_with_the_override_named(
     kind: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "filesystem_of", lambda path, table: kind)
+    found = mounts.Mount("8:1", "/", kind)
+    monkeypatch.setattr(mounts, "mount_of", lambda path, table: found)
     with pytest.raises(NoStoreError, match=rf"{kind}.*{told}.*--allow-any-filesystem"):
         storage.check(Config(tmp_path, tmp_path / "a.sock"))
     storage.check(Config(tmp_path, tmp_path / "a.sock", allow_any_filesystem=True))

@@ -1,0 +1,38 @@
+"""Sizes and durations as people write them; one reading of them for daemon and command line."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UsageError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+DURATION_S_MAX = 1e9
+
+_SIZES = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_SECONDS = {
+    "": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0
+}  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "8GiB", "512M", "4096": KiB, MiB, GiB, TiB with or without "iB" are powers of
+    1024; "KB", "MB", "GB", "TB" are too ambiguous and refused. Raises UsageError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:ib)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"{text!r} is not a size", hint="write it like 8GiB, 512MiB or 4096")
+    return int(float(found[1]) * _SIZES[found[2].lower()])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from "7d", "12h", "30min", "1.5s", "250ms"; a bare number is seconds, and units may
+    follow one another: "1h30min". Raises UsageError."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|min|[smhdw]|)\s*", text.strip(), re.IGNORECASE)
+    whole = "".join(f"{value}{unit}" for value, unit in parts)
+    known = whole.lower() == re.sub(r"\s", "", text).lower() and bool(parts)
+    if not known or (len(parts) > 1 and not all(unit for _, unit in parts)):
+        raise UsageError(f"{text!r} is not a duration", hint="write it like 7d, 12h, 30min or 90s")
+    seconds = sum(float(value) * _SECONDS[unit.lower()] for value, unit in parts)
+    if seconds >= DURATION_S_MAX:
+        raise UsageError(f"{text!r} is longer than 30 years")
+    return seconds

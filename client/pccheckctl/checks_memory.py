@@ -1,0 +1,121 @@
+"""Checks of memory: whether the daemon's segments can be made, how large, and of which pages."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import render
+from .checks_kernel import MADV_COLLAPSE, huge_page_bytes
+from .findings import Finding, ok, problem, read, warning
+
+_PROBE_BYTES = 1 << 20
+_F_ADD_SEALS, _SEALS = 1033, 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_THP = "/sys/kernel/mm/transparent_hugepage"
+
+
+def shared_memory(wanted_bytes: int) -> Iterator[Finding]:
+    """Segments are memfds: the size of /dev/shm does not bound them, RAM and the cgroup do."""
+    try:
+        fd = os.memfd_create("pccheckctl", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    except (OSError, AttributeError) as error:
+        yield problem(
+            "shared memory", f"no memfd can be made: {error}",
+            costs="pccheckd cannot work", mend="allow memfd_create (seccomp profile)",
+        )  # fmt: skip
+        return
+    try:
+        os.posix_fallocate(fd, 0, _PROBE_BYTES)
+        import fcntl
+
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    finally:
+        os.close(fd)
+    room, bound = available()
+    need = f"; the pool may take {render.size(wanted_bytes)} more" if wanted_bytes else ""
+    if wanted_bytes > room:
+        yield warning(
+            "shared memory", f"{render.size(room)} to be had ({bound}){need}",
+            costs="the pool cannot grow to its budget: the kernel kills processes before",
+            mend="lower --dram, or raise the memory limit of the service or container",
+            promise="copied",
+        )  # fmt: skip
+    else:
+        yield ok("shared memory", f"{render.size(room)} to be had ({bound}){need}")
+
+
+def available() -> tuple[int, str]:
+    """Bytes that may still be taken, and what bounds them."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)
+    free, bound = int(found[1]) * 1024 if found else 0, "RAM"
+    for limit, used, name in _cgroups():
+        if limit - used < free:
+            free, bound = max(0, limit - used), name
+    return free, bound
+
+
+def _cgroups() -> Iterator[tuple[int, int, str]]:
+    """Limit and use of every memory cgroup that we are in."""
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        two = not controllers
+        if not two and "memory" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") if two else Path("/sys/fs/cgroup/memory")
+        names = ("memory.max", "memory.current") if two else (
+            "memory.limit_in_bytes", "memory.usage_in_bytes"
+        )  # fmt: skip
+        place = root / path.lstrip("/")
+        for group in (place, *place.parents):
+            limit, used = (read(str(group / name)) for name in names)
+            if limit.isdigit() and used.isdigit():
+                yield int(limit), int(used), f"the limit of cgroup {group}"
+            if group == root:
+                break
+
+
+def huge_pages() -> Iterator[Finding]:
+    """Whether a segment can be had in huge pages, by trying."""
+    reserved = read("/proc/sys/vm/nr_hugepages") or "0"
+    said = re.search(r"\[(\w+)\]", read(f"{_THP}/shmem_enabled"))
+    policy = said[1] if said else "not there"
+    if _collapses():
+        yield ok("huge pages", f"can be had for shared memory (shmem_enabled: {policy})")
+    elif int(reserved or 0) > 0:
+        yield ok("huge pages", f"{reserved} are reserved")
+    else:
+        yield warning(
+            "huge pages", f"none for shared memory (shmem_enabled: {policy}, nr_hugepages: 0)",
+            costs="chunks lie in small pages: direct writes and copies take more CPU",
+            mend=f"echo advise > {_THP}/shmem_enabled, or reserve some: "
+            "sysctl vm.nr_hugepages=DRAM/2MiB",
+        )  # fmt: skip
+
+
+def _collapses() -> bool:
+    huge = huge_page_bytes()
+    try:
+        fd = os.memfd_create("pccheckctl", _MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        return False
+    try:
+        os.ftruncate(fd, 2 * huge)
+        with mmap.mmap(fd, 2 * huge) as area:
+            anchor = ctypes.c_char.from_buffer(area)
+            at = (huge - ctypes.addressof(anchor) % huge) % huge
+            del anchor
+            for page in range(0, 2 * huge, mmap.PAGESIZE):
+                area[page] = 1
+            try:
+                area.madvise(mmap.MADV_HUGEPAGE, at, huge)
+                area.madvise(MADV_COLLAPSE, at, huge)
+            except OSError:
+                return False
+    finally:
+        os.close(fd)
+    return True

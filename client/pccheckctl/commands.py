@@ -1,0 +1,197 @@
+"""The commands of `pccheckctl` and their arguments: one table, from which the parser, the shells'
+completion and the man pages are made."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pccheck_wire.errors import UsageError
+
+WATCH_DEFAULT_S = 2.0
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+
+
+class Command(NamedTuple):
+    name: str
+    module: str  # its run(arguments) -> exit code
+    help: str
+    arguments: Arguments
+
+
+def _size(text: str) -> int:
+    from pccheck_wire.units import parse_size
+
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _duration(text: str) -> float:
+    from pccheck_wire.units import parse_duration
+
+    try:
+        return parse_duration(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _period(text: str) -> float:
+    """Of --watch, which may stand before a job's name."""
+    from pccheck_wire.units import parse_duration
+
+    try:
+        period_s = parse_duration(text)
+    except UsageError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds: write --watch=2, or --watch at the end"
+        ) from None
+    if period_s <= 0:
+        raise argparse.ArgumentTypeError("the seconds between two looks have to be more than 0")
+    return period_s
+
+
+def _watched(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--watch", "-w", nargs="?", type=_period, const=WATCH_DEFAULT_S, metavar="SECONDS",
+        help="again and again (every 2 s), until Ctrl-C; with --json one line each",
+    )  # fmt: skip
+
+
+def _listing(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", nargs="?", default="", help="only this job")
+    to.add_argument("--rank", type=int, help="only this rank")
+    _watched(to)
+
+
+def _which(to: argparse.ArgumentParser, *, job_required: bool = True) -> None:
+    if job_required:
+        to.add_argument("job", help="its name, as status and list show it")
+    else:
+        to.add_argument("job", nargs="?", default="", help="only this job")
+    to.add_argument("--rank", type=int, help="of one rank")
+    chosen = to.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, help="of this step; default: the newest")
+    chosen.add_argument("--sequence", type=int, help="with this sequence")
+
+
+def _verify(to: argparse.ArgumentParser) -> None:
+    _which(to, job_required=False)
+    to.add_argument(
+        "--read-data-subset", dest="subset", metavar="PART",
+        help="a part of each: 5%% of its pieces at random, or 2/20, the second of twenty",
+    )  # fmt: skip
+    to.add_argument("--seed", type=int, metavar="N", help="of that chance, to read the same again")
+
+
+def _recover(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help="its name, as status and list show it")
+    to.add_argument("--output", "-o", required=True, metavar="FILE", help="where to")
+    ranks = to.add_mutually_exclusive_group()
+    ranks.add_argument("--rank", type=int, help="of one rank")
+    ranks.add_argument(
+        "--all-ranks", action="store_true",
+        help="one file per rank: FILE.rank-R.EXT, or with {rank} in FILE replaced",
+    )  # fmt: skip
+    to.add_argument("--step", type=int, help="this step; default: the newest valid one")
+    to.add_argument(
+        "--format", choices=("torch", "safetensors"),
+        help="default: by FILE's ending (.safetensors, else torch)",
+    )  # fmt: skip
+    to.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def _wait(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help="its name, as status and list show it")
+    to.add_argument("--rank", type=int, default=0, help="of this rank (0)")
+    to.add_argument(
+        "--for", dest="state", choices=("copied", "durable", "global"), default="durable",
+        help="safe from the trainer's end; on the disk (default); on every rank's disk",
+    )  # fmt: skip
+    step = to.add_mutually_exclusive_group(required=True)
+    step.add_argument("--step", type=int, help="this step or a later one")
+    step.add_argument(
+        "--newest", action="store_true", help="the newest that is on its way now, or the next"
+    )
+    to.add_argument(
+        "--timeout", type=_duration, default=60.0, metavar="TIME", help="like 90s or 5min (60s)"
+    )
+
+
+def _drop(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help="its name, as status and list show it")
+    to.add_argument("--rank", type=int, help="only the volume of this rank")
+    to.add_argument("--dry-run", action="store_true", help="show what would go, and stop")
+    to.add_argument("--yes", "-y", action="store_true", help="do not ask")
+
+
+def _bench(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--size", type=_size, metavar="SIZE", help="of the file (2GiB, less on a small disk)"
+    )
+    to.add_argument("--chunk", type=_size, metavar="SIZE", help="bytes of one write (16MiB)")
+    to.add_argument("--writers", type=int, choices=range(1, 65), metavar="P",
+                    help="only with so many threads (1, 2 and 4)")  # fmt: skip
+
+
+def _tune(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--checkpoint", type=_size, required=True, metavar="SIZE", help="of one rank's state (m)"
+    )
+    to.add_argument(
+        "--step-time", type=_duration, required=True, metavar="TIME", help="of a step (t): 350ms"
+    )
+    to.add_argument(
+        "--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)"
+    )
+    to.add_argument("--dram", type=_size, metavar="SIZE", help="for this rank (M; twice the state)")
+    to.add_argument("--keep", type=int, default=2, metavar="N", help="durable ones kept (2)")
+    to.add_argument("--slots", type=int, metavar="N", help="default: what is of use")
+    to.add_argument("--bandwidth", type=_size, metavar="SIZE", help="what the disk writes a second")
+    to.add_argument(
+        "--copy-bandwidth", type=_size, metavar="SIZE", help="what a copy into DRAM does a second"
+    )
+
+
+def _trace(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--last", type=_duration, default=60.0, metavar="AGE", help="how far back (60s)"
+    )
+    to.add_argument("--output", "-o", metavar="FILE", help="default: stdout")
+
+
+def _config(to: argparse.ArgumentParser) -> None:
+    to.add_argument("action", choices=("show",), help="show: the values in use")
+    to.add_argument("--origin", action="store_true", help="where each value comes from")
+
+
+def _completion(to: argparse.ArgumentParser) -> None:
+    to.add_argument("shell", choices=("bash", "zsh", "fish"), help="for this one")
+
+
+def _nothing(_: argparse.ArgumentParser) -> None:
+    pass
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("status", "status", "what the daemon does; without one, what the volumes say",
+            _watched),
+    Command("list", "listing", "the checkpoints, newest first", _listing),
+    Command("show", "show", "what is in one checkpoint: tensors, leaves, metadata", _which),
+    Command("recover", "recover", "writes one checkpoint to a file", _recover),
+    Command("verify", "verify", "reads and checks every byte", _verify),
+    Command("wait", "wait", "returns when a step is copied, durable or global", _wait),
+    Command("drop", "drop", "removes the volumes of a job that is over", _drop),
+    Command("doctor", "doctor", "looks for what costs safety or speed, and says how to mend it",
+            _nothing),
+    Command("bench", "bench", "measures what a disk does with checkpoints", _bench),
+    Command("tune", "tune", "how often to save, and with how many slots", _tune),
+    Command("trace", "trace", "a timeline of the last minutes, for Perfetto or chrome://tracing",
+            _trace),
+    Command("config", "config", "what the daemon was told, and what tells it so", _config),
+    Command("completion", "completion", "prints what makes a shell complete our words",
+            _completion),
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""`pccheckctl config show`: the values that the daemon uses, and where each comes from; without a
+daemon, what the file and this shell's environment would tell one that is started here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
+
+from . import render
+from .output import Document, note, part, print_json, rows, text
+
+LIMIT_S = 30.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    document = _ask(arguments)
+    if arguments.json:
+        print_json(document)
+    else:
+        print(as_text(document, origins=arguments.origin))
+    return 0
+
+
+def _ask(arguments: argparse.Namespace) -> Document:
+    if arguments.storage:
+        return _from_files(arguments)
+    from .online import Observer
+
+    try:
+        with Observer(arguments.socket) as observer:
+            return observer.config()
+    except DaemonUnreachableError as error:
+        note(f"{error.message}: this is what a pccheckd started from this shell would use")
+        return _from_files(arguments)
+
+
+def _from_files(arguments: argparse.Namespace) -> Document:
+    """Asks the program itself: it knows its table of options. Nothing is started or opened."""
+    command = [sys.executable, "-m", "pccheckd", "--check-config", "--json"]
+    for flag in ("storage", "socket"):
+        if getattr(arguments, flag):
+            command += [f"--{flag}", getattr(arguments, flag)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        document = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        raise PccheckError(
+            "pccheckd could not be asked for its configuration",
+            hint="does this work: pccheckd --check-config",
+        ) from error
+    wrong = part(document, "error")
+    if wrong:
+        raise UsageError(text(wrong, "message"), hint=text(wrong, "hint"))
+    return document if isinstance(document, dict) else {}
+
+
+def as_text(document: Document, *, origins: bool) -> str:
+    """The same for people. Options that only tests use are shown when somebody gave them."""
+    shown = [
+        row
+        for row in rows(document, "options")
+        if row.get("hidden") is not True or text(row, "origin_kind") != "default"
+    ]
+    headings = ["option", "value"]
+    columns = ["name", "text"]
+    if origins:
+        headings.append("from")
+        columns.append("origin")
+    if any(text(row, "after_restart") for row in shown):
+        headings.append("after a restart")
+        columns.append("after_restart")
+    table = render.table(headings, [[text(row, name) for name in columns] for row in shown])
+    return f"{_head(document)}\n\n{table}"
+
+
+def _head(document: Document) -> str:
+    daemon, file = part(document, "daemon"), text(document, "file") or "none"
+    told = f"pccheckd {text(daemon, 'version')}, pid {text(daemon, 'pid')}"
+    return f"daemon   {told if daemon else 'none asked'}\nfile     {file}"

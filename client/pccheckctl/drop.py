@@ -1,0 +1,62 @@
+"""`pccheckctl drop`: removes the volumes of a job that is over, after showing what would go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from pccheck_wire.errors import UsageError
+
+from . import render
+from .output import Document, number, print_json, rows, text, whole
+from .source import choose
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when it is gone, or was only looked at (--dry-run); 1 when the answer was no."""
+    with choose(arguments) as chosen:
+        wanted = {"rank": arguments.rank, "uid": arguments.uid}
+        document = chosen.drop(arguments.job, **wanted, dry_run=True)
+        if not arguments.dry_run:
+            if not arguments.yes and not _agreed(arguments, document):
+                print("nothing was dropped")
+                return 1
+            document = chosen.drop(arguments.job, **wanted, dry_run=False)
+    if arguments.json:
+        print_json(document)
+    else:
+        print(as_text(document))
+    return 0
+
+
+def _agreed(arguments: argparse.Namespace, document: Document) -> bool:
+    """What a person says at a terminal; nobody else is asked."""
+    if arguments.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            f"dropping job {arguments.job!r} has to be confirmed",
+            hint="look first with --dry-run, then say --yes",
+        )
+    print(as_text(document))
+    return input("drop these for ever? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def as_text(document: Document, *, now_s: float | None = None) -> str:
+    """`now_s` is wall time."""
+    now_s = time.time() if now_s is None else now_s
+    files = rows(document, "files")
+    lines = [
+        (
+            text(one, "path"),
+            render.size(whole(one, "bytes")),
+            one.get("checkpoints"),
+            one.get("newest_step"),
+            render.age(now_s - (number(one, "last_write_s") or now_s)),
+            text(one, "problem") or ("finished" if one.get("done") is True else ""),
+        )
+        for one in files
+    ]
+    verb = "dropped" if document.get("dropped") is True else "would be dropped"
+    total = f"{render.plural(len(files), 'file')}, {render.size(whole(document, 'bytes'))}"
+    headings = ("file", "size", "checkpoints", "newest step", "last write", "state")
+    return f"{render.table(headings, lines)}\n\n{total}: {verb}"

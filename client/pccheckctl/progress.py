@@ -1,0 +1,175 @@
+"""A bar on a terminal for what takes long. On stderr, so that stdout stays for results; nothing at
+all where stderr is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from . import render
+
+if TYPE_CHECKING:
+    from pccheck_native.subset import Subset
+
+    from .reading import Reader
+
+PERIOD_S = 0.2
+DELAY_S = 0.5  # what is over by then needs no bar
+SLICE_BYTES = 256 << 20
+_BAR_COLUMNS = 24
+
+
+class Bar:
+    """`advance()` what is done, or give `read`, which says how far it is by itself."""
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        show: bool = True,
+        read: Callable[[], int] | None = None,
+        unit: str = "",
+    ) -> None:
+        """`unit` is counted; without one the numbers are bytes."""
+        self.label = label
+        self.total = max(total, 1)
+        self._unit = unit
+        self._read = read
+        self._start = read() if read is not None else 0
+        self._done = 0
+        self._began = time.monotonic()
+        self._drawn = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if show and total > 0 and sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._draw, daemon=True)
+            self._thread.start()
+
+    def advance(self, by: int) -> None:
+        self._done += by
+
+    @property
+    def done(self) -> int:
+        """At most the total: what is read twice is not more than all."""
+        moved = self._done if self._read is None else max(self._done, self._read() - self._start)
+        return min(moved, self.total)
+
+    def line(self, elapsed_s: float) -> str:
+        share = self.done / self.total
+        filled = round(share * _BAR_COLUMNS)
+        bar = "#" * filled + "." * (_BAR_COLUMNS - filled)
+        if self._unit:
+            what = f"{self.done} of {render.plural(self.total, self._unit)}"
+        else:
+            what = f"{render.size(self.done)} of {render.size(self.total)}"
+            if elapsed_s > 0:
+                what += f", {render.rate(self.done / elapsed_s)}"
+        left = f", {render.duration(elapsed_s / share - elapsed_s)} left" if 0 < share < 1 else ""
+        return f"{self.label} [{bar}] {share:4.0%} {what}{left}"
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._drawn:
+                self._put("")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _draw(self) -> None:
+        if self._stop.wait(DELAY_S):
+            return
+        while not self._stop.is_set():
+            self._drawn = True
+            self._put(self.line(time.monotonic() - self._began))
+            self._stop.wait(PERIOD_S)
+
+    def _put(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"\r{text[:width]}\x1b[K")
+            sys.stderr.flush()
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the kernel for so far; 0 where it does not say."""
+    try:
+        with open("/proc/self/io") as file:  # noqa: PTH123
+            return int(next(line for line in file if line.startswith("rchar:")).split()[1])
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+class Watched:
+    """A reader whose bytes move a bar: long reads are cut, so that it moves while they go on."""
+
+    def __init__(self, reader: Reader, bar: Bar) -> None:
+        self.checkpoint = reader.checkpoint
+        self._reader = reader
+        self._bar = bar
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._reader.tree_place
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._reader.read(offset, length)
+        self._bar.advance(length)
+        return data
+
+    def read_into(self, ranges: bytes) -> None:
+        for part, nbytes in cut(ranges, SLICE_BYTES):
+            self._reader.read_into(part)
+            self._bar.advance(nbytes)
+
+    def verify(self, part: Subset | None = None) -> int:
+        return self._reader.verify(part)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
+    """Packed ranges (address, offset, length) in pieces of so many bytes, with their bytes."""
+    piece, held = [], 0
+    for address, offset, length in struct.iter_unpack("<QQQ", ranges):
+        while length:
+            taken = min(length, at_most - held)
+            piece.append(struct.pack("<QQQ", address, offset, taken))
+            held += taken
+            address, offset, length = address + taken, offset + taken, length - taken
+            if held == at_most:
+                yield b"".join(piece), held
+                piece, held = [], 0
+    if piece:
+        yield b"".join(piece), held

@@ -1,0 +1,192 @@
+"""`pccheckctl trace`: what the last checkpoints did when, as a Chrome trace.
+
+The document opens in https://ui.perfetto.dev and chrome://tracing. A process is a rank; its tracks:
+
+    gate        the trainer was held back until a copy had read its tensors
+    admission   a request waited for a lane and a slot
+    lane N      copy into the daemon's memory; below it write, flush and publish, which overlap it
+
+Lanes are numbered so that no two checkpoints overlap on one: as many as were in flight at once.
+Times are microseconds of CLOCK_MONOTONIC."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import render
+from .online import Observer
+from .output import Document, rows, text, whole
+
+_GATE, _ADMISSION, _LANES = 1, 100, 200
+_TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
+#: Colours that both viewers know.
+_COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, also when there was no checkpoint."""
+    with Observer(arguments.socket) as observer:
+        document = observer.trace(arguments.last)
+    if arguments.uid is not None:
+        items = rows(document, "checkpoints")
+        document["checkpoints"] = [one for one in items if one.get("uid") == arguments.uid]
+    made = json.dumps(chrome(document))
+    if arguments.output in (None, "-"):
+        sys.stdout.write(made + "\n")
+        return 0
+    Path(arguments.output).write_text(made)
+    if not arguments.json:
+        print(summary(document, arguments.output))
+    return 0
+
+
+def summary(document: Document, path: str) -> str:
+    items = rows(document, "checkpoints")
+    ranks = {(item.get("uid"), item.get("job"), item.get("rank")) for item in items}
+    return (
+        f"{path}: {render.plural(len(items), 'checkpoint')} of "
+        f"{render.plural(len(ranks), 'rank')}; open it in https://ui.perfetto.dev (which uploads "
+        "nothing) or chrome://tracing"
+    )
+
+
+def chrome(document: Document) -> Document:
+    """The trace of the daemon's document."""
+    now_ns = whole(document, "now_ns")
+    ranks: dict[tuple[int, str, int], list[Document]] = {}
+    for item in sorted(rows(document, "checkpoints"), key=lambda one: whole(one, "requested")):
+        key = whole(item, "uid"), text(item, "job"), whole(item, "rank")
+        ranks.setdefault(key, []).append(item)
+    events: list[Document] = []
+    for process, (key, mine) in enumerate(sorted(ranks.items()), start=1):
+        name = f"job {key[1]!r} rank {key[2]} (uid {key[0]})"
+        events.append(_meta(process, 0, "process_name", name=name))
+        events.append(_meta(process, 0, "process_sort_index", sort_index=process))
+        events += _rank(process, mine, now_ns)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schema": 1,
+            "clock": "CLOCK_MONOTONIC",
+            "wall_ns_at_zero": whole(document, "wall_ns") - now_ns,
+        },
+    }
+
+
+class _Lanes:
+    """Gives every span the lowest track that is free when it begins."""
+
+    def __init__(self) -> None:
+        self._until: list[int] = []
+
+    def take(self, begin_ns: int, end_ns: int) -> int:
+        for lane, until in enumerate(self._until):
+            if until <= begin_ns:
+                self._until[lane] = end_ns
+                return lane
+        self._until.append(end_ns)
+        return len(self._until) - 1
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document]:
+    """Slices of one rank, and the names of the tracks that they need."""
+    waits, lanes = _Lanes(), _Lanes()
+    gate = False
+    begun = []
+    for item in items:
+        asked, begin = whole(item, "requested"), whole(item, "begin")
+        held_at, held = whole(item, "held_at"), whole(item, "held")
+        if held:
+            gate = True
+            yield _slice(process, _GATE, "held by the gate", held_at, held_at + held, {})
+        until = begin or whole(item, "ended") or now_ns
+        track = _ADMISSION + waits.take(asked, until)
+        yield _slice(process, track, f"wait {whole(item, 'step')}", asked, until, _facts(item))
+        if begin:
+            begun.append(item)
+    for item in sorted(begun, key=lambda one: whole(one, "begin")):
+        end_ns = whole(item, "ended") or now_ns
+        lane = lanes.take(whole(item, "begin"), end_ns)
+        yield from _saved(process, _LANES + 2 * lane, item, end_ns)
+    yield from _in_flight(process, begun)
+    if gate:
+        yield from _track(process, _GATE, "gate: the trainer is held")
+    for lane in range(len(waits)):
+        yield from _track(process, _ADMISSION + lane, "admission")
+    for lane in range(len(lanes)):
+        yield from _track(process, _LANES + 2 * lane, f"lane {lane}: copy")
+        yield from _track(process, _LANES + 2 * lane + 1, f"lane {lane}: write, flush, publish")
+
+
+def _saved(process: int, track: int, item: Document, end_ns: int) -> Iterator[Document]:
+    """Copy on one track, the disk on the next."""
+    step, facts, state = whole(item, "step"), _facts(item), text(item, "state")
+    at = {name: whole(item, name) for name in _TIMES}
+    parts = [("copy", "begin", "sealed", track), ("write", "first_write", "written", track + 1),
+             ("flush", "written", "flushed", track + 1),
+             ("publish", "flushed", "durable", track + 1)]  # fmt: skip
+    for name, since, until, place in parts:
+        if at[since]:
+            yield _slice(
+                process, place, f"{name} {step}", at[since], at[until] or end_ns, facts, state
+            )
+    if at["first_write"]:
+        yield {
+            "ph": "i", "s": "t", "cat": "pccheck", "pid": process, "tid": track + 1,
+            "ts": at["first_write"] / 1000, "name": f"first write {step}",
+        }  # fmt: skip
+
+
+def _slice(
+    process: int, track: int, name: str, begin_ns: int, end_ns: int, facts: Document,
+    state: str = "",
+) -> Document:  # fmt: skip
+    made: Document = {
+        "ph": "X", "cat": "pccheck", "pid": process, "tid": track, "name": name,
+        "ts": begin_ns / 1000, "dur": max(end_ns - begin_ns, 0) / 1000, "args": facts,
+    }  # fmt: skip
+    if state in _COLOURS:
+        made["cname"] = _COLOURS[state]
+    return made
+
+
+def _track(process: int, track: int, name: str) -> Iterator[Document]:
+    yield _meta(process, track, "thread_name", name=name)
+    yield _meta(process, track, "thread_sort_index", sort_index=track)
+
+
+def _meta(process: int, track: int, kind: str, **arguments: object) -> Document:
+    return {"ph": "M", "pid": process, "tid": track, "name": kind, "args": arguments}
+
+
+def _facts(item: Document) -> Document:
+    """What a click on a slice shows."""
+    names = ("step", "sequence", "slot", "state", "payload_bytes", "session", "rehomed", "reason")
+    facts = {name: item[name] for name in names if item.get(name) not in (None, "")}
+    facts["transfer"] = "pull" if item.get("pulled") is True else "push"
+    took_ns = whole(item, "written") - whole(item, "first_write")
+    if whole(item, "written") and took_ns > 0:
+        speed = whole(item, "payload_bytes") * 1_000_000_000 // took_ns
+        facts["write_speed"] = f"{render.size(speed)}/s"
+    return facts
+
+
+def _in_flight(process: int, items: list[Document]) -> Iterator[Document]:
+    """How many had a lane, over time."""
+    moves = [(whole(item, "begin"), 1) for item in items]
+    moves += [(whole(item, "ended"), -1) for item in items if whole(item, "ended")]
+    count = 0
+    for at_ns, change in sorted(moves):
+        count += change
+        yield {
+            "ph": "C", "pid": process, "tid": 0, "ts": at_ns / 1000, "name": "in flight",
+            "args": {"checkpoints": count},
+        }  # fmt: skip

@@ -1,0 +1,178 @@
+"""Removing volumes so that a crash in between leaves no half of one: a volume is first renamed to
+a name that nobody takes for a volume, which is made durable, and then removed. What a crash leaves
+of that is found by `layout.list_temporary` and swept when a daemon starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pccheck_native import catalog, layout
+
+_DROPPED = ".dropped.tmp"
+
+
+class InUseError(Exception):
+    """Another process has a volume open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is in use by another process")
+        self.path = path
+
+
+class Victim(NamedTuple):
+    """A volume file that is to go, and what would go with it."""
+
+    file: layout.VolumeFile
+    bytes: int  # that it takes on the disk
+    last_write_s: float  # wall time
+    done: bool  # its job said close(done=True)
+    checkpoints: int
+    newest_step: int | None
+    problem: str = ""  # why its records cannot be read
+
+
+def victims(
+    storage: str | os.PathLike[str],
+    *,
+    uid: int | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+) -> list[Victim]:
+    """Every volume file that matches (None means any), also those that cannot be read, ordered by
+    (uid, job, rank, generation). Reads records only."""
+    found = catalog.scan(storage, uid=uid, job=job, rank=rank)
+    unreadable = {item.file.path: item for item in found.unreadable}
+    newest: dict[Path, list[catalog.Checkpoint]] = {}
+    for one in found.checkpoints:
+        newest.setdefault(one.volume_path, []).append(one)
+    made = []
+    for file in layout.list_volumes(storage, uid=uid, job=job, rank=rank):
+        info, bad = found.volumes.get(file.path), unreadable.get(file.path)
+        if info is None and bad is None:
+            continue  # made or removed while we looked
+        try:
+            stat = file.path.stat()
+        except FileNotFoundError:
+            continue
+        mine = newest.get(file.path, [])
+        made.append(
+            Victim(
+                file, stat.st_blocks * 512, stat.st_mtime, info is not None and info.done,
+                len(mine), mine[0].step if mine else None, bad.reason if bad else "",
+            )
+        )  # fmt: skip
+    return made
+
+
+class JobUse(NamedTuple):
+    """The room that a job takes on a disk."""
+
+    uid: int
+    job: str
+    bytes: int
+    last_write_s: float  # wall time
+    done: bool  # every rank has said that it has finished
+
+
+def jobs(storage: str | os.PathLike[str], *, uid: int | None = None) -> list[JobUse]:
+    """All jobs with a volume here. One with a volume that cannot be read is not `done`."""
+    grouped: dict[tuple[int, str], list[Victim]] = {}
+    for victim in victims(storage, uid=uid):
+        grouped.setdefault((victim.file.uid, victim.file.job), []).append(victim)
+    made = []
+    for (owner, job), files in grouped.items():
+        last = {victim.file.rank: victim for victim in files}  # of the highest generation
+        done = all(v.done for v in last.values()) and not any(v.problem for v in files)
+        newest_s = max(victim.last_write_s for victim in files)
+        made.append(JobUse(owner, job, sum(v.bytes for v in files), newest_s, done))
+    return made
+
+
+def victim_document(victim: Victim) -> dict[str, object]:
+    """One file in the document of `pccheckctl drop --json`, with and without a daemon."""
+    return {
+        "path": str(victim.file.path),
+        "uid": victim.file.uid,
+        "job": victim.file.job,
+        "rank": victim.file.rank,
+        "bytes": victim.bytes,
+        "last_write_s": round(victim.last_write_s, 3),
+        "done": victim.done,
+        "checkpoints": victim.checkpoints,
+        "newest_step": victim.newest_step,
+        "problem": victim.problem,
+    }
+
+
+def document(
+    storage: str | os.PathLike[str], files: Iterable[Victim], *, dropped: bool
+) -> dict[str, object]:
+    """What `pccheckctl drop --json` prints."""
+    listed = [victim_document(victim) for victim in files]
+    return {
+        "schema": 1,
+        "storage": os.fspath(storage),
+        "dropped": dropped,
+        "files": listed,
+        "bytes": sum(victim.bytes for victim in files),
+    }
+
+
+def drop(paths: Sequence[Path]) -> None:
+    """Removes these volumes. Raises InUseError, before anything is touched, when another process
+    has one of them.
+
+    Oldest generation first: what an interruption leaves of a rank is its newest volume, so that a
+    job that is started over it goes on from there and not from an outgrown one.
+    """
+    with contextlib.ExitStack() as held:
+        present = [path for path in paths if _lock(held, path)]
+        for directory in dict.fromkeys(path.parent for path in present):
+            ordered = sorted((p for p in present if p.parent == directory), key=_generation)
+            gone = []
+            for path in ordered:
+                away = path.with_name(path.name + _DROPPED)
+                path.rename(away)
+                gone.append(away)
+            _sync(directory)
+            for away in gone:
+                away.unlink(missing_ok=True)
+            _sync(directory)
+    for directory in {path.parent for path in paths}:
+        with contextlib.suppress(OSError):  # another rank's volume is there, or it is gone
+            directory.rmdir()
+
+
+def _generation(path: Path) -> int:
+    return int(path.name.split(".")[1])
+
+
+def _lock(held: contextlib.ExitStack, path: Path) -> bool:
+    """Takes the volume's lock, as whoever writes to it does; False when it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise InUseError(path) from error
+        raise
+    return True
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,56 @@
+"""Which file system holds a path, and what that one cannot promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+_IN_MEMORY = "keeps files in memory, which a power loss erases"
+_NETWORK = "is a network file system, whose flushes we cannot vouch for"
+_COPY_ON_WRITE = "copies on write, so that an overwrite may find no room"
+_LAYERED = "is a layer over another file system, which we cannot see"
+_UNFIT = {
+    **dict.fromkeys(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"), _IN_MEMORY),
+    **dict.fromkeys(
+        ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "lustre", "glusterfs",
+         "afs", "gpfs", "beegfs", "ocfs2", "gfs2", "vboxsf"),
+        _NETWORK,
+    ),
+    **dict.fromkeys(("btrfs", "zfs", "bcachefs", "nilfs2"), _COPY_ON_WRITE),
+    **dict.fromkeys(("overlay", "aufs", "ecryptfs", "fuse", "squashfs", "iso9660"), _LAYERED),
+}  # fmt: skip
+
+
+class Mount(NamedTuple):
+    device: str  # "8:1"
+    place: str
+    kind: str
+    options: tuple[str, ...] = ()  # of the mount and of the file system
+
+
+def mounts(table: str) -> Iterator[Mount]:
+    """The lines of /proc/self/mountinfo."""
+    for line in table.splitlines():
+        fields = line.split(" ")
+        tail = fields[fields.index("-") + 1 :]
+        place = fields[4].encode().decode("unicode_escape")
+        options = [*fields[5].split(","), *(tail[2].split(",") if len(tail) > 2 else [])]
+        yield Mount(fields[2], place, tail[0], tuple(dict.fromkeys(options)))
+
+
+def mount_of(path: Path, table: str) -> Mount:
+    """The mount that holds `path`; its `kind` is "" when it cannot be told."""
+    found = Mount("", "", "")
+    for mount in mounts(table):
+        inside = path == Path(mount.place) or Path(mount.place) in path.parents
+        if inside and len(mount.place) >= len(found.place):  # the later mount covers the earlier
+            found = mount
+    return found
+
+
+def unfit(kind: str) -> str:
+    """Why checkpoints are not safe on this kind of file system; "" when they are."""
+    return _UNFIT.get(kind) or (_LAYERED if kind.startswith("fuse") else "")

@@ -1,0 +1,144 @@
+"""Volumes that are not wanted any more: dropped when their owner asks, or some time after their
+job said that it had finished (`--expire-finished`). Never under a session, never half."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+from pccheck_native import _core, dropping, layout
+from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError, UsageError
+from pccheck_wire.messages import Drop
+
+from .engine import Engine, translated
+from .logs import LOG
+from .options import Config
+from .registry import Registry
+
+Document = dict[str, object]
+
+#: How often finished jobs are looked for: an eighth of the age, within these.
+PAUSE_S_MIN, PAUSE_S_MAX = 0.5, 3600.0
+
+
+async def drop(
+    config: Config, engine: Engine, registry: Registry, asker_uid: int, body: Drop
+) -> Document:
+    """The volumes of a job that are, or with `dry_run` would be, dropped. Only their owner and
+    root may ask. Raises RefusedError while the job is in use."""
+    if body.uid >= 0 and asker_uid not in (0, body.uid):
+        raise RefusedError(f"uid {asker_uid} may not drop jobs of uid {body.uid}")
+    try:
+        layout.check_job(body.job)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    wanted = body.uid if body.uid >= 0 else None if asker_uid == 0 else asker_uid
+    files = await engine.scan(
+        asker_uid, dropping.victims, config.storage, uid=wanted, job=body.job, rank=body.rank
+    )
+    owners = sorted({victim.file.uid for victim in files})
+    if not owners:
+        rank = "" if body.rank is None else f" rank {body.rank}"
+        raise NoCheckpointError(
+            f"there is no volume of job {body.job!r}{rank}", hint="see: pccheckctl list"
+        )
+    if len(owners) > 1:
+        raise UsageError(
+            f"job {body.job!r} exists for uids {', '.join(map(str, owners))}",
+            hint="choose with --uid",
+        )
+    async with registry.unloaded(owners[0], body.job):
+        if not body.dry_run:
+            await _remove(engine, owners[0], files)
+            LOG.info(
+                "uid %d dropped job %r of uid %d: %d files, %d bytes", asker_uid, body.job,
+                owners[0], len(files), sum(victim.bytes for victim in files),
+            )  # fmt: skip
+    return dropping.document(config.storage, files, dropped=not body.dry_run)
+
+
+async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> None:
+    try:
+        await engine.call(uid, dropping.drop, [victim.file.path for victim in files])
+    except dropping.InUseError as error:
+        raise RefusedError(
+            f"{error}; nothing was dropped", hint="end that process, then try again"
+        ) from error
+    except OSError as error:
+        raise translated(error, "the volumes to be dropped") from error
+
+
+class Expiry:
+    """Drops finished jobs when their last write is `config.expire_finished_s` ago."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        registry: Registry,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._wall = wall
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def wake(self) -> None:
+        """The age may have changed."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Begins nothing any more; what an end of the daemon interrupts is swept when it starts."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def look(self) -> list[dropping.JobUse]:
+        """Drops what is due; which jobs that were. One that is in use is left alone."""
+        age_s, storage = self._config.expire_finished_s, self._config.storage
+        found = await self._engine.scan(os.geteuid(), dropping.jobs, storage)
+        gone = []
+        for job in found:
+            if not job.done or self._wall() - job.last_write_s < age_s:
+                continue
+            with contextlib.suppress(RefusedError):  # somebody reads it, or has started it anew
+                if await self._expire(job):
+                    gone.append(job)
+        return gone
+
+    async def _expire(self, job: dropping.JobUse) -> bool:
+        async with self._registry.unloaded(job.uid, job.job):
+            files = await self._engine.scan(
+                job.uid, dropping.victims, self._config.storage, uid=job.uid, job=job.job
+            )
+            if max((v.last_write_s for v in files), default=0.0) != job.last_write_s:
+                return False  # it was started anew since we looked
+            await _remove(self._engine, job.uid, files)
+        LOG.info(
+            "job %r of uid %d has finished and expired: %d files, %d bytes dropped",
+            job.job, job.uid, len(files), sum(victim.bytes for victim in files),
+        )  # fmt: skip
+        return True
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            age_s = self._config.expire_finished_s
+            if age_s > 0:
+                try:
+                    await self.look()
+                except (OSError, PccheckError, _core.NativeError) as error:
+                    LOG.warning("finished jobs cannot be looked for: %s", error)
+            pause_s = min(max(age_s / 8, PAUSE_S_MIN), PAUSE_S_MAX) if age_s > 0 else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), pause_s)

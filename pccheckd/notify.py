@@ -1,0 +1,62 @@
+"""sd_notify(3): what the service manager is told, if there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+SEND_LIMIT_S = 1.0
+STATUS_CHARACTERS_MAX = 400
+
+
+class Notifier:
+    """Sends states to $NOTIFY_SOCKET; does nothing without one. Never raises."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        #: Abstract names are written with "@".
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._status = ""
+        #: How often the manager wants to hear of us, in seconds; 0 when it does not.
+        self.watchdog_s = _watchdog_s(environ) if self._address else 0.0
+
+    @property
+    def listened_to(self) -> bool:
+        return bool(self._address)
+
+    def send(self, *states: str) -> None:
+        if not self._address or not states:
+            return
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
+        ):
+            channel.settimeout(SEND_LIMIT_S)
+            channel.connect(self._address)
+            channel.send("\n".join(states).encode())
+
+    def status(self, text: str, *states: str) -> None:
+        """The line that `systemctl status` shows, sent when it has changed; `states` always are."""
+        line = " ".join(text.split())[:STATUS_CHARACTERS_MAX]
+        if line != self._status:
+            self._status = line
+            states = (f"STATUS={line}", *states)
+        self.send(*states)
+
+    def reloading(self) -> None:
+        self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def extend(self, by_s: float) -> None:
+        """Starting or stopping goes on: it may take so much longer, from now on."""
+        self.send(f"EXTEND_TIMEOUT_USEC={int(by_s * 1e6)}")
+
+
+def _watchdog_s(environ: Mapping[str, str]) -> float:
+    if environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    with contextlib.suppress(ValueError):
+        return max(int(environ.get("WATCHDOG_USEC", "0")), 0) / 1e6
+    return 0.0

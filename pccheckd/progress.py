@@ -1,0 +1,94 @@
+"""Disks that do not move: writes, flushes and calls that have not ended for longer than
+--stall-limit. Degraded, and said so; never a reason to end a process that holds copied data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pccheck_wire.messages import CheckpointState as State
+
+from .engine import Engine
+from .logs import LOG
+from .options import Config
+from .registry import Registry
+from .tenants import Tenant
+from .volumes import Key
+
+
+@dataclass(slots=True)
+class _Seen:
+    mark: object
+    since_s: float
+
+
+class Progress:
+    """Looks at every tenant with something to write, and remembers since when nothing moved."""
+
+    def __init__(
+        self, config: Config, engine: Engine, registry: Registry, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._clock = clock
+        self._seen: dict[Key, _Seen] = {}
+
+    def look(self) -> None:
+        """Sets `stalled` of every tenant and of the engine: "" or why. Never blocks on a disk."""
+        now_s = self._clock()
+        limit_s = self._config.stall_limit_s
+        present = set()
+        for tenant in self._registry.tenants():
+            mark = _mark(tenant)
+            if mark is None:
+                self._set(tenant, "")
+                continue
+            present.add(tenant.key)
+            seen = self._seen.get(tenant.key)
+            if seen is None or seen.mark != mark:
+                self._seen[tenant.key] = _Seen(mark, now_s)
+                self._set(tenant, "")
+            elif now_s - seen.since_s > limit_s + self._allowance_s():
+                self._set(
+                    tenant,
+                    f"the disk has finished nothing for {now_s - seen.since_s:.0f} s; what was "
+                    "copied is safe in memory while pccheckd lives: look at the disk (dmesg)",
+                )
+        for key in self._seen.keys() - present:
+            del self._seen[key]
+        uid, waited_s = self._engine.longest_call()
+        self._engine.stalled = (
+            f"a call to the storage for uid {uid} has not returned for {waited_s:.0f} s"
+            if waited_s > limit_s
+            else ""
+        )
+
+    def _allowance_s(self) -> float:
+        """What --max-bandwidth may keep all the writers of a volume waiting."""
+        config = self._config
+        if not config.max_bandwidth_bytes:
+            return 0.0
+        waiting = config.chunk_bytes * config.writers * config.in_flight
+        return waiting / config.max_bandwidth_bytes
+
+    def _set(self, tenant: Tenant, why: str) -> None:
+        if bool(why) != bool(tenant.stalled):
+            LOG.warning("%s: %s", tenant.key, why or "the disk moves again")
+        tenant.stalled = why
+
+
+def _mark(tenant: Tenant) -> object:
+    """What changes with every write that ends; None when the disk has nothing to do."""
+    usage = tenant.port.usage() if tenant.port is not None else None
+    admitted = [one for one in tenant.ledger.live() if one.sequence]
+    if usage is None or not admitted:
+        return None
+    if not usage.full_chunks and not any(
+        one.state in (State.COPIED, State.WRITING) for one in admitted
+    ):
+        return None  # the trainer has to copy first
+    return (
+        usage.full_chunks, usage.cached_chunks, usage.free_chunks,
+        tuple((one.sequence, one.state) for one in admitted),
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""What the service manager hears while the daemon runs: STATUS, and WATCHDOG from the event loop.
+
+The watchdog follows the loop and the native core's locks (asking for usage takes them): when either
+hangs, nothing works any more and a restart helps. A disk that hangs stops neither: the daemon may
+hold the only copy of what trainers handed over, so that is `degraded` in STATUS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from pccheck_wire.messages import Role
+from pccheck_wire.units import GIB
+
+from . import report
+from .engine import Engine
+from .logs import LOG
+from .notify import Notifier
+from .options import Config
+from .progress import Progress
+from .registry import Registry
+from .sessions import Sessions
+from .survey import Survey
+
+PERIOD_S = 5.0
+#: While starting or stopping, the manager is told at every step that it takes at most so long.
+EXTENSION_S = 30.0
+DRAIN_STEP_S = 1.0
+
+
+class Supervisor:
+    def __init__(
+        self,
+        notifier: Notifier,
+        config: Config,
+        engine: Engine,
+        registry: Registry,
+        sessions: Sessions,
+        *,
+        faults: Callable[[], list[str]] = list,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`faults` says why the process itself is sick: the watchdog is then left to bite."""
+        self.survey = Survey()
+        self._faults = faults
+        self._notifier = notifier
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._sessions = sessions
+        self._clock = clock
+        self._progress = Progress(config, engine, registry, clock)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def period_s(self) -> float:
+        """Three chances before a watchdog's patience ends."""
+        shortest = min(PERIOD_S, max(self._config.stall_limit_s / 2, 0.05))
+        watchdog_s = self._notifier.watchdog_s
+        return min(shortest, watchdog_s / 3) if watchdog_s else shortest
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def beat(self) -> None:
+        """One look at everything, and what there is to say."""
+        self._progress.look()
+        self._notifier.status(self.line(), *self._heartbeat())
+
+    def line(self) -> str:
+        """For `systemctl status`: troubles first."""
+        warnings = [*self._faults(), *report.troubles(self._engine, self._registry.tenants())]
+        if self.survey.unreadable or not self.survey.complete:
+            warnings.append(f"at the start: {self.survey}")
+        trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)
+        moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
+        durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
+        budget, used = self._engine.pool.usage()
+        work = (
+            f"{_count(trainers, 'trainer')}, {_count(moving, 'checkpoint')} in flight, "
+            f"{durable} made durable; memory {used / GIB:.1f} of {budget / GIB:.1f} GiB"
+        )
+        if not warnings:
+            return work
+        more = f" (and {len(warnings) - 1} more)" if len(warnings) > 1 else ""
+        return f"degraded: {warnings[0]}{more}; {work}; see: pccheckctl status"
+
+    async def while_draining(self, limit_s: float) -> None:
+        """Says how far the stop is, and that it goes on; ends when it is cancelled."""
+        until = self._clock() + limit_s
+        while (left_s := until - self._clock()) > 0:
+            moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
+            self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
+            self._notifier.status(
+                f"stopping: {_count(moving, 'checkpoint')} to be made durable, at most "
+                f"{left_s:.0f} s more",
+                *self._heartbeat(),
+            )
+            self._progress.look()
+            await asyncio.sleep(min(DRAIN_STEP_S, self.period_s))
+
+    def _heartbeat(self) -> tuple[str, ...]:
+        return ("WATCHDOG=1",) if self._notifier.watchdog_s and not self._faults() else ()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.beat()
+            except Exception:  # a fault in a look must not look like a stuck loop
+                LOG.exception("the supervisor failed")
+                self._notifier.send(*self._heartbeat())
+            await asyncio.sleep(self.period_s)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,127 @@
+"""doctor, bench and tune on a real disk, and with a real daemon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pccheckctl import bench, cli, disk
+from tests.support.ctl import Ctl, Ran
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon("--allow-any-filesystem")
+
+
+@pytest.fixture
+def ask(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
+    def run(*arguments: object) -> Ran:
+        code = cli.main(["--socket", str(daemon.socket), *map(str, arguments)])
+        told = capsys.readouterr()
+        return Ran(code, told.out, told.err)
+
+    return run
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_LIMIT_S", "PASS_LIMIT_S", "READ_LIMIT_S", "FLUSH_LIMIT_S"):
+        monkeypatch.setattr(bench, name, 0.2)
+
+
+def test_doctor_finds_the_daemon_and_its_disk(ask: Ctl, daemon: Daemon) -> None:
+    ran = ask("doctor", "--json")
+    found = {one["check"]: one for one in ran.json["findings"]}
+    assert ran.json["storage"] == str(daemon.storage)
+    assert str(daemon.pid) in found["daemon"]["found"]
+    assert found["daemon"]["level"] == "ok"
+    assert found["socket"]["level"] == "ok"
+    assert "used of 64.0 MiB" in found["pool"]["found"]
+    assert ran.code == (1 if ran.json["counts"]["problem"] else ran.code)
+    assert list(daemon.storage.rglob("*.tmp")) == []
+
+
+def test_doctor_names_a_volume_that_cannot_be_read(
+    ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
+) -> None:
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.close()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    volume.write_bytes(b"\xff" * 8192)
+    ran = ask("doctor")
+    assert ran.code == 1
+    assert f"{volume} cannot be read" in ran.out
+    assert "pccheckctl drop" in ran.out
+
+
+@pytest.mark.usefixtures("_quick")
+def test_bench_measures_and_leaves_nothing(ask: Ctl, daemon: Daemon) -> None:
+    ran = ask("bench", "--size", "8MiB", "--chunk", "1MiB", "--json")
+    assert ran.code == 0, ran.err
+    document = ran.json
+    assert document["file_bytes"] == 8 << 20
+    assert set(document["write_bytes_per_s"]) == {"1", "2", "4"}
+    assert all(rate > 0 for rate in document["write_bytes_per_s"].values())
+    assert document["read_bytes_per_s"] > 0
+    assert list(daemon.storage.glob("*pccheckctl*")) == []
+    text = ask("bench", "--size", "8MiB", "--chunk", "1MiB", "--writers", 2).out
+    assert "written and durable in" in text
+    assert "--writers 2" in text
+
+
+def test_bench_does_not_fill_the_disk(ctl: Ctl, tmp_path: Path) -> None:
+    ran = ctl(tmp_path, "bench", "--size", "1024TiB")
+    assert ran.code == 1
+    assert "would leave less than a tenth" in ran.err
+    assert ctl(tmp_path / "gone", "bench").code == 10
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_directory_without_direct_io_is_measured_all_the_same(
+    ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = disk.Scratch._open
+
+    def buffered(self: disk.Scratch, mode: int) -> int:
+        fd = opened(self, mode)
+        self.direct = False
+        return fd
+
+    monkeypatch.setattr(disk.Scratch, "_open", buffered)
+    ran = ctl(tmp_path, "bench", "--size", "8MiB", "--chunk", "1MiB")
+    assert ran.code == 0
+    assert "O_DIRECT is refused" in ran.out
+
+
+@pytest.mark.usefixtures("_quick")
+def test_tune_by_measuring(ctl: Ctl, tmp_path: Path) -> None:
+    ran = ctl(tmp_path, "tune", "--checkpoint", "1GiB", "--step-time", "1s", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["interval_steps"] >= 1
+    assert ran.json["rates"]["source"].startswith("measured now")
+
+
+def test_tune_by_what_the_daemon_has_seen(
+    ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
+) -> None:
+    words = ("tune", "--checkpoint", "1GiB", "--step-time", "1s")
+    assert ask(*words).code == 12
+    trainer = start_trainer(daemon)
+    for _ in range(4):
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+    ran = ask(*words)
+    assert ran.code == 0, ran.err
+    assert "the daemon's last" in ran.out
+    assert "f*   = ceil(T_w/(N q t))" in ran.out
+    document = json.loads(ask(*words, "--json").out)
+    assert document["rates"]["write_bytes_per_s"] > 0

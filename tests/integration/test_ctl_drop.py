@@ -1,0 +1,259 @@
+"""Dropping jobs: by their owner through the daemon, without one, and by expiry when finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pccheck_native import layout
+from pccheckctl import cli
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
+from tests.support.volumes import UID, Rank, make
+
+Ctl = Callable[..., tuple[int, str, str]]
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    return make(tmp_path / "storage", 10, 20)
+
+
+@pytest.fixture
+def ctl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ctl:
+    monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")
+
+    def run(place: Daemon | Path, *arguments: object) -> tuple[int, str, str]:
+        where = (
+            ["--socket", str(place.socket)] if isinstance(place, Daemon)
+            else ["--storage", str(place)]
+        )  # fmt: skip
+        code = cli.main([*where, *map(str, arguments)])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def files(storage: Path) -> list[Path]:
+    return [file.path for file in layout.list_volumes(storage)]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- through the daemon ------------------------------------------------------------------------
+
+
+def test_a_dry_run_names_files_and_bytes_and_drops_nothing(
+    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    code, out, _ = ctl(daemon, "drop", "job", "--dry-run", "--json")
+    document = json.loads(out)
+    assert (code, document["dropped"]) == (0, False)
+    (file,) = document["files"]
+    assert Path(file["path"]) == files(storage)[0]
+    assert (file["newest_step"], document["bytes"]) == (20, file["bytes"])
+    text = ctl(daemon, "drop", "job", "--dry-run")[1]
+    assert file["path"] in text
+    assert "would be dropped" in text
+    assert len(files(storage)) == 1
+
+
+def test_dropping_has_to_be_confirmed(
+    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    code, _, err = ctl(daemon, "drop", "job")
+    assert code == 2
+    assert "--dry-run" in err
+    assert files(storage)
+    code, out, _ = ctl(daemon, "drop", "job", "--yes", "--json")
+    assert (code, json.loads(out)["dropped"]) == (0, True)
+    assert files(storage) == []
+    assert ctl(daemon, "drop", "job", "--yes")[0] == 13
+    assert ctl(daemon, "list")[1] == "no checkpoints\n"
+
+
+def test_a_job_in_use_is_not_dropped_and_can_begin_anew_afterwards(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], ctl: Ctl
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem")
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    code, _, err = ctl(daemon, "drop", "job", "--yes")
+    assert code == 1
+    assert f"in use: pid {trainer.pid} is its rank 0" in err
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.close()
+    assert ctl(daemon, "drop", "job", "--yes")[0] == 0
+    assert files(daemon.storage) == []
+    again = start_trainer(daemon)
+    assert again.restore()["found"] is False
+    again.step()
+    assert again.wait_durable(again.checkpoint()) == "durable"
+
+
+def test_one_rank_alone(start_daemon: Callable[..., Daemon], tmp_path: Path, ctl: Ctl) -> None:
+    place = make(tmp_path / "storage", 10, rank=0, world_size=2)
+    make(place, 10, rank=1, world_size=2)
+    daemon = start_daemon("--allow-any-filesystem", storage=place)
+    assert ctl(daemon, "drop", "job", "--rank", 1, "--yes")[0] == 0
+    assert [layout.parse_volume_path(place, path).rank for path in files(place)] == [0]
+    code, _, err = ctl(daemon, "drop", "job", "--rank", 1, "--yes")
+    assert code == 13
+    assert "rank 1" in err
+
+
+def test_jobs_of_the_same_name_are_told_apart(
+    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+) -> None:
+    make(storage, 5, uid=UID + 1)
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    code, _, err = ctl(daemon, "drop", "job", "--yes")
+    assert code == 2
+    assert "--uid" in err
+    assert ctl(daemon, "drop", "job", "--uid", UID, "--yes")[0] == 0
+    assert [layout.parse_volume_path(storage, path).uid for path in files(storage)] == [UID + 1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+@pytest.mark.parametrize(("uid", "told"), [(None, "no volume of job"), (UID, "may not drop")])
+def test_nobody_drops_anothers(
+    uid: int | None, told: str, start_daemon: Callable[..., Daemon], storage: Path, tmp_path: Path
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    daemon.root.chmod(0o755)
+    daemon.socket.parent.chmod(0o755)
+    daemon.socket.chmod(0o666)
+    said = (tmp_path / "said").open("w+")
+    arguments = ["--socket", str(daemon.socket), "drop", "job", "--yes"]
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(said.fileno(), 2)
+        os.setgroups([])
+        os.setresuid(65534, 65534, 65534)
+        import sys
+
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        cli.main(arguments if uid is None else [*arguments, "--uid", str(uid)])
+        sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert told in (tmp_path / "said").read_text()
+    assert len(files(storage)) == 1
+
+
+def test_a_full_disk_names_what_may_be_dropped_finished_jobs_first(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", "--max-storage", "64MiB")
+    for job, done in (("running", False), ("over", True)):
+        trainer = start_trainer(daemon, job=job)
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+        trainer.close(done=done)
+    trainer = start_trainer(daemon, job="third", counts=[3_000_000])
+    trainer.step()
+    handle = trainer.checkpoint()
+    eventually(lambda: trainer.state(handle) == "failed")
+    told = " ".join([trainer.reason(handle), *trainer.warnings])
+    assert "pccheckctl drop over (" in told
+    assert told.index("drop over") < told.index("drop running")
+
+
+# -- without a daemon --------------------------------------------------------------------------
+
+
+def test_without_a_daemon(storage: Path, ctl: Ctl) -> None:
+    code, out, _ = ctl(storage, "drop", "job", "--dry-run")
+    assert code == 0
+    assert "would be dropped" in out
+    assert ctl(storage, "drop", "job", "--yes")[0] == 0
+    assert files(storage) == []
+    assert not layout.lock_path(storage).exists()  # it would be ours, not the daemon's
+
+
+def test_not_behind_a_daemons_back(
+    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    assert ctl(storage, "drop", "job", "--dry-run")[0] == 0
+    code, _, err = ctl(storage, "drop", "job", "--yes")
+    assert code == 11
+    assert f"pid {daemon.pid}" in err
+    assert files(storage)
+    daemon.stop()
+    assert ctl(storage, "drop", "job", "--yes")[0] == 0
+
+
+def test_not_under_a_writer(storage: Path, ctl: Ctl) -> None:
+    with Rank(storage):
+        code, _, err = ctl(storage, "drop", "job", "--yes")
+    assert code == 1
+    assert "in use by another process" in err
+    assert files(storage)
+
+
+# -- expiry ------------------------------------------------------------------------------------
+
+
+def test_finished_jobs_expire_and_others_do_not(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "100ms")
+    for job, done in (("running", False), ("over", True)):
+        trainer = start_trainer(daemon, job=job)
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+        trainer.close(done=done)
+    eventually(lambda: not [p for p in files(daemon.storage) if "over" in p.parts])
+    assert [p for p in files(daemon.storage) if "running" in p.parts]
+    eventually(lambda: "'over' of uid" in daemon.log.read_text())
+
+
+def test_a_finished_job_that_was_started_anew_does_not_expire(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], ctl: Ctl
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem")
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.close(done=True)
+    again = start_trainer(daemon)
+    assert again.restore()["found"]
+    again.step()
+    again.wait_durable(again.checkpoint())
+    again.kill()
+    daemon.stop()
+    daemon.start("--expire-finished", "1ms")
+    other = start_trainer(daemon, job="over")
+    other.step()
+    other.wait_durable(other.checkpoint())
+    other.close(done=True)
+    eventually(lambda: not [p for p in files(daemon.storage) if "over" in p.parts])
+    assert [p for p in files(daemon.storage) if "job" in p.parts]
+
+
+def test_what_an_interrupted_drop_left_is_swept(
+    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+) -> None:
+    (path,) = files(storage)
+    left = path.rename(path.with_name(path.name + ".dropped.tmp"))
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    assert not left.exists()
+    daemon.kill(signal.SIGKILL)

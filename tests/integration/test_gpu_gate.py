@@ -1,0 +1,381 @@
+"""The gate on a GPU: the stream waits for the copy, the CPU does not, and neither for ever."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pccheck.devices import HOST
+from tests.support import fakegpu
+from tests.support.gpunode import Node
+from tests.support.gputrainer import PARTS, GpuTrainer, Part, off_by, raw
+from tests.support.trainer import RemoteError
+
+Start = Callable[..., Node]
+stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
+LIMIT_S = 30.0
+
+
+def ready(node: Node, parts: tuple[Part, ...] = PARTS, **options: Any) -> GpuTrainer:
+    """Step 1 is durable, everything is exposed, and step 2 is done."""
+    trainer = node.connect(parts, **options)
+    trainer.step()
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.step()
+    return trainer
+
+
+@contextmanager
+def held_back(node: Node) -> Iterator[None]:
+    """The daemon copies nothing of GPUs meanwhile."""
+    if fakegpu.is_real():
+        node.daemon.kill(signal.SIGSTOP)
+    else:
+        node.faults.hold_copies()
+    yield
+    if fakegpu.is_real():
+        node.daemon.kill(signal.SIGCONT)
+    else:
+        node.faults.release_copies()
+
+
+def under_way(trainer: GpuTrainer, handle: int) -> bool:
+    return trainer.state(handle) in ("requested", "copying")
+
+
+def saved_step_2(trainer: GpuTrainer, handle: int) -> None:
+    assert trainer.wait_durable(handle) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (2, "")
+
+
+def part0_now(trainer: Any) -> str:
+    """What part 0 is off from step 2, without waiting for the stream."""
+    return off_by(raw(trainer.model.part0), 2, 0)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_the_stream_waits_and_the_cpu_does_not(start_node: Start, own_stream: bool) -> None:
+    """What forward changes before the gate is asked was copied aside: it is of step 2, too."""
+    node = start_node()
+    trainer = ready(node, own_stream=own_stream)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        assert trainer.step() == 3
+        assert under_way(trainer, handle)
+        assert not trainer.idle()
+        if not fakegpu.is_real():
+            assert trainer.faults.waits > 0
+            assert trainer.evaluate(part0_now) == ""
+    trainer.synchronize()
+    assert trainer.check(3) == ""
+    saved_step_2(trainer, handle)
+    assert trainer.warnings == []
+
+
+def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, (Part(400_000), Part(400_000, device=HOST)))
+    with held_back(node):
+        if fakegpu.is_real():
+            return  # a daemon that is stopped takes nothing from the host either
+        handle = trainer.checkpoint()
+        assert trainer.step() == 3
+        assert under_way(trainer, handle)
+    saved_step_2(trainer, handle)
+
+
+@stand_in
+def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
+    """Shows that the tests above can fail: the same, and an update that asks nobody."""
+    node = start_node()
+    trainer = ready(node, gate="manual")
+    node.faults.hold_copies(after=1)
+    handle = trainer.checkpoint()
+    trainer.update_unasked()
+    node.faults.wait_for(lambda f: f.held_copies > 0)
+    trainer.synchronize()
+    node.faults.release_copies()
+    assert trainer.wait_durable(handle) == "durable"
+    assert "off from step 2 by" in trainer.recover()["wrong"]
+
+
+def test_a_manual_gate(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, gate="manual")
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.evaluate(ask_and_update)
+        assert under_way(trainer, handle)
+        assert not trainer.idle()
+    trainer.synchronize()
+    saved_step_2(trainer, handle)
+
+
+def ask_and_update(trainer: Any) -> None:
+    trainer.client.gate()
+    trainer.update_unasked()
+
+
+def test_buffers_may_change_at_once(start_node: Start) -> None:
+    """Batch statistics and a frozen average: no gate is asked, and they change many times."""
+    node = start_node()
+    parts = (Part(300_000), Part(70_000, kind="buffer"), Part(500, "int8", kind="buffer"),
+             Part(9_000, "bfloat16", kind="frozen"))  # fmt: skip
+    trainer = ready(node, parts)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        for _ in range(3):
+            trainer.forward()
+        if not fakegpu.is_real():
+            trainer.synchronize()
+        assert under_way(trainer, handle)
+    saved_step_2(trainer, handle)
+
+
+def test_a_snapshot_on_the_device_lets_the_update_go(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, snapshot="device")
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.step()
+        trainer.synchronize()
+        assert trainer.check(3) == ""
+        assert under_way(trainer, handle)
+    saved_step_2(trainer, handle)
+    for _ in range(4):  # staging memory is used again, each time after it was read
+        trainer.step()
+        last = trainer.checkpoint()
+    assert trainer.wait_durable(last) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (7, "")
+
+
+def test_staging_memory_in_use_is_busy(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, snapshot="device", on_busy="skip")
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.step()
+        assert trainer.state(trainer.checkpoint()) == "skipped"
+        trainer.step()
+        trainer.synchronize()
+    saved_step_2(trainer, handle)
+
+
+def checkpoint_and_damage(trainer: Any) -> bool:
+    made = trainer.client.checkpoint(step=trainer.optimizer.now)
+    trainer.handles.append(made)
+    read = made.source_read
+    trainer.update_unasked()
+    return bool(read)
+
+
+def test_a_blocking_snapshot_was_read_on_return(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, snapshot="blocking")
+    assert trainer.evaluate(checkpoint_and_damage)
+    saved_step_2(trainer, 1)
+
+
+# -- deadlines
+
+
+def recovers(trainer: GpuTrainer) -> None:
+    """Checkpoints succeed again, sooner or later."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        trainer.step()
+        handle = trainer.checkpoint()
+        if trainer.state(handle) in ("skipped", "failed"):
+            continue
+        assert trainer.wait_durable(handle) == "durable"
+        found = trainer.recover()
+        assert found["wrong"] == ""
+        return
+    raise AssertionError(f"no checkpoint succeeds any more: {trainer.warnings}")
+
+
+def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
+    """The snapshot has failed then, checkpoints are skipped, training goes on."""
+    node = start_node()
+    trainer = ready(node, stall_limit_s=0.5)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        assert trainer.step() == 3
+        trainer.synchronize()  # without the deadline this would never return
+        assert trainer.state(handle) == "failed"
+        assert "let go" in trainer.reason(handle)
+        assert trainer.state(trainer.checkpoint()) == "skipped"
+        trainer.step(3)
+        assert trainer.check(6) == ""
+    assert len([w for w in trainer.warnings if "was given up" in w]) == 1
+    recovers(trainer)
+
+
+def test_a_dead_daemon_lets_the_stream_go(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.step()
+        assert not trainer.idle()
+        node.daemon.kill()
+        trainer.synchronize()
+    assert trainer.check(3) == ""
+    assert trainer.state(handle) == "failed"
+    for _ in range(5):
+        trainer.step()
+        trainer.checkpoint()
+    assert len([w for w in trainer.warnings if "pccheckd" in w]) == 1, trainer.warnings
+    node.faults.release_copies()
+    node.start()
+    recovers(trainer)
+
+
+def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
+    """Stopped past the deadline, and continued: the trainer was let go, so the snapshot failed."""
+    node = start_node()
+    trainer = ready(node, stall_limit_s=0.5)
+    node.daemon.kill(signal.SIGSTOP)
+    handle = trainer.checkpoint()
+    trainer.step()
+    trainer.synchronize()
+    assert trainer.state(handle) == "failed"
+    node.daemon.kill(signal.SIGCONT)
+    recovers(trainer)
+    assert trainer.state(handle) == "failed"
+    trainer.kill()
+    again = node.connect()
+    done = again.restore()
+    assert done["step"] > 2
+    assert again.check(done["step"]) == ""
+
+
+def test_an_interrupt_lets_the_stream_go(start_node: Start) -> None:
+    """close() with a copy under way: the stream is not left waiting."""
+    node = start_node()
+    trainer = ready(node, stall_limit_s=0.5)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.step()
+        trainer.close()
+        trainer.synchronize()
+        assert trainer.state(handle) == "failed"
+    assert trainer.check(3) == ""
+
+
+# -- graphs
+
+
+def checkpoint_in_capture(trainer: Any) -> str:
+    from pccheck import UsageError
+
+    with trainer.gpu.capture():
+        try:
+            trainer.client.checkpoint(step=2)
+        except UsageError as error:
+            return error.hint
+    return "nothing was raised"
+
+
+def test_no_checkpoint_while_a_graph_is_recorded(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node)
+    assert "outside" in trainer.evaluate(checkpoint_in_capture)
+    handle = trainer.checkpoint()
+    saved_step_2(trainer, handle)
+    if not fakegpu.is_real():
+        assert trainer.faults.broken_captures == 0
+
+
+def record_a_step(trainer: Any) -> None:
+    with trainer.gpu.capture() as trainer.graph:
+        trainer.optimizer.step()
+    if fakegpu.is_real():
+        trainer.gpu.synchronize()
+    trainer.optimizer.now -= 1  # recorded, not run
+    for entry in trainer.optimizer.state.values():
+        entry["steps"] -= 1
+
+
+def replay(trainer: Any) -> None:
+    trainer.graph.replay()
+    trainer.forward()
+    trainer.optimizer.now += 1
+    for entry in trainer.optimizer.state.values():
+        entry["steps"] += 1
+
+
+DEVICE_PARTS = PARTS[:4]
+
+
+def test_a_recorded_step_ends_the_trust_in_hooks(start_node: Start) -> None:
+    """Replays call no hooks: from then on checkpoint() returns when the copy is complete."""
+    node = start_node()
+    trainer = ready(node, DEVICE_PARTS)
+    trainer.evaluate(record_a_step)
+    assert any('gate="manual"' in w for w in trainer.warnings)
+    trainer.evaluate(checkpoint_and_replay)
+    saved_step_2(trainer, 1)
+    assert trainer.check(3) == ""
+    if not fakegpu.is_real():
+        assert trainer.faults.broken_captures == 0
+
+
+def checkpoint_and_replay(trainer: Any) -> None:
+    trainer.checkpoint()
+    replay(trainer)
+
+
+def test_a_manual_gate_before_replay(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, DEVICE_PARTS, gate="manual")
+    trainer.evaluate(record_a_step)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.evaluate(ask_and_replay)
+        assert under_way(trainer, handle)
+        assert not trainer.idle()
+    saved_step_2(trainer, handle)
+    assert trainer.check(3) == ""
+
+
+def ask_and_replay(trainer: Any) -> None:
+    trainer.client.gate()
+    replay(trainer)
+
+
+def test_a_graph_recorded_while_a_copy_is_under_way_is_not_spoilt(start_node: Start) -> None:
+    node = start_node()
+    trainer = ready(node, DEVICE_PARTS, gate="manual", transfer="push")
+    for _ in range(3):
+        trainer.evaluate(checkpoint_then_record)
+        trainer.evaluate(ask_and_replay)
+    assert trainer.wait_durable(3) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (4, "")
+    if not fakegpu.is_real():
+        assert trainer.faults.broken_captures == 0
+
+
+def checkpoint_then_record(trainer: Any) -> None:
+    trainer.checkpoint()
+    record_a_step(trainer)
+
+
+def test_an_error_that_is_raised(start_node: Start) -> None:
+    """on_error="raise": the step goes on, the next checkpoint() says what became of this one."""
+    node = start_node()
+    trainer = ready(node, stall_limit_s=0.5, on_error="raise")
+    with held_back(node):
+        trainer.checkpoint()
+        trainer.step()
+        trainer.synchronize()
+        with pytest.raises(RemoteError, match="CheckpointFailed"):
+            trainer.checkpoint()

@@ -1,0 +1,225 @@
+"""Push from a GPU: chosen where nothing can be pulled, told why, right, and never a deadlock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from pccheck.devices import HOST
+from tests.support import fakegpu
+from tests.support.gpunode import Node
+from tests.support.gputrainer import PARTS, GpuTrainer, Part
+from tests.support.trainer import RemoteError
+
+Start = Callable[..., Node]
+stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
+LARGE = (Part(3_000_000), Part(5_000, kind="buffer"), Part(100_000, device=HOST))
+
+
+def saves(trainer: GpuTrainer, steps: int = 3) -> None:
+    """Checkpoints of this many steps, updates right behind them; the newest is right."""
+    for _ in range(steps):
+        trainer.step()
+        last = trainer.checkpoint()
+    trainer.step()
+    assert trainer.wait_durable(last) == "durable"
+    found = trainer.recover()
+    assert found["wrong"] == ""
+    assert found["step"] == trainer.step(0) - 1
+    assert trainer.warnings == []
+
+
+def pushed(node: Node, trainer: GpuTrainer, why: str) -> None:
+    """Push was chosen, for this reason; what was pushed comes back, to the GPU, too."""
+    saves(trainer)
+    transfer, reason = node.transfer()
+    assert transfer == "push"
+    assert why in reason
+    trainer.kill()
+    again = node.connect()
+    step = again.restore()["step"]
+    assert again.check(step) == ""
+    again.kill()
+
+
+def test_push_can_be_asked_for(start_node: Start) -> None:
+    node = start_node()
+    trainer = node.connect(transfer="push")
+    saves(trainer)
+    if not fakegpu.is_real():
+        assert node.faults.opens == 0
+        assert trainer.faults.copies_to_host > 0
+        assert trainer.faults.pageable_copies == 0
+    pushed(node, trainer, "asked for")
+
+
+def test_memory_that_cannot_be_shared(start_node: Start) -> None:
+    """As with expandable segments."""
+    node = start_node()
+    parts = tuple(part._replace(shareable=False) for part in PARTS)
+    pushed(node, node.connect(parts), "share")
+
+
+def test_one_tensor_that_cannot_be_shared(start_node: Start) -> None:
+    node = start_node()
+    saves(node.connect((*PARTS, Part(50_000, shareable=False))))
+    assert node.transfer()[0] == "push"
+
+
+def test_a_daemon_without_a_driver(start_node: Start) -> None:
+    if fakegpu.is_real():
+        pytest.skip("this daemon has a driver")
+    node = start_node(blind=True)
+    pushed(node, node.connect(), "no CUDA driver")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+def test_another_users_memory(start_node: Start) -> None:
+    node = start_node()
+    node.daemon.root.chmod(0o755)
+    node.daemon.socket.parent.chmod(0o711)
+    node.daemon.socket.chmod(0o666)
+    saves(node.connect(uid=65534))
+    assert node.transfer()[0] == "push"
+    assert "runs as uid 0" in node.transfer()[1]  # root asks no driver whether it may
+
+
+@stand_in
+@pytest.mark.parametrize(("code", "word"), [(1, "INVALID_VALUE"), (201, "another user"), (205, "")])
+def test_a_daemon_that_cannot_open_handles(start_node: Start, code: int, word: str) -> None:
+    node = start_node()
+    node.faults.fail_open(code)
+    pushed(node, node.connect(), word)
+
+
+@stand_in
+def test_no_stream_memory_operations(start_node: Start) -> None:
+    node = start_node()
+    trainer = node.process()
+    trainer.faults.set(no_memory_ops=1)
+    node.open(trainer)
+    pushed(node, trainer, "wait for 64-bit words")
+
+
+@stand_in
+def test_a_daemon_that_sees_another_gpu(start_node: Start) -> None:
+    node = start_node(devices=2, visible="1")
+    pushed(node, node.connect(), "does not see")
+
+
+@stand_in
+def test_a_daemon_whose_memory_is_not_pinned(start_node: Start) -> None:
+    node = start_node()
+    node.faults.fail_register()
+    pushed(node, node.connect(), "ENOMEM")
+
+
+@stand_in
+def test_a_driver_that_does_not_start(start_node: Start) -> None:
+    node = start_node(init_fail_code=100)
+    pushed(node, node.connect(), "no CUDA driver")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_pull_that_was_demanded_and_cannot_be_had(start_node: Start, on_error: str) -> None:
+    node = start_node()
+    parts = tuple(part._replace(shareable=False) for part in PARTS)
+    trainer = node.connect(parts, transfer="pull", on_error=on_error)
+    trainer.step()
+    if on_error == "raise":
+        with pytest.raises(RemoteError, match="cannot be had") as caught:
+            trainer.checkpoint()
+        assert caught.value.kind == "DeviceError"
+        assert trainer.step() == 2
+        return
+    for _ in range(3):
+        assert trainer.state(trainer.checkpoint()) == "failed"
+        trainer.step()
+    assert len([w for w in trainer.warnings if "cannot be had" in w]) == 1
+    assert trainer.check(4) == ""
+
+
+# -- the order of copies and waits
+
+
+@stand_in
+def test_all_copies_are_enqueued_and_the_cpu_goes_on(start_node: Start) -> None:
+    node = start_node()
+    trainer = node.connect(transfer="push")
+    trainer.step()
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.step()
+    trainer.faults.hold_copies()
+    handle = trainer.checkpoint()
+    assert trainer.step() == 3  # the copies stand still, and were enqueued
+    assert not trainer.idle()
+    assert trainer.state(handle) in ("requested", "copying")
+    trainer.faults.release_copies()
+    trainer.synchronize()
+    assert trainer.wait_durable(handle) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (2, "")
+
+
+@stand_in
+def test_the_host_waits_while_copies_are_to_be_enqueued(start_node: Start) -> None:
+    """Less memory than the snapshot: no stream may wait for copies that are not enqueued yet."""
+    node = start_node("--dram", "3MiB")
+    trainer = node.connect(LARGE, transfer="push")
+    trainer.step()
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.step()
+    trainer.faults.hold_copies()
+    handle = trainer.checkpoint()
+    trainer.post("step")
+    trainer.faults.wait_for(lambda f: f.held_copies == 1)
+    assert trainer.faults.waits == 0
+    trainer.faults.release_copies()
+    assert trainer.answer() == 3
+    assert trainer.wait_durable(handle) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (2, "")
+
+
+@stand_in
+@pytest.mark.parametrize("transfer", ["push", "pull"])
+@pytest.mark.parametrize("snapshot", ["overlap", "device", "blocking"])
+def test_one_hardware_queue_is_no_deadlock(start_node: Start, transfer: str, snapshot: str) -> None:
+    """All streams share a queue, as the GPU may have it: a stream that waits for a copy behind it
+    would never end. With a tenth of the memory that the snapshot needs."""
+    node = start_node("--dram", "3MiB")
+    node.faults.set(one_queue=1)
+    trainer = node.process()
+    trainer.faults.set(one_queue=1)
+    node.open(trainer, LARGE, transfer=transfer, snapshot=snapshot)
+    saves(trainer)
+    assert "failed" not in trainer.states()
+
+
+@stand_in
+def test_without_pinned_memory_it_is_slow_and_right(start_node: Start) -> None:
+    node = start_node()
+    trainer = node.process()
+    node.open(trainer, transfer="push")
+    trainer.faults.fail_register()
+    saves(trainer)
+    assert trainer.faults.pageable_copies > 1
+
+
+@stand_in
+def test_a_push_that_is_given_up_lets_go(start_node: Start) -> None:
+    """The host waits for copies to be enqueued at most for the stall limit."""
+    node = start_node("--dram", "3MiB")
+    trainer = node.connect(LARGE, transfer="push", stall_limit_s=0.5)
+    trainer.step()
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.step()
+    trainer.faults.slow_copies(150_000)
+    handle = trainer.checkpoint()
+    assert trainer.step() == 3
+    assert trainer.state(handle) == "failed"
+    trainer.faults.slow_copies(0)
+    assert trainer.check(3) == ""
+    assert trainer.recover()["wrong"] == ""

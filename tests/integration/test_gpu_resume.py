@@ -1,0 +1,152 @@
+"""Training on a GPU that is killed and goes on is bit for bit the training that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import fakegpu
+from tests.support.fakegpu import StreamSGD, module_to
+from tests.support.gpunode import Node
+from tests.support.gputrainer import GpuTrainer, Part
+
+Start = Callable[..., Node]
+STEPS = 24
+
+
+class Net(nn.Module):
+    """Tied weights, batch statistics, a frozen tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(64, 256)
+        self.wide = nn.Linear(256, 1200)
+        self.norm = nn.BatchNorm1d(256)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.rand(64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x * self.frozen)).relu() - self.last(x)
+        return self.wide(hidden).float().pow(2).mean()
+
+
+def begin(trainer: Any, dtype: str) -> None:
+    torch.manual_seed(7)
+    if fakegpu.is_real():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    gpu = trainer.gpu
+    trainer.net = module_to(gpu, Net().to(getattr(torch, dtype)))
+    trained = [p for p in trainer.net.parameters() if p.requires_grad]
+    trainer.sgd = StreamSGD(gpu, trained, seed=7, lr=0.01)
+    trainer.losses = {}
+    trainer.client.attach(model=trainer.net, optimizer=trainer.sgd)
+    gpu.synchronize()
+
+
+def train_step(trainer: Any, step: int) -> None:
+    """Everything happens on the stream: the CPU runs ahead."""
+    net = trainer.net
+
+    def forward_and_backward() -> None:
+        noise = torch.Generator().manual_seed(1000 + step)
+        x = torch.rand(32, 64, generator=noise).to(net.frozen.device, net.frozen.dtype)
+        with torch.enable_grad():
+            loss = net(x)
+            for parameter in net.parameters():
+                parameter.grad = None
+            loss.backward()
+        trainer.losses[step] = loss.detach().clone()
+
+    trainer.gpu.launch(forward_and_backward)
+    trainer.sgd.step()
+
+
+def train(trainer: Any, first: int, last: int, every: int) -> None:
+    for step in range(first, last + 1):
+        train_step(trainer, step)
+        if step % every == 0:
+            trainer.handles.append(trainer.client.checkpoint(step=step))
+
+
+def train_on(trainer: Any) -> None:
+    """Until it is killed, which is not long after the eighth step is durable."""
+    for step in range(1, 100_000):
+        train(trainer, step, step, 2)
+        if any(h.step >= 8 and h.state.name == "DURABLE" for h in trainer.handles[-100:]):
+            trainer.link.send(("durable", step))
+
+
+def resume(trainer: Any) -> int:
+    return int(trainer.client.restore().step)
+
+
+def outcome(trainer: Any) -> tuple[dict[int, bytes], dict[str, bytes]]:
+    """Losses and final state, as bytes."""
+    trainer.gpu.synchronize()
+    state = {f"net.{name}": tensor for name, tensor in trainer.net.state_dict().items()}
+    for index, entry in enumerate(trainer.sgd.state.values()):
+        state |= {f"sgd.{index}.{key}": value for key, value in entry.items()}
+    return {k: raw(v) for k, v in trainer.losses.items()}, {k: raw(v) for k, v in state.items()}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def start(node: Node, dtype: str, **options: object) -> GpuTrainer:
+    trainer = node.connect((Part(8),), attach=False, **options)
+    trainer.evaluate(Call(begin, dtype))
+    return trainer
+
+
+class Call:
+    """A function with arguments, for Trainer.evaluate."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __call__(self, trainer: Any) -> Any:
+        return self.function(trainer, *self.arguments)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("transfer", "snapshot"), [("pull", "overlap"), ("pull", "device"), ("push", "overlap")]
+)
+def test_resumed_training_is_the_same(
+    start_node: Start, transfer: str, snapshot: str, dtype: str
+) -> None:
+    node = start_node()
+    whole = start(node, dtype, job="whole", transfer=transfer, snapshot=snapshot)
+    killed = start(node, dtype, transfer=transfer, snapshot=snapshot)
+    killed.post("evaluate", train_on)
+    killed.wait_for_durable(8)
+    killed.kill()
+
+    resumed = start(node, dtype, transfer=transfer, snapshot=snapshot)
+    step = resumed.evaluate(resume)
+    assert step >= 8
+    assert step % 2 == 0
+    last = step + STEPS
+    whole.evaluate(Call(train, 1, last, 2))
+    resumed.evaluate(Call(train, step + 1, last, 2))
+    losses, state = whole.evaluate(outcome)
+    losses_after, state_after = resumed.evaluate(outcome)
+    assert losses_after == {k: v for k, v in losses.items() if k > step}
+    assert len(losses_after) == STEPS
+    assert len(set(losses_after.values())) > STEPS // 2  # it did learn something
+    assert state_after.keys() == state.keys()
+    assert [name for name in state if state_after[name] != state[name]] == []
+
+
+def test_a_damaged_gradient_would_be_seen(start_node: Start) -> None:
+    """Shows that the test above can fail: one bit of one batch, and all that follows differs."""
+    node = start_node()
+    one, other = start(node, "float32", job="one"), start(node, "float32", job="other")
+    one.evaluate(Call(train, 1, 5, 2))
+    other.evaluate(Call(train, 2, 6, 2))
+    assert one.evaluate(outcome)[1] != other.evaluate(outcome)[1]

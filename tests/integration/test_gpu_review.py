@@ -1,0 +1,160 @@
+"""What a reviewer of the GPU data path found: each was once a failed promise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import fakegpu
+from tests.support.gpunode import Node
+from tests.support.gputrainer import GpuTrainer, Part
+from tests.support.standin import TO_DEVICE
+from tests.support.trainer import RemoteError
+
+Start = Callable[..., Node]
+pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
+OWN = 2_700_000  # float32 elements: an allocation of its own
+PARTS = (Part(300_000), Part(90_001, "float16"))
+
+
+def durable_and_right(trainer: GpuTrainer, handle: int, step: int) -> None:
+    assert trainer.wait_durable(handle) == "durable", trainer.reason(handle)
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (step, "")
+
+
+def test_a_gpu_without_two_free_mebibytes(start_node: Start) -> None:
+    """torch has taken all of its memory: there is no room for the probe, so that tensors are
+    pushed. Every checkpoint failed instead."""
+    node = start_node()
+    trainer = node.connect(PARTS)
+    trainer.step()
+    trainer.faults.fail_alloc()
+    handle = trainer.checkpoint()
+    trainer.step()
+    durable_and_right(trainer, handle, 1)
+    assert node.transfer()[0] == "push"
+
+
+def test_memory_that_the_daemon_cannot_pin(start_node: Start) -> None:
+    """The driver has pinned the page for the probe, but does not pin the pool: tensors are pushed.
+    The session had no memory at all instead, and every checkpoint stalled."""
+    node = start_node()
+    first = node.connect(PARTS)
+    first.step()
+    durable_and_right(first, first.checkpoint(), 1)
+    first.kill()
+    node.faults.fail_register()
+    trainer = node.connect(PARTS, job="other", stall_limit_s=3)
+    trainer.step()
+    with pytest.raises(RemoteError, match="shares it anew"):
+        trainer.wait_durable(trainer.checkpoint())  # memory came after it was exposed
+    trainer.step()
+    durable_and_right(trainer, trainer.checkpoint(), 2)
+    transfer, reason = node.transfer()
+    assert transfer == "push"
+    assert "pin" in reason
+
+
+def allocate_anew(trainer: Any) -> None:
+    trainer.move_part0()
+    trainer.move_part0()
+
+
+def test_a_handle_whose_old_mapping_is_in_the_way(start_node: Start) -> None:
+    """Drivers refuse a handle with ALREADY_MAPPED (208) when the importer still maps what was at
+    that address before. The old mappings are closed, and it is tried again."""
+    node = start_node("--dram", "128MiB")
+    trainer = node.connect((Part(OWN), Part(500)))
+    trainer.step()
+    durable_and_right(trainer, trainer.checkpoint(), 1)
+    trainer.step()
+    trainer.evaluate(allocate_anew)
+    node.faults.fail_open(208, times=1)
+    durable_and_right(trainer, trainer.checkpoint(), 2)
+    assert node.transfer()[0] == "pull"
+
+
+def record_then_attach(trainer: Any) -> None:
+    with trainer.gpu.capture() as trainer.graph:
+        trainer.optimizer.step()
+    trainer.optimizer.now -= 1  # recorded, not run
+    for entry in trainer.optimizer.state.values():
+        entry["steps"] -= 1
+    trainer.client.attach(model=trainer.model, optimizer=trainer.optimizer)
+
+
+def checkpoint_and_replay(trainer: Any) -> None:
+    trainer.handles.append(trainer.client.checkpoint(step=trainer.optimizer.now))
+    trainer.graph.replay()
+    trainer.optimizer.now += 1
+    for entry in trainer.optimizer.state.values():
+        entry["steps"] += 1
+
+
+def test_a_step_recorded_before_attach(start_node: Start) -> None:
+    """Optimizers that are not `capturable` can be recorded as well (SGD, say): no hook is trusted
+    before it was seen to run."""
+    node = start_node()
+    trainer = node.connect(PARTS, attach=False)
+    trainer.step()
+    trainer.evaluate(record_then_attach)
+    node.faults.slow_copies(200_000)
+    trainer.evaluate(checkpoint_and_replay)
+    durable_and_right(trainer, 0, 1)
+
+
+def test_what_is_not_pulled_any_more_is_not_mapped_either(start_node: Start) -> None:
+    """The daemon let go of nothing when the trainer turned to push, and so neither could freed
+    memory be used again."""
+    node = start_node("--dram", "128MiB")
+    trainer = node.connect((Part(OWN), Part(500)))
+    trainer.step()
+    durable_and_right(trainer, trainer.checkpoint(), 1)
+    assert node.faults.open_mappings > 0
+    trainer.faults.fail_export()
+    trainer.step()
+    trainer.evaluate(allocate_anew)
+    durable_and_right(trainer, trainer.checkpoint(), 2)
+    assert node.transfer()[0] == "push"
+    node.faults.wait_for(lambda f: f.open_mappings == 0)
+
+
+def test_a_restore_after_one_that_broke_off_early(start_node: Start) -> None:
+    """The first ends here, at the GPU's failure, while the daemon still reads: the second waits for
+    that. It was refused as busy."""
+    node = start_node()
+    trainer = node.connect((Part(3_000_000), Part(500)))
+    trainer.step()
+    durable_and_right(trainer, trainer.checkpoint(), 1)
+    for _ in range(5):
+        trainer.faults.fail_copy(1, 1, kinds=TO_DEVICE, behind=False)
+        with pytest.raises(RemoteError, match="GPU"):
+            trainer.restore()
+        trainer.faults.set(copy_fail_at=0)
+        assert trainer.restore()["step"] == 1
+        assert trainer.check(1) == ""
+
+
+def long_kernel(trainer: Any) -> None:
+    trainer.gpu.launch(lambda: time.sleep(1.5))
+
+
+def test_a_cpu_far_ahead_of_its_stream(start_node: Start) -> None:
+    """The limit is for a stream that waits for us. It counted while the GPU had not even come to
+    the snapshot, so that of a trainer who is far ahead no checkpoint was ever copied."""
+    node = start_node()
+    trainer = node.connect(PARTS, stall_limit_s=0.5)
+    trainer.step()
+    durable_and_right(trainer, trainer.checkpoint(), 1)
+    trainer.step()
+    trainer.evaluate(long_kernel)
+    handle = trainer.checkpoint()
+    trainer.step()
+    trainer.synchronize()
+    durable_and_right(trainer, handle, 2)
+    assert trainer.check(3) == ""
+    assert trainer.warnings == []

@@ -1,0 +1,57 @@
+"""The binding's storage engines: which one a volume gets, and which one is the fastest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pccheck_native import NativeError, Volume, choose_engine
+from tests.support.coreloop import Loop, make_volume
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.parametrize("engine", ["pwrite", "uring", "mmap", "pmem"])
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_engines_leave_nothing_open(tmp_path: Path, engine: str, limit: int) -> None:
+    """Whatever each of them opens beside the file, and when one stands in for another."""
+    path = make_volume(tmp_path / "v")
+    (tmp_path / "none").write_bytes(bytes(100_000))
+    files = open_files()
+    for writable in (True, False):
+        volume = Volume(path, writable=writable, engine=engine, bytes_per_second=limit)
+        assert volume.engine in (engine, "pwrite")
+        volume.close()
+        with pytest.raises(ValueError):
+            _ = volume.engine
+        with pytest.raises(NativeError, match="NOT_A_VOLUME"):
+            Volume(tmp_path / "none", writable=writable, engine=engine, bytes_per_second=limit)
+    assert open_files() == files
+    with Loop(path, engine=engine) as loop:
+        extents = [bytearray(os.urandom(200_000))]
+        sequence = loop.save(1, extents)
+        assert loop.volume.read(sequence, 0, 200_000) == extents[0]
+        loop.volume.verify(sequence)
+    assert open_files() == files
+
+
+def test_an_engine_is_named_or_refused(tmp_path: Path) -> None:
+    path = make_volume(tmp_path / "v")
+    for name in ("auto", "", "PWRITE", "pwrite\0", None):
+        with pytest.raises(ValueError, match="there is no engine"):
+            Volume(path, writable=False, engine=name)  # type: ignore[arg-type]
+
+
+def test_the_fastest_engine_is_measured(tmp_path: Path) -> None:
+    choice = choose_engine(tmp_path)
+    assert isinstance(choice.measured["pwrite"], int) and choice.measured["pwrite"] > 0
+    assert isinstance(choice.measured[choice.engine], int)
+    assert choice.measured.keys() <= {"pwrite", "uring", "pmem"}
+    assert choice.rounds >= 3 and choice.round_bytes >= 4 << 20
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        choose_engine(tmp_path / "nowhere")

@@ -1,0 +1,116 @@
+"""The arithmetic of `tune`, held against the paper's formulas worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire.units import GIB
+from pccheckctl import cli, tune, tuning
+from pccheckctl.tuning import Rates, Wish
+
+#: 2 GiB/s, one checkpoint alone as fast, flushes for nothing, copies at 10 GiB/s.
+PLAIN = Rates(2 * GIB, 2 * GIB, 0.0, 2, 10 * GIB, "a test")
+
+
+def wish(**changes: object) -> Wish:
+    return Wish(10 * GIB, 2.0, 1.0, None)._replace(**changes)  # type: ignore[arg-type]
+
+
+def test_the_interval_is_the_papers() -> None:
+    """T_w(2) = 2 x 10 / 2 = 10 s; f* = ceil(10 / (2 x 1 x 2)) = 3."""
+    advice = tuning.advise(PLAIN, wish())
+    assert (advice.in_flight, advice.persist_s, advice.interval) == (2, 10.0, 3)
+    assert advice.dram_bytes == 20 * GIB
+    assert advice.stall_s == 0
+    assert tuning.advise(PLAIN, wish(slowdown=1.25)).interval == 2  # 10 / (2 x 1.25 x 2)
+
+
+def test_an_interval_that_fits_exactly_is_not_rounded_up() -> None:
+    assert tuning.advise(PLAIN, wish(step_s=2.5)).disk_interval == 2
+    assert tuning.advise(PLAIN, wish(step_s=0.1)).disk_interval == 50
+
+
+def test_less_memory_than_a_checkpoint_is_said_in_numbers() -> None:
+    """M = m / 4: N is about 1.25, T_w = 6.25 s, and the copy takes 0.25 s + 7.5 GiB at 2 GiB/s."""
+    advice = tuning.advise(PLAIN, wish(dram_bytes=5 * GIB // 2, slowdown=1.05))
+    assert advice.effective == 1.25
+    assert advice.persist_s == 6.25
+    assert advice.copy_s == 4.0
+    assert advice.stall_s == pytest.approx(4.0 - 4 / 3)
+    assert advice.interval == advice.stall_interval == 27  # 2.667 / (0.05 x 2)
+    assert advice.slowdown == pytest.approx(1 + (8 / 3) / 54)
+    text = tune.as_text(PLAIN, wish(dram_bytes=5 * GIB // 2, slowdown=1.05), advice)
+    assert "about 1 + M/m = 1.25 checkpoints are in flight, not 2" in text
+
+
+def test_more_in_flight_is_worth_it_where_flushes_are_dear() -> None:
+    dear = PLAIN._replace(flush_s=20.0)
+    assert tuning.best_in_flight(dear, 10 * GIB) > 2
+    slow_alone = PLAIN._replace(one_bytes_per_s=GIB / 2)
+    assert tuning.best_in_flight(slow_alone, 10 * GIB) == 4
+
+
+def test_more_in_flight_never_asks_for_longer_intervals() -> None:
+    for slots in range(3, 10):
+        fewer, more = (
+            tuning.advise(PLAIN._replace(flush_s=1.0), wish(slots=n, dram_bytes=100 * GIB))
+            for n in (slots, slots + 1)
+        )
+        assert more.disk_interval <= fewer.disk_interval
+
+
+def test_with_no_slowdown_allowed_a_long_copy_is_told() -> None:
+    slow = PLAIN._replace(copy_bytes_per_s=GIB)
+    advice = tuning.advise(slow, wish())
+    assert "no interval slows nothing down" in tune.as_text(slow, wish(), advice)
+
+
+def checkpoint(payload: int, seconds: float, **more: object) -> dict[str, object]:
+    at = {"begin": 1, "first_write": 1, "sealed": 1 + 10**8, "written": 1 + int(seconds * 1e9)}
+    times = at | {"durable": at["written"] + 10**7}
+    return {"state": "durable", "payload_bytes": payload, "times": times, **more}
+
+
+def test_the_daemons_history_is_what_was_nearest_in_size() -> None:
+    large = [checkpoint(8 * GIB, 4.0) for _ in range(3)]
+    small = [checkpoint(GIB // 8, 10.0) for _ in range(3)]
+    failed = checkpoint(8 * GIB, 1.0, state="failed")
+    status = {"daemon": {"writers": 3}, "ranks": [{"checkpoints": [*large, *small, failed]}]}
+    rates = tune.seen(status, 10 * GIB, 5.0, copy_given=False)
+    assert rates is not None
+    assert rates.write_bytes_per_s == 2 * GIB
+    assert rates.flush_s == pytest.approx(0.01)
+    assert rates.copy_bytes_per_s == pytest.approx(80 * GIB)
+    assert rates.writers == 3
+    assert tune.seen({"ranks": [{"checkpoints": large[:2]}]}, GIB, 5.0, copy_given=True) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--checkpoint 0 --step-time 1s", "--checkpoint 1GiB --step-time 1s --slowdown 0.9",
+     "--checkpoint 1GiB --step-time 1s --slots 2", "--checkpoint 1GB --step-time 1s",
+     "--checkpoint 1GiB --step-time fast", "--step-time 1s"],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--bandwidth", "1GiB", *wrong.split()]) == 2
+    assert capsys.readouterr().err.startswith("pccheckctl: ")
+
+
+def test_the_document_has_what_the_daemon_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "tune --checkpoint 10GiB --step-time 2s --slowdown 1 --bandwidth 2GiB --json"
+    assert cli.main([*words.split(), "--copy-bandwidth", "10GiB"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["slots"], document["interval_steps"]) == (1, 4, 3)
+    assert 40 * GIB < document["storage_bytes"] < 44 * GIB
+
+
+def test_without_figures_it_says_where_they_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PCCHECK_SOCKET", str(tmp_path / "nobody"))
+    monkeypatch.delenv("PCCHECK_STORAGE", raising=False)
+    assert cli.main(["tune", "--checkpoint", "1GiB", "--step-time", "1s"]) == 12
+    assert "--storage" in capsys.readouterr().err

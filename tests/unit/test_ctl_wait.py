@@ -1,0 +1,140 @@
+"""`pccheckctl wait`: which checkpoint is waited for, when it is there, when there is no hope."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from pccheck_wire.errors import CheckpointFailedError, DaemonUnreachableError, WaitTimeoutError
+from pccheckctl import wait
+from pccheckctl.wait import Seen
+
+NOTHING = Seen([], [])
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def waiting(**changes: object) -> Namespace:
+    values = {"job": "job", "rank": 0, "uid": None, "state": "durable", "step": 5, "newest": False,
+              "timeout": 10.0, "json": False}  # fmt: skip
+    return Namespace(**(values | changes))
+
+
+def stored(step: int, **more: object) -> dict[str, object]:
+    return {"job": "job", "step": step, "sequence": step, "world_size": 1, **more}
+
+
+def recent(step: int, state: str, **more: object) -> dict[str, object]:
+    return {"step": step, "state": state, **more}
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, *answers: object) -> Clock:
+    """What each look sees, the last one for ever."""
+    left = list(answers)
+
+    def look(_: Namespace) -> object:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(wait, "look", look)
+    return Clock()
+
+
+def test_it_polls_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = looks(monkeypatch, NOTHING, NOTHING, Seen([stored(6)], []))
+    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
+    assert capsys.readouterr().out == "step 6 is durable\n"
+    assert clock.now == pytest.approx(0.06)
+
+
+def test_it_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = looks(monkeypatch, NOTHING)
+    with pytest.raises(WaitTimeoutError, match=r"step 5 .* not durable after 10 s"):
+        wait.run(waiting(), clock=clock, sleep=clock.sleep)
+    assert clock.now == pytest.approx(10.0)
+
+
+def test_it_bridges_a_restart_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = looks(monkeypatch, DaemonUnreachableError("gone"), Seen([stored(5)], []))
+    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
+
+
+def test_the_newest_is_settled_at_the_first_look_that_has_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = looks(
+        monkeypatch,
+        NOTHING,
+        Seen([stored(3)], [recent(4, "writing"), recent(5, "failed")]),
+        Seen([stored(3)], [recent(4, "writing"), recent(6, "copying")]),
+        Seen([stored(4), stored(3)], [recent(6, "writing")]),
+    )
+    arguments = waiting(step=None, newest=True)
+    assert wait.run(arguments, clock=clock, sleep=clock.sleep) == 0
+    assert capsys.readouterr().out == "step 4 is durable\n"
+
+
+def test_without_any_checkpoint_the_newest_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = looks(monkeypatch, NOTHING)
+    with pytest.raises(WaitTimeoutError, match="has begun no checkpoint"):
+        wait.run(waiting(step=None, newest=True), clock=clock, sleep=clock.sleep)
+
+
+def test_copied_is_what_the_daemon_vouches_for() -> None:
+    seen = Seen([], [recent(5, "writing"), recent(6, "failed", reason="EIO")])
+    assert wait.judge(seen, 5, "copied") == seen.recent[0]
+    assert wait.judge(seen, 5, "durable") is None
+    with pytest.raises(CheckpointFailedError, match="step 6 failed: EIO"):
+        wait.judge(seen, 6, "durable")
+
+
+@pytest.mark.parametrize(
+    ("one", "there"),
+    [
+        (stored(5), True),
+        (stored(5, world_size=2), False),
+        (stored(5, world_size=2, **{"global": True}), True),
+    ],
+)
+def test_global_is_what_every_rank_has(one: dict[str, object], *, there: bool) -> None:
+    reached = wait.judge(Seen([one], []), 5, "global")
+    assert (reached is not None) == there
+    assert reached is None or reached["state"] == "global"
+
+
+def test_damaged_checkpoints_and_other_ranks_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Source:
+        def status(self, **_: object) -> dict[str, object]:
+            mine = {"job": "job", "rank": 0, "checkpoints": [recent(7, "copied")]}
+            return {"ranks": [mine, mine | {"rank": 1}, mine | {"job": "other"}]}
+
+        def listing(self, *_: object, **__: object) -> dict[str, object]:
+            checkpoints = [stored(5, rank=0), stored(6, rank=0, damaged=True), stored(7, rank=1)]
+            return {"checkpoints": checkpoints}
+
+        def __enter__(self) -> Source:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(wait, "choose", lambda _: Source())
+    seen = wait.look(waiting())
+    assert [one["step"] for one in seen.stored] == [5]
+    assert [one["step"] for one in seen.recent] == [7]

@@ -1,0 +1,104 @@
+"""When a process is sick, and when it is not: what the watchdog and /healthz go by."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pccheck_wire.messages import Begin
+from pccheckd.health import ANSWER_LIMIT_S, Health
+from pccheckd.tenants import _held
+
+
+class Place:
+    """An engine whose pool answers when it may, and a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.asked = 0
+        self.engine = cast(Any, SimpleNamespace(pool=self, stalled=""))
+        self.tenants: list[Any] = []
+        registry = cast(Any, SimpleNamespace(tenants=lambda: iter(self.tenants)))
+        self.health = Health(self.engine, registry, clock=lambda: self.now)
+
+    def usage(self) -> tuple[int, int]:
+        self.asked += 1
+        assert self.may_answer.wait(30)
+        return 0, 0
+
+    async def answered(self) -> None:
+        assert self.health._asked is not None
+        await asyncio.wrap_future(self.health._asked)
+
+
+def run(work: Callable[[Place], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        place = Place()
+        try:
+            await asyncio.wait_for(work(place), 20)
+        finally:
+            place.may_answer.set()
+            await place.health.stop()
+
+    asyncio.run(all_of_it())
+
+
+def test_a_core_that_answers_is_well() -> None:
+    async def work(place: Place) -> None:
+        for _ in range(3):
+            place.now += 100.0
+            place.health.ask()
+            await place.answered()
+            assert place.health.faults == []
+        assert place.asked == 3
+
+    run(work)
+
+
+def test_a_lock_that_is_never_given_back_is_a_fault_until_it_is() -> None:
+    async def work(place: Place) -> None:
+        place.may_answer.clear()
+        place.health.ask()
+        place.now += ANSWER_LIMIT_S - 1
+        place.health.ask()
+        assert place.health.faults == []
+        place.now += 1
+        place.health.ask()
+        (fault,) = place.health.faults
+        assert "has not answered for 20 s" in fault and place.asked == 1
+        place.may_answer.set()
+        await place.answered()
+        place.health.ask()
+        assert place.health.faults == []
+
+    run(work)
+
+
+def test_a_disk_that_hangs_is_no_fault() -> None:
+    async def work(place: Place) -> None:
+        place.engine.stalled = "a call to the storage has not returned"
+        place.tenants = [SimpleNamespace(key="job", stalled="no progress", port=None)]
+        place.health.ask()
+        await place.answered()
+        assert place.health.faults == []
+        assert place.health.stalled() == [place.engine.stalled, "job: no progress"]
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("at", "length", "believed"),
+    [(0, 0, False), (900, 100, True), (900, 101, False), (1001, 0, False), (1, 2**62, False)],
+)
+def test_what_a_trainer_says_of_its_gate_must_be_possible(
+    at: int, length: int, believed: bool
+) -> None:
+    body = Begin(1, 10, 4096, 0, 64, held_at_ns=at, held_ns=length)
+    assert _held(body, 1000) == ((at, length) if believed else (0, 0))

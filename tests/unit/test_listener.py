@@ -1,0 +1,120 @@
+"""The small HTTP server, against readers that are slow, rude or many."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from pccheck_wire.errors import UsageError
+from pccheckd import listener as module
+from pccheckd.listener import Answer, Listener, bind
+from pccheckd.metrics_place import Place, parse
+
+LARGE = b"x" * (16 << 20)
+
+
+async def hello() -> Answer:
+    return Answer(200, b"hello\n")
+
+
+async def large() -> Answer:
+    return Answer(200, LARGE)
+
+
+async def late() -> Answer:
+    raise TimeoutError
+
+
+async def broken() -> Answer:
+    raise RuntimeError("no")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    pages = {"/hello": hello, "/large": large, "/late": late, "/broken": broken}
+    listener = Listener(bind(parse("0")), pages)
+    listener.start()
+    yield listener.port
+    listener.stop()
+    assert not listener._thread.is_alive()
+
+
+def ask(port: int, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as channel:
+        channel.sendall(request)
+        return b"".join(iter(lambda: channel.recv(1 << 20), b""))
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_pages(port: int) -> None:
+    assert get(port, "/hello") == (200, b"hello\n")
+    assert get(port, "/hello?x=1") == (200, b"hello\n")
+    assert get(port, "/large") == (200, LARGE)
+    code, body = get(port, "/")
+    assert code == 404 and b"/hello" in body
+    assert get(port, "/late")[0] == 503
+    assert get(port, "/broken")[0] == 500
+    assert get(port, "/hello")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"HEAD /hello HTTP/1.1\r\n\r\n", b"200"),
+        (b"POST /hello HTTP/1.1\r\n\r\n", b"405"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /hello HTTP/2\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\r\n\r\n", b"400"),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", b"400"),
+    ],
+)
+def test_odd_requests(port: int, request_: bytes, status: bytes) -> None:
+    answer = ask(port, request_)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert not answer.endswith(b"hello\n")
+    assert get(port, "/hello")[0] == 200
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+        slow.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        assert get(port, "/hello")[0] == 200
+        with socket.create_connection(("127.0.0.1", port), timeout=20):  # and one that says nothing
+            assert get(port, "/hello")[0] == 200
+
+
+def test_too_many_are_told_so(port: int) -> None:
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(
+        module.CONNECTIONS_MAX)]  # fmt: skip
+    try:
+        assert get(port, "/hello")[0] == 503
+    finally:
+        for channel in idle:
+            channel.close()
+
+
+def test_an_address_in_use_is_told() -> None:
+    with bind(Place("127.0.0.1", 0)) as first, pytest.raises(UsageError, match="in use"):
+        bind(Place("127.0.0.1", first.getsockname()[1]))
+
+
+def test_a_stop_comes_to_its_end_with_readers_connected() -> None:
+    listener = Listener(bind(parse("0")), {"/large": large})
+    listener.start()
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as slow:
+        slow.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        assert slow.recv(10)
+        listener.stop()
+        assert not listener._thread.is_alive()
+    assert listener._loop.is_closed()

@@ -1,0 +1,157 @@
+"""What lines of the log carry, where they go, and that a loop cannot fill it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd import journal, logs
+from pccheckd.checkpoint import Checkpoint
+from pccheckd.chronicle import Chronicle
+from pccheckd.logs import LOG
+from pccheckd.repeats import BURST, WINDOW_S, Repeats
+from pccheckd.volumes import Key
+
+KEY = Key(7, "gpt", 3)
+S = 1_000_000_000
+TIMES = {
+    "begin": 11 * S, "first_write": 12 * S, "sealed": 13 * S, "written": 15 * S,
+    "flushed": 16 * S, "durable": 18 * S,
+}  # fmt: skip
+
+
+def checkpoint(state: State = State.DURABLE, **changes: object) -> Checkpoint:
+    made = Checkpoint(
+        session=1, snapshot=4, step=100, payload_bytes=3 << 20, tree_offset=0, tree_bytes=1,
+        skip_when_busy=False, incarnation=2, world_size=1, requested_ns=10 * S,
+    )  # fmt: skip
+    made.state, made.sequence, made.slot, made.times_ns = state, 9, 1, dict(TIMES)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def under_systemd() -> dict[str, str]:
+    """What systemd says to whose stderr is the journal's."""
+    stderr = os.fstat(2)
+    return {"JOURNAL_STREAM": f"{stderr.st_dev}:{stderr.st_ino}"}
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> object:
+    handlers, level = LOG.handlers[:], LOG.level
+    yield
+    LOG.handlers[:], LOG.propagate = handlers, True
+    LOG.setLevel(level)
+
+
+def test_a_durable_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("plain")
+    Chronicle().ended(KEY, checkpoint())
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(
+        "INFO job 'gpt' rank 3 of uid 7: step 100 is durable 8.000 s after its request: waited "
+        "1.000, copied 2.000, written 3.000, flushed 1.000, published 2.000 s (3.0 MiB, sequence "
+        "9, slot 1)"
+    )
+
+
+def test_a_failure_says_why_and_what_helps(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("plain")
+    Chronicle().ended(KEY, checkpoint(State.FAILED, reason="write: EIO", hint="check the disk"))
+    err = capfd.readouterr().err
+    assert "WARNING" in err and "step 100 failed: write: EIO; check the disk" in err
+
+
+def test_json_lines_carry_fields(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("json")
+    Chronicle().ended(KEY, checkpoint())
+    line = json.loads(capfd.readouterr().err)
+    assert line["level"] == "info" and line["message"].startswith("job 'gpt'")
+    wanted = {
+        "event": "durable", "uid": 7, "job": "gpt", "rank": 3, "run": 2, "step": 100,
+        "sequence": 9, "slot": 1, "session": 1, "payload_bytes": 3 << 20, "transfer": "push",
+        "waited_s": 1.0, "copied_s": 2.0, "written_s": 3.0, "flushed_s": 1.0, "published_s": 2.0,
+        "durable_s": 8.0,
+    }  # fmt: skip
+    assert wanted.items() <= line.items()
+
+
+def test_the_journal_gets_fields(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "journal"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
+        ears.bind(str(path))
+        ears.settimeout(10)
+        handler = journal.handler(under_systemd(), path=str(path))
+        assert handler is not None
+        LOG.handlers[:], LOG.propagate = [handler], False
+        LOG.setLevel(logging.INFO)
+        Chronicle().ended(KEY, checkpoint(State.FAILED, reason="disk\nfull", error="ENOSPC"))
+        entry = ears.recv(1 << 16)
+    lines = entry.split(b"\n")
+    assert b"PRIORITY=4" in lines and b"SYSLOG_IDENTIFIER=pccheckd" in lines
+    assert b"PCCHECK_JOB=gpt" in lines and b"PCCHECK_STEP=100" in lines
+    assert b"PCCHECK_REASON\n" + struct.pack("<Q", 9) + b"disk\nfull\n" in entry
+    LOG.info("the journal has gone")
+    assert capfd.readouterr().err == "<6>the journal has gone\n"
+    handler.close()
+
+
+def test_without_a_journal_there_is_no_handler(tmp_path: Path) -> None:
+    assert journal.handler({}) is None
+    assert journal.handler(under_systemd(), path=str(tmp_path / "none")) is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
+        ears.bind(str(tmp_path / "journal"))
+        redirected = {"JOURNAL_STREAM": "8:1"}  # as a shell in a unit hands it on
+        assert journal.handler(redirected, path=str(tmp_path / "journal")) is None
+
+
+def test_a_loop_cannot_fill_the_log() -> None:
+    now = [0.0]
+    repeats = Repeats(clock=lambda: now[0])
+
+    def passes(text: str, *values: object, **extra: object) -> str:
+        line = LOG.makeRecord("pccheckd", logging.INFO, "", 0, text, values, None, extra=extra)
+        return line.getMessage() if repeats.filter(line) else ""
+
+    told = [passes("%s: step %d failed", KEY, step) for step in range(100)]
+    assert sum(map(bool, told)) == BURST
+    assert passes("%s: step %d failed", "another", 1) and passes("something else")
+    assert all(passes("%s is durable", KEY, always=True) for _ in range(100))
+    now[0] = WINDOW_S
+    assert passes("%s: step %d failed", KEY, 7).endswith(
+        f"step 7 failed ({100 - BURST} more of these were left out)"
+    )
+    assert "left out" not in passes("%s: step %d failed", KEY, 8)
+
+
+def test_trouble_with_the_record_does_not_reach_the_checkpoint(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    logs.set_up("plain")
+    chronicle = Chronicle()
+
+    class Broken:
+        def requested(self, *_: object) -> None:
+            raise RuntimeError("no")
+
+        ended = requested
+
+    chronicle.metrics = Broken()
+    chronicle.requested(KEY, checkpoint())
+    chronicle.ended(KEY, checkpoint())
+    assert capfd.readouterr().err.count("could not be recorded") == 2
+
+
+def test_nothing_is_told_when_it_is_off(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("plain")
+    chronicle = Chronicle(enabled=lambda: False)
+    chronicle.ended(KEY, checkpoint())
+    assert capfd.readouterr().err == "" and not list(chronicle.ring.newest(0, 0))

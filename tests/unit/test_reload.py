@@ -1,0 +1,139 @@
+"""What SIGHUP changes: what is live, all or nothing, and it says the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pccheckd import config_text
+from pccheckd.config import Sources
+from pccheckd.logs import LOG
+from pccheckd.notify import Notifier
+from pccheckd.options import OPTIONS, Config
+from pccheckd.reload import Reloader
+
+Reload = Callable[[str], None]
+
+
+class Heard(Notifier):
+    """Remembers what the manager would be told."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.states: list[str] = []
+
+    def send(self, *states: str) -> None:
+        self.states += states
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "pccheckd.toml"
+    made.write_text("")
+    return made
+
+
+@pytest.fixture
+def sources(file: Path, tmp_path: Path) -> Sources:
+    flags = {"storage": str(tmp_path), "socket": "/run/x/a.sock", "keep": "1",
+             "dram": "64MiB", "config": str(file)}  # fmt: skip
+    return Sources(flags, {})
+
+
+@pytest.fixture
+def config(sources: Sources) -> Config:
+    return sources.load()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def reload(
+    file: Path, sources: Sources, config: Config, heard: Heard,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> Reload:  # fmt: skip
+    monkeypatch.setattr("pccheckd.logs.set_up", lambda *_: None)
+    monkeypatch.setattr(LOG, "propagate", True)
+    caplog.set_level(logging.INFO, LOG.name)  # not by the attribute: loggers remember
+
+    async def once() -> None:
+        done = asyncio.Event()
+        reloader = Reloader(config, sources, heard)
+        heard.send = lambda *s: (heard.states.extend(s), "READY=1" in s and done.set())  # type: ignore[method-assign, assignment, func-returns-value]
+        reloader.start()
+        reloader.request()
+        await done.wait()
+        await reloader.close()
+
+    def write_and_reload(text: str) -> None:
+        caplog.clear()
+        file.write_text(text)
+        asyncio.run(once())
+
+    return write_and_reload
+
+
+def test_live_values_are_taken_over(
+    reload: Reload, config: Config, heard: Heard, caplog: pytest.LogCaptureFixture, file: Path
+) -> None:
+    reload('max-storage = "2TiB"\ndrain-limit = "5min"\nlog-level = "debug"')
+    assert (config.max_storage_bytes, config.drain_limit_s) == (2 << 40, 300)
+    assert config.log_level == "debug"
+    assert config.origins["max_storage_bytes"].name == str(file)
+    assert "drain-limit 1min -> 5min" in caplog.text
+    assert heard.states[0] == "RELOADING=1"
+    assert heard.states[1].startswith("MONOTONIC_USEC=")
+    assert heard.states[-1] == "READY=1"
+    reload("")
+    assert config.max_storage_bytes == 0
+    assert config.origins["max_storage_bytes"].kind == "default"
+
+
+def test_what_needs_a_restart_is_named_once_and_kept(
+    reload: Reload, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    reload('slots = 8\nchunk = "32MiB"\nstall-limit = 7')
+    assert (config.slots, config.chunk_bytes, config.stall_limit_s) == (4, 16 << 20, 7)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "slots 4 -> 8" in warning and "chunk 16MiB -> 32MiB" in warning
+    assert config.origins["slots"].kind == "default"
+    rows = config_text.document(config, "daemon")["options"]
+    assert isinstance(rows, list)
+    assert {r["name"]: r["after_restart"] for r in rows if r["after_restart"]} == {
+        "slots": "8", "chunk": "32MiB",
+    }  # fmt: skip
+    reload("")
+    assert not config.pending
+
+
+def test_a_flag_stays_above_the_file(reload: Reload, config: Config) -> None:
+    reload("keep = 3")
+    assert config.keep == 1 and not config.pending
+
+
+@pytest.mark.parametrize("text", ["slots = ", "max_storage = 4", "drain-limit = 9\nslots = 99"])
+def test_a_broken_file_changes_nothing(
+    reload: Reload, config: Config, heard: Heard, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    reload("drain-limit = 5")
+    heard.states.clear()
+    reload(text)
+    assert config.drain_limit_s == 5
+    (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "nothing was changed" in error.getMessage()
+    assert heard.states[-1] == "READY=1"
+
+
+def test_every_live_option_can_be_set() -> None:
+    """A frozen or copied field would make the reload fail at the worst of times."""
+    config = Config(Path("/"), Path("/s"))
+    for option in OPTIONS:
+        if option.live:
+            setattr(config, option.field, getattr(config, option.field))

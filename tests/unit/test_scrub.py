@@ -1,0 +1,265 @@
+"""The background check: what it reads, what it finds, for whom it waits, what it remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pccheck_native import SLOT_DAMAGED, Volume, catalog, layout
+from pccheckd import scrub as module
+from pccheckd import scrub_state
+from pccheckd.config import Config
+from pccheckd.engine import Engine
+from pccheckd.registry import Registry
+from pccheckd.scrub import Scrubber
+from pccheckd.volumes import Key
+from tests.support.volumes import UID, Rank, make, scribble
+
+KEY = Key(UID, "job", 0)
+
+
+class Place:
+    """A registry on a storage directory, and a check whose clock stands at `now`."""
+
+    def __init__(self, storage: Path, **options: float) -> None:
+        self.config = Config(
+            storage=storage, socket=storage / "s", dram_bytes=1 << 24, chunk_bytes=1 << 16,
+            block_bytes=4096, allow_any_filesystem=True, scrub_rate_bytes=1 << 40,
+            scrub_interval_s=100,
+        )  # fmt: skip
+        for name, value in options.items():
+            setattr(self.config, name, value)
+        self.now = 1000.0
+        self.engine = Engine(self.config)
+        self.registry = Registry(self.config, self.engine)
+        self.scrubber = self.fresh()
+
+    def fresh(self) -> Scrubber:
+        """As after a restart."""
+        self.scrubber = Scrubber(self.config, self.registry, wall=lambda: self.now)
+        return self.scrubber
+
+    async def pass_(self) -> None:
+        """One pass, at once."""
+        self.scrubber._state = scrub_state.load(self.config.storage)
+        await self.scrubber._pass()
+
+    @property
+    def results(self) -> dict[str, int]:
+        return {name: n for name, n in self.scrubber.results.items() if n}
+
+
+Work = Callable[[Place], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    monkeypatch.setattr(module, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    storage = make(tmp_path / "storage", 1, 2, 3)
+
+    def run(work: Work, **options: float) -> None:
+        async def all_of_it() -> None:
+            place = Place(storage, **options)
+            place.engine.start()
+            try:
+                await asyncio.wait_for(work(place), 30)
+            finally:
+                await place.scrubber.stop()
+                for tenant in place.registry.tenants():
+                    await tenant.close()
+                place.engine.stop()
+
+        asyncio.run(all_of_it())
+
+    yield run
+
+
+def damaged(storage: Path) -> list[int]:
+    return [one.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
+
+
+def test_everything_is_read(run: Callable[..., None]) -> None:
+    async def work(place: Place) -> None:
+        await place.pass_()
+        assert place.results == {"ok": 3}
+        found = catalog.scan(place.config.storage).checkpoints
+        assert place.scrubber.bytes_read == sum(one.payload_bytes for one in found)
+        assert not list(place.registry.tenants())  # nothing was loaded for it
+        document = place.scrubber.document()
+        assert (document["checked"], document["damaged"], document["state"]) == (3, 0, "waiting")
+
+    run(work)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_damage_is_flagged_as_recovery_does(run: Callable[..., None], loaded: bool) -> None:
+    async def work(place: Place) -> None:
+        scribble(place.config.storage, 2)
+        if loaded:
+            await place.registry.existing(KEY)
+        await place.pass_()
+        assert place.results == {"ok": 2, "damaged": 1}
+        assert place.scrubber.damaged == 1
+        assert damaged(place.config.storage) == [2]
+        _, tenant = await place.registry.existing(KEY)
+        assert [c.step for c in tenant.volumes.checkpoints() if c.is_damaged] == [2]
+        assert not tenant.reading
+        await place.pass_()  # what is known is not told again
+        assert place.results == {"ok": 4, "damaged": 1}
+        assert place.scrubber.damaged == 0
+
+    run(work)
+
+
+def test_a_volume_that_cannot_be_opened_is_told(run: Callable[..., None]) -> None:
+    async def work(place: Place) -> None:
+        path = layout.volume_path(place.config.storage, UID, "other", 0)
+        layout.make_directories(path)
+        path.write_bytes(bytes(1 << 20))
+        await place.pass_()
+        assert place.results == {"ok": 3, "unreadable": 1}
+        assert place.scrubber.document()["damaged"] == 1
+
+    run(work)
+
+
+def test_what_a_trainer_writes_over_meanwhile_is_no_damage(run: Callable[..., None]) -> None:
+    """The volume was opened beside the daemon, which then loads and fills it anew."""
+
+    async def work(place: Place) -> None:
+        path = layout.volume_path(place.config.storage, UID, "job", 0)
+        volume = Volume(path, writable=False, allow_buffered=True)
+        old = catalog.checkpoints_of(volume, path)
+        with Rank(place.config.storage) as rank:
+            for step in range(4, 12):
+                rank.put(step)
+        for found in old:
+            await place.scrubber._checkpoint(KEY, found, volume)
+        volume.close()
+        assert "damaged" not in place.results
+        assert damaged(place.config.storage) == []
+
+    run(work)
+
+
+def test_saves_go_first_but_not_for_ever(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        _, tenant = await place.registry.existing(KEY)
+        waits: list[bool] = []
+        asked = 0
+
+        def live(*_: object) -> list[object]:
+            nonlocal asked
+            asked += 1
+            waits.append(place.scrubber.paused)
+            return [object()] if asked < 5 else []
+
+        monkeypatch.setattr(tenant.ledger, "live", live)
+        await place.scrubber._give_way()
+        assert asked == 5 and waits == [False, True, True, True, True]
+        assert not place.scrubber.paused
+        monkeypatch.setattr(module, "PATIENCE_S", 0.01)
+        asked = -(10**9)
+        await place.scrubber._give_way()  # a node that is never idle is read all the same
+        monkeypatch.undo()
+
+    run(work)
+
+
+def test_a_pass_goes_on_where_a_restart_interrupted_it(run: Callable[..., None]) -> None:
+    async def work(place: Place) -> None:
+        make(place.config.storage, 5, job="later")
+        place.now = 2000.0
+        seen: list[str] = []
+        whole = place.scrubber._volume
+
+        async def first_only(file: layout.VolumeFile) -> None:
+            if seen:
+                raise asyncio.CancelledError
+            seen.append(file.job)
+            await whole(file)
+
+        place.scrubber._volume = first_only  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await place.pass_()
+        assert (seen, place.results) == (["job"], {"ok": 3})
+        place.now = 2050.0
+        place.fresh()._state = scrub_state.load(place.config.storage)
+        assert place.scrubber._due_in_s() == 0.0  # it goes on at once
+        await place.pass_()
+        assert place.results == {"ok": 1}  # the other job's only
+        assert place.scrubber.document()["checked"] == 4
+        assert place.scrubber._due_in_s() == 50.0  # counted from the pass's beginning
+
+    run(work)
+
+
+def test_the_first_pass_comes_after_one_interval(run: Callable[..., None]) -> None:
+    async def work(place: Place) -> None:
+        place.scrubber.start()
+        while not (place.config.storage / scrub_state.NAME).exists():
+            await asyncio.sleep(0.001)
+        assert place.scrubber._due_in_s() == 100.0
+        place.now = 500.0  # the clock is set back
+        assert place.scrubber._due_in_s() == 100.0
+        place.now = 1100.0
+        place.scrubber.wake()
+        while not place.scrubber.passes:
+            await asyncio.sleep(0.001)
+        assert place.results == {"ok": 3}
+        assert place.scrubber.last_ended_s == 1100.0
+
+    run(work)
+
+
+@pytest.mark.parametrize("off", ["scrub_rate_bytes", "scrub_interval_s"])
+def test_zero_turns_it_off_and_a_reload_on_again(run: Callable[..., None], off: str) -> None:
+    async def work(place: Place) -> None:
+        before = getattr(place.config, off)
+        setattr(place.config, off, 0)
+        assert place.scrubber.document()["state"] == "off"
+        place.now = 9000.0
+        place.scrubber.start()
+        await asyncio.sleep(0)
+        setattr(place.config, off, before)
+        place.scrubber.wake()
+        while place.scrubber._state.since_s == 0.0:
+            await asyncio.sleep(0.001)
+        place.now += 200.0
+        place.scrubber.wake()
+        while not place.scrubber.passes:
+            await asyncio.sleep(0.001)
+
+    run(work)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1, "began_s": "x"}'])
+def test_what_was_stored_wrongly_is_as_good_as_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / scrub_state.NAME).write_text(text)
+    assert scrub_state.load(tmp_path) == scrub_state.State()
+
+
+def test_what_was_stored_comes_back(tmp_path: Path) -> None:
+    state = scrub_state.State(1.0, 2.0, 3.0, "7/job/rank-0.0.pcc", True, 4, 5)
+    scrub_state.store(tmp_path, state)
+    assert scrub_state.load(tmp_path) == state
+    assert (tmp_path / scrub_state.NAME).stat().st_mode & 0o077 == 0
+
+
+def test_the_flag_is_the_one_that_readers_set(run: Callable[..., None]) -> None:
+    async def work(place: Place) -> None:
+        scribble(place.config.storage, 3)
+        await place.pass_()
+        path = layout.volume_path(place.config.storage, UID, "job", 0)
+        volume = Volume(path, writable=False, allow_buffered=True)
+        flags = {entry.step: entry.flags for entry in volume.table() if entry.sequence}
+        volume.close()
+        assert flags[3] & SLOT_DAMAGED and not flags[2] & SLOT_DAMAGED
+
+    run(work)
