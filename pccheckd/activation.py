@@ -3,15 +3,12 @@ socket, when pccheckd.socket owns it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import MutableMapping
 from pathlib import Path
 
 from pccheck_wire.errors import UsageError
-
-from .logs import LOG
 
 FIRST = 3
 #: Its name in pccheckd.socket; a manager that does not name descriptors says "unknown".
@@ -57,15 +54,6 @@ def attach_socket(given: list[tuple[str, int]], path: Path) -> socket.socket | N
         made.setblocking(False)
         return made
     return None
-
-
-def close_rest(given: list[tuple[str, int]]) -> None:
-    """Descriptors that nobody knows what to do with."""
-    for name, number in given:
-        LOG.warning("closed descriptor %d (%r) of the service manager: not known", number, name)
-        with contextlib.suppress(OSError):
-            os.close(number)
-    given.clear()
 
 
 def _listens(made: socket.socket) -> bool:

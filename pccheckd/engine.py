@@ -79,11 +79,23 @@ def translated(error: BaseException, what: str) -> PccheckError:
     return InternalError(f"{what}: {type(error).__name__}", hint="the daemon's log has it")
 
 
+def _open_pool(dram_bytes: int, store: str, limit: int, stored: int) -> _core.Pool:
+    try:
+        return _core.Pool(dram_bytes, store=store, store_limit=limit, stored=stored)
+    except OSError as error:
+        LOG.warning("no descriptor store at %r: %s; a restart loses what is copied", store, error)
+        return _core.Pool(dram_bytes)
+
+
 class Engine:
     """Owns the pool, the event ring, the GPUs and the threads for calls that block."""
 
-    def __init__(self, config: Config) -> None:
-        self.pool = _core.Pool(config.dram_bytes)
+    def __init__(
+        self, config: Config, *, store: tuple[str, int] = ("", 0), stored: int = 0
+    ) -> None:
+        """`store`: the service manager's notify socket, how many descriptors it keeps, and how
+        many are there already."""
+        self.pool = _open_pool(config.dram_bytes, *store, stored)
         self.driver = Driver()
         self.io = IoEngine(config)
         self._events = _core.Events()
@@ -178,6 +190,7 @@ class Engine:
         lanes: int,
         writers: int,
         gpus: _core.Gpus | None = None,
+        label: str = "",
     ) -> tuple[int, _core.Channel]:
         """A channel whose events go to `listener`, on the loop."""
         number = self._next_channel
@@ -185,6 +198,7 @@ class Engine:
         channel = _core.Channel(
             self.pool, self._events, id=number, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
             chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus,
+            label=label,
         )  # fmt: skip
         self._listeners[number] = listener
         return number, channel

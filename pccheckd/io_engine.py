@@ -48,14 +48,17 @@ class IoEngine:
         if config.engine == URING and (few := _few_files()):
             self._decide(PWRITE, f"uring: {few}")
 
-    def start(self) -> None:
+    def start(self, *, busy: bool = False) -> None:
         """With `auto`, measures in a thread of its own, which nobody waits for at the end: a disk
-        that hangs cannot be interrupted."""
+        that hangs cannot be interrupted. `busy`: checkpoints are being written already."""
         config = self._config
         if config.engine != AUTO:
             return
         if config.max_bandwidth_bytes:
             self._decide(PWRITE, "auto: not measured, because of --max-bandwidth")
+            return
+        if busy:
+            self._decide(PWRITE, "auto: not measured beside what the pccheckd before had copied")
             return
         loop = asyncio.get_running_loop()
         self._decided = asyncio.Event()

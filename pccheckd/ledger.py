@@ -21,6 +21,10 @@ _COPY_FAILED = {
     "DEVICE_LOST": (
         "the daemon has lost the GPU", "its tensors are pushed until pccheckd is started anew"
     ),
+    "DAMAGED": (
+        "its memory was changed after it had been copied, before a new pccheckd could write it",
+        "look for a process that writes where it should not",
+    ),
     "BAD_HANDLE": (
         "GPU memory that it was to be read from is not shared any more",
         "the next checkpoint shares it anew",
@@ -51,6 +55,16 @@ class Ledger:
         for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
             del self.checkpoints[old]
         return True
+
+    def inherit(self, checkpoint: Checkpoint) -> None:
+        """One that a daemon before us had copied."""
+        checkpoint.advance(State.COPIED, time.monotonic_ns())
+        self.add(checkpoint)
+
+    def sequences(self, session: int, *, below: int) -> set[int]:
+        """Those of one session's checkpoints."""
+        every = (c.sequence for (number, _), c in self.checkpoints.items() if number == session)
+        return {sequence for sequence in every if sequence < below}
 
     @property
     def last_request_ns(self) -> int:

@@ -17,7 +17,7 @@ import uvloop
 
 from pccheck_native import layout
 
-from . import activation, attach, storage, survey
+from . import activation, attach, heir, kept, storage, survey
 from .chronicle import Chronicle
 from .config import Sources, describe
 from .engine import Engine
@@ -51,12 +51,12 @@ def run(config: Config, sources: Sources) -> int:
         if swept:
             LOG.info("removed %d files that an interrupted start had left", swept)
         listener = activation.attach_socket(given, config.socket)
-        activation.close_rest(given)
+        left = kept.take(given)
         if listener is None:
             listener = attach.listen(config.socket, config.group)
             held.callback(config.socket.unlink, missing_ok=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            drained = runner.run(_serve(config, sources, listener))
+            drained = runner.run(_serve(config, sources, listener, left))
     if not drained:
         # Threads may hang in a wedged disk; nothing in memory can be saved by waiting for them.
         sys.stderr.flush()
@@ -64,9 +64,11 @@ def run(config: Config, sources: Sources) -> int:
     return 0
 
 
-async def _serve(config: Config, sources: Sources, listener: socket.socket) -> bool:
+async def _serve(
+    config: Config, sources: Sources, listener: socket.socket, left: list[kept.Descriptor]
+) -> bool:
     notifier = Notifier()
-    engine = Engine(config)
+    engine = Engine(config, store=kept.store_of(os.environ, left), stored=len(left))
     engine.start()
     registry = Registry(config, engine, Chronicle(enabled=lambda: config.chronicle))
     handlers: Handlers
@@ -89,13 +91,15 @@ async def _serve(config: Config, sources: Sources, listener: socket.socket) -> b
     stop, hurry = _signals(reloader)
     notifier.extend(survey.LIMIT_S + EXTENSION_S)
     supervisor.survey = await survey.take(config, engine)
+    registry.inherited = await heir.inherit(left, engine, registry)
     observing.start()
     expiry.start()
     server.start()
     reloader.start()
     LOG.info("ready: %s", describe(config))
     notifier.send("READY=1")
-    engine.io.start()  # before any connection is accepted, and so before any volume is opened
+    # Before any connection is accepted, and so before any other volume is opened.
+    engine.io.start(busy=registry.inherited.checkpoints > 0)
     supervisor.start()
     await stop.wait()
     notifier.send("STOPPING=1")
@@ -120,8 +124,8 @@ async def _serve(config: Config, sources: Sources, listener: socket.socket) -> b
         return True
     if work.done() and work.exception() is not None:
         LOG.error("the drain failed", exc_info=work.exception())
-    left = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
-    LOG.error("stopped with %d checkpoints that are not durable", left)
+    unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
+    LOG.error("stopped with %d checkpoints that are not durable", unfinished)
     return False
 
 

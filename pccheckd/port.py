@@ -51,6 +51,7 @@ class Port:
         lanes: int,
         writers: int,
         gpus: _core.Gpus | None = None,
+        label: str = "",
     ) -> None:
         self._engine = engine
         self._uid = uid
@@ -60,6 +61,7 @@ class Port:
         self.number, self.channel = engine.open_channel(
             self._hear, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
             chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus,
+            label=label,
         )  # fmt: skip
         self.pulls = gpus is not None
         self.attached = False

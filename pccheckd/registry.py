@@ -13,6 +13,7 @@ from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine
 from .jobs import Job
+from .kept import Summary
 from .logs import LOG
 from .port import Port
 from .tenants import Tenant
@@ -28,6 +29,7 @@ class Registry:
         self.chronicle = chronicle or Chronicle()
         self.config = config
         self.engine = engine
+        self.inherited = Summary()  # from the daemon before
         self.jobs: dict[tuple[int, str], Job] = {}
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
         self._group_work: set[asyncio.Task[None]] = set()

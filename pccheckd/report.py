@@ -50,6 +50,7 @@ def status(
     ranks = [_rank(tenant) for tenant in tenants if _worth_showing(tenant)]
     gpus = engine.driver.info()
     warnings = troubles(engine, tenants)
+    kept = _kept(asker_uid, engine, registry)
     budget, used = engine.pool.usage()
     ports = [t.port for t in registry.tenants() if t.port is not None]
     disk = shutil.disk_usage(config.storage)
@@ -75,6 +76,7 @@ def status(
             "used_bytes": used,
             "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
         },
+        "kept": kept,
         "gpus": [_gpu(gpu) for gpu in gpus],
         "storage": {
             "path": str(config.storage),
@@ -90,7 +92,10 @@ def status(
         ],
         "ranks": ranks,
         "warnings": warnings,
-        "notices": [f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)],
+        "notices": [
+            *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
+            *_kept_notices(kept),
+        ],
     }
 
 
@@ -163,6 +168,34 @@ def _verified(volume: _core.Volume, item: catalog.Checkpoint, part: Subset | Non
         "read_bytes": read,
         "took_s": _ago(began_ns),
     }
+
+
+def _kept(asker_uid: int, engine: Engine, registry: Registry) -> Document:
+    """What would outlive this daemon, and what has outlived the one before."""
+    stored, limit, refused = engine.pool.stored()
+    left = registry.inherited
+    return {
+        "stored": stored,
+        "limit": limit,
+        "refused": refused,
+        "adopted_segments": left.segments,
+        "adopted_bytes": left.nbytes,
+        "adopted_checkpoints": left.checkpoints,
+        "dropped": [f"{key}: {why}" for key, why in left.dropped if may_see(asker_uid, key.uid)],
+    }
+
+
+def _kept_notices(kept: Document) -> list[str]:
+    found = []
+    if kept["refused"]:
+        found.append(
+            f"the descriptor store ({kept['limit']} descriptors) had no room {kept['refused']} "
+            "times: a restart of pccheckd loses what is copied there and not durable; raise "
+            "FileDescriptorStoreMax="
+        )
+    if isinstance(dropped := kept["dropped"], list):
+        found += [f"not taken over from the pccheckd before: {text}" for text in dropped]
+    return found
 
 
 def _worth_showing(tenant: Tenant) -> bool:

@@ -39,6 +39,7 @@ class Retention:
         self._volumes = volumes
         self._engine = engine
         self.protected: set[int] = set()  # sequences pinned until Restored or fresh (P7)
+        self._unrestored = False  # the trainer has neither restored nor said fresh
         self.global_sequence = 0  # flagged GLOBAL: every rank of the group has its step
 
     def load(self) -> None:
@@ -89,14 +90,27 @@ class Retention:
         for sequence in wanted - pinned:
             await self.flag(sequence, set_=PINNED)
         self.protected = wanted
+        self._unrestored = not owner.fresh
         if owner.fresh:
             await self._leave_group(owner)
+
+    async def found_later(self, owner: Owner | None, sequence: int, older: set[int]) -> None:
+        """One that a daemon before us had copied became durable, pinned, perhaps after the run that
+        follows had connected; it stands for the `older` ones of its kind."""
+        self.protected -= older
+        for one in older:
+            await self.flag(one, clear=PINNED)
+        if owner is not None and self._unrestored:
+            await self.protect(owner)
+        elif owner is not None:
+            await self.flag(sequence, clear=PINNED)
 
     async def restored(self, owner: Owner | None) -> None:
         """The trainer's checkpoints may recycle what it restored from."""
         for sequence in self.protected:
             await self.flag(sequence, clear=PINNED)
         self.protected = set()
+        self._unrestored = False
         await self._leave_group(owner)
 
     async def became_global(self, sequence: int) -> None:

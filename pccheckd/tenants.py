@@ -12,6 +12,7 @@ from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin
 from pccheck_wire.messages import CheckpointState as State
 
+from . import kept
 from .admission import Admission
 from .checkpoint import Checkpoint
 from .chronicle import Chronicle
@@ -27,6 +28,7 @@ from .volumes import Key, OpenVolume, VolumeSet
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
 BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
+INHERITED = 0  # the session of checkpoints that a daemon before us had copied
 
 
 class Tenant:
@@ -217,13 +219,13 @@ class Tenant:
         if checkpoint is None:
             return
         if event.kind == "durable":
-            self._spawn(self._after_durable())
+            self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
         if not checkpoint.live:
             self._chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded"):
-            self._spawn(self._retire())
+            self.spawn(self._retire())
 
     async def became_global(self, sequence: int) -> None:
         """Every rank has it durable and flagged: says so on the page; the older flag goes."""
@@ -234,9 +236,12 @@ class Tenant:
                 port.channel.set_outcome(checkpoint.snapshot, int(State.GLOBAL), sequence)
         await self._retire()
 
-    async def _after_durable(self) -> None:
+    async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
         await self._retire()
+        if checkpoint.session == INHERITED:
+            older = self.ledger.sequences(INHERITED, below=checkpoint.sequence)
+            await self.retention.found_later(self.owner, checkpoint.sequence, older)
         self._on_durable(self)
 
     async def _retire(self) -> None:
@@ -270,15 +275,20 @@ class Tenant:
         config, current = self.config, self.volumes.current
         block = current.info.block_bytes if current else config.block_bytes
         chunk = -(-config.chunk_bytes // block) * block
-        self.port = Port(
-            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk, block_bytes=block,
-            chunk_capacity=max(2, min(config.dram_bytes // chunk, CHUNK_CAPACITY_MAX)),
-            lanes=config.in_flight, writers=config.writers, gpus=await self.engine.driver.ready(),
-        )  # fmt: skip
+        self.port = await self.make_port(chunk, block, config.in_flight)
         if current is not None:
-            await self._bind(self.port, current)
+            await self.bind(self.port, current)
 
-    async def _bind(self, port: Port, item: OpenVolume) -> None:
+    async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
+        config = self.config
+        return Port(
+            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
+            block_bytes=block_bytes, lanes=lanes, writers=config.writers,
+            chunk_capacity=max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX)),
+            gpus=await self.engine.driver.ready(), label=kept.label_of(self.key),
+        )  # fmt: skip
+
+    async def bind(self, port: Port, item: OpenVolume) -> None:
         try:
             await self.engine.call(self.key.uid, port.channel.bind, item.volume)
         except (OSError, _core.NativeError) as error:
@@ -298,11 +308,11 @@ class Tenant:
                     await self.volumes.drop(item)
             if len(busy) >= BINDINGS_MAX:
                 await port.unbind(busy[0].volume, UNBIND_LIMIT_S)
-            await self._bind(port, made)
+            await self.bind(port, made)
         except BaseException:
             await self.volumes.drop(made)
             if self.volumes.current is not None:
-                await self._bind(port, self.volumes.current)
+                await self.bind(port, self.volumes.current)
             raise
 
     async def _begin_incarnation(self, item: OpenVolume, owner: Owner) -> None:
@@ -327,13 +337,13 @@ class Tenant:
         async with self.lock:
             if self.port is port and self.volumes.current is current:
                 await self.volumes.reopen(current)
-                await self._bind(port, current)
+                await self.bind(port, current)
             self.stopped = False
         await self.retention.stage_again()
 
     # -- small ---------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

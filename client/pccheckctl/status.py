@@ -80,9 +80,20 @@ def _head(document: Document, now_s: float) -> list[str]:
         f"{text(daemon, 'keep')} kept; {text(daemon, 'writers')} writers each, "
         f"chunks of {render.size(whole(daemon, 'chunk_bytes'))}",
         f"engine   {text(daemon, 'engine')}{_engine_reason(daemon)}",
+        *_kept(document),
         *(_gpu(gpu) for gpu in rows(document, "gpus")),
         *_scrub(part(document, "scrub"), now_s),
     ]
+
+
+def _kept(document: Document) -> list[str]:
+    """What would survive the daemon's own end; nothing to say without a descriptor store."""
+    kept = document.get("kept")
+    if not isinstance(kept, dict) or not whole(kept, "limit"):
+        return []
+    taken = whole(kept, "adopted_checkpoints")
+    more = f"; took over {render.plural(taken, 'checkpoint')} from the one before" if taken else ""
+    return [f"restart  {whole(kept, 'stored')} of {whole(kept, 'limit')} descriptors stored{more}"]
 
 
 def _scrub(scrub: Document, now_s: float) -> list[str]:

@@ -151,8 +151,14 @@ class Volume:
 
 @final
 class Pool:
-    def __init__(self, budget_bytes: int) -> None: ...
+    def __init__(
+        self, budget_bytes: int, *, store: str = "", store_limit: int = 0, stored: int = 0
+    ) -> None:
+        """`store`: the service manager's notify socket; what is stored there outlives us."""
+
     def usage(self) -> tuple[int, int]: ...  # budget, used
+    def stored(self) -> tuple[int, int, int]: ...  # now, at most, how often it had no room
+    def unstore(self, name: str) -> None: ...
     def close(self) -> None: ...
 
 class SaveTimes(NamedTuple):
@@ -219,6 +225,18 @@ class ChannelUsage(NamedTuple):
     exposed_bytes: int
     mappings: int
 
+class KeptState(NamedTuple):
+    uuid: bytes
+    uid: int
+    job: str
+    rank: int
+    chunk_bytes: int
+    block_bytes: int
+    lanes: int
+    copied: list[tuple[int, set[int]]]  # sequence, segments that it lies in
+
+def kept_state(fd: int) -> KeptState: ...  # OSError EINVAL, NativeError DAMAGED NEWER_FORMAT
+
 @final
 class Channel:
     def __init__(
@@ -233,8 +251,16 @@ class Channel:
         lanes: int,
         writers: int,
         gpus: Gpus | None = None,
+        label: str = "",  # of its memory in the descriptor store; "" = not stored
     ) -> None: ...
-    def bind(self, volume: Volume) -> None: ...
+    def bind(
+        self, volume: Volume, state_fd: int = -1, state_id: int = 0
+    ) -> list[tuple[int, int, int, int, int, int, int, str]]:
+        """With a state memfd of a daemon before: what it had copied, newest first, as (sequence,
+        step, incarnation, payload_bytes, tree_offset, tree_bytes, world_size, why not)."""
+
+    def adopt(self, fd: int, id: int) -> None: ...  # takes fd when it does not raise
+    def settle(self) -> None: ...
     def unbind(self, volume: Volume) -> None: ...
     def attach(self, socket_fd: int, session: int, pid: int = 0) -> int:
         """The page's descriptor, the caller's. `pid`: the trainer as named here, 0 = unknown."""

@@ -71,16 +71,17 @@ fail:
 
 static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"pool",           "events", "id",      "chunk_bytes", "block_bytes",
-                            "chunk_capacity", "lanes",  "writers", "gpus",        NULL};
+    static char *names[] = {"pool",        "events",         "id",    "chunk_bytes",
+                            "block_bytes", "chunk_capacity", "lanes", "writers",
+                            "gpus",        "label",          NULL};
     struct pcc_py_state *state = pcc_py_state_of(type);
     struct pcc_channel_spec spec = {0};
     PyObject *borrowed[3] = {NULL}; /* pool, events, GPUs */
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!|$O&O&O&O&O&O&O:Channel", names, state->pool_type, &borrowed[0],
+            args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Channel", names, state->pool_type, &borrowed[0],
             state->events_type, &borrowed[1], pcc_py_u64, &spec.id, pcc_py_u32, &spec.chunk_bytes,
             pcc_py_u32, &spec.block_bytes, pcc_py_u32, &spec.chunk_capacity, pcc_py_u32,
-            &spec.lanes, pcc_py_u32, &spec.writers_per_lane, &borrowed[2]) ||
+            &spec.lanes, pcc_py_u32, &spec.writers_per_lane, &borrowed[2], &spec.label) ||
         !pcc_py_require(kwargs, &names[2], 6)) {
         return NULL;
     }
@@ -146,12 +147,32 @@ static void channel_dealloc(PyObject *self)
 
 /* -- volumes ----------------------------------------------------------------------------------- */
 
+static PyObject *outcomes_new(const struct pcc_kept_outcome *outcomes, uint32_t count)
+{
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list != NULL && i < count; i++) {
+        const struct pcc_kept_outcome *one = &outcomes[i];
+        PyObject *made =
+            Py_BuildValue("(KLKKKKIs)", one->sequence, (long long)one->step, one->incarnation,
+                          one->payload_bytes, one->tree_offset_bytes, one->tree_bytes,
+                          one->world_size, one->error != 0 ? pcc_error_name(one->error) : "");
+        if (made == NULL || PyList_Append(list, made) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(made);
+    }
+    return list;
+}
+
 PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"volume", NULL};
+    static char *names[] = {"volume", "state_fd", "state_id", NULL};
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     PyObject *volume;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:bind", names, state->volume_type, &volume)) {
+    int state_fd = -1;
+    uint64_t state_id = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|iO&:bind", names, state->volume_type,
+                                     &volume, &state_fd, pcc_py_u64, &state_id)) {
         return NULL;
     }
     struct pcc_channel *channel = pcc_py_channel_enter(self);
@@ -164,8 +185,12 @@ PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     int result;
+    struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
+    uint32_t count = 0;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
-    PCC_PY_UNLOCKED(result = pcc_channel_bind(channel, handle));
+    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_channel_bind(channel, handle)
+                                          : pcc_channel_bind_kept(channel, handle, state_fd,
+                                                                  state_id, outcomes, &count));
     int known = result < 0 ? 1 : PySequence_Contains(bound, volume);
     if (known == 0 && PyList_Append(bound, volume) == 0) {
         Py_DECREF(volume); /* the list holds the reference, `bound` stands for the use */
@@ -173,7 +198,10 @@ PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
         give_back(volume);
     } /* else memory is out: the volume stays open, for C has bound it */
     pcc_py_channel_leave(self);
-    return known < 0 || PyErr_Occurred() ? NULL : pcc_py_none_or_raise(state, result);
+    if (known < 0 || PyErr_Occurred()) {
+        return NULL;
+    }
+    return result < 0 ? pcc_py_raise(state, result, NULL) : outcomes_new(outcomes, count);
 }
 
 /* `before` counts the load calls at the time of the unbind, none of them under way: one that came

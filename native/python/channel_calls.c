@@ -238,10 +238,45 @@ static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *k
     return pcc_py_channel_leave_with(self, 0);
 }
 
+/* -- what a daemon before has left ------------------------------------------------------------- */
+
+static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", "id", NULL};
+    int fd;
+    uint64_t id;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_channel_adopt(channel, fd, id));
+    return pcc_py_channel_leave_with(self, result);
+}
+
+static PyObject *channel_settle(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_channel_settle(channel));
+    return pcc_py_channel_leave_with(self, 0);
+}
+
 #define KEYWORDS (METH_VARARGS | METH_KEYWORDS)
 
 PyMethodDef pcc_py_channel_methods[] = {
-    {"bind", PCC_PY_METHOD(pcc_py_channel_bind), KEYWORDS, "New saves go to this volume."},
+    {"bind", PCC_PY_METHOD(pcc_py_channel_bind), KEYWORDS,
+     "New saves go to this volume; with a state memfd, what goes on and what does not."},
+    {"adopt", PCC_PY_METHOD(channel_adopt), KEYWORDS,
+     "Takes over a segment, and its descriptor, out of the store."},
+    {"settle", channel_settle, METH_NOARGS,
+     "Checks what was adopted and hands it to the writers; blocks."},
     {"unbind", PCC_PY_METHOD(pcc_py_channel_unbind), KEYWORDS,
      "Lets go of a volume; EBUSY while it has saves."},
     {"attach", PCC_PY_METHOD(channel_attach), KEYWORDS,

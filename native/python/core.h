@@ -21,6 +21,7 @@ enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_GPU_INFO,
                      PCC_PY_CHANNEL_USAGE,
                      PCC_PY_LINK_STATE,
+                     PCC_PY_KEPT_STATE,
                      PCC_PY_RESULT_COUNT,
 };
 
@@ -116,6 +117,8 @@ PyTypeObject *pcc_py_link_type(PyObject *module);
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_choose_engine(PyObject *module, PyObject *args, PyObject *kwargs);
+
+PyObject *pcc_py_kept_state(PyObject *module, PyObject *args);
 
 PyObject *pcc_py_cuda_missing(PyObject *module, PyObject *unused);
 PyObject *pcc_py_cuda_driver(PyObject *module, PyObject *unused);

@@ -101,6 +101,8 @@ static PyMethodDef functions[] = {
      "The size of a volume of that many slots for payloads of that size."},
     {"create_volume", PCC_PY_METHOD(pcc_py_create_volume), METH_VARARGS | METH_KEYWORDS,
      "Makes a volume, all its room taken, durable and under its name on return."},
+    {"kept_state", pcc_py_kept_state, METH_VARARGS,
+     "What a state memfd says of its volume and of what was copied."},
     {"choose_engine", PCC_PY_METHOD(pcc_py_choose_engine), METH_VARARGS | METH_KEYWORDS,
      "Measures which storage engine is the fastest in a directory."},
     {"cuda_missing", pcc_py_cuda_missing, METH_NOARGS,

@@ -8,19 +8,50 @@ static void pool_close(void *handle)
     pcc_pool_close(handle);
 }
 
+/* Takes `pool`; gives it a descriptor store. */
+static int pool_keep(struct pcc_pool *pool, const char *address, uint32_t limit, uint32_t stored)
+{
+    struct pcc_store *store = NULL;
+    int result = pcc_store_open(address, limit, stored, &store);
+    if (result == 0) {
+        pcc_pool_keep(pool, store);
+    }
+    return result;
+}
+
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"budget_bytes", NULL};
+    static char *names[] = {"budget_bytes", "store", "store_limit", "stored", NULL};
     uint64_t budget_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:Pool", names, pcc_py_u64, &budget_bytes)) {
+    const char *store = "";
+    uint32_t limit = 0, stored = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$sO&O&:Pool", names, pcc_py_u64,
+                                     &budget_bytes, &store, pcc_py_u32, &limit, pcc_py_u32,
+                                     &stored)) {
         return NULL;
     }
     struct pcc_pool *pool = NULL;
     int result = pcc_pool_open(budget_bytes, &pool);
+    if (result == 0 && store[0] != '\0' && limit > 0) {
+        result = pool_keep(pool, store, limit, stored);
+    }
     if (result < 0) {
+        pcc_pool_close(pool);
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
     }
     return pcc_py_object_new(type, "Pool", pool, pool_close);
+}
+
+static PyObject *pool_stored(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_pool *pool = pcc_py_enter((struct pcc_py_object *)self);
+    if (pool == NULL) {
+        return NULL;
+    }
+    const struct pcc_store_usage usage = pcc_pool_stored(pool);
+    pcc_py_leave((struct pcc_py_object *)self);
+    return Py_BuildValue("(IIK)", usage.stored, usage.limit, usage.refused);
 }
 
 static PyObject *pool_usage(PyObject *self, PyObject *unused)
@@ -36,8 +67,25 @@ static PyObject *pool_usage(PyObject *self, PyObject *unused)
     return Py_BuildValue("(KK)", budget_bytes, used_bytes);
 }
 
+static PyObject *pool_unstore(PyObject *self, PyObject *args)
+{
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s:unstore", &name)) {
+        return NULL;
+    }
+    struct pcc_pool *pool = pcc_py_enter((struct pcc_py_object *)self);
+    if (pool == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_pool_unstore(pool, name));
+    pcc_py_leave((struct pcc_py_object *)self);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef pool_methods[] = {
     {"usage", pool_usage, METH_NOARGS, "(budget, used) in bytes."},
+    {"unstore", pool_unstore, METH_VARARGS, "Has a name removed from the descriptor store."},
+    {"stored", pool_stored, METH_NOARGS, "(stored, limit, refused) of the descriptor store."},
     {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
     {NULL, NULL, 0, NULL},
 };

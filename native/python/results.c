@@ -21,6 +21,7 @@ static const struct {
                               "bytes free_chunks granted_chunks full_chunks cached_chunks "
                               "lent_chunks in_flight pinned_bytes exposed_bytes mappings"},
     [PCC_PY_LINK_STATE] = {"LinkState", "word outcome sequence source_read error error_name"},
+    [PCC_PY_KEPT_STATE] = {"KeptState", "uuid uid job rank chunk_bytes block_bytes lanes copied"},
 };
 
 /* collections.namedtuple and not PyStructSequence: callers rely on the type's keywords, _replace

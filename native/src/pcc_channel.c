@@ -2,6 +2,7 @@
 #include "pcc_channel.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -49,6 +50,9 @@ int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pc
     channel->events = events;
     channel->gpus = gpus;
     channel->spec = *spec;
+    channel->spec.label = channel->label;
+    if (spec->label != NULL)
+        (void)snprintf(channel->label, sizeof(channel->label), "%s", spec->label);
     channel->geometry = geometry;
     channel->bound = PCC_CHANNEL_VOLUMES;
     channel->socket_fd = -1;
@@ -62,8 +66,10 @@ void pcc_channel_close(struct pcc_channel *channel)
         return;
     pcc_channel_detach(channel);
     for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++) {
-        if (channel->bindings[i].volume != NULL)
+        if (channel->bindings[i].volume != NULL) {
             pcc_saver_close(channel->bindings[i].saver);
+            pcc_channel_kept_drop(channel, &channel->bindings[i]);
+        }
     }
     for (uint32_t i = 0; i < channel->segment_count; i++)
         pcc_channel_segment_return(channel, &channel->segments[i]);
@@ -80,8 +86,8 @@ void pcc_channel_close(struct pcc_channel *channel)
     free(channel);
 }
 
-/* PCC_CHANNEL_VOLUMES when there is none; NULL finds an unused one. */
-static uint32_t binding_find(const struct pcc_channel *channel, const struct pcc_volume *volume)
+uint32_t pcc_channel_binding_find(const struct pcc_channel *channel,
+                                  const struct pcc_volume *volume)
 {
     uint32_t i = 0;
 
@@ -90,29 +96,57 @@ static uint32_t binding_find(const struct pcc_channel *channel, const struct pcc
     return i;
 }
 
-int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume)
+int pcc_channel_binding_open(struct pcc_channel *channel, uint32_t index, struct pcc_volume *volume)
 {
+    struct pcc_channel_binding *binding = &channel->bindings[index];
     const struct pcc_saver_spec spec = {.lanes = channel->spec.lanes,
                                         .writers_per_lane = channel->spec.writers_per_lane,
                                         .chunk_bytes = channel->spec.chunk_bytes,
                                         .events = &pcc_channel_save_events,
-                                        .owner = channel};
-    struct pcc_saver *saver = NULL;
+                                        .owner = channel,
+                                        .kept =
+                                            binding->kept.bytes != NULL ? &binding->kept : NULL};
+    struct pcc_saver *saver;
+
+    const int error = pcc_saver_open(volume, &spec, &saver);
+    if (error != 0)
+        return error;
+    pcc_channel_lock(channel);
+    binding->volume = volume;
+    binding->saver = saver;
+    binding->active = 0;
+    channel->bound = index;
+    pcc_channel_unlock(channel);
+    return 0;
+}
+
+static int bind_fresh(struct pcc_channel *channel, struct pcc_volume *volume)
+{
+    const uint32_t index = pcc_channel_binding_find(channel, NULL);
+
+    if (index == PCC_CHANNEL_VOLUMES)
+        return -EBUSY;
+    struct pcc_channel_binding *binding = &channel->bindings[index];
+    int error = pcc_channel_kept_make(channel, binding, volume);
+    if (error == 0)
+        error = pcc_channel_binding_open(channel, index, volume);
+    if (error != 0)
+        pcc_channel_kept_drop(channel, binding);
+    return error;
+}
+
+int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume)
+{
     int error = 0;
 
     if (pcc_volume_geometry(volume).block_bytes != channel->spec.block_bytes)
         return -EINVAL; /* the client's checksums would not be the volume's */
     (void)pthread_mutex_lock(&channel->control);
-    uint32_t index = binding_find(channel, volume);
+    const uint32_t index = pcc_channel_binding_find(channel, volume);
     if (index == PCC_CHANNEL_VOLUMES) {
-        index = binding_find(channel, NULL);
-        error = index == PCC_CHANNEL_VOLUMES ? -EBUSY : pcc_saver_open(volume, &spec, &saver);
-    }
-    if (error == 0) {
+        error = bind_fresh(channel, volume);
+    } else {
         pcc_channel_lock(channel);
-        if (saver != NULL)
-            channel->bindings[index] =
-                (struct pcc_channel_binding){.volume = volume, .saver = saver};
         channel->bound = index;
         pcc_channel_unlock(channel);
     }
@@ -123,11 +157,12 @@ int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume)
 int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume)
 {
     struct pcc_saver *saver = NULL;
+    struct pcc_channel_binding gone = {0};
     int error = 0;
 
     (void)pthread_mutex_lock(&channel->control);
     pcc_channel_lock(channel);
-    const uint32_t index = binding_find(channel, volume);
+    const uint32_t index = pcc_channel_binding_find(channel, volume);
     if (channel->load.active && channel->load.volume == volume) {
         error = -EBUSY;
     } else if (index < PCC_CHANNEL_VOLUMES) {
@@ -136,14 +171,17 @@ int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume)
             error = -EBUSY;
         } else {
             saver = binding->saver;
+            gone = *binding;
             *binding = (struct pcc_channel_binding){0};
             if (channel->bound == index)
                 channel->bound = PCC_CHANNEL_VOLUMES;
         }
     }
     pcc_channel_unlock(channel);
-    if (saver != NULL)
+    if (saver != NULL) {
         pcc_saver_close(saver);
+        pcc_channel_kept_drop(channel, &gone);
+    }
     (void)pthread_mutex_unlock(&channel->control);
     return error;
 }

@@ -63,6 +63,7 @@ struct pcc_channel_spec {
     uint32_t chunk_capacity;   /* of all segments together */
     uint32_t lanes;            /* N per volume */
     uint32_t writers_per_lane; /* p */
+    const char *label;         /* of its memory in the descriptor store; NULL or "": not kept */
 };
 
 /* Borrows pool, events and gpus (NULL: CPU tensors only). */
@@ -75,6 +76,34 @@ void pcc_channel_close(struct pcc_channel *channel); /* drains sealed saves; ret
 PCC_MUST_CHECK int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume);
 /* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves. */
 PCC_MUST_CHECK int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume);
+
+/* -- what a daemon that was killed has left in the descriptor store; before the first session -- */
+
+struct pcc_kept_outcome { /* a save that it had copied */
+    uint64_t sequence;
+    int64_t step;
+    uint64_t incarnation;
+    uint64_t payload_bytes;
+    uint64_t tree_offset_bytes;
+    uint64_t tree_bytes;
+    uint32_t world_size;
+    int error; /* 0: it goes on; codes of pcc_save_adopt; -EBADMSG: its chunks cannot be */
+};
+#define PCC_KEPT_OUTCOMES_MAX 64u
+
+/* A segment, by its id there. Takes `fd` on success. Codes of pcc_pool_adopt, -EBUSY when it is too
+ * late, -ENOSPC when there are more than chunk_capacity. */
+PCC_MUST_CHECK int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id);
+/* pcc_channel_bind to a volume with its state memfd: goes on with what was copied, as saves of
+ * session 0 whose snapshot is their sequence, up to where settle takes over. Without I/O.
+ * `outcomes` has room for PCC_KEPT_OUTCOMES_MAX. -PCC_E_DAMAGED, -PCC_E_NEWER_FORMAT, -EINVAL when
+ * the state is not one of this volume in a channel like this; the caller binds without it then. */
+PCC_MUST_CHECK int pcc_channel_bind_kept(struct pcc_channel *channel, struct pcc_volume *volume,
+                                         int fd, uint64_t id, struct pcc_kept_outcome *outcomes,
+                                         uint32_t *count_out);
+/* Checks what was adopted against its checksums, oldest first, and hands it to the savers; a save
+ * with a chunk that somebody has changed ends FAILED, "copy", DAMAGED. Blocks. */
+void pcc_channel_settle(struct pcc_channel *channel);
 
 /* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
  * granted over socket_fd (duplicated) by the next grow or before they are first used, so that the

@@ -12,7 +12,7 @@
 
 /* An entry never used, else the one that ended longest ago: a message that is under way when its
  * save ends still finds it. */
-static struct pcc_channel_save *save_take(struct pcc_channel *channel, uint32_t chunk_count)
+struct pcc_channel_save *pcc_channel_save_take(struct pcc_channel *channel, uint32_t chunk_count)
 {
     struct pcc_channel_save *best = NULL;
     const uint32_t words = (uint32_t)pcc_ceil_div(chunk_count, 64);
@@ -93,7 +93,7 @@ static int begin(struct pcc_channel *channel, uint64_t snapshot, uint64_t map,
         error = pcc_channel_pull_prepare(channel, map, request, parts);
     if (error != 0)
         return error;
-    struct pcc_channel_save *save = save_take(channel, (uint32_t)chunk_count);
+    struct pcc_channel_save *save = pcc_channel_save_take(channel, (uint32_t)chunk_count);
     if (save == NULL)
         return -ENOMEM;
     tagged.tag = ++channel->serial << 8 | (uint64_t)(save - channel->saves);

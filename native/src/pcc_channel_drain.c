@@ -79,12 +79,13 @@ void pcc_channel_give_up(struct pcc_channel *channel, struct pcc_channel_save *s
 }
 
 /* Every chunk is with the saver. The word decides before anything is vouched for: when the client
- * has let its trainer go, the last pieces may hold another step (P4). */
+ * has let its trainer go, the last pieces may hold another step (P4). And what the next daemon will
+ * find is noted down before the client hears of it (P1): the seal does that. */
 static int copy_complete(struct pcc_channel *channel, struct pcc_channel_save *save)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, save->snapshot);
 
-    if (!pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_COPIED)) {
+    if (!pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_VOUCHING)) {
         /* Acquire pairs with the client's move to ABANDONED. */
         const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
         pcc_channel_give_up(channel, save, -PCC_E_ABORTED);
@@ -93,6 +94,8 @@ static int copy_complete(struct pcc_channel *channel, struct pcc_channel_save *s
     save->copied = true;
     /* An error means that a write has failed meanwhile; `ended` follows and says so. */
     (void)!pcc_save_seal(save->save);
+    /* False for a page that was scribbled on: it is copied, whatever its owner reads there. */
+    (void)pcc_word_move(entry, save->snapshot, PCC_WORD_VOUCHING, PCC_WORD_COPIED);
     pcc_channel_outcome(channel, save->snapshot,
                         save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence);
     save_event(channel, save, PCC_EVENT_COPIED);
@@ -107,10 +110,13 @@ void pcc_channel_chunk_to_save(struct pcc_channel *channel, struct pcc_channel_s
                                const uint64_t *checksums)
 {
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
+    const struct pcc_segment *segment = &channel->segments[chunk->segment].memory;
     const struct pcc_chunk piece = {.bytes = chunk->bytes,
                                     .payload_offset_bytes = offset_bytes,
                                     .length_bytes = length_bytes,
                                     .index = index,
+                                    .segment = segment->id,
+                                    .segment_chunk = index - segment->first_chunk,
                                     .checksums = checksums};
 
     chunk->state = PCC_CHUNK_FULL;

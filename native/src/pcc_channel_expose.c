@@ -118,11 +118,11 @@ void pcc_channel_segment_return(struct pcc_channel *channel, struct pcc_channel_
     for (uint32_t i = 0; i < memory->chunk_count; i++)
         lost = lost || channel->chunks[memory->first_chunk + i].state == PCC_CHUNK_LOST;
     if (lost)
-        pcc_pool_abandon(channel->pool, memory);
+        pcc_pool_abandon(channel->pool, channel->label, memory);
     else if (gpu != NULL && pcc_gpu_unpin_host(gpu, memory->bytes, memory->length_bytes) != 0)
-        pcc_pool_retire(channel->pool, memory);
+        pcc_pool_retire(channel->pool, channel->label, memory);
     else
-        pcc_pool_return(channel->pool, memory);
+        pcc_pool_return(channel->pool, channel->label, memory);
 }
 
 static int memory_pin(struct pcc_channel *channel, const struct pcc_channel_map *map,

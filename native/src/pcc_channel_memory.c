@@ -4,7 +4,7 @@
 #include "pcc_channel_private.h"
 #include "pcc_futex.h"
 
-static void segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh)
+void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh)
 {
     const uint32_t chunk_bytes = channel->spec.chunk_bytes;
     const struct pcc_segment *segment = &fresh->memory;
@@ -66,7 +66,7 @@ static int segment_make(struct pcc_channel *channel, uint64_t length,
 
     *out = (struct pcc_channel_segment){0};
     int error = pcc_pool_take(channel->pool, length, gpu != NULL ? gpu->device.numa_node : -1,
-                              &out->memory);
+                              channel->label, &out->memory);
     if (error != 0)
         return error;
     if (pcc_channel_segment_pin(channel, out) != 0)
@@ -91,7 +91,7 @@ int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes, uint64_t *gran
             continue; /* another channel was faster: ask for what is left */
         if (error != 0)
             break;
-        segment_add(channel, &segment);
+        pcc_channel_segment_add(channel, &segment);
         have += length;
     }
     pcc_channel_lock(channel);

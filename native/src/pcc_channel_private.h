@@ -1,8 +1,8 @@
 /* The inside of a channel, shared by pcc_channel.c (life), pcc_channel_admit.c (admission),
- * pcc_channel_memory.c (segments), pcc_channel_chunks.c (who holds which chunk),
- * pcc_channel_drain.c (what the client says, what the savers say), pcc_channel_expose.c (what is
- * mapped of the trainer's GPUs), pcc_channel_pull.c (the parts of a checkpoint that copiers fill)
- * and pcc_channel_load.c.
+ * pcc_channel_memory.c (segments), pcc_channel_kept.c (what outlives the daemon),
+ * pcc_channel_chunks.c (who holds which chunk), pcc_channel_drain.c (what the client says, what the
+ * savers say), pcc_channel_expose.c (what is mapped of the trainer's GPUs), pcc_channel_pull.c (the
+ * parts of a checkpoint that copiers fill) and pcc_channel_load.c.
  *
  * Locks, outermost first: control (attach, detach, expose, load start, bind, close) -> growing ->
  * lock -> the savers', the GPUs' and the events' own. `lock` guards everything below unless it says
@@ -76,6 +76,8 @@ struct pcc_channel_save {
     bool given_up;               /* aborted; messages that are under way are swallowed */
     bool writing;                /* its first chunk has gone to the disk */
     bool silent;                 /* begin itself reported the failure */
+    bool unsettled;              /* adopted: its chunks are to be checked and handed over */
+    uint32_t kept_place;         /* where the binding's state memfd has it */
     uint64_t *seen; /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
 };
@@ -117,6 +119,8 @@ struct pcc_channel_pull {
 struct pcc_channel_binding {
     struct pcc_volume *volume; /* NULL = unused */
     struct pcc_saver *saver;
+    struct pcc_kept kept; /* bytes NULL: nothing is kept */
+    uint64_t kept_id;
     uint32_t active; /* saves begun and not ended */
 };
 
@@ -146,6 +150,7 @@ struct pcc_channel {
     struct pcc_events *events;
     struct pcc_gpus *gpus; /* NULL: nothing is ever pulled */
     struct pcc_channel_spec spec;
+    char label[PCC_POOL_LABEL_MAX + 1];
     struct pcc_page_geometry geometry;
 
     struct pcc_channel_chunk *chunks; /* [chunk_capacity] */
@@ -230,6 +235,28 @@ void pcc_channel_refuse_copy(struct pcc_channel *channel, uint64_t snapshot, uin
 /* The drain thread, without the lock: whether the trainer lived after what was read by now. True
  * when there was something to judge. */
 bool pcc_channel_judge(struct pcc_channel *channel);
+
+/* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */
+struct pcc_channel_save *pcc_channel_save_take(struct pcc_channel *channel, uint32_t chunk_count);
+
+/* -- pcc_channel_memory.c -- */
+/* With growing held. */
+void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh);
+
+/* -- pcc_channel.c; with control held -- */
+/* The saver of a binding that has its volume's state memfd, or none; then it is the bound one. */
+PCC_MUST_CHECK int pcc_channel_binding_open(struct pcc_channel *channel, uint32_t index,
+                                            struct pcc_volume *volume);
+/* The binding of a volume, PCC_CHANNEL_VOLUMES when there is none; NULL finds an unused one. */
+uint32_t pcc_channel_binding_find(const struct pcc_channel *channel,
+                                  const struct pcc_volume *volume);
+
+/* -- pcc_channel_kept.c; with control held -- */
+/* A fresh state memfd for a binding, if the pool keeps any. */
+PCC_MUST_CHECK int pcc_channel_kept_make(struct pcc_channel *channel,
+                                         struct pcc_channel_binding *binding,
+                                         struct pcc_volume *volume);
+void pcc_channel_kept_drop(struct pcc_channel *channel, struct pcc_channel_binding *binding);
 
 /* -- pcc_channel_expose.c -- */
 /* With the lock held: one holder less. */

@@ -237,6 +237,7 @@ int pcc_link_request(struct pcc_link *link, uint64_t snapshot)
         error = -EINVAL;
     else if (before != 0 && (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ ||
                              job->flights > 0 || pcc_link_open_word(link, before) ||
+                             pcc_link_word(link, before) == pcc_word(before, PCC_WORD_VOUCHING) ||
                              (pcc_link_word(link, before) == pcc_word(before, PCC_WORD_COPIED) &&
                               !final(outcome_of(link, before)))))
         error = -EBUSY;
@@ -374,6 +375,8 @@ int pcc_link_state(struct pcc_link *link, uint64_t snapshot, struct pcc_link_sta
     if (job->snapshot == snapshot && snapshot != 0) {
         const uint64_t word = pcc_link_word(link, snapshot);
         out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
+        if (out->word == PCC_WORD_VOUCHING) /* nobody has been told yet */
+            out->word = PCC_WORD_COPYING;
         out->outcome = outcome_of(link, snapshot);
         out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
         out->source_read = source_read(link, job);

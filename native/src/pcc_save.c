@@ -15,8 +15,8 @@ static void unlock(struct pcc_save *save)
     (void)pthread_mutex_unlock(&save->lock);
 }
 
-static void save_reset(struct pcc_save *save, const struct pcc_save_request *request,
-                       uint64_t sequence, uint32_t slot)
+void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
+                    uint64_t sequence, uint32_t slot)
 {
     const struct pcc_saver *saver = save->lane->saver;
     const uint64_t manifest_bytes =
@@ -78,7 +78,8 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         return result;
     }
     const uint64_t sequence = pcc_volume_next_sequence(saver->volume);
-    save_reset(save, request, sequence, slot);
+    pcc_save_reset(save, request, sequence, slot);
+    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, slot, save->piece_count);
     *out = save;
     *sequence_out = sequence;
     return 0;
@@ -104,11 +105,13 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
     if (!save->active) {
         result = -PCC_E_ABORTED;
     } else if (piece->state == PCC_SAVE_CHUNK_ABSENT && !save->sealed) {
-        if (chunk->checksums != NULL)
+        if (chunk->checksums != NULL && chunk->checksums != pcc_save_checksums(save, position))
             memcpy(pcc_save_checksums(save, position), chunk->checksums,
                    pcc_ceil_div(chunk->length_bytes, saver->geometry.block_bytes) *
                        sizeof(uint64_t));
         piece->hashed = chunk->checksums != NULL;
+        pcc_kept_chunk(saver->spec.kept, save->kept_place, position, chunk->segment,
+                       chunk->segment_chunk, piece->hashed);
         piece->bytes = chunk->bytes;
         piece->length_bytes = chunk->length_bytes;
         piece->index = chunk->index;
@@ -133,6 +136,7 @@ int pcc_save_seal(struct pcc_save *save)
     } else if (save->sealed || save->handed_over < save->piece_count) {
         result = -EINVAL;
     } else {
+        pcc_kept_copied(save->lane->saver->spec.kept, save->kept_place);
         save->sealed = true;
         save->times.sealed = pcc_now_ns();
         pcc_save_advance(save);
@@ -167,6 +171,8 @@ static bool uncache_piece(struct pcc_save *save, uint32_t index)
     /* Not on the disk in the present slot, or not going to stay there: its bytes are needed. */
     if (piece->state != PCC_SAVE_CHUNK_WRITTEN || save->slot_failed || save->slot_doubtful)
         return false;
+    pcc_kept_reused(save->lane->saver->spec.kept, save->kept_place,
+                    (uint32_t)(piece - save->pieces));
     piece->uncached = true;
     save->uncached++;
     return true;

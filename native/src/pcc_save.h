@@ -8,6 +8,7 @@
 #ifndef PCC_SAVE_H
 #define PCC_SAVE_H
 
+#include "pcc_kept.h"
 #include "pcc_volume.h"
 
 struct pcc_saver;
@@ -35,6 +36,8 @@ struct pcc_chunk {     /* what a lane is handed: one piece of the payload, in th
     uint64_t payload_offset_bytes; /* multiple of the chunk size */
     uint32_t length_bytes;         /* the chunk size, except for the last one of a payload */
     uint32_t index;                /* the owner's name for it */
+    uint64_t segment;              /* the next daemon's name for it (pcc_kept.h); 0 = none */
+    uint32_t segment_chunk;
     /* One per block, copied during the call; NULL: the writer makes them before it writes. */
     const uint64_t *checksums;
 };
@@ -54,6 +57,7 @@ struct pcc_saver_spec {
     uint32_t chunk_bytes;      /* b; multiple of the volume's block size and of PCC_IO_ALIGN */
     const struct pcc_save_events *events;
     void *owner;
+    const struct pcc_kept *kept; /* borrowed; NULL: nothing outlives us */
 };
 
 /* All memory is taken here: per lane the manifest, the checksums and the list of chunks of the
@@ -72,6 +76,35 @@ struct pcc_save_request {
     uint64_t tree_offset_bytes;
     uint64_t tree_bytes;
 };
+
+#define PCC_SAVES_PER_LANE 2u /* the next one begins while the end of the last is being told */
+
+static inline struct pcc_kept_shape pcc_kept_shape_of(const struct pcc_geometry *geometry,
+                                                      uint32_t lanes, uint32_t chunk_bytes)
+{
+    return (struct pcc_kept_shape){.places = lanes * PCC_SAVES_PER_LANE,
+                                   .chunk_bytes = chunk_bytes,
+                                   .block_bytes = geometry->block_bytes,
+                                   .slot_stride_bytes = geometry->slot_stride_bytes};
+}
+
+/* Goes on with the copied save that the saver's state memfd holds in `place`, before any other save
+ * begins: takes its lane, its slot if it is free, and its sequence. Every chunk is to be handed
+ * over again, or found where it was written (pcc_save_found), and then it is to be sealed. It
+ * becomes durable with PCC_SLOT_PINNED, which is its owner's to take away. `tag` is the owner's.
+ * -ENOENT (no copied save there), -EALREADY (it or a newer one is durable), -ENODATA (a part of it
+ * is neither in DRAM nor in its slot), codes of pcc_save_begin. */
+PCC_MUST_CHECK int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag,
+                                  struct pcc_save **out);
+/* The piece at `position` was re-used after it had been written: reads it back into `bytes` (a
+ * chunk, aligned) and checks it. -PCC_E_DAMAGED, -PCC_E_ABORTED (save `tag` has ended). */
+PCC_MUST_CHECK int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position,
+                                  void *bytes);
+/* Its checksums as kept; NULL when it had none. */
+const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t position);
+/* Whether memory holds what the checksums say, if there are any. */
+bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void *bytes,
+                      uint32_t length_bytes);
 
 /* Takes a lane, a slot and a sequence. -PCC_E_NO_LANE, -PCC_E_NO_SLOT, -PCC_E_TOO_LARGE,
  * -PCC_E_STOPPED, -EINVAL. */

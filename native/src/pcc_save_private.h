@@ -21,7 +21,6 @@
 #include "pcc_save.h"
 
 #define PCC_SAVE_MOVES_MAX 2u
-#define PCC_SAVES_PER_LANE 2u
 
 enum pcc_save_chunk_state {
     PCC_SAVE_CHUNK_ABSENT = 0, /* not handed over yet */
@@ -55,6 +54,7 @@ struct pcc_lane;
 struct pcc_save {
     struct pcc_lane *lane;
     uint32_t place;                /* which of its lane's */
+    uint32_t kept_place;           /* of all of the saver's */
     bool used;                     /* guarded by the saver's lock; until `ended` has returned */
     uint8_t *manifest;             /* header, then the checksums where they are collected */
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
@@ -130,6 +130,11 @@ void pcc_save_queue_piece(struct pcc_save *save, uint32_t position);
 void pcc_save_advance(struct pcc_save *save);
 /* Does what one item of the lane's queue says. */
 void pcc_save_work(struct pcc_lane *lane, uint64_t item);
+
+/* -- pcc_save.c -- */
+/* A place that was just taken becomes this save, with no chunk handed over. */
+void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
+                    uint64_t sequence, uint32_t slot);
 
 /* -- pcc_saver.c -- */
 /* A free lane with a free place, taken; NULL when there is none. */

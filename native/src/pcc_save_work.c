@@ -114,6 +114,7 @@ static void hash_piece(struct pcc_save *save, uint32_t position)
                                      left < block_bytes ? left : block_bytes);
     }
     piece->hashed = true;
+    pcc_kept_hashed(save->lane->saver->spec.kept, save->kept_place, position);
 }
 
 static void write_piece(struct pcc_save *save, uint32_t position)
@@ -138,6 +139,7 @@ static void write_piece(struct pcc_save *save, uint32_t position)
     lock(save);
     if (result == 0) {
         piece->state = PCC_SAVE_CHUNK_WRITTEN;
+        pcc_kept_written(saver->spec.kept, save->kept_place, position);
         save->written++;
         announce = !piece->announced;
         piece->announced = true;
@@ -281,6 +283,8 @@ static void move(struct pcc_save *save)
         save->failed = true;
     } else {
         save->moves++;
+        pcc_kept_moved(save->lane->saver->spec.kept, save->kept_place, save->slot,
+                       save->piece_count);
         save->slot_failed = save->slot_doubtful = false;
         save->error = 0;
         save->stage = NULL;
@@ -302,6 +306,7 @@ static void end(struct pcc_save *save)
 
     lock(save);
     save->active = false;
+    pcc_kept_end(saver->spec.kept, save->kept_place);
     result.end = save->durable      ? PCC_SAVE_DURABLE
                  : save->superseded ? PCC_SAVE_SUPERSEDED
                                     : PCC_SAVE_FAILED;

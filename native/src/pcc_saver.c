@@ -40,12 +40,16 @@ static int lane_open(struct pcc_saver *saver, uint32_t number)
         save->lane = lane;
         save->place = place;
         (void)pthread_mutex_init(&save->lock, NULL);
-        save->manifest = aligned_alloc(PCC_IO_ALIGN, saver->manifest_capacity_bytes);
+        save->kept_place = number * PCC_SAVES_PER_LANE + place;
+        save->manifest = saver->spec.kept != NULL
+                             ? pcc_kept_manifest(saver->spec.kept, save->kept_place)
+                             : aligned_alloc(PCC_IO_ALIGN, saver->manifest_capacity_bytes);
         save->pieces = calloc(saver->piece_capacity, sizeof *save->pieces);
         if (!save->manifest || !save->pieces)
             return -ENOMEM;
-        /* Touched now, not at the first checkpoint. */
-        memset(save->manifest, 0, saver->manifest_capacity_bytes);
+        /* Touched now, not at the first checkpoint. What is kept was, and holds something. */
+        if (saver->spec.kept == NULL)
+            memset(save->manifest, 0, saver->manifest_capacity_bytes);
     }
     lane->threads = calloc(saver->spec.writers_per_lane + 1ull, sizeof *lane->threads);
     if (!lane->threads)
@@ -69,7 +73,8 @@ static void lane_close(struct pcc_lane *lane)
         (void)pthread_join(lane->threads[i], NULL);
     free(lane->threads);
     for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
-        free(lane->saves[place].manifest);
+        if (lane->saver == NULL || lane->saver->spec.kept == NULL)
+            free(lane->saves[place].manifest);
         free(lane->saves[place].pieces);
         if (lane->saves[place].lane)
             (void)pthread_mutex_destroy(&lane->saves[place].lock);

@@ -19,13 +19,16 @@
 #include "pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 2u
+#define PCC_PAGE_VERSION 3u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 
 /* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
  *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
- *   daemon: REQUESTED -> COPYING (admitted), COPYING -> COPIED, REQUESTED|COPYING -> REFUSED
+ *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
+ *           REQUESTED|COPYING -> REFUSED
+ * VOUCHING lasts for some instructions: the copy is complete and can no longer be abandoned, and
+ * the daemon notes down for the next one that it is copied before anybody hears of it.
  * so that a watchdog's release and a late daemon cannot both be right (P4). */
 enum pcc_word_state {
     PCC_WORD_IDLE = 0,
@@ -34,6 +37,7 @@ enum pcc_word_state {
     PCC_WORD_COPIED = 3,
     PCC_WORD_ABANDONED = 4,
     PCC_WORD_REFUSED = 5, /* skipped, failed or the copy broke: `outcome` says which */
+    PCC_WORD_VOUCHING = 6,
 };
 
 /* The outcome is (snapshot id << 8 | checkpoint state), written by the daemon only. Numbers are

@@ -273,6 +273,35 @@ int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
     return 0;
 }
 
+bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot)
+{
+    bool found = false;
+    uint64_t other;
+
+    if (!volume->writable || slot >= volume->geometry.slot_count)
+        return false;
+    (void)pthread_mutex_lock(&volume->lock);
+    uint64_t left = pcc_queue_count(&volume->free_slots);
+    while (left-- > 0 && pcc_queue_pop(&volume->free_slots, &other)) {
+        if (other == slot)
+            found = true;
+        else
+            push_free(volume, (uint32_t)other);
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found;
+}
+
+void pcc_volume_sequence_taken(struct pcc_volume *volume, uint64_t sequence)
+{
+    uint64_t next = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
+
+    while (next <= sequence &&
+           !atomic_compare_exchange_weak_explicit(&volume->next_sequence, &next, sequence + 1,
+                                                  memory_order_relaxed, memory_order_relaxed))
+        ;
+}
+
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot)
 {
     PCC_ASSERT(slot < volume->geometry.slot_count);

@@ -205,7 +205,11 @@ static void hand_over(struct workload *workload, struct live *live, uint32_t ind
         checksums[at / block_bytes] = pcc_block_checksum(bytes + at, piece);
     }
     const bool given = (index + live->tag) % 2 == 0; /* else the writer makes them */
-    struct pcc_chunk chunk = {bytes, offset, length, index, given ? checksums : NULL};
+    struct pcc_chunk chunk = {.bytes = bytes,
+                              .payload_offset_bytes = offset,
+                              .length_bytes = length,
+                              .index = index,
+                              .checksums = given ? checksums : NULL};
     live->handed |= 1u << index;
     int result = pcc_save_chunk(live->save, &chunk);
     memset(checksums, 0xee, sizeof checksums); /* they were to be copied during the call */

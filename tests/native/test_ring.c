@@ -83,18 +83,18 @@ static void test_pool(void)
     uint64_t budget, used;
 
     CHECK(pcc_pool_open(8u << 20, &pool) == 0);
-    CHECK(pcc_pool_take(pool, 5u << 20, -1, &first) == 0);
-    CHECK(pcc_pool_take(pool, 4u << 20, -1, &second) == -PCC_E_NO_MEMORY);
-    CHECK(pcc_pool_take(pool, 3u << 20, -1, &second) == 0);
+    CHECK(pcc_pool_take(pool, 5u << 20, -1, "", &first) == 0);
+    CHECK(pcc_pool_take(pool, 4u << 20, -1, "", &second) == -PCC_E_NO_MEMORY);
+    CHECK(pcc_pool_take(pool, 3u << 20, -1, "", &second) == 0);
     pcc_pool_usage(pool, &budget, &used);
     CHECK(budget == 8u << 20 && used == 8u << 20);
     CHECK((uintptr_t)first.bytes % PCC_IO_ALIGN == 0 && first.bytes[(5u << 20) - 1] == 0);
     /* Sealed: nobody pulls the pages away from under anybody. */
     CHECK(ftruncate(first.fd, 0) != 0 && ftruncate(first.fd, 16u << 20) != 0);
-    pcc_pool_return(pool, &first);
+    pcc_pool_return(pool, "", &first);
     pcc_pool_usage(pool, &budget, &used);
     CHECK(used == 3u << 20);
-    pcc_pool_return(pool, &second);
+    pcc_pool_return(pool, "", &second);
     pcc_pool_close(pool);
 }
 

@@ -53,13 +53,3 @@ def test_a_stream_socket_is_refused(tmp_path: Path) -> None:
         made.listen(1)
         with pytest.raises(UsageError, match="ListenSequentialPacket="):
             activation.attach_socket([("attach", made.fileno())], tmp_path / "attach.sock")
-
-
-def test_what_is_not_known_is_closed() -> None:
-    ours, theirs = os.pipe()
-    os.close(theirs)
-    given = [("mystery", ours)]
-    activation.close_rest(given)
-    assert not given
-    with pytest.raises(OSError):
-        os.fstat(ours)

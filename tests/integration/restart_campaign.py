@@ -1,0 +1,168 @@
+"""Kills a daemon that has a descriptor store, its trainer, or both, and starts it again.
+
+    python -m tests.integration.restart_campaign --rounds 200 --seed 1
+
+Judged like the kill campaign, with the stronger promise: what was seen copied before the daemon was
+killed is recovered after its restart, it or a newer step, with the bytes of its step; and a trainer
+that lives goes on without being told anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+from tests.support.manager import ServedDaemon
+from tests.support.trainer import RemoteError, Trainer
+
+COUNTS = [200_000, 5, 150_001]
+ROTATION = ("both", "daemon", "both", "trainer, then daemon", "daemon", "inside")
+#: Where the shim kills a daemon whose checkpoints are copied, or may be.
+POINTS = ("data:1", "data:3", "data:6", "flush:1", "flush:2", "record-a:1", "record-b:1")
+FLAGS = ("--chunk", "256KiB", "--block-bytes", "64KiB")
+#: Slow enough that a copied checkpoint is not durable yet; with little memory, most of it is then
+#: on the disk only.
+PACES = (
+    ("--dram", "16MiB", "--max-bandwidth", "4MiB"),
+    ("--dram", "16MiB", "--max-bandwidth", "32MiB"),
+    ("--dram", "1MiB", "--max-bandwidth", "16MiB"),
+)
+
+
+@dataclass
+class Tally:
+    """Counts of what was killed, what was copied and not durable then, and what was wrong."""
+
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    copied: int = 0
+    recovered: int = 0
+    empty: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+def _judge(tally: Tally, label: str, promised: int, daemon: ServedDaemon) -> None:
+    with Trainer() as trainer:
+        trainer.open(COUNTS, socket=str(daemon.socket), job="job")
+        done = trainer.restore()
+        step = done["step"] if done["found"] else 0
+        if step < promised:
+            tally.violations.append(f"{label}: step {step} recovered, {promised} was copied")
+        elif done["found"] and (wrong := trainer.check(step)):
+            tally.violations.append(f"{label}: {wrong}")
+        if done["skipped"]:
+            tally.violations.append(f"{label}: damage found in {done['skipped']}")
+        tally.recovered += bool(done["found"])
+        tally.empty += not done["found"]
+
+
+def _copied(states: list[str]) -> int:
+    """The newest step of those; step n is handle n - 1."""
+    seen = ("copied", "writing", "durable", "global")
+    return max((n for n, state in enumerate(states, 1) if state in seen), default=0)
+
+
+def _round(tally: Tally, rng: random.Random, victim: str) -> None:
+    label = f"{victim} ({sum(tally.kills.values())})"
+    point = rng.choice(POINTS)
+    shim = f"kill:{point}" if victim == "inside" else ""
+    with ServedDaemon(*FLAGS, *rng.choice(PACES), shim=shim) as daemon, Trainer() as trainer:
+        daemon.start()
+        trainer.open(COUNTS, socket=str(daemon.socket), job="job", stall_limit_s=20)
+        for _ in range(rng.randint(1, 4)):
+            trainer.step()
+            handle = trainer.checkpoint()
+            if rng.random() < 0.7:
+                trainer.watch(handle, rng.choice(["copying", "copied", "writing"]))
+        if victim == "inside":
+            promised, states = _train_into(daemon, trainer)
+        else:
+            states = trainer.states()
+            promised = _copied(states)
+        tally.copied += "copied" in states or "writing" in states
+        if victim == "trainer, then daemon":
+            trainer.kill()
+        time.sleep(rng.random() * 0.05)  # not synchronisation: the moment of the kill is the test
+        if victim != "inside":
+            daemon.kill()
+        daemon.shim = ""
+        if victim == "both":
+            trainer.signal(signal.SIGKILL)
+        daemon.start()
+        if rng.random() < 0.2:  # while it goes on with what is left
+            daemon.kill()
+            daemon.start()
+        if victim in ("daemon", "inside"):
+            promised = max(promised, _go_on(tally, label, trainer))
+        trainer.kill()
+        _judge(tally, label, promised, daemon)
+    tally.kills[victim] += 1
+
+
+def _train_into(daemon: ServedDaemon, trainer: Trainer) -> tuple[int, list[str]]:
+    """Checkpoints until the shim has killed the daemon; what was copied by then."""
+    daemon.armed.touch()
+    promised, states = 0, list[str]()
+    for _ in range(400):
+        promised, states = max(promised, _copied(trainer.states())), trainer.states()
+        assert daemon.process is not None
+        if daemon.process.poll() is not None:
+            return promised, states
+        trainer.step()
+        trainer.checkpoint()
+    raise AssertionError("the daemon was not killed")
+
+
+def _go_on(tally: Tally, label: str, trainer: Trainer) -> int:
+    """The trainer lives: it finds the new daemon by itself, and a new step becomes durable."""
+    for _ in range(400):
+        step = trainer.step()
+        handle = trainer.checkpoint()
+        if trainer.evaluate(_is_connected):
+            state = trainer.wait_durable(handle)
+            if state not in ("durable", "global", "superseded"):
+                tally.violations.append(f"{label}: the trainer went on to {state}")
+            return int(step) if state != "superseded" else 0
+    tally.violations.append(f"{label}: the trainer did not come back")
+    return 0
+
+
+def _is_connected(trainer: object) -> bool:
+    return bool(trainer.client.connected)  # type: ignore[attr-defined]
+
+
+def run(rounds: int, seed: int) -> Tally:
+    """`rounds` kills, by `ROTATION`."""
+    rng = random.Random(seed)
+    tally = Tally()
+    for number in range(rounds):
+        victim = ROTATION[number % len(ROTATION)]
+        try:
+            _round(tally, rng, victim)
+        except (AssertionError, RemoteError) as error:
+            tally.violations.append(f"round {number} ({victim}): {error}")
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    tally = run(options.rounds, options.seed)
+    print(f"seed {options.seed}: {options.rounds} rounds, {tally.copied} with something copied and "
+          f"not durable, {tally.recovered} recovered, {tally.empty} empty, "
+          f"{len(tally.violations)} violations")  # fmt: skip
+    for name, count in sorted(tally.kills.items()):
+        print(f"  {name:24} {count}")
+    for violation in tally.violations:
+        print("VIOLATION", violation)
+    return 1 if tally.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

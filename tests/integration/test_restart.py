@@ -1,0 +1,342 @@
+"""Restart without loss: what a daemon had copied before it was killed becomes durable after the
+service manager has started it again, whether its trainer lives or not."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pccheck_native import catalog
+from tests.support.manager import ServedDaemon
+from tests.support.trainer import Trainer
+
+from .conftest import SMALL
+from .restart_campaign import run
+
+Connect = Callable[..., Trainer]
+Serve = Callable[..., ServedDaemon]
+
+MIB = 1 << 18
+SLOW = ("--max-bandwidth", "8MiB")
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@pytest.fixture
+def serve(stack: ExitStack) -> Serve:
+    def start(*flags: str, **options: object) -> ServedDaemon:
+        return stack.enter_context(ServedDaemon(*SMALL, *flags, **options)).start()  # type: ignore[arg-type]
+
+    return start
+
+
+def test_copied_survives_the_daemon(serve: Serve, start_trainer: Connect) -> None:
+    """The trainer is dead by then: only the descriptor store has the bytes."""
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    daemon.kill()
+    trainer.kill()
+    assert any("-segment-" in name for name in daemon.manager.names())
+    daemon.start()
+
+    again = start_trainer(daemon, [6 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+
+
+def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None:
+    """It reconnects at a later checkpoint; its old one is durable, and the newer one wins."""
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    daemon.kill()
+    daemon.start()
+    durable = ""
+    for _ in range(200):
+        trainer.step()
+        handle = trainer.checkpoint()
+        if trainer.evaluate(_is_connected):
+            durable = trainer.wait_durable(handle)
+            break
+    assert durable in ("durable", "global", "superseded")
+    newest = trainer.step(0)
+    trainer.kill()
+    steps = _durable(daemon)
+    assert {1, newest} <= steps.keys() and steps[newest] > steps[1], steps
+    again = start_trainer(daemon, [6 * MIB])
+    assert again.restore()["step"] == newest
+    assert again.check(newest) == ""
+
+
+def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect) -> None:
+    """P3: two are copied when the daemon dies; the newest wins, whichever is written first."""
+    daemon = serve("--slots", "4", "--keep", "2", "--max-bandwidth", "4MiB")
+    trainer = start_trainer(daemon, [4 * MIB])
+    for _ in range(2):
+        trainer.step()
+        assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    assert _kept(daemon)["adopted_checkpoints"] == 2
+    again = start_trainer(daemon, [4 * MIB])
+    assert again.restore()["step"] == 2
+    assert again.check(2) == ""
+
+
+def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) -> None:
+    """m > M: most of it was re-used after it had been written, and lies in its slot only."""
+    daemon = serve("--dram", "4MiB", "--max-bandwidth", "12MiB")
+    trainer = start_trainer(daemon, [8 * MIB])
+    trainer.step()
+    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    again = start_trainer(daemon, [8 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+
+
+def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
+    daemon = serve("--max-bandwidth", "4MiB")
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    trainer.kill()
+    for _ in range(3):
+        daemon.kill()
+        daemon.start()
+        assert _kept(daemon)["adopted_checkpoints"] == 1
+    again = start_trainer(daemon, [6 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+
+
+def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) -> None:
+    daemon = serve("--dram", "4MiB", "--max-bandwidth", "12MiB")
+    trainer = start_trainer(daemon, [8 * MIB])
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.step()
+    assert trainer.watch(trainer.checkpoint(), "copying") == "copying"
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    assert _kept(daemon)["adopted_checkpoints"] == 0
+    again = start_trainer(daemon, [8 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+
+
+def test_a_drained_daemon_leaves_nothing(serve: Serve, start_trainer: Connect) -> None:
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    assert len(daemon.manager.names()) >= 2
+    assert daemon.stop() == 0
+    assert daemon.manager.names() == []
+
+
+def test_a_daemon_that_goes_on_drains_too(serve: Serve, start_trainer: Connect) -> None:
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    assert daemon.stop() == 0
+    assert daemon.manager.names() == []
+    assert _durable(daemon).keys() == {1}
+
+
+def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect) -> None:
+    """A trainer can write to its segments for ever; after `copied` that costs the checkpoint."""
+    daemon = serve("--max-bandwidth", "4MiB")
+    trainer = start_trainer(daemon, [4 * MIB])
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    assert trainer.evaluate(_scribble) > 0
+    trainer.kill()
+    daemon.start()
+    again = start_trainer(daemon, [4 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+    states = {one["step"]: one for rank in _status(daemon)["ranks"] for one in rank["checkpoints"]}
+    assert states[2]["state"] == "failed" and "changed" in states[2]["reason"], states
+
+
+def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
+    """What does not fit is let go of, and said; what fits goes on. The newest comes first."""
+    daemon = serve("--dram", "64MiB", "--max-bandwidth", "4MiB")
+    trainer = start_trainer(daemon, [8 * MIB])
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    trainer.kill()
+    daemon.start("--dram", "2MiB")
+    kept = _kept(daemon)
+    assert kept["adopted_bytes"] <= 2 << 20
+    assert kept["adopted_checkpoints"] == 0 and "step 2" in kept["dropped"][0], kept
+    again = start_trainer(daemon, [8 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+
+
+def test_descriptors_of_others_are_let_go_of(serve: Serve, start_trainer: Connect) -> None:
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    trainer.kill()
+    for name, fd in _garbage(daemon):
+        daemon.manager.put(name, fd)
+    genuine = {n for n in daemon.manager.names() if n.startswith("pccheck-") and "bad" not in n}
+    daemon.start()
+    assert _kept(daemon)["adopted_checkpoints"] == 1
+    again = start_trainer(daemon, [6 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+    left = set(daemon.manager.names())
+    assert not any(n.endswith(("bad0", "00ff")) or "fifo" in n for n in left), left
+    assert genuine & left
+
+
+def test_a_full_store(serve: Serve, start_trainer: Connect) -> None:
+    """Without room for more everything works, and less outlives the daemon."""
+    daemon = serve(store_max=1)
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    assert _kept(daemon)["refused"] > 0
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == 1
+
+
+def test_the_volume_was_used_in_between(serve: Serve, start_trainer: Connect) -> None:
+    """A daemon without the store has had the volume: what it made durable is newer."""
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    trainer.kill()
+    plain = daemon.without_store()
+    other = start_trainer(plain, [6 * MIB])
+    other.step(7)
+    other.wait_durable(other.checkpoint())
+    other.kill()
+    assert plain.stop() == 0
+    daemon.start()
+    assert _durable(daemon).keys() == {7}
+    again = start_trainer(daemon, [6 * MIB])
+    assert again.restore()["step"] == 7
+
+
+def _is_connected(trainer: Any) -> bool:
+    return bool(trainer.client.connected)
+
+
+def _scribble(trainer: Any) -> int:
+    """Writes into every mapping of a segment that this process has; how many."""
+    count = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "pccheck-segment" not in line:
+            continue
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        for at in range(low + 100, high, 65536):
+            ctypes.memset(at, 0x5A, 8)
+        count += 1
+    return count
+
+
+def _garbage(daemon: ServedDaemon) -> list[tuple[str, int]]:
+    label = next(n for n in daemon.manager.names() if "-state-" in n).rsplit("-", 2)[0]
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, 1 << 20)  # not sealed
+    sparse = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
+    os.ftruncate(sparse, 1 << 20)
+    fcntl.fcntl(sparse, fcntl.F_ADD_SEALS, SEALS)
+    noise = os.memfd_create("noise", os.MFD_ALLOW_SEALING)
+    os.write(noise, os.urandom(1 << 16))
+    fcntl.fcntl(noise, fcntl.F_ADD_SEALS, SEALS)
+    odd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
+    os.write(odd, bytes(12345))
+    fcntl.fcntl(odd, fcntl.F_ADD_SEALS, SEALS)
+    reader, writer = os.pipe()
+    os.close(writer)
+    return [
+        (f"{label}-segment-000000000000bad0", loose),
+        (f"{label}-segment-000000000001bad0", sparse),
+        (f"{label}-segment-000000000002bad0", odd),
+        (f"{label}-state-00000000000000ff", noise),
+        ("pccheck-0000000000000000-state-00000000000000ff", os.open("/dev/null", os.O_RDONLY)),
+        ("fifo", reader),
+    ]
+
+
+def _status(daemon: ServedDaemon) -> dict[str, Any]:
+    told = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "status", "--json", "--socket", str(daemon.socket)],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+def _kept(daemon: ServedDaemon) -> dict[str, Any]:
+    found: dict[str, Any] = _status(daemon)["kept"]
+    return found
+
+
+def _durable(daemon: ServedDaemon) -> dict[int, int]:
+    """Step -> sequence of what the volumes hold."""
+    return {one.step: one.sequence for one in catalog.scan(daemon.storage).checkpoints}
+
+
+def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer: Connect) -> None:
+    """P7: the next run connects and does not restore, while the checkpoint of the run before is
+    still being written by a new daemon."""
+    daemon = serve("--slots", "4", "--keep", "1", "--max-bandwidth", "4MiB")
+    trainer = start_trainer(daemon, [4 * MIB])
+    trainer.step()
+    trainer.wait_copied(trainer.checkpoint())
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    other = start_trainer(daemon, [4 * MIB])
+    for _ in range(3):
+        other.step(10)
+        other.wait_durable(other.checkpoint())
+    assert 1 in _durable(daemon), "the checkpoint that nobody has read yet is gone"
+
+
+def test_restarts_at_random() -> None:
+    """A short run of the campaign; `python -m tests.integration.restart_campaign` is the long."""
+    seed = int(os.environ.get("PCC_SEED", "1"))
+    tally = run(18, seed)
+    assert not tally.violations, (seed, tally.violations)
+    assert tally.copied >= 9 and sum(tally.kills.values()) == 18

@@ -1,0 +1,384 @@
+/* A daemon that is killed after every single store to its state memfd, at each in turn, and what
+ * the next one makes of it. The daemon is a child with channel, volume and client in one; the
+ * service manager that keeps its descriptors is a thread of ours. */
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/un.h>
+
+#include "channel_fixture.h"
+
+#define LABEL "pccheck-0123456789abcdef"
+#define STORED_MAX 64u
+#define MESSAGE_FDS 16u
+
+/* -- the service manager -- */
+
+struct stored {
+    char name[PCC_STORE_NAME_MAX + 1];
+    int fd;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    struct stored items[STORED_MAX];
+    uint32_t count;
+    int ears;
+    char address[64];
+} manager = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void manager_drop(const char *name)
+{
+    for (uint32_t i = 0; i < manager.count; i++) {
+        if (strcmp(manager.items[i].name, name) != 0)
+            continue;
+        CHECK(close(manager.items[i].fd) == 0);
+        manager.items[i--] = manager.items[--manager.count];
+    }
+}
+
+static void manager_handle(char *text, const int *fds, uint32_t fd_count)
+{
+    char *name = strstr(text, "FDNAME=");
+
+    if (name != NULL) {
+        name += strlen("FDNAME=");
+        name[strcspn(name, "\n")] = '\0';
+    }
+    (void)pthread_mutex_lock(&manager.lock);
+    if (strncmp(text, "FDSTORE=1", 9) == 0) {
+        CHECK(name != NULL && fd_count == 1 && manager.count < STORED_MAX);
+        struct stored *item = &manager.items[manager.count++];
+        (void)snprintf(item->name, sizeof(item->name), "%s", name);
+        item->fd = fds[0];
+        fd_count = 0;
+    } else if (strncmp(text, "FDSTOREREMOVE=1", 15) == 0) {
+        CHECK(name != NULL);
+        manager_drop(name);
+    } else {
+        CHECK(strcmp(text, "BARRIER=1") == 0 && fd_count == 1);
+    }
+    (void)pthread_mutex_unlock(&manager.lock);
+    for (uint32_t i = 0; i < fd_count; i++)
+        CHECK(close(fds[i]) == 0);
+}
+
+static void *manager_run(void *unused)
+{
+    (void)unused;
+    for (;;) {
+        char text[1024];
+        struct iovec part = {.iov_base = text, .iov_len = sizeof(text) - 1};
+        union {
+            char bytes[CMSG_SPACE(MESSAGE_FDS * sizeof(int))];
+            struct cmsghdr align;
+        } control;
+        struct msghdr message = {.msg_iov = &part,
+                                 .msg_iovlen = 1,
+                                 .msg_control = control.bytes,
+                                 .msg_controllen = sizeof(control.bytes)};
+        const ssize_t length = recvmsg(manager.ears, &message, MSG_CMSG_CLOEXEC);
+        CHECK(length > 0);
+        text[length] = '\0';
+        if (strcmp(text, "END") == 0)
+            return NULL;
+        int fds[MESSAGE_FDS];
+        uint32_t count = 0;
+        const struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        if (header != NULL) {
+            count = (uint32_t)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+            memcpy(fds, CMSG_DATA(header), count * sizeof(int));
+        }
+        manager_handle(text, fds, count);
+    }
+}
+
+static int manager_socket(bool listen)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+
+    memcpy(address.sun_path, manager.address, strlen(manager.address));
+    const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0);
+    const int error = listen ? bind(fd, (struct sockaddr *)&address, sizeof(address))
+                             : connect(fd, (struct sockaddr *)&address, sizeof(address));
+    CHECK(error == 0);
+    return fd;
+}
+
+/* -- one life of the daemon -- */
+
+static uint64_t stores_left; /* the child kills itself at zero; 0 from the start: never */
+
+static struct fixture *watched; /* whose channel makes the stores */
+
+/* The mark is there before the client can hear of it, and not before it can let go no more. */
+static void order_check(void)
+{
+    static bool seen[16];
+    const struct pcc_kept *kept = &watched->channel->bindings[0].kept;
+
+    for (uint32_t i = 0; i < pcc_kept_header(kept)->places; i++) {
+        const uint64_t commit = atomic_load(&pcc_kept_save(kept, i)->commit);
+        if (commit == 0 || seen[commit % 16])
+            continue;
+        seen[commit % 16] = true;
+        CHECK(atomic_load(&pcc_page_snapshot(&watched->channel->view, commit)->word) ==
+              pcc_word(commit, PCC_WORD_VOUCHING));
+    }
+}
+
+void pcc_kept_stored(void);
+
+void pcc_kept_stored(void)
+{
+    static pthread_mutex_t one_by_one = PTHREAD_MUTEX_INITIALIZER;
+
+    (void)pthread_mutex_lock(&one_by_one);
+    if (watched != NULL)
+        order_check();
+    if (stores_left > 0 && --stores_left == 0)
+        (void)kill(getpid(), SIGKILL);
+    (void)pthread_mutex_unlock(&one_by_one);
+}
+
+struct trial {
+    uint64_t payload_bytes;
+    uint64_t memory_bytes;
+    uint32_t snapshots;
+    bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
+};
+
+static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
+{
+    const struct pcc_channel_spec spec = {.id = 7,
+                                          .chunk_bytes = CHUNK,
+                                          .block_bytes = BLOCK,
+                                          .chunk_capacity = 256,
+                                          .lanes = 3,
+                                          .writers_per_lane = 2,
+                                          .label = LABEL};
+    struct pcc_store *store;
+
+    CHECK(pcc_volume_open(f->path, true, true, bytes_per_second, &f->volume) == 0);
+    CHECK(pcc_pool_open(trial->memory_bytes, &f->pool) == 0);
+    CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
+    pcc_pool_keep(f->pool, store);
+    CHECK(pcc_events_open(1024, &f->events) == 0);
+    CHECK(pcc_channel_open(f->pool, f->events, NULL, &spec, &f->channel) == 0);
+}
+
+/* Says over the pipe which snapshot its client has heard is copied. Never returns. */
+static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, uint64_t kill_at,
+                                  int pipe_fd)
+{
+    uint8_t *bytes = malloc(trial->payload_bytes);
+    uint64_t granted;
+
+    CHECK(bytes != NULL);
+    daemon_open(f, trial, 4u << 20); /* copied long before durable */
+    CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
+    CHECK(pcc_channel_grow(f->channel, trial->memory_bytes, &granted) == 0);
+    link_open(f);
+    stores_left = kill_at;
+    watched = f;
+    for (uint64_t snapshot = 1; snapshot <= trial->snapshots; snapshot++) {
+        pattern(bytes, trial->payload_bytes, snapshot);
+        submit(f, snapshot, bytes, trial->payload_bytes);
+        CHECK(begin_wait(f, snapshot, trial->payload_bytes) == snapshot);
+        CHECK(pcc_link_wait(f->link, snapshot, PCC_WAIT_COPIED, soon()) == 0);
+        const uint8_t told = (uint8_t)snapshot;
+        CHECK(write(pipe_fd, &told, 1) == 1);
+    }
+    CHECK(pcc_link_wait(f->link, trial->snapshots, PCC_WAIT_DURABLE, soon()) == 0);
+    _exit(0);
+}
+
+/* -- the next one -- */
+
+/* The state as it is when chunks came without checksums. What was written had got them. */
+static void checksums_drop(int state_fd)
+{
+    struct pcc_kept kept;
+    void *bytes;
+    uint64_t length;
+
+    CHECK(pcc_pool_state_map(state_fd, &bytes, &length) == 0);
+    CHECK(pcc_kept_accept(&kept, bytes, length) == 0);
+    for (uint32_t place = 0; place < pcc_kept_header(&kept)->places; place++) {
+        for (uint32_t i = 0; i < kept.piece_capacity; i++) {
+            struct pcc_kept_piece *piece = pcc_kept_piece(&kept, place, i);
+            if (piece->segment == 0 || (piece->flags & PCC_KEPT_WRITTEN) != 0)
+                continue;
+            piece->flags = 0;
+            memset(pcc_kept_manifest(&kept, place) + sizeof(struct pcc_manifest_header) +
+                       i * (CHUNK / BLOCK) * sizeof(uint64_t),
+                   0xee, CHUNK / BLOCK * sizeof(uint64_t));
+        }
+    }
+    CHECK(munmap(bytes, length) == 0);
+}
+
+/* Takes over what the manager has; how many saves go on. */
+static uint32_t take_over(struct fixture *f, bool unhashed)
+{
+    struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
+    int state_fd = -1;
+    uint64_t state_id = 0;
+    uint32_t count = 0, going_on = 0;
+
+    (void)pthread_mutex_lock(&manager.lock);
+    for (uint32_t i = 0; i < manager.count; i++) {
+        unsigned long long id;
+        const struct stored *item = &manager.items[i];
+        const int fd = dup(item->fd);
+        CHECK(fd >= 0);
+        if (sscanf(item->name, LABEL "-segment-%llx", &id) == 1) {
+            CHECK(pcc_channel_adopt(f->channel, fd, id) == 0);
+        } else {
+            CHECK(sscanf(item->name, LABEL "-state-%llx", &id) == 1 && state_fd < 0);
+            state_fd = fd;
+            state_id = id;
+        }
+    }
+    (void)pthread_mutex_unlock(&manager.lock);
+    CHECK(state_fd >= 0);
+    if (unhashed)
+        checksums_drop(state_fd);
+    CHECK(pcc_channel_bind_kept(f->channel, f->volume, state_fd, state_id, outcomes, &count) == 0);
+    CHECK(close(state_fd) == 0);
+    for (uint32_t i = 0; i < count; i++) {
+        CHECK(outcomes[i].error == 0 || outcomes[i].error == -EALREADY);
+        going_on += outcomes[i].error == 0;
+    }
+    pcc_channel_settle(f->channel);
+    for (uint32_t i = 0; i < going_on; i++) {
+        struct pcc_event event;
+        do
+            event = event_next(f);
+        while (event.kind == PCC_EVENT_WRITING);
+        CHECK(event.kind == PCC_EVENT_DURABLE || event.kind == PCC_EVENT_SUPERSEDED);
+        CHECK(event.session == 0 && event.id == event.sequence);
+    }
+    return going_on;
+}
+
+static void daemon_end(struct fixture *f)
+{
+    pcc_channel_close(f->channel);
+    pcc_events_close(f->events);
+    pcc_pool_close(f->pool);
+    pcc_volume_close(f->volume);
+}
+
+/* False when the child came to its end before it was killed. */
+static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *going_on_out)
+{
+    struct fixture f = {0};
+    const struct pcc_volume_spec volume = {.payload_capacity_bytes = trial->payload_bytes,
+                                           .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
+                                           .slot_count = 4,
+                                           .keep = 1,
+                                           .block_bytes = BLOCK,
+                                           .world_size = 1,
+                                           .job = "test",
+                                           .next_sequence = 1};
+    int ends[2], status;
+    uint8_t told, copied = 0;
+
+    (void)snprintf(f.path, sizeof(f.path), "%s.volume", manager.address);
+    CHECK(pcc_volume_create(f.path, &volume, true) == 0);
+    CHECK(pipe(ends) == 0);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0)
+        daemon_live(&f, trial, kill_at, ends[1]);
+    CHECK(close(ends[1]) == 0);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) ? WTERMSIG(status) == SIGKILL : status == 0);
+    while (read(ends[0], &told, 1) == 1)
+        copied = told;
+    CHECK(close(ends[0]) == 0);
+
+    daemon_open(&f, trial, 0);
+    *going_on_out = take_over(&f, trial->unhashed);
+    const uint64_t newest = pcc_volume_newest(f.volume);
+    CHECK(newest >= copied);
+    if (newest > 0) {
+        uint8_t *bytes = malloc(trial->payload_bytes);
+        CHECK(bytes != NULL);
+        pattern(bytes, trial->payload_bytes, newest);
+        link_open(&f);
+        load_equals(&f, newest, 1, bytes, trial->payload_bytes);
+        CHECK(save(&f, 1, bytes, trial->payload_bytes) > newest);
+        detach(&f);
+        free(bytes);
+    }
+    daemon_end(&f);
+    CHECK(unlink(f.path) == 0);
+    /* The removals are in the manager's queue; a put and its barrier come behind them. */
+    struct pcc_store *store;
+    const int any = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
+    CHECK(pcc_store_put(store, any, "last") == 0);
+    (void)pthread_mutex_lock(&manager.lock);
+    CHECK(manager.count == 1);
+    manager_drop("last");
+    (void)pthread_mutex_unlock(&manager.lock);
+    pcc_store_close(store);
+    CHECK(close(any) == 0);
+    return WIFSIGNALED(status);
+}
+
+static void enumerate(const struct trial *trial)
+{
+    uint64_t kill_at = 1;
+    uint32_t going_on, went_on = 0;
+
+    while (trial_run(trial, kill_at, &going_on)) {
+        went_on += going_on > 0;
+        kill_at++;
+    }
+    printf("  killed after each of %llu stores; %u times something went on\n",
+           (unsigned long long)(kill_at - 1), went_on);
+    CHECK(kill_at > 20 && went_on > 2);
+}
+
+static void test_killed_after_every_store(void)
+{
+    enumerate(&(struct trial){
+        .payload_bytes = 5 * CHUNK + 99, .memory_bytes = 8 * CHUNK, .snapshots = 2});
+}
+
+static void test_killed_with_little_memory(void)
+{
+    enumerate(&(struct trial){
+        .payload_bytes = 6 * CHUNK + 99, .memory_bytes = 3 * CHUNK, .snapshots = 1});
+}
+
+static void test_chunks_without_checksums(void)
+{
+    enumerate(&(struct trial){.payload_bytes = 5 * CHUNK + 99,
+                              .memory_bytes = 8 * CHUNK,
+                              .snapshots = 2,
+                              .unhashed = true});
+}
+
+int main(void)
+{
+    pthread_t thread;
+    char directory[] = "/tmp/pcc-restart-XXXXXX";
+
+    CHECK(mkdtemp(directory) != NULL);
+    (void)snprintf(manager.address, sizeof(manager.address), "%s/notify", directory);
+    manager.ears = manager_socket(true);
+    CHECK(pthread_create(&thread, NULL, manager_run, NULL) == 0);
+    RUN(test_killed_after_every_store);
+    RUN(test_killed_with_little_memory);
+    RUN(test_chunks_without_checksums);
+    const int voice = manager_socket(false);
+    CHECK(send(voice, "END", 3, 0) == 3);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(close(voice) == 0 && close(manager.ears) == 0);
+    CHECK(unlink(manager.address) == 0 && rmdir(directory) == 0);
+    return 0;
+}
