@@ -60,6 +60,7 @@ crash: ## crash images, rot, faults and mutants against the C core (also part of
 
 campaign: $(READY) ## kills daemon and trainer ROUNDS times (default 1000), with SEED
 	$(BIN)/python -m tests.integration.kill_campaign --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.integration.restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)
