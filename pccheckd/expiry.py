@@ -50,14 +50,16 @@ async def drop(
             f"job {body.job!r} exists for uids {', '.join(map(str, owners))}",
             hint="choose with --uid",
         )
+    if body.dry_run:
+        registry.require_unused(owners[0], body.job)
+        return dropping.document(config.storage, files, dropped=False)
     async with registry.unloaded(owners[0], body.job):
-        if not body.dry_run:
-            await _remove(engine, owners[0], files)
-            LOG.info(
-                "uid %d dropped job %r of uid %d: %d files, %d bytes", asker_uid, body.job,
-                owners[0], len(files), sum(victim.bytes for victim in files),
-            )  # fmt: skip
-    return dropping.document(config.storage, files, dropped=not body.dry_run)
+        await _remove(engine, owners[0], files)
+        LOG.info(
+            "uid %d dropped job %r of uid %d: %d files, %d bytes", asker_uid, body.job,
+            owners[0], len(files), sum(victim.bytes for victim in files),
+        )  # fmt: skip
+    return dropping.document(config.storage, files, dropped=True)
 
 
 async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> None:
@@ -111,14 +113,20 @@ class Expiry:
         for job in found:
             if not job.done or self._wall() - job.last_write_s < age_s:
                 continue
-            with contextlib.suppress(RefusedError):  # somebody reads it, or has started it anew
+            try:
                 if await self._expire(job):
                     gone.append(job)
+            except RefusedError:
+                pass  # somebody reads it, or has started it anew
+            except (OSError, PccheckError, _core.NativeError) as error:
+                # The others go all the same.
+                LOG.warning("job %r of uid %d cannot be dropped: %s", job.job, job.uid, error)
         return gone
 
     async def _expire(self, job: dropping.JobUse) -> bool:
         async with self._registry.unloaded(job.uid, job.job):
-            files = await self._engine.scan(
+            # No scan: a verify of hours may go on, and the user's trainers wait for us.
+            files = await self._engine.call(
                 job.uid, dropping.victims, self._config.storage, uid=job.uid, job=job.job
             )
             if max((v.last_write_s for v in files), default=0.0) != job.last_write_s:

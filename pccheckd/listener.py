@@ -21,6 +21,8 @@ HEAD_BYTES_MAX = 8192
 HEAD_LIMIT_S = 5.0
 #: For a reader to take the whole answer.
 BODY_LIMIT_S = 30.0
+#: The one connected longest goes for the one too many: to refuse that would let any user of the
+#: node fail the probe of /healthz, after which the daemon is started anew.
 CONNECTIONS_MAX = 16
 STOP_LIMIT_S = 5.0
 TEXT = "text/plain; charset=utf-8"
@@ -61,7 +63,7 @@ class Listener:
         self.port: int = listening.getsockname()[1]
         self._listening = listening
         self._pages = pages
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], None] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -96,14 +98,15 @@ class Listener:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._serving.add(task)
+        if len(self._serving) >= CONNECTIONS_MAX:
+            oldest = next(iter(self._serving))
+            del self._serving[oldest]
+            oldest.cancel()
+        self._serving[task] = None
         try:
-            if len(self._serving) > CONNECTIONS_MAX:
-                answer, head = Answer(503, b"too many connections\n"), False
-            else:
-                async with asyncio.timeout(HEAD_LIMIT_S):
-                    method, path = await _request(reader)
-                answer, head = await self._answer(method, path), method == "HEAD"
+            async with asyncio.timeout(HEAD_LIMIT_S):
+                method, path = await _request(reader)
+            answer, head = await self._answer(method, path), method == "HEAD"
             async with asyncio.timeout(BODY_LIMIT_S):
                 writer.write(_response(answer, head=head))
                 await writer.drain()
@@ -112,7 +115,7 @@ class Listener:
         except Exception:  # the edge of this connection
             LOG.exception("a request for metrics failed")
         finally:
-            self._serving.discard(task)
+            self._serving.pop(task, None)
             if writer.transport.get_write_buffer_size():
                 writer.transport.abort()  # it does not read: nothing is kept for it
             else:

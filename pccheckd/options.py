@@ -110,6 +110,8 @@ def _yes(text: str) -> bool:
 
 
 def _path(text: str) -> Path:
+    if "\0" in text:
+        raise UsageError(f"{text!r} is not a path")
     return Path(text).absolute()
 
 

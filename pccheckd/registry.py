@@ -111,6 +111,8 @@ class Registry:
                 if job.idle and self.jobs.pop((job.uid, job.name), None) is job:
                     excess -= len(job.tenants)
                     for tenant in job.tenants.values():
+                        tenant.closed = True
+                    for tenant in job.tenants.values():
                         await tenant.close()
 
     @contextlib.asynccontextmanager
@@ -118,17 +120,25 @@ class Registry:
         """Closes a job and keeps it closed, so that its files may go. Raises RefusedError while
         somebody is connected to it or its checkpoints are on their way."""
         async with self._lock(uid):
+            self.require_unused(uid, name)
             job = self.jobs.get((uid, name))
             if job is not None:
-                if not job.idle:
-                    raise RefusedError(
-                        f"job {name!r} is in use: {_users(job)}",
-                        hint="end it, then try again", retryable=True,
-                    )  # fmt: skip
                 del self.jobs[uid, name]
+                for tenant in job.tenants.values():
+                    tenant.closed = True  # all at once: nobody attaches to the last ones meanwhile
                 for tenant in job.tenants.values():
                     await tenant.close()
             yield
+
+    def require_unused(self, uid: int, name: str) -> None:
+        """Raises RefusedError while somebody is connected to a job or its checkpoints are on their
+        way. Nothing is closed: it keeps what it has in DRAM."""
+        job = self.jobs.get((uid, name))
+        if job is not None and not job.idle:
+            raise RefusedError(
+                f"job {name!r} is in use: {_users(job)}",
+                hint="end it, then try again", retryable=True,
+            )  # fmt: skip
 
     async def _job(self, uid: int, name: str) -> Job:
         """With the lock held: a job is loaded and closed under it."""

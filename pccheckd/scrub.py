@@ -23,7 +23,7 @@ from typing import ParamSpec, TypeVar
 import psutil
 
 from pccheck_native import _core, catalog, layout
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import NoCheckpointError, PccheckError
 from pccheck_wire.units import MIB
 
 from . import scrub_state
@@ -40,6 +40,8 @@ PIECE_BYTES = 16 * MIB
 #: A node may have saves in flight at every moment: after so long one piece is read all the same.
 PATIENCE_S = 10.0
 LOOK_S = 0.25
+#: A disk that was away for a moment has lost nothing: what cannot be read is read again.
+CONFIRM_S = 5.0
 #: Of a wait for the next pass: clocks are set and machines sleep.
 WAIT_STEP_S = 60.0
 PIECE_S_MAX = 60.0  # between two pieces, however low the rate: it may be raised meanwhile
@@ -183,7 +185,13 @@ class Scrubber:
             for file in left:
                 if not self.enabled:
                     return  # goes on here when it is wanted again
-                await self._volume(file)
+                try:
+                    await self._volume(file)
+                except NoCheckpointError:
+                    pass  # dropped meanwhile
+                except (OSError, PccheckError, _core.NativeError) as error:
+                    self._count("unreadable")  # the others are read all the same
+                    LOG.error("background check: %s cannot be checked: %s", file.path, error)
                 now.volumes_done += 1
                 state.after = self._name(file)
                 await self._remember()
@@ -238,15 +246,17 @@ class Scrubber:
             await self._read(volume.close)
 
     async def _checkpoint(self, key: Key, found: catalog.Checkpoint, volume: _core.Volume) -> None:
-        """Reads one to its end. Of a volume that is not loaded nothing is believed that loading it
-        does not confirm: a trainer may have come and written to it meanwhile."""
+        """Reads one to its end. No damage is believed that a second reading, of the loaded volume,
+        does not confirm: a trainer may have come and written to it, or the disk was away."""
         if found.is_damaged:
             return  # known
         at = await self._first_damage(key, found, volume, 0)
-        if at is not None and self._tenant(key, volume) is None:
-            _, tenant = await self._registry.existing(key)
-            item = _item(tenant, found.volume_path)
-            at = await self._first_damage(key, found, item.volume, at) if item else None
+        if at is None:
+            return
+        await asyncio.sleep(CONFIRM_S)
+        _, tenant = await self._registry.existing(key)
+        item = _item(tenant, found.volume_path)
+        at = await self._first_damage(key, found, item.volume, at) if item else None
         if at is None:
             return
         self._count("damaged")

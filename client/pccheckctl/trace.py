@@ -22,6 +22,8 @@ from .online import Observer
 from .output import Document, rows, text, whole
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
+#: What the daemon takes; it keeps no more anyway.
+LAST_S_MAX = 1e8
 _TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 #: Colours that both viewers know.
 _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
@@ -30,7 +32,7 @@ _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
 def run(arguments: argparse.Namespace) -> int:
     """0, also when there was no checkpoint."""
     with Observer(arguments.socket) as observer:
-        document = observer.trace(arguments.last)
+        document = observer.trace(min(arguments.last, LAST_S_MAX))
     if arguments.uid is not None:
         items = rows(document, "checkpoints")
         document["checkpoints"] = [one for one in items if one.get("uid") == arguments.uid]

@@ -73,6 +73,9 @@ def test_paths_in_the_file_are_whole(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('storage = "here"')
     with pytest.raises(UsageError, match=r"storage: 'here' does not begin with /"):
         Sources({"config": str(tmp_path / "c.toml")}, {}).load()
+    (tmp_path / "c.toml").write_text(r'storage = "/a\u0000b"')
+    with pytest.raises(UsageError, match=r"storage: '/a\\x00b' is not a path"):
+        Sources({"config": str(tmp_path / "c.toml")}, {}).load()
 
 
 def test_a_named_file_has_to_be_there_the_default_one_not(tmp_path: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
+import functools
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pccheck_native import NativeError, Volume, layout
+from pccheck_native import NativeError, Volume, dropping, layout
 from pccheck_wire.errors import RefusedError
+from pccheck_wire.messages import Drop
+from pccheckd import expiry
 from pccheckd import registry as registry_module
 from pccheckd.config import Config
 from pccheckd.engine import Engine
@@ -72,6 +77,90 @@ def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> Non
         tenant.readers -= 1
         await registry.trim()
         assert tenant.closed
+
+    run(work)
+
+
+def test_nobody_attaches_to_a_rank_whose_job_is_being_dropped(run: Callable[[Work], None]) -> None:
+    """Of one rank that is closed before the others, a trainer of another may take advantage."""
+
+    async def work(registry: Registry) -> None:
+        _, first = await registry.tenant(KEY)
+        _, second = await registry.tenant(Key(KEY.uid, KEY.job, 1))
+        closing = first.close
+
+        async def close() -> None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours, theirs, pytest.raises(RefusedError, match="unloaded"):
+                await second.attach(owner(), ours.fileno())
+            await closing()
+
+        first.close = close  # type: ignore[method-assign]
+        async with registry.unloaded(KEY.uid, KEY.job):
+            assert second.owner is None
+
+    run(work)
+
+
+def test_a_dry_run_closes_nothing(run: Callable[[Work], None]) -> None:
+    """What a job has in DRAM is worth a fast recovery."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.existing(KEY)
+        ask = functools.partial(expiry.drop, registry.config, registry.engine, registry, KEY.uid)
+        document = await ask(Drop(KEY.job, dry_run=True))
+        assert document["dropped"] is False
+        assert registry.loaded(KEY) is tenant and not tenant.closed
+        tenant.readers += 1
+        with pytest.raises(RefusedError, match="in use"):
+            await ask(Drop(KEY.job, dry_run=True))
+        tenant.readers -= 1
+        assert (await ask(Drop(KEY.job)))["dropped"] is True
+        assert tenant.closed and not layout.list_volumes(registry.config.storage)
+
+    run(work)
+
+
+def test_expiry_waits_for_nothing_while_trainers_wait_for_it(run: Callable[[Work], None]) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.existing(KEY)
+        await tenant.finish()
+        registry.config.expire_finished_s = 1e-9
+        verified = threading.Event()
+        long = asyncio.create_task(registry.engine.scan(KEY.uid, verified.wait, 20))
+        await asyncio.sleep(0)
+        try:
+            gone = await asyncio.wait_for(
+                expiry.Expiry(registry.config, registry.engine, registry).look(), 10
+            )
+        finally:
+            verified.set()
+            await long
+        assert [(job.uid, job.job) for job in gone] == [(KEY.uid, KEY.job)]
+
+    run(work)
+
+
+def test_a_job_that_cannot_be_dropped_does_not_keep_the_others(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(registry: Registry) -> None:
+        for name in ("after", KEY.job):
+            _, tenant = await registry.tenant(Key(KEY.uid, name, 0))
+            if not tenant.volumes.open:
+                await tenant.volumes.make(100, incarnation=1, world_size=1, next_sequence=1)
+            await tenant.finish()
+        registry.config.expire_finished_s = 1e-9
+        drop = dropping.drop
+
+        def failing(paths: list[Path]) -> None:
+            if "after" in str(paths[0]):
+                raise OSError(errno.EIO, "no")
+            drop(paths)
+
+        monkeypatch.setattr(dropping, "drop", failing)
+        gone = await expiry.Expiry(registry.config, registry.engine, registry).look()
+        assert [job.job for job in gone] == [KEY.job]
 
     run(work)
 

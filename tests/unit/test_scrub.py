@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pccheck_native import SLOT_DAMAGED, Volume, catalog, layout
+from pccheck_wire.errors import DamagedError
 from pccheckd import scrub as module
 from pccheckd import scrub_state
 from pccheckd.config import Config
@@ -59,6 +62,7 @@ Work = Callable[[Place], Awaitable[None]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.setattr(module, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "CONFIRM_S", 0.001)
     storage = make(tmp_path / "storage", 1, 2, 3)
 
     def run(work: Work, **options: float) -> None:
@@ -123,6 +127,50 @@ def test_a_volume_that_cannot_be_opened_is_told(run: Callable[..., None]) -> Non
         await place.pass_()
         assert place.results == {"ok": 3, "unreadable": 1}
         assert place.scrubber.document()["damaged"] == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_disk_that_was_away_for_a_moment_has_lost_nothing(
+    run: Callable[..., None], loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core calls damaged what it could not read, and the flag would stay."""
+
+    async def work(place: Place) -> None:
+        if loaded:
+            await place.registry.existing(KEY)
+        check, asked = module._check, 0
+
+        def away(*what: Any) -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 2:
+                raise OSError(errno.EIO, "away")
+            check(*what)
+
+        monkeypatch.setattr(module, "_check", away)
+        await place.pass_()
+        assert (place.results, place.scrubber.damaged) == ({"ok": 3}, 0)
+        assert damaged(place.config.storage) == []
+
+    run(work)
+
+
+def test_a_volume_that_cannot_be_checked_does_not_keep_the_others_from_it(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        make(place.config.storage, 5, job="later")
+        scribble(place.config.storage, 2)
+
+        async def existing(key: Key) -> None:
+            raise DamagedError(f"{key} cannot be loaded")
+
+        monkeypatch.setattr(place.registry, "existing", existing)
+        await place.pass_()
+        assert place.results == {"ok": 2, "unreadable": 1}  # of the last: the newest one, and later
+        assert (place.scrubber.passes, place.scrubber._state.running) == (1, False)
 
     run(work)
 
