@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from pccheck_native import _core, layout
-from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
 from pccheck_wire.units import MIB
 
 from . import bench, disk, render, tuning
@@ -73,7 +73,7 @@ def rates_of(arguments: argparse.Namespace) -> tuning.Rates:
     if not part(status, "daemon"):  # PCCHECK_STORAGE, nobody serves it
         place = Path(text(part(status, "storage"), "path"))
         return measured(place, copy, quiet=arguments.json)
-    raise NoCheckpointError(
+    raise DaemonUnreachableError(
         "the daemon has made too few checkpoints durable since it started to reckon with",
         hint="measure a disk: --storage DIR; or say what it does: --bandwidth 2GiB",
         retryable=True,
