@@ -6,7 +6,6 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from bench.common import GIB, MIB, BenchError, cpu_seconds
@@ -59,12 +58,7 @@ class Ours(AbstractContextManager["Ours"]):
             self.daemon.start()
         self._connect()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         try:
             self.client.close()
             self.daemon.stop()

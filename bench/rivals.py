@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -71,12 +70,7 @@ class Rivals(AbstractContextManager["Rivals"]):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         if self.stager is not None:
             self.stager.close()
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from pccheck_native import _core, dropping, layout
 from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError, UsageError
 from pccheck_wire.messages import Drop
 
+from .background import Background
 from .engine import Engine, translated
 from .logs import LOG
 from .options import Config
@@ -73,7 +74,7 @@ async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> Non
         raise translated(error, "the volumes to be dropped") from error
 
 
-class Expiry:
+class Expiry(Background):
     """Drops finished jobs when their last write is `config.expire_finished_s` ago."""
 
     def __init__(
@@ -89,10 +90,6 @@ class Expiry:
         self._registry = registry
         self._wall = wall
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
         """The age may have changed."""
@@ -100,10 +97,7 @@ class Expiry:
 
     async def close(self) -> None:
         """Begins nothing any more; what an end of the daemon interrupts is swept when it starts."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await super().close()
 
     async def look(self) -> list[dropping.JobUse]:
         """Drops what is due; which jobs that were. One that is in use is left alone."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from .background import Background
 from .engine import Engine
 from .logs import LOG
 from .port import Port
@@ -21,7 +22,7 @@ BEAT_S = 1.0
 ANSWER_LIMIT_S = 20.0
 
 
-class Health:
+class Health(Background):
     """Started and stopped by the daemon's start and stop; only the loop touches it."""
 
     def __init__(
@@ -35,15 +36,9 @@ class Health:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="health")
         self._asked: Future[None] | None = None
         self._asked_at = 0.0
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._beat())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    async def close(self) -> None:
+        await super().close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def stalled(self) -> list[str]:
@@ -63,7 +58,7 @@ class Health:
             LOG.error("the native core does not answer: this process has to be started anew")
         self.faults = [f"the native core has not answered for {waited_s:.0f} s"] if late else []
 
-    async def _beat(self) -> None:
+    async def _run(self) -> None:
         while True:
             due = self._clock() + BEAT_S
             await asyncio.sleep(BEAT_S)

@@ -58,12 +58,12 @@ class Observing:
 
     async def settle(self) -> None:
         """Before the drain: no more reading in the background."""
-        await self.scrubber.stop()
+        await self.scrubber.close()
 
     async def close(self) -> None:
         """The last thing to stop: probes ask until the end."""
-        await self.scrubber.stop()
-        await self.health.stop()
+        await self.scrubber.close()
+        await self.health.close()
         if self._listener is not None:
             await asyncio.to_thread(self._listener.stop)
         if self._writing is not None:

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pccheck_wire.errors import PccheckError
 
 from . import logs
+from .background import Background
 from .config import Sources
 from .logs import LOG
 from .notify import Notifier
 from .options import OPTIONS, Config, Option
 
 
-class Reloader:
+class Reloader(Background):
     """Owns the changes of the shared `Config`. One reload at a time; signals that come meanwhile
     are one more."""
 
@@ -29,15 +30,6 @@ class Reloader:
         #: Called after every change, by those who do not look at the `Config` each time.
         self.after: list[Callable[[], None]] = []
         self._wanted = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     def request(self) -> None:
         self._wanted.set()

@@ -27,6 +27,7 @@ from pccheck_wire.errors import NoCheckpointError, PccheckError
 from pccheck_wire.units import MIB
 
 from . import scrub_state
+from .background import Background
 from .chronicle import size
 from .config import Config
 from .logs import LOG
@@ -69,7 +70,7 @@ class Pass:
         return min(1.0, self.bytes_done / self.bytes) if self.bytes else 1.0
 
 
-class Scrubber:
+class Scrubber(Background):
     """Started and stopped by the daemon's start and stop; only the loop touches it."""
 
     def __init__(
@@ -88,15 +89,9 @@ class Scrubber:
         self._state = scrub_state.State()
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "scrub", initializer=_stand_back)
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    async def close(self) -> None:
+        await super().close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def wake(self) -> None:

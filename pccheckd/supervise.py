@@ -14,6 +14,7 @@ from pccheck_wire.messages import Role
 from pccheck_wire.units import GIB
 
 from . import report
+from .background import Background
 from .engine import Engine
 from .logs import LOG
 from .notify import Notifier
@@ -29,7 +30,7 @@ EXTENSION_S = 30.0
 DRAIN_STEP_S = 1.0
 
 
-class Supervisor:
+class Supervisor(Background):
     def __init__(
         self,
         notifier: Notifier,
@@ -51,7 +52,6 @@ class Supervisor:
         self._sessions = sessions
         self._clock = clock
         self._progress = Progress(config, engine, registry, clock)
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def period_s(self) -> float:
@@ -59,14 +59,6 @@ class Supervisor:
         shortest = min(PERIOD_S, max(self._config.stall_limit_s / 2, 0.05))
         watchdog_s = self._notifier.watchdog_s
         return min(shortest, watchdog_s / 3) if watchdog_s else shortest
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     def beat(self) -> None:
         """One look at everything, and what there is to say."""

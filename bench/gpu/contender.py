@@ -82,9 +82,9 @@ class Node(Ours):
         if client is not None:
             client.close()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         try:
-            if kind is None:
+            if exception[0] is None:
                 self.leave()
                 self.daemon.stop()
         finally:
@@ -172,10 +172,10 @@ class GpuRivals(Rivals):
         self.staged()
         self.staged = lambda: None
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.hook is not None:
             self.hook.remove()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*exception)
 
 
 # -- what every bench here has -------------------------------------------------------------------

@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from . import codec
@@ -107,12 +106,7 @@ class Attachment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
 

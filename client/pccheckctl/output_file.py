@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pccheck_wire.errors import PccheckError, StorageFullError, UsageError
@@ -77,12 +76,7 @@ class OutputFile:
                 raise _exists(self.target) from None
             self.temporary.replace(self.target)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from pccheck_native import _core, catalog
@@ -38,12 +37,7 @@ class Reader(Protocol):
 
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_exception: object) -> None: ...
 
 
 def read_tree(reader: Reader) -> tree.Tree:
@@ -105,12 +99,7 @@ class FileReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def _told(self, error: BaseException) -> PccheckError:

@@ -8,7 +8,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pccheck_native import _core, catalog, layout
@@ -144,12 +143,7 @@ class DaemonReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def _open(self) -> Opened:

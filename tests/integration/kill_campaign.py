@@ -49,7 +49,7 @@ class Tally:
     violations: list[str] = field(default_factory=list)
 
 
-def _judge(tally: Tally, label: str, acknowledged: int, daemon: Daemon) -> int:
+def judge(tally: Tally, label: str, acknowledged: int, daemon: Daemon) -> int:
     """Starts everything again and compares; the step recovered (0 = none)."""
     with Trainer() as trainer:
         trainer.open(COUNTS, socket=str(daemon.socket), job="job")
@@ -92,7 +92,7 @@ def _kill_daemon_at_point(tally: Tally, state: str, point: str, flags: tuple[str
         trainer.kill()
         acknowledged = max(1, trainer.drain())
         daemon.start()
-        _judge(tally, label, acknowledged, daemon)
+        judge(tally, label, acknowledged, daemon)
     tally.kills[f"daemon {state}"] += 1
     tally.states[state] += 1
 
@@ -118,7 +118,7 @@ def _kill_trainer_in_state(
             daemon.start()
         # P1: what was seen copied becomes durable, unless the daemon's memory went too
         promised = 2 if seen in ("copied", "writing", "durable") and not also_daemon else 1
-        _judge(tally, f"{victim}/{state}", 2 if seen == "durable" else promised, daemon)
+        judge(tally, f"{victim}/{state}", 2 if seen == "durable" else promised, daemon)
     tally.kills[f"{victim} {seen}"] += 1
     tally.states[seen] += 1
 
@@ -139,7 +139,7 @@ def _kill_at_random(tally: Tally, rng: random.Random, flags: tuple[str, ...]) ->
         acknowledged = max(acknowledged, trainer.drain())
         if victim != "trainer":
             daemon.start()
-        _judge(tally, f"{victim}/random", acknowledged, daemon)
+        judge(tally, f"{victim}/random", acknowledged, daemon)
     tally.kills[f"{victim} random"] += 1
 
 

@@ -10,17 +10,17 @@ that lives goes on without being told anything.
 from __future__ import annotations
 
 import argparse
-import collections
 import random
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tests.integration import kill_campaign
+from tests.integration.kill_campaign import COUNTS
 from tests.support.manager import ServedDaemon
 from tests.support.trainer import RemoteError, Trainer
 
-COUNTS = [200_000, 5, 150_001]
 ROTATION = ("both", "daemon", "both", "trainer, then daemon", "daemon", "inside")
 #: Where the shim kills a daemon whose checkpoints are copied, or may be.
 POINTS = ("data:1", "data:3", "data:6", "flush:1", "flush:2", "record-a:1", "record-b:1")
@@ -35,29 +35,10 @@ PACES = (
 
 
 @dataclass
-class Tally:
-    """Counts of what was killed, what was copied and not durable then, and what was wrong."""
+class Tally(kill_campaign.Tally):
+    """Also how often something was copied and not durable when the daemon died."""
 
-    kills: collections.Counter[str] = field(default_factory=collections.Counter)
     copied: int = 0
-    recovered: int = 0
-    empty: int = 0
-    violations: list[str] = field(default_factory=list)
-
-
-def _judge(tally: Tally, label: str, promised: int, daemon: ServedDaemon) -> None:
-    with Trainer() as trainer:
-        trainer.open(COUNTS, socket=str(daemon.socket), job="job")
-        done = trainer.restore()
-        step = done["step"] if done["found"] else 0
-        if step < promised:
-            tally.violations.append(f"{label}: step {step} recovered, {promised} was copied")
-        elif done["found"] and (wrong := trainer.check(step)):
-            tally.violations.append(f"{label}: {wrong}")
-        if done["skipped"]:
-            tally.violations.append(f"{label}: damage found in {done['skipped']}")
-        tally.recovered += bool(done["found"])
-        tally.empty += not done["found"]
 
 
 def _copied(states: list[str]) -> int:
@@ -99,7 +80,7 @@ def _round(tally: Tally, rng: random.Random, victim: str) -> None:
         if victim in ("daemon", "inside"):
             promised = max(promised, _go_on(tally, label, trainer))
         trainer.kill()
-        _judge(tally, label, promised, daemon)
+        kill_campaign.judge(tally, label, promised, daemon)
     tally.kills[victim] += 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from pccheck import DeviceError
 from tests.support import fakegpu
 from tests.support.gpunode import Node
-from tests.support.gputrainer import PARTS, GpuTrainer, Part, expected, raw
+from tests.support.gputrainer import GpuTrainer, Part, expected, raw
 from tests.support.standin import ON_DEVICE, TO_DEVICE, TO_HOST
 from tests.support.trainer import RemoteError
 
@@ -19,15 +19,6 @@ Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 OWN = 2_700_000  # float32 elements: an allocation of its own
 LOST = 700  # an error after which the context is of no use
-
-
-def ready(node: Node, parts: tuple[Part, ...] = PARTS, **options: Any) -> GpuTrainer:
-    """Step 1 is durable, everything is exposed, and step 2 is done."""
-    trainer = node.connect(parts, **options)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    trainer.step()
-    return trainer
 
 
 def ended(trainer: GpuTrainer, handle: int) -> str:
@@ -57,7 +48,7 @@ def goes_on(trainer: GpuTrainer, tries: int = 2) -> None:
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_pulled_copy_fails(start_node: Start, nth: int, behind: bool) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     node.faults.fail_copy(nth, 1, behind=behind)
     handle = trainer.checkpoint()
     trainer.step()
@@ -72,7 +63,7 @@ def test_a_pulled_copy_fails(start_node: Start, nth: int, behind: bool) -> None:
 
 def test_pulled_copies_that_always_fail_end_in_push(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     node.faults.set(copy_fail_kinds=TO_HOST, copy_fail_code=1, copy_fail_at=2**64 - 1)
     for _ in range(4):
         assert ended(trainer, trainer.checkpoint()) in ("failed", "durable")
@@ -87,7 +78,7 @@ def test_pulled_copies_that_always_fail_end_in_push(start_node: Start) -> None:
 def test_the_daemons_context_is_lost(start_node: Start, behind: bool) -> None:
     """That checkpoint fails, later ones are pushed, status says so until the daemon is new."""
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     node.faults.fail_copy(2, LOST, behind=behind)
     handle = trainer.checkpoint()
     trainer.step()
@@ -115,7 +106,7 @@ def test_the_daemons_context_is_lost(start_node: Start, behind: bool) -> None:
 
 def test_the_daemons_context_is_lost_between_checkpoints(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     node.faults.set(lose_context=LOST)
     handle = trainer.checkpoint()
     trainer.step()
@@ -161,7 +152,7 @@ def allocate_anew(trainer: Any) -> bool:
 def test_other_memory_at_the_old_address(start_node: Start) -> None:
     """Nothing that Python could compare has changed; the daemon's mapping is of freed memory."""
     node = start_node("--dram", "128MiB")
-    trainer = ready(node, (Part(OWN), Part(500)))
+    trainer = node.ready((Part(OWN), Part(500)))
     assert trainer.evaluate(allocate_anew)
     handle = trainer.checkpoint()
     trainer.step()
@@ -173,7 +164,7 @@ def test_other_memory_at_the_old_address(start_node: Start) -> None:
 
 def test_slow_copies(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     node.faults.slow_copies(50_000)
     for _ in range(3):
         goes_on(trainer, tries=1)
@@ -196,7 +187,7 @@ def test_the_page_cannot_be_registered(start_node: Start) -> None:
 
 def test_a_pushed_copy_is_refused(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, transfer="push")
+    trainer = node.ready(transfer="push")
     trainer.faults.fail_copy(2, 1, behind=False)
     handle = trainer.checkpoint()
     trainer.step()
@@ -209,7 +200,7 @@ def test_a_pushed_copy_is_refused(start_node: Start) -> None:
 def test_the_trainers_context_is_lost(start_node: Start, transfer: str, snapshot: str) -> None:
     """Nothing can be saved any more, and nothing hangs; the checkpoint before is safe."""
     node = start_node()
-    trainer = ready(node, transfer=transfer, snapshot=snapshot, stall_limit_s=2)
+    trainer = node.ready(transfer=transfer, snapshot=snapshot, stall_limit_s=2)
     trainer.faults.set(lose_context=LOST)
     for _ in range(3):
         handle = trainer.checkpoint()
@@ -230,7 +221,7 @@ def ask(trainer: Any) -> None:
 
 def test_the_trainers_context_is_lost_under_a_copy(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, stall_limit_s=2)
+    trainer = node.ready(stall_limit_s=2)
     node.faults.hold_copies()
     handle = trainer.checkpoint()
     trainer.step()
@@ -272,7 +263,7 @@ def undo_forward(trainer: Any) -> None:
 
 def test_copies_on_the_device_fail(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, snapshot="device")
+    trainer = node.ready(snapshot="device")
     trainer.faults.fail_copy(1, 1, kinds=ON_DEVICE, behind=False)
     assert ended(trainer, trainer.checkpoint()) == "failed"
     goes_on(trainer, tries=1)
@@ -281,7 +272,7 @@ def test_copies_on_the_device_fail(start_node: Start) -> None:
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_restore_fails_and_succeeds(start_node: Start, behind: bool) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     trainer.kill()
     again = node.connect()
     again.faults.fail_copy(3, 1, kinds=TO_DEVICE, behind=behind)
@@ -302,7 +293,7 @@ def test_a_restore_fails_and_succeeds(start_node: Start, behind: bool) -> None:
 
 def test_memory_that_is_not_registered_is_restored_to(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     trainer.kill()
     again = node.process()
     again.faults.fail_register()

@@ -21,15 +21,6 @@ stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's fa
 LIMIT_S = 30.0
 
 
-def ready(node: Node, parts: tuple[Part, ...] = PARTS, **options: Any) -> GpuTrainer:
-    """Step 1 is durable, everything is exposed, and step 2 is done."""
-    trainer = node.connect(parts, **options)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    trainer.step()
-    return trainer
-
-
 @contextmanager
 def held_back(node: Node) -> Iterator[None]:
     """The daemon copies nothing of GPUs meanwhile."""
@@ -63,7 +54,7 @@ def part0_now(trainer: Any) -> str:
 def test_the_stream_waits_and_the_cpu_does_not(start_node: Start, own_stream: bool) -> None:
     """What forward changes before the gate is asked was copied aside: it is of step 2, too."""
     node = start_node()
-    trainer = ready(node, own_stream=own_stream)
+    trainer = node.ready(own_stream=own_stream)
     with held_back(node):
         handle = trainer.checkpoint()
         assert trainer.step() == 3
@@ -80,7 +71,7 @@ def test_the_stream_waits_and_the_cpu_does_not(start_node: Start, own_stream: bo
 
 def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, (Part(400_000), Part(400_000, device=HOST)))
+    trainer = node.ready((Part(400_000), Part(400_000, device=HOST)))
     with held_back(node):
         if fakegpu.is_real():
             return  # a daemon that is stopped takes nothing from the host either
@@ -94,7 +85,7 @@ def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None
 def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
     """Shows that the tests above can fail: the same, and an update that asks nobody."""
     node = start_node()
-    trainer = ready(node, gate="manual")
+    trainer = node.ready(gate="manual")
     node.faults.hold_copies(after=1)
     handle = trainer.checkpoint()
     trainer.update_unasked()
@@ -107,7 +98,7 @@ def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
 
 def test_a_manual_gate(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, gate="manual")
+    trainer = node.ready(gate="manual")
     with held_back(node):
         handle = trainer.checkpoint()
         trainer.evaluate(ask_and_update)
@@ -127,7 +118,7 @@ def test_buffers_may_change_at_once(start_node: Start) -> None:
     node = start_node()
     parts = (Part(300_000), Part(70_000, kind="buffer"), Part(500, "int8", kind="buffer"),
              Part(9_000, "bfloat16", kind="frozen"))  # fmt: skip
-    trainer = ready(node, parts)
+    trainer = node.ready(parts)
     with held_back(node):
         handle = trainer.checkpoint()
         for _ in range(3):
@@ -140,7 +131,7 @@ def test_buffers_may_change_at_once(start_node: Start) -> None:
 
 def test_a_snapshot_on_the_device_lets_the_update_go(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, snapshot="device")
+    trainer = node.ready(snapshot="device")
     with held_back(node):
         handle = trainer.checkpoint()
         trainer.step()
@@ -158,7 +149,7 @@ def test_a_snapshot_on_the_device_lets_the_update_go(start_node: Start) -> None:
 
 def test_staging_memory_in_use_is_busy(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, snapshot="device", on_busy="skip")
+    trainer = node.ready(snapshot="device", on_busy="skip")
     with held_back(node):
         handle = trainer.checkpoint()
         trainer.step()
@@ -178,7 +169,7 @@ def checkpoint_and_damage(trainer: Any) -> bool:
 
 def test_a_blocking_snapshot_was_read_on_return(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, snapshot="blocking")
+    trainer = node.ready(snapshot="blocking")
     assert trainer.evaluate(checkpoint_and_damage)
     saved_step_2(trainer, 1)
 
@@ -204,7 +195,7 @@ def recovers(trainer: GpuTrainer) -> None:
 def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
     """The snapshot has failed then, checkpoints are skipped, training goes on."""
     node = start_node()
-    trainer = ready(node, stall_limit_s=0.5)
+    trainer = node.ready(stall_limit_s=0.5)
     with held_back(node):
         handle = trainer.checkpoint()
         assert trainer.step() == 3
@@ -220,7 +211,7 @@ def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
 
 def test_a_dead_daemon_lets_the_stream_go(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     with held_back(node):
         handle = trainer.checkpoint()
         trainer.step()
@@ -241,7 +232,7 @@ def test_a_dead_daemon_lets_the_stream_go(start_node: Start) -> None:
 def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
     """Stopped past the deadline, and continued: the trainer was let go, so the snapshot failed."""
     node = start_node()
-    trainer = ready(node, stall_limit_s=0.5)
+    trainer = node.ready(stall_limit_s=0.5)
     node.daemon.kill(signal.SIGSTOP)
     handle = trainer.checkpoint()
     trainer.step()
@@ -260,7 +251,7 @@ def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
 def test_an_interrupt_lets_the_stream_go(start_node: Start) -> None:
     """close() with a copy under way: the stream is not left waiting."""
     node = start_node()
-    trainer = ready(node, stall_limit_s=0.5)
+    trainer = node.ready(stall_limit_s=0.5)
     with held_back(node):
         handle = trainer.checkpoint()
         trainer.step()
@@ -286,7 +277,7 @@ def checkpoint_in_capture(trainer: Any) -> str:
 
 def test_no_checkpoint_while_a_graph_is_recorded(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node)
+    trainer = node.ready()
     assert "outside" in trainer.evaluate(checkpoint_in_capture)
     handle = trainer.checkpoint()
     saved_step_2(trainer, handle)
@@ -318,7 +309,7 @@ DEVICE_PARTS = PARTS[:4]
 def test_a_recorded_step_ends_the_trust_in_hooks(start_node: Start) -> None:
     """Replays call no hooks: from then on checkpoint() returns when the copy is complete."""
     node = start_node()
-    trainer = ready(node, DEVICE_PARTS)
+    trainer = node.ready(DEVICE_PARTS)
     trainer.evaluate(record_a_step)
     assert any('gate="manual"' in w for w in trainer.warnings)
     trainer.evaluate(checkpoint_and_replay)
@@ -335,7 +326,7 @@ def checkpoint_and_replay(trainer: Any) -> None:
 
 def test_a_manual_gate_before_replay(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, DEVICE_PARTS, gate="manual")
+    trainer = node.ready(DEVICE_PARTS, gate="manual")
     trainer.evaluate(record_a_step)
     with held_back(node):
         handle = trainer.checkpoint()
@@ -353,7 +344,7 @@ def ask_and_replay(trainer: Any) -> None:
 
 def test_a_graph_recorded_while_a_copy_is_under_way_is_not_spoilt(start_node: Start) -> None:
     node = start_node()
-    trainer = ready(node, DEVICE_PARTS, gate="manual", transfer="push")
+    trainer = node.ready(DEVICE_PARTS, gate="manual", transfer="push")
     for _ in range(3):
         trainer.evaluate(checkpoint_then_record)
         trainer.evaluate(ask_and_replay)
@@ -372,7 +363,7 @@ def checkpoint_then_record(trainer: Any) -> None:
 def test_an_error_that_is_raised(start_node: Start) -> None:
     """on_error="raise": the step goes on, the next checkpoint() says what became of this one."""
     node = start_node()
-    trainer = ready(node, stall_limit_s=0.5, on_error="raise")
+    trainer = node.ready(stall_limit_s=0.5, on_error="raise")
     with held_back(node):
         trainer.checkpoint()
         trainer.step()

@@ -26,21 +26,12 @@ SPREAD = (
 )  # fmt: skip
 
 
-def ready(node: Node, **options: object) -> GpuTrainer:
-    """Step 1 is durable, everything is exposed, and step 2 is done."""
-    trainer = node.connect(SPREAD, **options)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    trainer.step()
-    return trainer
-
-
 @two_gpus
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 def test_one_process_with_two_gpus(start_node: Start, transfer: str, snapshot: str) -> None:
     node = start_node(devices=2)
-    trainer = ready(node, transfer=transfer, snapshot=snapshot)
+    trainer = node.ready(SPREAD, transfer=transfer, snapshot=snapshot)
     for _ in range(4):
         trainer.step()
         last = trainer.checkpoint()
@@ -58,7 +49,7 @@ def test_one_process_with_two_gpus(start_node: Start, transfer: str, snapshot: s
 @two_gpus
 def test_each_gpus_stream_waits_for_its_part(start_node: Start) -> None:
     node = start_node(devices=2)
-    trainer = ready(node)
+    trainer = node.ready(SPREAD)
     node.daemon.kill(signal.SIGSTOP)
     handle = trainer.checkpoint()
     trainer.step()
@@ -75,7 +66,7 @@ def test_each_gpus_stream_waits_for_its_part(start_node: Start) -> None:
 @pytest.mark.parametrize("nth", [1, 4])
 def test_one_gpus_failure_lets_both_streams_go(start_node: Start, nth: int) -> None:
     node = start_node(devices=2)
-    trainer = ready(node)
+    trainer = node.ready(SPREAD)
     node.faults.fail_copy(nth, 1, behind=False)
     handle = trainer.checkpoint()
     trainer.step()
@@ -90,7 +81,7 @@ def test_one_gpus_failure_lets_both_streams_go(start_node: Start, nth: int) -> N
 @two_gpus
 def test_a_deadline_lets_both_streams_go(start_node: Start) -> None:
     node = start_node(devices=2)
-    trainer = ready(node, stall_limit_s=0.5)
+    trainer = node.ready(SPREAD, stall_limit_s=0.5)
     node.daemon.kill(signal.SIGSTOP)
     handle = trainer.checkpoint()
     trainer.step()

@@ -50,9 +50,7 @@ def test_copied_survives_the_daemon(serve: Serve, start_trainer: Connect) -> Non
     assert any("-segment-" in name for name in daemon.manager.names())
     daemon.start()
 
-    again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [6 * MIB]), 1)
 
 
 def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None:
@@ -75,9 +73,7 @@ def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None
     trainer.kill()
     steps = _durable(daemon)
     assert {1, newest} <= steps.keys() and steps[newest] > steps[1], steps
-    again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == newest
-    assert again.check(newest) == ""
+    _recovers(start_trainer(daemon, [6 * MIB]), newest)
 
 
 def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect) -> None:
@@ -91,9 +87,7 @@ def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect
     trainer.kill()
     daemon.start()
     assert _kept(daemon)["adopted_checkpoints"] == 2
-    again = start_trainer(daemon, [4 * MIB])
-    assert again.restore()["step"] == 2
-    assert again.check(2) == ""
+    _recovers(start_trainer(daemon, [4 * MIB]), 2)
 
 
 def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) -> None:
@@ -105,9 +99,7 @@ def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) 
     daemon.kill()
     trainer.kill()
     daemon.start()
-    again = start_trainer(daemon, [8 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [8 * MIB]), 1)
 
 
 def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
@@ -120,9 +112,7 @@ def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
         daemon.kill()
         daemon.start()
         assert _kept(daemon)["adopted_checkpoints"] == 1
-    again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [6 * MIB]), 1)
 
 
 def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) -> None:
@@ -136,9 +126,7 @@ def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) ->
     trainer.kill()
     daemon.start()
     assert _kept(daemon)["adopted_checkpoints"] == 0
-    again = start_trainer(daemon, [8 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [8 * MIB]), 1)
 
 
 def test_a_drained_daemon_leaves_nothing(serve: Serve, start_trainer: Connect) -> None:
@@ -176,9 +164,7 @@ def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect)
     assert trainer.evaluate(_scribble) > 0
     trainer.kill()
     daemon.start()
-    again = start_trainer(daemon, [4 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [4 * MIB]), 1)
     states = {one["step"]: one for rank in _status(daemon)["ranks"] for one in rank["checkpoints"]}
     assert states[2]["state"] == "failed" and "changed" in states[2]["reason"], states
 
@@ -197,9 +183,7 @@ def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
     kept = _kept(daemon)
     assert kept["adopted_bytes"] <= 2 << 20
     assert kept["adopted_checkpoints"] == 0 and "step 2" in kept["dropped"][0], kept
-    again = start_trainer(daemon, [8 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [8 * MIB]), 1)
 
 
 def test_descriptors_of_others_are_let_go_of(serve: Serve, start_trainer: Connect) -> None:
@@ -214,9 +198,7 @@ def test_descriptors_of_others_are_let_go_of(serve: Serve, start_trainer: Connec
     genuine = {n for n in daemon.manager.names() if n.startswith("pccheck-") and "bad" not in n}
     daemon.start()
     assert _kept(daemon)["adopted_checkpoints"] == 1
-    again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    _recovers(start_trainer(daemon, [6 * MIB]), 1)
     left = set(daemon.manager.names())
     assert not any(n.endswith(("bad0", "00ff")) or "fifo" in n for n in left), left
     assert genuine & left
@@ -254,6 +236,11 @@ def test_the_volume_was_used_in_between(serve: Serve, start_trainer: Connect) ->
     assert _durable(daemon).keys() == {7}
     again = start_trainer(daemon, [6 * MIB])
     assert again.restore()["step"] == 7
+
+
+def _recovers(trainer: Trainer, step: int) -> None:
+    assert trainer.restore()["step"] == step
+    assert trainer.check(step) == ""
 
 
 def _is_connected(trainer: Any) -> bool:

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 READY_LIMIT_S = 30.0
@@ -126,10 +125,5 @@ class Daemon:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.cleanup()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from types import TracebackType
 from typing import Any, Self
 
 from . import fakegpu
@@ -50,6 +49,14 @@ class Node:
     def start(self) -> Self:
         self.daemon.start()
         return self
+
+    def ready(self, parts: tuple[Part, ...] = PARTS, **options: Any) -> GpuTrainer:
+        """A trainer: step 1 is durable, everything is exposed, and step 2 is done."""
+        trainer = self.connect(parts, **options)
+        trainer.step()
+        assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        trainer.step()
+        return trainer
 
     def connect(
         self, parts: tuple[Part, ...] = PARTS, *, environment: dict[str, str] | None = None,
@@ -107,12 +114,7 @@ class Node:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         try:
             self.settle()
         finally:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from .daemon import READY_LIMIT_S, Daemon
@@ -144,12 +143,7 @@ class ServedDaemon(Daemon):
         with contextlib.suppress(OSError):
             self.manager.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.cleanup()
 
 

@@ -8,7 +8,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -163,10 +162,5 @@ class Rank:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()

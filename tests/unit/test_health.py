@@ -45,7 +45,7 @@ def run(work: Callable[[Place], Awaitable[None]]) -> None:
             await asyncio.wait_for(work(place), 20)
         finally:
             place.may_answer.set()
-            await place.health.stop()
+            await place.health.close()
 
     asyncio.run(all_of_it())
 

@@ -72,7 +72,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             try:
                 await asyncio.wait_for(work(place), 30)
             finally:
-                await place.scrubber.stop()
+                await place.scrubber.close()
                 for tenant in place.registry.tenants():
                     await tenant.close()
                 place.engine.stop()
