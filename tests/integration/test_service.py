@@ -198,7 +198,8 @@ def test_the_end_of_its_terminal_is_its_end(make: Start) -> None:
     service = make()
     ours, theirs = os.openpty()
     take_it = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # these tests may run under nohup
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     with service.log.open("ab") as log:

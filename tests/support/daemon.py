@@ -102,7 +102,10 @@ class Daemon:
 
     def wait_end(self, timeout: float = STOP_LIMIT_S) -> int:
         assert self.process is not None
-        return self.process.wait(timeout)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"pccheckd did not end:\n{self.log.read_text()}") from None
 
     def stop(self) -> int:
         """SIGTERM and wait; the exit code."""

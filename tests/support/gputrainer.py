@@ -20,6 +20,7 @@ from pccheck import PCcheckClient
 from pccheck.devices import HOST
 
 from . import fakegpu, standin
+from .as_user import import_all
 from .fakegpu import Gpu
 from .trainer import Commands, Trainer
 
@@ -181,6 +182,7 @@ class GpuCommands(Commands):
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         if uid is not None:
             os.setgroups([])
+            import_all("pccheck")  # it may lie where that user cannot go
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
         self.kept = ExitStack()
