@@ -38,15 +38,21 @@ class Loader(Protocol):
 
 
 class Memory:
-    """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`."""
+    """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`.
+    `make` says where their bytes are."""
 
-    def __init__(self, extents: list[tree.Extent], wanted: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        extents: list[tree.Extent],
+        wanted: set[int] | None = None,
+        make: Callable[[int], torch.UntypedStorage] | None = None,
+    ) -> None:
         self._extents = extents
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
         for index, extent in enumerate(extents):
             if wanted is None or index in wanted:
-                self._storages[index] = _storage(extent.lead + extent.nbytes)
+                self._storages[index] = (make or _storage)(extent.lead + extent.nbytes)
 
     def range_list(self) -> list[Range]:
         return [

@@ -87,19 +87,39 @@ def _verify(to: argparse.ArgumentParser) -> None:
     to.add_argument("--seed", type=int, metavar="N", help="of that chance, to read the same again")
 
 
+def _export(to: argparse.ArgumentParser) -> None:
+    _file(to)
+    chosen = to.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, help="of this step; default: the newest valid one")
+    chosen.add_argument("--sequence", type=int, help="with this sequence")
+    to.add_argument(
+        "--only", default="", metavar="NAME",
+        help="a part, as show names it, like model or model.layers.0; in the file its names begin "
+        "behind that",
+    )  # fmt: skip
+    to.add_argument(
+        "--format", choices=("torch", "safetensors", "dcp"),
+        help="default: by FILE's ending (.safetensors, else torch); dcp: FILE becomes a directory "
+        "for torch.distributed.checkpoint",
+    )  # fmt: skip
+
+
 def _recover(to: argparse.ArgumentParser) -> None:
+    _file(to)
+    to.set_defaults(step=None, sequence=None, only="", format=None)
+
+
+def _file(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", help="its name, as status and list show it")
-    to.add_argument("--output", "-o", required=True, metavar="FILE", help="where to")
+    to.add_argument(
+        "--output", "-o", required=True, metavar="FILE",
+        help="where to: FILE.safetensors, or FILE.pt for torch.load",
+    )  # fmt: skip
     ranks = to.add_mutually_exclusive_group()
     ranks.add_argument("--rank", type=int, help="of one rank")
     ranks.add_argument(
         "--all-ranks", action="store_true",
         help="one file per rank: FILE.rank-R.EXT, or with {rank} in FILE replaced",
-    )  # fmt: skip
-    to.add_argument("--step", type=int, help="this step; default: the newest valid one")
-    to.add_argument(
-        "--format", choices=("torch", "safetensors"),
-        help="default: by FILE's ending (.safetensors, else torch)",
     )  # fmt: skip
     to.add_argument("--force", action="store_true", help="overwrite FILE")
 
@@ -181,7 +201,13 @@ COMMANDS: tuple[Command, ...] = (
             _watched),
     Command("list", "listing", "the checkpoints, newest first", _listing),
     Command("show", "show", "what is in one checkpoint: tensors, leaves, metadata", _which),
-    Command("recover", "recover", "writes one checkpoint to a file", _recover),
+    Command("recover", "export",
+            "after a crash: all of the newest valid state, in a file; to choose, see export",
+            _recover),
+    Command("export", "export",
+            "for other software: a checkpoint of your choice, or a part of one, in a file; after a "
+            "crash, see recover",
+            _export),
     Command("verify", "verify", "reads and checks every byte", _verify),
     Command("wait", "wait", "returns when a step is copied, durable or global", _wait),
     Command("drop", "drop", "removes the volumes of a job that is over", _drop),

@@ -55,6 +55,10 @@ class Bar:
     def advance(self, by: int) -> None:
         self._done += by
 
+    def spare(self, by: int) -> None:
+        """So much less than the total has to be done."""
+        self.total = max(self.total - by, 1)
+
     @property
     def done(self) -> int:
         """At most the total: what is read twice is not more than all."""

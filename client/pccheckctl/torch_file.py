@@ -1,4 +1,5 @@
-"""A checkpoint as a file for `torch.load(weights_only=True)`. Imports torch, and only this does.
+"""A checkpoint as a file for `torch.load(weights_only=True)`, or as a directory for
+`torch.distributed.checkpoint`. Imports torch, and only this does.
 
 What that loader refuses by default becomes the nearest thing it takes: NumPy arrays and scalars
 become tensors and Python numbers, defaultdicts dicts, frozensets sets; each is noted by its path.
@@ -7,14 +8,16 @@ become tensors and Python numbers, defaultdicts dicts, frozensets sets; each is 
 from __future__ import annotations
 
 import os
+import warnings
 
 from pccheck_wire import tree
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import PccheckError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
 
-from .output_file import OutputFile
+from .output_file import Output, OutputDirectory, OutputFile
 from .reading import Reader
 from .strides import contiguous_strides
+from .subtree import extents_of
 from .torch_names import NUMPY_TO_TORCH
 
 #: dtypes that torch can hold but not save; their bytes are.
@@ -24,7 +27,7 @@ _UNSAVED = frozenset(
 )
 
 
-def write(reader: Reader, content: tree.Tree, output: OutputFile) -> list[str]:
+def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
     """Fills `output`; every byte is checked on the way. Returns what was changed, by path.
 
     Raises DamagedError, or PccheckError when torch is not installed.
@@ -33,20 +36,54 @@ def write(reader: Reader, content: tree.Tree, output: OutputFile) -> list[str]:
         import torch
 
         from pccheck import rebuild
+
+        from .spill import Room
     except ImportError as error:
         raise PccheckError(
             f"a torch file needs torch and NumPy, which cannot be imported: {error}",
-            hint="pip install 'pccheck[torch]', or use --format safetensors",
+            hint="pip install 'pccheck[torch]', or write safetensors: FILE.safetensors",
         ) from error
     plain = Plain(content.extents)
     root = plain.node(content.root, "")
-    memory = rebuild.Memory(content.extents)
-    if content.extents:
-        reader.read_into(memory.ranges)
-    state = rebuild.state_of(memory, root)
-    with os.fdopen(os.dup(output.descriptor), "wb") as file:
-        torch.save(state, file)
+    if isinstance(output, OutputDirectory):
+        named(root)
+    wanted = extents_of(root)
+    with Room([content.extents[index] for index in wanted], output.target.parent) as room:
+        memory = rebuild.Memory(content.extents, wanted, room.storage)
+        if wanted:
+            reader.read_into(memory.ranges)
+        state = rebuild.state_of(memory, root)
+        if isinstance(output, OutputDirectory):
+            _save_directory(state, output)
+        else:
+            assert isinstance(output, OutputFile)
+            with os.fdopen(os.dup(output.descriptor), "wb") as file:
+                torch.save(state, file)
     return plain.changed
+
+
+def named(root: Node) -> None:
+    """Raises UnsupportedStateError for a state that a directory cannot hold."""
+    if not isinstance(root, tree.Mapping) or not all(isinstance(key, str) for key, _ in root.items):
+        raise UnsupportedStateError(
+            "torch.distributed.checkpoint saves dicts with names, and this state is none",
+            hint="use --only NAME, or --format torch",
+        )
+
+
+def _save_directory(state: dict[str, object], output: OutputDirectory) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = FileSystemWriter(output.temporary, sync_files=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that no process group is there
+            save(state, storage_writer=writer, no_dist=True)
+    except ValueError as error:  # names that coincide once they are joined by dots
+        raise UnsupportedStateError(
+            f"torch.distributed.checkpoint cannot save this state: {error}",
+            hint="use --only NAME, or --format torch",
+        ) from error
 
 
 class Plain:

@@ -29,6 +29,7 @@ pccheckctl tune \\-\\-checkpoint 40GiB \\-\\-step\\-time 350ms \\-\\-storage /mn
 pccheckctl status \\-\\-watch
 pccheckctl wait gpt \\-\\-newest \\-\\-for=durable \\-\\-timeout 10min
 pccheckctl \\-\\-storage /mnt/moved recover gpt \\-\\-output state.safetensors
+pccheckctl export gpt \\-\\-step 4000 \\-\\-only model \\-\\-output model.safetensors
 pccheckctl drop gpt \\-\\-dry\\-run
 .fi"""
 

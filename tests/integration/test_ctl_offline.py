@@ -103,7 +103,7 @@ def test_an_unknown_job_names_those_there(ctl: Ctl, storage: Path, tmp_path: Pat
 
 def test_an_unknown_step_is_thirteen(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
     assert ctl(storage, "show", "job", "--step", 11).code == 13
-    assert ctl(storage, "recover", "job", "--step", 11, "-o", tmp_path / "x").code == 13
+    assert ctl(storage, "export", "job", "--step", 11, "-o", tmp_path / "x").code == 13
 
 
 def test_a_job_name_cannot_leave_the_directory(ctl: Ctl, storage: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pccheckctl import cli, source
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
-from tests.support.volumes import UID, make, scribble
+from tests.support.volumes import UID, WIDE, floats, make, scribble
 
 Ctl = Callable[..., tuple[int, str, str]]
 
@@ -117,6 +117,25 @@ def test_recover_is_the_same_either_way(
 
 
 @pytest.mark.usefixtures("way")
+def test_export_a_part_of_an_older_one(ctl: Ctl, tmp_path: Path) -> None:
+    target = tmp_path / "a.safetensors"
+    chosen = ("--step", 20, "--only", "model")
+    code, out, err = ctl("export", "job", "-o", target, *chosen, "--json")
+    assert code == 0, err
+    assert json.loads(out)["written"][0]["checkpoint"]["step"] == 20
+    data = target.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    begin, end = header["wide"]["data_offsets"]
+    body = data[-header_bytes(header) :]
+    assert body[begin:end] == bytes(floats(20, WIDE))
+
+
+def header_bytes(header: dict[str, dict[str, list[int]]]) -> int:
+    """Bytes of all tensors."""
+    return max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
+
+
+@pytest.mark.usefixtures("way")
 def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) -> None:
     scribble(daemon.storage, 30)
     code, out, _ = ctl("recover", "job", "-o", tmp_path / "a.safetensors", "--json")
@@ -124,6 +143,8 @@ def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) ->
     document = json.loads(out)
     assert document["written"][0]["checkpoint"]["step"] == 20
     assert [s["checkpoint"]["step"] for s in document["skipped"]] == [30]
+    # Who asks for another one has not missed anything, though the daemon has flagged the newest.
+    assert ctl("export", "job", "-o", tmp_path / "b.safetensors", "--step", 20)[0] == 0
 
 
 def test_wait(ctl: Ctl) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pccheckctl import recover
+from pccheckctl import export
 from tests.support import volumes
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, make, numbers, scribble
@@ -57,16 +57,16 @@ def test_recover_safetensors(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
 
 def test_recover_torch(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
     target = tmp_path / "state.pt"
-    assert ctl(storage, "recover", "job", "-o", target, "--step", 20).code == 0
+    assert ctl(storage, "recover", "job", "-o", target).code == 0
     state = torch.load(target, weights_only=True)
     model = state["model"]
-    check_wide(model["wide"], 20)
+    check_wide(model["wide"], 30)
     assert isinstance(model["wide"], torch.nn.Parameter)
     assert model["tied"].data_ptr() == model["weight"].data_ptr()
     assert model["transposed"].stride() == (1, 4)
     assert model["doubles"].dtype is torch.complex128
     assert state["optimizer"] == {"lr": 0.1, "name": "adamw", "betas": (0.9, 0.999)}
-    assert state["array"].tolist() == [20, -1, 2]
+    assert state["array"].tolist() == [30, -1, 2]
     assert state["factor"] == 2.5
     assert state["counts"] == {"a": 1}
     assert state["kind"] is torch.float32
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
     storage: Path, ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the choice and the reading a writer goes once around its slots."""
-    original = recover.write
+    original = export.write
     rounds = []
 
     def late(*arguments: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
                     writer.put(step)
         return original(*arguments)
 
-    monkeypatch.setattr(recover, "write", late)
+    monkeypatch.setattr(export, "write", late)
     ran = ctl(storage, "recover", "job", "-o", tmp_path / "a.safetensors", "--json")
     assert ran.code == 0, ran.out
     assert ran.json["written"][0]["checkpoint"]["step"] == 90

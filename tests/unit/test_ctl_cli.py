@@ -28,7 +28,10 @@ def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ["show"],
         ["recover", "job"],
         ["recover", "job", "--output", "x", "--rank", "1", "--all-ranks"],
-        ["recover", "job", "--output", "x", "--format", "pickle"],
+        ["recover", "job", "--output", "x", "--step", "1"],
+        ["export", "job"],
+        ["export", "job", "--output", "x", "--format", "pickle"],
+        ["export", "job", "--output", "x", "--step", "1", "--sequence", "2"],
         ["show", "job", "--step", "1", "--sequence", "2"],
         ["show", "job", "--step", "one"],
         ["wait", "job"],
@@ -55,7 +58,16 @@ def test_help_and_version_are_zero(
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "list", "verify", "show job", "recover job -o x", "wait job --step 1"]
+    "command",
+    [
+        "status",
+        "list",
+        "verify",
+        "show job",
+        "recover job -o x",
+        "export job -o x",
+        "wait job --step 1",
+    ],
 )
 def test_no_daemon_is_twelve_with_both_ways_out(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

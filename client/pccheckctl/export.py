@@ -1,4 +1,7 @@
-"""`pccheckctl recover`: writes checkpoints to files, whole or not at all; never mixes steps."""
+"""`pccheckctl export` and `recover`: checkpoints as files, whole or not at all; never mixes steps.
+
+`recover` is an export without a choice: all of the newest valid state.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from types import FrameType
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UsageError
 
-from . import offline, render, safetensors_file
+from . import offline, render, safetensors_file, subtree
 from .output import Document, note, print_json
-from .output_file import OutputFile
+from .output_file import Output, OutputDirectory, OutputFile
 from .progress import Bar, Watched
 from .reading import RecycledError, Store, read_tree
 from .source import files
@@ -24,6 +27,7 @@ from .source import files
 #: How often a running daemon may take a checkpoint away under our hands.
 ATTEMPTS = 8
 NAMED_MAX = 8
+TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
 
 Ranks = dict[int, list[catalog.Checkpoint]]
 Chosen = dict[int, catalog.Checkpoint]
@@ -46,6 +50,8 @@ class Skipped:
 
 def run(arguments: argparse.Namespace) -> int:
     """0, or 14 when damaged checkpoints were passed over on the way to the one written."""
+    if arguments.all_ranks and arguments.sequence is not None:
+        raise UsageError("--sequence counts within one rank", hint="use --rank R, or --step")
     storage = files(arguments)
     output = Path(arguments.output)
     skipped: list[Skipped] = []
@@ -61,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         except _DamageError as damage:
             skipped.append(damage.skipped)
             continue
-        return _tell(arguments, written, [*_flagged(ranks, chosen, skipped), *skipped])
+        flagged = _flagged(ranks, chosen, skipped, arguments)
+        return _tell(arguments, written, [*flagged, *skipped])
     if skipped:
         raise DamagedError(skipped[-1].reason)
     raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
@@ -93,12 +100,15 @@ def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, 
     usable = {
         rank: [
             one
-            for one in offline.matching(checkpoints, step=arguments.step)
+            for one in offline.matching(
+                checkpoints, step=arguments.step, sequence=arguments.sequence
+            )
             if not one.is_damaged and key_of(one) not in without
         ]
         for rank, checkpoints in ranks.items()
     }
-    common = catalog.common_step(usable, world_size) if world_size > 1 else None
+    alone = world_size == 1 or arguments.sequence is not None
+    common = None if alone else catalog.common_step(usable, world_size)
     if arguments.all_ranks:
         if world_size == 1:
             return {rank: _newest(usable, rank, arguments) for rank in ranks}
@@ -118,7 +128,7 @@ def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, 
     rank = next(iter(ranks)) if arguments.rank is None else arguments.rank
     if common is not None and rank in common.checkpoints:
         return {rank: common.checkpoints[rank]}
-    if world_size > 1:
+    if not alone:
         note(f"not all {world_size} ranks have this step here: it may not fit the other ranks'")
     return {rank: _newest(usable, rank, arguments)}
 
@@ -126,7 +136,7 @@ def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, 
 def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:
     for one in usable.get(rank, ()):
         return one
-    raise offline.missing(arguments.job, rank, step=arguments.step, sequence=None)
+    raise offline.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
 
 
 def _having(usable: Ranks) -> str:
@@ -140,13 +150,15 @@ def _named(ranks: list[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
 
 
-def _flagged(ranks: Ranks, chosen: Chosen, skipped: list[Skipped]) -> list[Skipped]:
+def _flagged(
+    ranks: Ranks, chosen: Chosen, skipped: list[Skipped], arguments: argparse.Namespace
+) -> list[Skipped]:
     """Newer ones that a reader had found damaged before; a daemon flags those we met now."""
     told = {key_of(skip.checkpoint) for skip in skipped}
     return [
         Skipped(one, "a reader found it damaged before")
         for rank, taken in chosen.items()
-        for one in ranks[rank]
+        for one in offline.matching(ranks[rank], step=arguments.step, sequence=arguments.sequence)
         if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in told
     ]
 
@@ -170,52 +182,62 @@ def write(
     written = []
     payload = sum(one.payload_bytes for one in chosen.values())
     with ExitStack() as stack:
-        bar = stack.enter_context(Bar("recover", payload, show=not arguments.json))
-        outputs = []
+        bar = stack.enter_context(Bar("read", payload, show=not arguments.json))
+        outputs: list[Output] = []
         for rank, one in chosen.items():
             target = _target(output, rank) if arguments.all_ranks else output
-            file = stack.enter_context(OutputFile(target, force=arguments.force))
-            outputs.append(file)
             kind = arguments.format or _format_of(target)
+            made = _output(target, kind, force=arguments.force)
+            outputs.append(stack.enter_context(made))
             try:
-                written.append(_write_one(storage, one, file, kind, bar))
+                written.append(_write_one(storage, one, made, kind, bar, arguments.only))
             except DamagedError as error:
                 raise _DamageError(Skipped(one, error.message)) from error
-        for file in outputs:
-            file.commit()
+        for made in outputs:
+            made.commit()
     return written
 
 
+def _output(target: Path, kind: str, *, force: bool) -> Output:
+    place = OutputDirectory if kind == DCP else OutputFile
+    return place(target, force=force)
+
+
 def _write_one(
-    storage: Store, one: catalog.Checkpoint, file: OutputFile, kind: str, bar: Bar
+    storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
 ) -> Written:
-    made = Written(one, file.target, kind)
+    made = Written(one, output.target, kind)
     with Watched(storage.reader(one), bar) as reader:
         content = read_tree(reader)
-        if kind == "safetensors":
-            plan = safetensors_file.plan(content, _about(one))
-            safetensors_file.write(reader, plan, file)
+        if only:
+            content = subtree.only(content, only, one.job)
+            bar.spare(subtree.spared_bytes(content))
+        if kind == SAFETENSORS:
+            assert isinstance(output, OutputFile)
+            plan = safetensors_file.plan(content, _about(one, only))
+            safetensors_file.write(reader, plan, output)
             made.changed = [f"{path} is left out" for path in plan.left_out]
         else:
             from . import torch_file  # imports torch when used
 
-            made.changed = torch_file.write(reader, content, file)
-    made.bytes = file.size()
+            made.changed = torch_file.write(reader, content, output)
+    made.bytes = output.size()
     return made
 
 
-def _about(one: catalog.Checkpoint) -> dict[str, str]:
-    return {
+def _about(one: catalog.Checkpoint, only: str) -> dict[str, str]:
+    about = {
         "pccheck.job": one.job,
         "pccheck.rank": str(one.rank),
         "pccheck.world_size": str(one.world_size),
         "pccheck.step": str(one.step),
         "pccheck.sequence": str(one.sequence),
     }
+    return about | {"pccheck.only": only} if only else about
 
 
 def _format_of(path: Path) -> str:
-    return "safetensors" if path.suffix == ".safetensors" else "torch"
+    return SAFETENSORS if path.suffix == ".safetensors" else TORCH
 
 
 def _target(output: Path, rank: int) -> Path:
@@ -264,7 +286,7 @@ def _tell(arguments: argparse.Namespace, written: list[Written], skipped: list[S
 
 
 def _document(written: list[Written], skipped: list[Skipped]) -> Document:
-    """What `recover --json` prints."""
+    """What `export --json` and `recover --json` print."""
     return {
         "schema": 1,
         "written": [
