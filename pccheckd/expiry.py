@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 
 from pccheck_native import _core, dropping, layout
-from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError, UsageError
+from pccheck_wire.errors import PccheckError, RefusedError, UsageError
 from pccheck_wire.messages import Drop
+from pccheck_wire.owners import owner_of
 
 from .background import Background
 from .engine import Engine, translated
@@ -40,25 +41,15 @@ async def drop(
     files = await engine.scan(
         asker_uid, dropping.victims, config.storage, uid=wanted, job=body.job, rank=body.rank
     )
-    owners = sorted({victim.file.uid for victim in files})
-    if not owners:
-        rank = "" if body.rank is None else f" rank {body.rank}"
-        raise NoCheckpointError(
-            f"there is no volume of job {body.job!r}{rank}", hint="see: pccheckctl list"
-        )
-    if len(owners) > 1:
-        raise UsageError(
-            f"job {body.job!r} exists for uids {', '.join(map(str, owners))}",
-            hint="choose with --uid",
-        )
+    owner = owner_of(body.job, body.rank, (victim.file.uid for victim in files))
     if body.dry_run:
-        registry.require_unused(owners[0], body.job)
+        registry.require_unused(owner, body.job)
         return dropping.document(config.storage, files, dropped=False)
-    async with registry.unloaded(owners[0], body.job):
-        await _remove(engine, owners[0], files)
+    async with registry.unloaded(owner, body.job):
+        await _remove(engine, owner, files)
         LOG.info(
             "uid %d dropped job %r of uid %d: %d files, %d bytes", asker_uid, body.job,
-            owners[0], len(files), sum(victim.bytes for victim in files),
+            owner, len(files), sum(victim.bytes for victim in files),
         )  # fmt: skip
     return dropping.document(config.storage, files, dropped=True)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pccheck_native import dropping, layout
-from pccheck_wire.errors import NoCheckpointError, RefusedError, StoreLockedError, UsageError
+from pccheck_wire.errors import RefusedError, StoreLockedError
+from pccheck_wire.owners import owner_of
 
 from . import offline
 from .output import Document
@@ -26,7 +27,7 @@ def drop(
             held.enter_context(_no_daemon(storage.path))
         try:
             files = dropping.victims(storage.path, uid=uid, job=job, rank=rank)
-            _one_owner(job, rank, {victim.file.uid for victim in files})
+            owner_of(job, rank, (victim.file.uid for victim in files))
             if not dry_run:
                 dropping.drop([victim.file.path for victim in files])
         except dropping.InUseError as error:
@@ -36,19 +37,6 @@ def drop(
         except PermissionError as error:
             raise offline.denied(error.filename or storage.path) from error
     return dropping.document(storage.path, files, dropped=not dry_run)
-
-
-def _one_owner(job: str, rank: int | None, owners: set[int]) -> None:
-    if not owners:
-        which = "" if rank is None else f" rank {rank}"
-        raise NoCheckpointError(
-            f"there is no volume of job {job!r}{which}", hint="see: pccheckctl list"
-        )
-    if len(owners) > 1:
-        raise UsageError(
-            f"job {job!r} exists for uids {', '.join(map(str, sorted(owners)))}",
-            hint="choose with --uid",
-        )
 
 
 @contextlib.contextmanager

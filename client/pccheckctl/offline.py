@@ -19,6 +19,7 @@ from pccheck_wire.errors import (
     RefusedError,
     UsageError,
 )
+from pccheck_wire.owners import one_owner
 
 from .output import Document
 
@@ -177,11 +178,7 @@ def _ranks(found: catalog.Catalog) -> list[Document]:
 def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
     """The checkpoints of one job by rank, newest first. Raises with what there is instead."""
     mine = [one for one in found.checkpoints if one.job == job]
-    uids = sorted({one.uid for one in mine})
-    if len(uids) > 1:
-        raise UsageError(
-            f"job {job!r} exists for uids {', '.join(map(str, uids))}", hint="choose with --uid"
-        )
+    one_owner(job, (one.uid for one in mine))
     if mine:
         return catalog.by_rank(mine)
     for item in found.unreadable:

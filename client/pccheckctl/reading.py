@@ -64,7 +64,7 @@ class FileReader:
         try:
             self._volume = _core.Volume(checkpoint.volume_path, writable=False, allow_buffered=True)
         except FileNotFoundError as error:
-            raise _recycled(checkpoint) from error
+            raise recycled(checkpoint) from error
         except _core.NativeError as error:
             raise DamagedError(f"{checkpoint.volume_path}: {error}") from error
 
@@ -107,14 +107,18 @@ class FileReader:
         reading is as good as damage: recovery goes on with the one before."""
         one = self.checkpoint
         if not _still_there(one):
-            return _recycled(one)
-        return DamagedError(
-            f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank}) is "
-            f"damaged: {error}"
-        )
+            return recycled(one)
+        return damaged(one, str(error))
 
 
-def _recycled(one: catalog.Checkpoint) -> PccheckError:
+def damaged(one: catalog.Checkpoint, why: str) -> DamagedError:
+    return DamagedError(
+        f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank}) is "
+        f"damaged: {why}"
+    )
+
+
+def recycled(one: catalog.Checkpoint) -> RecycledError:
     return RecycledError(
         f"the checkpoint of step {one.step} (sequence {one.sequence}) was replaced by a newer one",
         hint="try again",

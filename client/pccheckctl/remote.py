@@ -15,9 +15,7 @@ from pccheck_native.subset import Subset
 from pccheck_wire import attach
 from pccheck_wire.errors import (
     DaemonUnreachableError,
-    DamagedError,
     NoCheckpointError,
-    PccheckError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, Role
@@ -25,7 +23,7 @@ from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, R
 from . import VERSION
 from .online import Observer
 from .output import Document, rows, text, whole
-from .reading import RecycledError
+from .reading import damaged, recycled
 
 LOAD_LIMIT_S = 3600.0
 
@@ -132,7 +130,7 @@ class DaemonReader:
         read = 0
         for item in rows(document, "checkpoints"):
             if item.get("valid") is not True:
-                raise self._damaged(text(item, "problem"))
+                raise damaged(self.checkpoint, text(item, "problem"))
             read += whole(item, "read_bytes")
         return read
 
@@ -151,9 +149,9 @@ class DaemonReader:
         try:
             answer = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
         except NoCheckpointError as error:
-            raise self._recycled() from error
+            raise recycled(self.checkpoint) from error
         if not isinstance(answer, Opened) or answer.sequence != one.sequence:
-            raise self._recycled()
+            raise recycled(self.checkpoint)
         return answer
 
     def _transfer(self, ranges: bytes, offset: int, length: int) -> None:
@@ -168,19 +166,4 @@ class DaemonReader:
         except OSError as error:
             raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
         if result != 0:
-            raise self._damaged(f"code {result}")
-
-    def _damaged(self, why: str) -> PccheckError:
-        one = self.checkpoint
-        return DamagedError(
-            f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank}) is "
-            f"damaged: {why}"
-        )
-
-    def _recycled(self) -> PccheckError:
-        one = self.checkpoint
-        return RecycledError(
-            f"the checkpoint of step {one.step} (sequence {one.sequence}) was replaced by a newer "
-            "one",
-            hint="try again",
-        )
+            raise damaged(self.checkpoint, f"code {result}")
