@@ -130,7 +130,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
             command.name, help=command.help, description=command.help, allow_abbrev=False,
             formatter_class=_Formatter,
         )  # fmt: skip
-        sub.set_defaults(module=command.module)
+        sub.set_defaults(command=command.name, module=command.module)
         _common(sub, defaults=False)
         command.arguments(sub)
     return made

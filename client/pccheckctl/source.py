@@ -10,11 +10,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
-from pccheck_wire.errors import DaemonUnreachableError
+from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .output import Document, part, text
 
 if TYPE_CHECKING:
+    from .online import Observer
     from .reading import Store
 
 
@@ -50,6 +51,19 @@ def choose(arguments: argparse.Namespace) -> Source:
     from .offline import Storage
 
     return Storage(fallback)
+
+
+def daemon(arguments: argparse.Namespace) -> Observer:
+    """For what only a daemon knows. Raises UsageError with --storage, DaemonUnreachableError."""
+    if arguments.storage:
+        raise UsageError(
+            f"{arguments.command} asks the daemon: what is under way is not in the files of "
+            "--storage",
+            hint="leave --storage out; --socket PATH names a daemon",
+        )
+    from .online import Observer
+
+    return Observer(arguments.socket)
 
 
 def files(arguments: argparse.Namespace) -> Store:

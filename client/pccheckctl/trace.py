@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import render
-from .online import Observer
 from .output import Document, rows, text, whole
+from .source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
 #: What the daemon takes; it keeps no more anyway.
@@ -31,7 +31,7 @@ _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
 
 def run(arguments: argparse.Namespace) -> int:
     """0, also when there was no checkpoint."""
-    with Observer(arguments.socket) as observer:
+    with daemon(arguments) as observer:
         document = observer.trace(min(arguments.last, LAST_S_MAX))
     if arguments.uid is not None:
         items = rows(document, "checkpoints")

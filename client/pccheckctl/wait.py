@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,12 +14,14 @@ from pccheck_wire.errors import (
     PccheckError,
     WaitTimeoutError,
 )
+from pccheck_wire.owners import one_owner
 
 from . import render
 from .listing import filtered
-from .output import Document, print_json, rows, text, whole
-from .source import choose
+from .output import Document, note, print_json, rows, text, whole
+from .source import daemon
 
+NAMED_MAX = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 #: States in which the daemon vouches for a checkpoint.
 COPIED = frozenset({"copied", "writing", "durable", "global"})
@@ -30,6 +33,8 @@ class Seen(NamedTuple):
 
     stored: list[Document]  # on the disk and undamaged, newest first
     recent: list[Document]  # that the daemon remembers, oldest first
+    known: bool = True  # the daemon has met this job and rank
+    jobs: tuple[str, ...] = ()  # all that it has met
 
     @property
     def newest_step(self) -> int | None:
@@ -47,10 +52,13 @@ def run(
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """0 when it is there. Raises WaitTimeoutError at the deadline, CheckpointFailedError when the
-    step has failed and no later one is on its way. A daemon that restarts is waited for."""
+    step has failed and no later one is on its way. A daemon that restarts is waited for, and so is
+    a job that has not come yet; whoever has misspelt it reads so at once."""
     deadline = clock() + arguments.timeout
     pause = FIRST_PAUSE_S
     step: int | None = arguments.step
+    seen: Seen | None = None
+    told = False
     while True:
         last: PccheckError | None = None
         reached: Document | None = None
@@ -65,26 +73,60 @@ def run(
             return 0
         left = deadline - clock()
         if left <= 0:
-            raise last or _too_late(arguments, step)
+            raise last or _too_late(arguments, step, seen)
+        if seen is not None and not told:
+            told = True
+            _say(arguments, step, seen)
         sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _too_late(arguments: argparse.Namespace, step: int | None) -> PccheckError:
-    who = f"job {arguments.job!r} rank {arguments.rank}"
-    limit = render.duration(arguments.timeout)
+def _say(arguments: argparse.Namespace, step: int | None, seen: Seen) -> None:
+    """What is waited for: at a terminal, and wherever it may be a slip."""
+    who, limit = _who(arguments), render.duration(arguments.timeout)
+    if not seen.known:
+        note(f"{who} has not come to this daemon yet ({_jobs(seen)}); waiting {limit} for it")
+    elif sys.stderr.isatty():
+        what = "a checkpoint" if step is None else f"step {step} or a later one"
+        note(f"waiting {limit} until {what} of {who} is {arguments.state}; {_newest(seen)}")
+
+
+def _too_late(arguments: argparse.Namespace, step: int | None, seen: Seen | None) -> PccheckError:
+    who, limit = _who(arguments), render.duration(arguments.timeout)
+    if seen is not None and not seen.known:
+        return WaitTimeoutError(
+            f"{who} did not come to this daemon within {limit}; {_jobs(seen)}", hint=_HINT
+        )
     if step is None:
-        return WaitTimeoutError(f"{who} has begun no checkpoint in {limit}", hint=_HINT)
+        return WaitTimeoutError(f"{who} has begun no checkpoint within {limit}", hint=_HINT)
+    newest = f"; {_newest(seen)}" if seen is not None else ""
     return WaitTimeoutError(
-        f"step {step} of {who} is not {arguments.state} after {limit}", hint=_HINT
+        f"{who} has neither step {step} nor a later one {arguments.state} after {limit}{newest}",
+        hint=_HINT,
     )
 
 
 _HINT = "see: pccheckctl status"
 
 
+def _who(arguments: argparse.Namespace) -> str:
+    return f"job {arguments.job!r} rank {arguments.rank}"
+
+
+def _jobs(seen: Seen) -> str:
+    more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
+    return f"it knows {', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "it knows no job"
+
+
+def _newest(seen: Seen) -> str:
+    if not seen.stored:
+        return "none is durable yet"
+    return f"the newest durable step is {whole(seen.stored[0], 'step')}"
+
+
 def look(arguments: argparse.Namespace) -> Seen:
-    with choose(arguments) as chosen:
+    """Raises UsageError when users have jobs of the same name."""
+    with daemon(arguments) as chosen:
         listed = filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
         document = chosen.status(uid=arguments.uid)
     stored = [
@@ -93,13 +135,13 @@ def look(arguments: argparse.Namespace) -> Seen:
         if text(one, "job") == arguments.job and one.get("damaged") is not True
     ]
     stored.sort(key=lambda one: -whole(one, "sequence"))
-    recent = [
-        one
-        for rank in rows(document, "ranks")
-        if text(rank, "job") == arguments.job and rank.get("rank") == arguments.rank
-        for one in rows(rank, "checkpoints")
-    ]
-    return Seen(stored, recent)
+    ranks = rows(document, "ranks")
+    mine = [rank for rank in ranks if text(rank, "job") == arguments.job]
+    one_owner(arguments.job, {whole(rank, "uid") for rank in mine})
+    mine = [rank for rank in mine if rank.get("rank") == arguments.rank]
+    recent = [one for rank in mine for one in rows(rank, "checkpoints")]
+    jobs = tuple(sorted({text(rank, "job") for rank in ranks}))
+    return Seen(stored, recent, bool(mine or stored), jobs)
 
 
 def judge(seen: Seen, step: int, state: str) -> Document | None:
@@ -140,4 +182,7 @@ def _tell(arguments: argparse.Namespace, one: Document) -> None:
     if arguments.json:
         print_json(document)
     else:
-        print(f"step {one.get('step')} is {one.get('state')}")
+        asked = (
+            "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
+        )
+        print(f"step {one.get('step')} is {one.get('state')}{asked}")

@@ -148,17 +148,37 @@ def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) ->
 
 
 def test_wait(ctl: Ctl) -> None:
-    assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable\n")
+    assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable, later than 25\n")
     code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)
     assert code == 1
-    assert "not durable" in err
+    assert "neither step 31 nor a later one durable" in err
+    assert "the newest durable step is 30" in err
+    code, _, err = ctl("wait", "jbo", "--newest", "--timeout", 0)
+    assert code == 1
+    assert "job 'jbo' rank 0 did not come to this daemon" in err and "it knows job" in err
+
+
+@pytest.mark.parametrize("command", ["wait job --newest", "trace"])
+def test_what_only_a_daemon_knows_is_not_asked_of_a_directory(
+    ctl: Ctl, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    code, _, err = ctl(*command.split(), "--storage", daemon.storage)
+    assert code == 2
+    assert f"{command.split()[0]} asks the daemon" in err
+    daemon.stop()
+    monkeypatch.setenv("PCCHECK_STORAGE", str(daemon.storage))
+    command += " --timeout 0" if command.startswith("wait") else ""
+    assert ctl(*command.split())[0] == 12
 
 
 def test_wait_for_global_and_for_the_newest(
     ctl: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
 ) -> None:
     assert ctl("wait", "job", "--newest", "--uid", UID)[:2] == (0, "step 30 is durable\n")
-    assert ctl("wait", "job", "--step", 5, "--for=global")[:2] == (0, "step 10 is global\n")
+    assert ctl("wait", "job", "--step", 5, "--for=global")[:2] == (
+        0,
+        "step 10 is global, later than 5\n",
+    )
     trainer = start_trainer(daemon, job="fresh")
     trainer.step()
     trainer.checkpoint()

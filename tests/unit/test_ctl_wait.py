@@ -6,7 +6,12 @@ from argparse import Namespace
 
 import pytest
 
-from pccheck_wire.errors import CheckpointFailedError, DaemonUnreachableError, WaitTimeoutError
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DaemonUnreachableError,
+    UsageError,
+    WaitTimeoutError,
+)
 from pccheckctl import wait
 from pccheckctl.wait import Seen
 
@@ -59,13 +64,15 @@ def test_it_polls_until_it_is_there(
 ) -> None:
     clock = looks(monkeypatch, NOTHING, NOTHING, Seen([stored(6)], []))
     assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
-    assert capsys.readouterr().out == "step 6 is durable\n"
+    assert capsys.readouterr().out == "step 6 is durable, later than 5\n"
     assert clock.now == pytest.approx(0.06)
 
 
 def test_it_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = looks(monkeypatch, NOTHING)
-    with pytest.raises(WaitTimeoutError, match=r"step 5 .* not durable after 10 s"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"neither step 5 nor a later one durable after 10 s"
+    ):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)
     assert clock.now == pytest.approx(10.0)
 
@@ -121,8 +128,8 @@ def test_global_is_what_every_rank_has(one: dict[str, object], *, there: bool) -
 def test_damaged_checkpoints_and_other_ranks_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     class Source:
         def status(self, **_: object) -> dict[str, object]:
-            mine = {"job": "job", "rank": 0, "checkpoints": [recent(7, "copied")]}
-            return {"ranks": [mine, mine | {"rank": 1}, mine | {"job": "other"}]}
+            mine = {"uid": 7, "job": "job", "rank": 0, "checkpoints": [recent(7, "copied")]}
+            return {"ranks": [mine, mine | {"rank": 1}, mine | {"job": "other", "uid": 8}]}
 
         def listing(self, *_: object, **__: object) -> dict[str, object]:
             checkpoints = [stored(5, rank=0), stored(6, rank=0, damaged=True), stored(7, rank=1)]
@@ -134,7 +141,30 @@ def test_damaged_checkpoints_and_other_ranks_do_not_count(monkeypatch: pytest.Mo
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(wait, "choose", lambda _: Source())
+    monkeypatch.setattr(wait, "daemon", lambda _: Source())
     seen = wait.look(waiting())
     assert [one["step"] for one in seen.stored] == [5]
     assert [one["step"] for one in seen.recent] == [7]
+    assert (seen.known, seen.jobs) == (True, ("job", "other"))
+    assert not wait.look(waiting(rank=2)).known
+    monkeypatch.setattr(
+        Source, "status", lambda *_, **__: {"ranks": [{"uid": u, "job": "job"} for u in (7, 8)]}
+    )
+    with pytest.raises(UsageError, match="exists for uids 7, 8"):
+        wait.look(waiting())
+
+
+def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be a slip, or a job that starts in a minute: both read what is waited for."""
+    unknown = Seen([], [], known=False, jobs=("gpt", "bert"))
+    clock = looks(monkeypatch, unknown, unknown, Seen([stored(5)], []))
+    assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0
+    told = capsys.readouterr()
+    assert told.out == "step 5 is durable\n"
+    (line,) = told.err.splitlines()
+    assert "job 'job' rank 0 has not come to this daemon yet (it knows gpt, bert)" in line
+    clock = looks(monkeypatch, unknown)
+    with pytest.raises(WaitTimeoutError, match="did not come to this daemon within 10 s"):
+        wait.run(waiting(), clock=clock, sleep=clock.sleep)
