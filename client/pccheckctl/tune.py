@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from pccheck_native import _core, layout
-from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
+from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 
 from . import bench, disk, render, tuning
@@ -73,8 +73,9 @@ def rates_of(arguments: argparse.Namespace) -> tuning.Rates:
     if not part(status, "daemon"):  # PCCHECK_STORAGE, nobody serves it
         place = Path(text(part(status, "storage"), "path"))
         return measured(place, copy, quiet=arguments.json)
-    raise DaemonUnreachableError(
-        "the daemon has made too few checkpoints durable since it started to reckon with",
+    raise PccheckError(
+        f"the daemon has made fewer than {HISTORY_MIN} checkpoints durable since it started: too "
+        "few to reckon with",
         hint="measure a disk: --storage DIR; or say what it does: --bandwidth 2GiB",
         retryable=True,
     )
