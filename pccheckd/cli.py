@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 from pccheck_wire.errors import PccheckError
 
-from . import VERSION, config, logs, metrics_place
+from . import VERSION, config, logs, metrics_place, variables
 from .options import Config
 
 
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.check_config:
             return _checked(chosen, as_json=flags.json)
         logs.set_up(chosen.log_format, chosen.log_level)
+        for warning in variables.unknown(os.environ):
+            logs.LOG.warning("%s", warning)
         from . import storage  # the rest is imported once the values are right
 
         storage.check(chosen)
@@ -40,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PccheckError as error:
         if flags.check_config and flags.json:
             document = {"code": error.code, "message": error.message, "hint": error.hint}
-            print(json.dumps({"schema": 1, "error": document}))
+            warnings = variables.unknown(os.environ)
+            print(json.dumps({"schema": 1, "error": document, "warnings": warnings}))
         print(f"pccheckd: {error}", file=sys.stderr)
         return error.exit_code
 
@@ -56,6 +60,8 @@ def _checked(chosen: Config, *, as_json: bool) -> int:
     file = chosen.file or f"none ({config.DEFAULT_FILE} is not there)"
     print(f"pccheckd: the configuration is good; file: {file}")
     print(config_text.effective(chosen))
+    for warning in variables.unknown(os.environ):
+        print(f"pccheckd: warning: {warning}", file=sys.stderr)
     try:
         storage.check(chosen)
     except PccheckError as error:

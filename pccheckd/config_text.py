@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import VERSION
+from . import VERSION, variables
 from .options import OPTIONS, Config, Group, Option
 
 SCHEMA = 1
@@ -22,6 +22,7 @@ def document(config: Config, source: str) -> Document:
         "daemon": {"version": VERSION, "pid": os.getpid()} if source == "daemon" else None,
         "file": None if config.file is None else str(config.file),
         "options": [_row(config, option) for option in OPTIONS],
+        "warnings": variables.unknown(os.environ),
     }
 
 

@@ -12,6 +12,9 @@ PROTOCOL_VERSION = 3
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"
 
+#: What clients and the command line read, the daemon's options apart.
+VARIABLES = ("PCCHECK_SOCKET", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG")
+
 START_HINT = "start it with: pccheckd --storage DIR"
 
 

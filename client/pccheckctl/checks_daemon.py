@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import grp
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from pccheck_wire.basics import socket_path
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 
-from . import VERSION, render
+from . import VERSION, config, render
 from .findings import Finding, ok, problem, warning
 from .online import Observer
 from .output import Document, number, part, rows, text, texts, whole
@@ -25,10 +26,13 @@ class Answer:
     def __init__(self, socket: str | None) -> None:
         self.path = socket_path(socket)
         self.status: Document = {}
+        self.warnings: list[str] = []  # of its environment
         self.error: PccheckError | None = None
         try:
             with Observer(socket) as observer:
                 self.status = observer.status()
+                with contextlib.suppress(PccheckError):
+                    self.warnings = texts(observer.config(), "warnings")
         except PccheckError as error:
             self.error = error
 
@@ -145,6 +149,22 @@ def _group(number: int) -> str:
         return grp.getgrgid(number).gr_name
     except KeyError:
         return f"gid {number}"
+
+
+def environment(answer: Answer) -> Iterator[Finding]:
+    """Variables of ours that nobody reads, here and where the daemon was started."""
+    names = ", ".join(sorted(name for name in os.environ if name.startswith("PCCHECK_")))
+    here = texts(config.check([]), "warnings")
+    costs = "what it was to set stays as it is"
+    for line in here:
+        yield warning("environment", line, costs=costs, mend="correct its name, or unset it")
+    for line in answer.warnings:
+        yield warning(
+            "environment", f"of the daemon: {line}", costs=costs,
+            mend="correct it in the unit or script that starts pccheckd, and restart it",
+        )  # fmt: skip
+    if not here and not answer.warnings:
+        yield ok("environment", f"set here: {names or 'no PCCHECK_* variable'}")
 
 
 def pool(answer: Answer) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import sys
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
 
 from . import render
-from .output import Document, note, part, print_json, rows, text
+from .output import Document, note, part, print_json, rows, text, texts
 
 LIMIT_S = 30.0
 
@@ -22,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(document)
     else:
         print(as_text(document, origins=arguments.origin))
+        for warning in texts(document, "warnings"):
+            note(f"warning: {warning}")
     return 0
 
 
@@ -39,11 +41,21 @@ def _ask(arguments: argparse.Namespace) -> Document:
 
 
 def _from_files(arguments: argparse.Namespace) -> Document:
-    """Asks the program itself: it knows its table of options. Nothing is started or opened."""
-    command = [sys.executable, "-m", "pccheckd", "--check-config", "--json"]
+    flags: list[str] = []
     for flag in ("storage", "socket"):
         if getattr(arguments, flag):
-            command += [f"--{flag}", getattr(arguments, flag)]
+            flags += [f"--{flag}", getattr(arguments, flag)]
+    document = check(flags)
+    wrong = part(document, "error")
+    if wrong:
+        raise UsageError(text(wrong, "message"), hint=text(wrong, "hint"))
+    return document
+
+
+def check(flags: list[str]) -> Document:
+    """Asks the program itself what it would make of these flags, the file and our environment: it
+    knows its table of options. Nothing is started or opened."""
+    command = [sys.executable, "-m", "pccheckd", "--check-config", "--json", *flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         document = json.loads(done.stdout)
@@ -52,9 +64,6 @@ def _from_files(arguments: argparse.Namespace) -> Document:
             "pccheckd could not be asked for its configuration",
             hint="does this work: pccheckd --check-config",
         ) from error
-    wrong = part(document, "error")
-    if wrong:
-        raise UsageError(text(wrong, "message"), hint=text(wrong, "hint"))
     return document if isinstance(document, dict) else {}
 
 

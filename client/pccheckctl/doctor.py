@@ -47,6 +47,7 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
             found += guarded("file system", lambda: checks_disk.file_system(storage))
             found += guarded("disk", lambda: checks_disk.direct_io(storage))
             found += guarded("room", lambda: checks_disk.room(storage, slots))
+    found += guarded("environment", lambda: checks_daemon.environment(answer))
     found += guarded("daemon", lambda: _daemon(answer, asked_for=not given))
     found += guarded("cuda", lambda: checks_daemon.cuda(answer))
     return storage, found

@@ -47,6 +47,25 @@ def test_doctor_finds_the_daemon_and_its_disk(ask: Ctl, daemon: Daemon) -> None:
     assert list(daemon.storage.rglob("*.tmp")) == []
 
 
+def test_doctor_and_the_log_name_misspelt_variables(
+    start_daemon: Callable[..., Daemon], ctl: Ctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Daemon.environment
+    monkeypatch.setattr(
+        Daemon, "environment", lambda self: plain(self) | {"PCCHECK_MAX_BANDWITH": "1GiB"}
+    )
+    daemon = start_daemon("--allow-any-filesystem")
+    assert "did you mean PCCHECK_MAX_BANDWIDTH?" in daemon.log.read_text()
+    monkeypatch.setenv("PCCHECK_JOBB", "gpt")
+    ran = ctl(None, "--socket", daemon.socket, "doctor", "--json")
+    told = [one for one in ran.json["findings"] if one["check"] == "environment"]
+    assert [one["level"] for one in told] == ["warning"] * 2
+    assert "PCCHECK_JOBB" in told[0]["found"] and "did you mean PCCHECK_JOB?" in told[0]["found"]
+    assert told[1]["found"].startswith("of the daemon: PCCHECK_MAX_BANDWITH")
+    ran = ctl(None, "--socket", daemon.socket, "config", "show")
+    assert "PCCHECK_MAX_BANDWITH" in ran.err
+
+
 def test_doctor_names_a_volume_that_cannot_be_read(
     ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
 ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from pccheck_wire import basics
 from pccheck_wire.errors import UsageError
 from pccheck_wire.units import GIB, KIB, MIB, parse_size
-from pccheckd import config
+from pccheckd import config, variables
 from pccheckd.options import OPTIONS, Option
 
 
@@ -43,6 +45,28 @@ def test_flag_over_variable_over_default() -> None:
     assert load(PCCHECK_ALLOW_ANY_FILESYSTEM="1").allow_any_filesystem
     assert not load(PCCHECK_ALLOW_ANY_FILESYSTEM="no").allow_any_filesystem
     assert load("--allow-any-filesystem").allow_any_filesystem
+
+
+def test_variables_that_nothing_reads_are_named_with_what_was_meant() -> None:
+    good = {option.variable for option in OPTIONS} | {"PCCHECK_JOB", "PCCHECK_CONFIG", "SLOTS"}
+    assert variables.unknown(good) == []
+    assert variables.unknown([*good, "PCCHECK_SLOTTS", "PCCHECK_MAXSTORAGE", "PCCHECK_ZZ"]) == [
+        "PCCHECK_MAXSTORAGE is set, and nothing reads it: did you mean PCCHECK_MAX_STORAGE?",
+        "PCCHECK_SLOTTS is set, and nothing reads it: did you mean PCCHECK_SLOTS?",
+        "PCCHECK_ZZ is set, and nothing reads it",
+    ]
+
+
+def test_every_variable_that_a_client_reads_is_known() -> None:
+    """So that nobody is told that a variable is misspelt which counts."""
+    client = Path(__file__).parents[2] / "client"
+    read = {
+        name
+        for file in client.rglob("*.py")
+        for name in re.findall(r"[\"'](PCCHECK_[A-Z_]+)[\"']", file.read_text())
+    }
+    assert "PCCHECK_JOB" in read
+    assert read - {"PCCHECK_"} <= set(basics.VARIABLES)
 
 
 def test_in_flight_is_slots_minus_keep() -> None:

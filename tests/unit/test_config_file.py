@@ -104,15 +104,24 @@ def test_check_config_says_what_would_be_used(
     assert "--keep: 9 with 6 slots" in capsys.readouterr().err
 
 
-def test_check_config_as_a_document(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_as_a_document(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(file, "slots = 6")
+    monkeypatch.setenv("PCCHECK_SLOTTS", "7")
+    misspelt = ["PCCHECK_SLOTTS is set, and nothing reads it: did you mean PCCHECK_SLOTS?"]
+    assert cli.main(["--config", str(file), "--check-config"]) == 0
+    assert f"warning: {misspelt[0]}" in capsys.readouterr().err
     assert cli.main(["--config", str(file), "--check-config", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["schema"], document["source"], document["file"]) == (1, "files", str(file))
     (slots,) = [row for row in document["options"] if row["name"] == "slots"]
     assert (slots["value"], slots["origin"], slots["origin_kind"]) == (6, str(file), "file")
+    assert document["warnings"] == misspelt
     assert cli.main(["--config", str(file), "--check-config", "--json", "--slots", "1"]) == 2
-    assert "--slots" in json.loads(capsys.readouterr().out)["error"]["message"]
+    refused = json.loads(capsys.readouterr().out)
+    assert "--slots" in refused["error"]["message"]
+    assert refused["warnings"] == misspelt
 
 
 def test_the_file_that_is_shipped_is_the_table_and_every_line_holds(file: Path) -> None:
