@@ -48,7 +48,7 @@ def read(
     ranks = list(registry.tenants())
     warnings = len(troubles(engine, ranks))
     return [
-        *_daemon(config, health, warnings),
+        *_daemon(config, engine.io.running, health, warnings),
         *_memory(engine, ranks),
         *_storage(config),
         *_gpus(engine.driver.info()),
@@ -62,9 +62,9 @@ def _one(name: str, text: str, value: float, *, counts: bool = False) -> Family:
     return Family(name, text, [((), value)], counts=counts)
 
 
-def _daemon(config: Config, health: Health, warnings: int) -> Iterator[Family]:
-    facts = VERSION, str(config.slots), str(config.keep)
-    yield Family("info", "Always 1", [(facts, 1)], ("version", "slots", "keep"))
+def _daemon(config: Config, io: str, health: Health, warnings: int) -> Iterator[Family]:
+    facts = VERSION, str(config.slots), str(config.keep), io
+    yield Family("info", "Always 1", [(facts, 1)], ("version", "slots", "keep", "engine"))
     yield _one("degraded", "1 when pccheckctl status says degraded", float(warnings > 0))
     yield _one("warnings", "Warnings that pccheckctl status has", warnings)
     yield _one("stalled", "Ranks whose disk makes no progress", len(health.stalled()))

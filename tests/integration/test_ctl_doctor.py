@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheckctl import bench, cli, disk
+from pccheckctl import bench, checks_kernel, cli, disk
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
@@ -79,6 +79,29 @@ def test_doctor_names_a_volume_that_cannot_be_read(
     assert ran.code == 1
     assert f"{volume} cannot be read" in ran.out
     assert "pccheckctl drop" in ran.out
+
+
+@pytest.mark.parametrize("engine", ["pwrite", "uring"])
+def test_a_trainer_takes_as_many_files_as_doctor_says(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], engine: str
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem", "--engine", engine)
+
+    def files() -> int:
+        return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
+
+    before, taken = files(), []
+    for job in ("first", "second"):
+        trainer = start_trainer(daemon, job=job)
+        for _ in range(3):
+            trainer.step()
+            trainer.wait_durable(trainer.checkpoint())
+        taken.append(files() - before)
+        before += taken[-1]
+    rings = checks_kernel.FILES_OF_RINGS if engine == "uring" else 0
+    second = range(checks_kernel.FILES_OF_A_TRAINER, checks_kernel.FILES_OF_A_TRAINER + rings + 1)
+    assert taken[1] in second
+    assert taken[0] - taken[1] == pytest.approx(checks_kernel.FILES_OF_A_USER, abs=rings)
 
 
 @pytest.mark.usefixtures("_quick")
