@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from . import codec
-from .basics import PROTOCOL_VERSION, START_HINT
-from .basics import socket_path as socket_path
-from .basics import user_socket_path as user_socket_path
+from .basics import PROTOCOL_VERSION, START_HINT, socket_name
 from .errors import (
     DaemonUnreachableError,
     ProtocolError,
@@ -108,6 +106,11 @@ class Attachment:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
+    """See `basics.socket_name`."""
+    return Path(socket_name(given))
 
 
 def connect(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+TYPE_CHECKING = False  # `typing` itself takes longer to import than `status` to answer
+if TYPE_CHECKING:
+    from typing import ClassVar
 
 
 class PccheckError(Exception):

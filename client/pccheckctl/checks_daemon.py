@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheck_wire.basics import socket_path
+from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 
 from . import VERSION, config, render
@@ -24,7 +24,7 @@ class Answer:
     """What the daemon said, or why it said nothing."""
 
     def __init__(self, socket: str | None) -> None:
-        self.path = socket_path(socket)
+        self.path = Path(socket_name(socket))
         self.status: Document = {}
         self.warnings: list[str] = []  # of its environment
         self.error: PccheckError | None = None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
 from pccheck_wire.errors import PccheckError, UsageError
 
 from . import VERSION
 from .commands import COMMANDS
+
+TYPE_CHECKING = False  # see pccheck_wire/errors.py
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")
@@ -86,6 +88,8 @@ def _named(given: list[str]) -> str | None:
 def report(error: PccheckError, *, as_json: bool) -> None:
     """One error on stderr, or as a JSON document on stdout."""
     if as_json:
+        import json
+
         document = {
             "schema": 1,
             "error": {

@@ -4,21 +4,32 @@ completion and the man pages are made."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NamedTuple
 
 from pccheck_wire.errors import UsageError
 
+TYPE_CHECKING = False  # see pccheck_wire/errors.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 WATCH_DEFAULT_S = 2.0
 
-Arguments = Callable[[argparse.ArgumentParser], None]
 
+class Command:
+    """`module`: its run(arguments) -> exit code."""
 
-class Command(NamedTuple):
-    name: str
-    module: str  # its run(arguments) -> exit code
-    help: str
-    arguments: Arguments
+    __slots__ = ("arguments", "help", "module", "name")
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        text: str,
+        arguments: Callable[[argparse.ArgumentParser], None],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.help = text
+        self.arguments = arguments
 
 
 def _size(text: str) -> int:

@@ -11,11 +11,10 @@ import errno
 import os
 import socket
 import time
-from typing import Self
 
 import msgpack  # type: ignore[import-untyped]
 
-from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, socket_path
+from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, socket_name
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
@@ -27,6 +26,10 @@ from pccheck_wire.errors import (
 
 from . import VERSION
 from .output import Document, rows
+
+TYPE_CHECKING = False  # see pccheck_wire/errors.py
+if TYPE_CHECKING:
+    from typing import Self
 
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
@@ -56,7 +59,7 @@ class Observer:
 
     def __init__(self, path: str | None = None, *, timeout_s: float = CONNECT_LIMIT_S) -> None:
         """Connects and says hello. Raises DaemonUnreachableError, or the daemon's refusal."""
-        self.path = socket_path(path)
+        self.path = socket_name(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._number = 0
         self._token = b""
@@ -145,15 +148,16 @@ class Observer:
     def _connect(self, timeout_s: float) -> None:
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.connect(os.fspath(self.path))
+            self._socket.connect(self.path)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
             raise DaemonUnreachableError(
                 f"no daemon listens at {self.path}", hint=START_HINT
             ) from error
         except PermissionError as error:
+            place = os.path.dirname(self.path)  # noqa: PTH120 - see pccheck_wire/basics.py
             raise RefusedError(
                 f"the socket {self.path} may not be used by uid {os.getuid()}",
-                hint=f"join the group of {self.path.parent}, or start a pccheckd of your own",
+                hint=f"join the group of {place}, or start a pccheckd of your own",
             ) from error
         except OSError as error:
             if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
 
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
-from .output import Document, part, text
+from .output import part, text
 
+TYPE_CHECKING = False  # see pccheck_wire/errors.py
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .offline import Storage
     from .online import Observer
     from .reading import Store
 
 
-class Source(Protocol):
-    """What can be asked for documents: a daemon, or a storage directory."""
-
-    def status(self, *, uid: int | None = None) -> Document: ...
-    def listing(self, job: str = "", *, uid: int | None = None) -> Document: ...
-    def drop(self, job: str, *, rank: int | None, uid: int | None, dry_run: bool) -> Document: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-def choose(arguments: argparse.Namespace) -> Source:
+def choose(arguments: argparse.Namespace) -> Observer | Storage:
     """The daemon, unless --storage is given; without a daemon the directory in PCCHECK_STORAGE.
 
     Raises DaemonUnreachableError that names both ways out.
@@ -69,6 +61,8 @@ def daemon(arguments: argparse.Namespace) -> Observer:
 def files(arguments: argparse.Namespace) -> Store:
     """For commands that read checkpoints: the directory itself, also a running daemon's, since
     that costs the daemon nothing; through the daemon where we may not look into it."""
+    from pathlib import Path
+
     from .offline import Storage
 
     with choose(arguments) as chosen:

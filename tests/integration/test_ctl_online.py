@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import filecmp
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 
+import pccheckctl
 from pccheckctl import cli, source
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
@@ -62,6 +66,37 @@ def test_documents_have_the_same_keys_without_the_daemon(
     assert online.keys() == offline.keys()
     assert online["checkpoints"] == offline["checkpoints"]
     assert [v.keys() for v in online["volumes"]] == [v.keys() for v in offline["volumes"]]
+
+
+#: All that `status` needs to ask a daemon.
+STANDARD = (
+    "__future__, argparse, contextlib, errno, gettext, importlib, locale, msgpack, os, socket, time"
+)
+OURS = {
+    "pccheckctl", "pccheckctl.cli", "pccheckctl.commands", "pccheckctl.listing",
+    "pccheckctl.online", "pccheckctl.output", "pccheckctl.render", "pccheckctl.source",
+    "pccheckctl.status", "pccheck_wire", "pccheck_wire.basics", "pccheck_wire.errors",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["status", "list"])
+def test_asking_the_daemon_imports_what_it_needs_and_no_more(daemon: Daemon, command: str) -> None:
+    """Every module more is waited for by whoever types the command: typing, pathlib and json are
+    half of what bare Python takes, torch a second. Lists, because times are not the same twice."""
+    places = {str(Path(module.__file__).parents[1]) for module in (pccheckctl, msgpack)}
+    asking = f"['--socket', {str(daemon.socket)!r}, {command!r}]"
+    code = (
+        f"import sys; sys.path[:0] = {sorted(places)!r}\n"
+        f"import {STANDARD}; before = set(sys.modules)\n"
+        f"from pccheckctl import cli; code = cli.main({asking})\n"
+        "print(code, *sorted(set(sys.modules) - before))"
+    )  # -S: what is installed for editing imports modules of its own
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
+    )
+    answer, *imported = ran.stdout.splitlines()[-1].split()
+    assert answer == "0"
+    assert set(imported) - OURS == set()
 
 
 @pytest.mark.usefixtures("way")
