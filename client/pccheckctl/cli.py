@@ -72,8 +72,8 @@ def _run(given: list[str]) -> int:
 
 
 def _named(given: list[str]) -> str | None:
-    """The command, when it is one and nobody asks for help: the first word that is no flag and no
-    flag's value."""
+    """The command, unless somebody asks for help: the first word that is no flag and no flag's
+    value. Raises UsageError for one that there is not."""
     if "-h" in given or "--help" in given:
         return None
     words = iter(given)
@@ -81,8 +81,18 @@ def _named(given: list[str]) -> str | None:
         if word in _WITH_VALUE:
             next(words, None)
         elif not word.startswith("-"):
-            return word if any(word == command.name for command in COMMANDS) else None
+            if any(word == command.name for command in COMMANDS):
+                return word
+            raise _no_such(word)
     return None
+
+
+def _no_such(word: str) -> UsageError:
+    import difflib  # for people who mistyped only
+
+    near = difflib.get_close_matches(word, [command.name for command in COMMANDS], n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return UsageError(f"there is no command {word!r}", hint=f"{meant}see: pccheckctl --help")
 
 
 def report(error: PccheckError, *, as_json: bool) -> None:

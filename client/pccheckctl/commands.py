@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WATCH_DEFAULT_S = 2.0
+WRITERS_MAX = 64
 
 
 class Command:
@@ -30,6 +31,12 @@ class Command:
         self.module = module
         self.help = text
         self.arguments = arguments
+
+
+def _writers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= WRITERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WRITERS_MAX}")
+    return int(text)
 
 
 def _size(text: str) -> int:
@@ -78,19 +85,22 @@ def _listing(to: argparse.ArgumentParser) -> None:
     _watched(to)
 
 
-def _which(to: argparse.ArgumentParser, *, job_required: bool = True) -> None:
-    if job_required:
-        to.add_argument("job", help="its name, as status and list show it")
-    else:
-        to.add_argument("job", nargs="?", default="", help="only this job")
-    to.add_argument("--rank", type=int, help="of one rank")
+def _show(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help="its name, as status and list show it")
+    to.add_argument("--rank", type=int, help="of this rank; default: the lowest")
+    _which(to, "the newest")
+
+
+def _which(to: argparse.ArgumentParser, default: str) -> None:
     chosen = to.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=int, help="of this step; default: the newest")
-    chosen.add_argument("--sequence", type=int, help="with this sequence")
+    chosen.add_argument("--step", type=int, help=f"of this step; default: {default}")
+    chosen.add_argument("--sequence", type=int, help="with this sequence, as list shows it")
 
 
 def _verify(to: argparse.ArgumentParser) -> None:
-    _which(to, job_required=False)
+    to.add_argument("job", nargs="?", default="", help="only this job")
+    to.add_argument("--rank", type=int, help="only this rank")
+    _which(to, "all")
     to.add_argument(
         "--read-data-subset", dest="subset", metavar="PART",
         help="a part of each: 5%% of its pieces at random, or 2/20, the second of twenty",
@@ -100,9 +110,7 @@ def _verify(to: argparse.ArgumentParser) -> None:
 
 def _export(to: argparse.ArgumentParser) -> None:
     _file(to)
-    chosen = to.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=int, help="of this step; default: the newest valid one")
-    chosen.add_argument("--sequence", type=int, help="with this sequence")
+    _which(to, "the newest valid one")
     to.add_argument(
         "--only", default="", metavar="NAME",
         help="a part, as show names it, like model or model.layers.0; in the file its names begin "
@@ -164,7 +172,7 @@ def _bench(to: argparse.ArgumentParser) -> None:
         "--size", type=_size, metavar="SIZE", help="of the file (2GiB, less on a small disk)"
     )
     to.add_argument("--chunk", type=_size, metavar="SIZE", help="bytes of one write (16MiB)")
-    to.add_argument("--writers", type=int, choices=range(1, 65), metavar="P",
+    to.add_argument("--writers", type=_writers, metavar="P",
                     help="only with so many threads (1, 2 and 4)")  # fmt: skip
 
 
@@ -195,12 +203,14 @@ def _trace(to: argparse.ArgumentParser) -> None:
 
 
 def _config(to: argparse.ArgumentParser) -> None:
-    to.add_argument("action", choices=("show",), help="show: the values in use")
+    to.add_argument("action", choices=("show",), metavar="show", help="the values in use")
     to.add_argument("--origin", action="store_true", help="where each value comes from")
 
 
 def _completion(to: argparse.ArgumentParser) -> None:
-    to.add_argument("shell", choices=("bash", "zsh", "fish"), help="for this one")
+    to.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish", help="for this shell"
+    )
 
 
 def _nothing(_: argparse.ArgumentParser) -> None:
@@ -211,7 +221,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("status", "status", "what the daemon does; without one, what the volumes say",
             _watched),
     Command("list", "listing", "the checkpoints, newest first", _listing),
-    Command("show", "show", "what is in one checkpoint: tensors, leaves, metadata", _which),
+    Command("show", "show", "what is in one checkpoint: tensors, values, metadata", _show),
     Command("recover", "export",
             "after a crash: all of the newest valid state, in a file; to choose, see export",
             _recover),
@@ -219,7 +229,7 @@ COMMANDS: tuple[Command, ...] = (
             "for other software: a checkpoint of your choice, or a part of one, in a file; after a "
             "crash, see recover",
             _export),
-    Command("verify", "verify", "reads and checks every byte", _verify),
+    Command("verify", "verify", "reads every byte of the checkpoints and checks it", _verify),
     Command("wait", "wait", "returns when a step is copied, durable or global", _wait),
     Command("drop", "drop", "removes the volumes of a job that is over", _drop),
     Command("doctor", "doctor", "looks for what costs safety or speed, and says how to mend it",
@@ -228,7 +238,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("tune", "tune", "how often to save, and with how many slots", _tune),
     Command("trace", "trace", "a timeline of the last minutes, for Perfetto or chrome://tracing",
             _trace),
-    Command("config", "config", "what the daemon was told, and what tells it so", _config),
+    Command("config", "config", "the options that the daemon uses, and where each comes from",
+            _config),
     Command("completion", "completion", "prints what makes a shell complete our words",
             _completion),
 )  # fmt: skip

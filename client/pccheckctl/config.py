@@ -36,8 +36,16 @@ def _ask(arguments: argparse.Namespace) -> Document:
         with Observer(arguments.socket) as observer:
             return observer.config()
     except DaemonUnreachableError as error:
-        note(f"{error.message}: this is what a pccheckd started from this shell would use")
-        return _from_files(arguments)
+        unreachable = error
+    try:
+        document = _from_files(arguments)
+    except UsageError as error:
+        raise DaemonUnreachableError(
+            f"{unreachable.message}; one started from this shell would refuse: {error.message}",
+            hint=unreachable.hint,
+        ) from error
+    note(f"{unreachable.message}: this is what a pccheckd started from this shell would use")
+    return document
 
 
 def _from_files(arguments: argparse.Namespace) -> Document:

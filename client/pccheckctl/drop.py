@@ -52,7 +52,8 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
             one.get("checkpoints"),
             one.get("newest_step"),
             render.age(now_s - (number(one, "last_write_s") or now_s)),
-            text(one, "problem") or ("finished" if one.get("done") is True else ""),
+            text(one, "problem").removeprefix(f"{text(one, 'path')}: ")
+            or ("finished" if one.get("done") is True else ""),
         )
         for one in files
     ]

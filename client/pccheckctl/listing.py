@@ -21,7 +21,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document)
         return 0
-    print(as_text(document))
+    text_of_all = as_text(document)
+    if not rows(document, "checkpoints") and arguments.job:
+        text_of_all += f" of job {arguments.job!r}"
+    print(text_of_all)
     for item in rows(document, "unreadable"):
         note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
     return 0

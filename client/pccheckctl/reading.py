@@ -108,7 +108,7 @@ class FileReader:
         one = self.checkpoint
         if not _still_there(one):
             return recycled(one)
-        return damaged(one, str(error))
+        return damaged(one, str(error).removesuffix(": damaged (DAMAGED)"))
 
 
 def damaged(one: catalog.Checkpoint, why: str) -> DamagedError:

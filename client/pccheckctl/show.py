@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
+from collections.abc import Iterator
 
 from pccheck_native import catalog
 from pccheck_wire import tree
@@ -12,11 +14,12 @@ from pccheck_wire.errors import DamagedError
 
 from . import offline, render
 from .listing import age_s, flags
-from .output import Document, note, print_json, whole
+from .output import Document, note, print_json, text, whole
 from .reading import read_tree
 from .source import files
 
 TEXT_WIDTH_MAX = 60
+RUN_MAX, SHOWN_OF_RUN = 8, 3  # values of a list that have lines of their own; that stand for all
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -111,13 +114,31 @@ def as_text(document: Document) -> str:
         ]
         lines += ["", render.table(("tensor", "dtype", "shape", "size"), cells)]
     if leaves:
-        values = [(leaf["path"] or ".", leaf["kind"], _cut(leaf["text"])) for leaf in leaves]
-        lines += ["", render.table(("value", "type", "is"), values)]
+        lines += ["", render.table(("value", "type", "is"), _values(leaves))]
     total = sum(t["bytes"] for t in tensors)
     lines += ["", f"{render.plural(len(tensors), 'tensor')} of {render.size(total)}, "
               f"{render.plural(len(leaves), 'value')}"]  # fmt: skip
     return "\n".join(lines)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= TEXT_WIDTH_MAX else text[: TEXT_WIDTH_MAX - 3] + "..."
+def _values(leaves: list[Document]) -> Iterator[tuple[str, ...]]:
+    """A line for each; a long list of them, like the state of a random generator, has one for all
+    of it. --json has every one."""
+    for (parent, kind), group in itertools.groupby(leaves, _place):
+        run = list(group)
+        if parent is None or len(run) <= RUN_MAX:
+            for leaf in run:
+                yield text(leaf, "path") or ".", text(leaf, "kind"), _cut(text(leaf, "text"))
+            continue
+        first = ", ".join(text(leaf, "text") for leaf in run[:SHOWN_OF_RUN])
+        yield f"{parent}.*", f"{len(run)} x {kind}", _cut(f"{first}, ...")
+
+
+def _place(leaf: Document) -> tuple[str | None, str]:
+    """The list that a value is an item of, and its type."""
+    parent, _, name = text(leaf, "path").rpartition(".")
+    return (parent if parent and name.isdecimal() else None), text(leaf, "kind")
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= TEXT_WIDTH_MAX else value[: TEXT_WIDTH_MAX - 3] + "..."

@@ -38,7 +38,8 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
         fallback = os.environ.get("PCCHECK_STORAGE")
         if not fallback:
             raise DaemonUnreachableError(
-                error.message, hint=f"{error.hint}; or read the files: pccheckctl --storage DIR ..."
+                error.message,
+                hint=f"{error.hint}; or without one, with the files: pccheckctl --storage DIR ...",
             ) from error
     from .offline import Storage
 

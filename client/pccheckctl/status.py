@@ -104,18 +104,19 @@ def _scrub(scrub: Document, now_s: float) -> list[str]:
     ended = number(scrub, "last_ended_wall_ns")
     bad = whole(scrub, "damaged")
     last = (
-        f"last ended {render.age(now_s - ended / 1e9)}, "
+        f"last done {render.age(now_s - ended / 1e9)}, "
         f"{render.plural(whole(scrub, 'checked'), 'checkpoint')} read"
         if ended
-        else "none has come to its end yet"
+        else "not done yet"
     )
     found = f", {bad} DAMAGED" if bad else ""
     if state == "off":
         doing = "off: nothing looks for rot (see --scrub-rate, --scrub-interval)"
     elif state == "waiting":
-        doing = f"next in {render.duration(number(scrub, 'next_s') or 0)}"
+        next_s = number(scrub, "next_s") or 0
+        doing = f"all that is kept is read again in {render.duration(next_s)}"
     else:
-        doing = f"{100 * (number(scrub, 'progress') or 0):.0f} % of a pass"
+        doing = f"{100 * (number(scrub, 'progress') or 0):.0f} % of what is kept read"
         doing += ", waits for saves" if state == "paused" else ""
     return [f"check    {doing}; {last}{found}"]
 

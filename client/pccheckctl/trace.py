@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import render
-from .output import Document, rows, text, whole
+from .output import Document, print_json, rows, text, whole
 from .source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
@@ -41,7 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(made + "\n")
         return 0
     Path(arguments.output).write_text(made)
-    if not arguments.json:
+    if arguments.json:
+        count = len(rows(document, "checkpoints"))
+        print_json({"schema": 1, "path": arguments.output, "checkpoints": count})
+    else:
         print(summary(document, arguments.output))
     return 0
 

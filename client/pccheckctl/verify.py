@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     if denied:
         raise offline.error_of(denied[0])
     if not wanted and not found.unreadable:
-        what = f"job {arguments.job!r}" if arguments.job else "any job"
         raise NoCheckpointError(
-            f"{storage.path} holds no such checkpoint of {what}", hint="see: pccheckctl list"
+            f"there is no checkpoint{_asked(arguments)} in {storage.path}",
+            hint="see: pccheckctl list",
         )
     part = chosen(arguments)
     payload = sum(one.payload_bytes for one in wanted)
@@ -50,6 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(as_text(results, found.unreadable, part))
     return DamagedError.exit_code if bad else 0
+
+
+def _asked(arguments: argparse.Namespace) -> str:
+    words = {
+        "of job": repr(arguments.job) if arguments.job else None, "of rank": arguments.rank,
+        "of step": arguments.step, "with sequence": arguments.sequence,
+    }  # fmt: skip
+    return "".join(f" {word} {value}" for word, value in words.items() if value is not None)
 
 
 def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
@@ -73,7 +81,7 @@ def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -
     except RecycledError as error:
         return Result(one, "recycled", error.message)
     except PccheckError as error:
-        return Result(one, "damaged", error.message)
+        return Result(one, "damaged", error.message.rpartition(" is damaged: ")[2])
     if one.is_damaged:
         known = "a reader found it damaged before; it reads well now"
         return Result(one, "damaged", known, read_bytes)

@@ -115,7 +115,8 @@ def _who(arguments: argparse.Namespace) -> str:
 
 def _jobs(seen: Seen) -> str:
     more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
-    return f"it knows {', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "it knows no job"
+    known = f"{', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "no job"
+    return f"it shows you {known}"
 
 
 def _newest(seen: Seen) -> str:

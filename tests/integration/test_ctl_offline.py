@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pccheck_wire.tree import Sequence, Tag
 from pccheckctl import cli, listing, offline, show, status, verify  # noqa: F401
 from tests.support.ctl import Ctl
-from tests.support.volumes import Rank, scribble
+from tests.support.volumes import Rank, mapping, scribble
 
 # -- status, list, show ------------------------------------------------------------------------
 
@@ -73,6 +74,30 @@ def test_show_passes_over_damage_and_says_so(ctl: Ctl, storage: Path) -> None:
     assert "step 20" in ran.out
     assert "damaged" in ran.err
     assert ctl(storage, "show", "job", "--step", 30).code == 14
+
+
+def test_a_long_list_of_values_has_one_line(ctl: Ctl, tmp_path: Path) -> None:
+    """Or the state of Python's random generator would be all that anybody sees."""
+    twenty = Sequence(Tag.TUPLE, list(range(100, 120)))
+    root = mapping(seed=Sequence(Tag.TUPLE, [3, twenty, None]), names=Sequence(Tag.LIST, ["a"]))
+    place = tmp_path / "storage"
+    with Rank(place) as rank:
+        rank.put(1, state=([], root))
+    lines = [line.split(maxsplit=1) for line in ctl(place, "show", "job").out.splitlines()]
+    told = dict(line for line in lines if len(line) == 2)
+    assert told["seed.1.*"].split() == ["20", "x", "int", "100,", "101,", "102,", "..."]
+    assert told["names.0"].endswith("'a'") and "seed.0" in told and "seed.1.0" not in told
+    assert len(ctl(place, "show", "job", "--json").json["leaves"]) == 23
+
+
+def test_what_there_is_none_of_is_named(ctl: Ctl, storage: Path) -> None:
+    assert ctl(storage, "list", "other").out == "no checkpoints of job 'other'\n"
+    ran = ctl(storage, "verify", "job", "--step", 7, "--rank", 2)
+    assert ran.code == 13
+    assert "there is no checkpoint of job 'job' of rank 2 of step 7 in" in ran.err
+    scribble(storage, 20)
+    (bad,) = [one for one in ctl(storage, "verify", "--json").json["checkpoints"] if one["reason"]]
+    assert bad["reason"] == "a checksum does not fit"
 
 
 # -- errors ------------------------------------------------------------------------------------

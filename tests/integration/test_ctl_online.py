@@ -182,6 +182,14 @@ def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) ->
     assert ctl("export", "job", "-o", tmp_path / "b.safetensors", "--step", 20)[0] == 0
 
 
+def test_a_trace_in_a_file_is_told_of(ctl: Ctl, tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    code, out, _ = ctl("trace", "--output", target, "--json")
+    assert code == 0
+    assert json.loads(out) == {"schema": 1, "path": str(target), "checkpoints": 0}
+    assert json.loads(target.read_text())["traceEvents"] == []
+
+
 def test_wait(ctl: Ctl) -> None:
     assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable, later than 25\n")
     code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)
@@ -190,7 +198,7 @@ def test_wait(ctl: Ctl) -> None:
     assert "the newest durable step is 30" in err
     code, _, err = ctl("wait", "jbo", "--newest", "--timeout", 0)
     assert code == 1
-    assert "job 'jbo' rank 0 did not come to this daemon" in err and "it knows job" in err
+    assert "job 'jbo' rank 0 did not come to this daemon" in err and "it shows you job" in err
 
 
 @pytest.mark.parametrize("command", ["wait job --newest", "trace"])

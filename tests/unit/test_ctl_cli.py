@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ["wait", "job"],
         ["status", "--stor", "/tmp"],
         ["status", "--unknown"],
+        ["bench", "--writers", "0"],
+        ["config", "set"],
     ],
 )
 def test_wrong_usage_is_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +48,30 @@ def test_wrong_usage_is_two(arguments: list[str], capsys: pytest.CaptureFixture[
     assert told.out == ""
     assert told.err.startswith("pccheckctl: ")
     assert "hint: see: pccheckctl" in told.err
+
+
+def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--json", "--uid", "5", "statsu"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["message"] == "there is no command 'statsu'"
+    assert error["hint"].startswith("did you mean status? ")
+    assert cli.main(["fly"]) == 2
+    assert "hint: see: pccheckctl --help" in capsys.readouterr().err
+
+
+def test_config_of_nobody_is_twelve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The daemon that was asked does not answer; what this shell lacks for another one is told."""
+    monkeypatch.setenv("PCCHECK_CONFIG", os.devnull)
+    assert cli.main(["config", "show"]) == 12
+    told = capsys.readouterr().err
+    assert "no daemon listens at" in told and "would refuse: --storage is missing" in told
+    monkeypatch.setenv("PCCHECK_STORAGE", str(tmp_path))
+    monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/nobody")
+    assert cli.main(["config", "show"]) == 0
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["status", "--help"]])

@@ -164,7 +164,7 @@ def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
     told = capsys.readouterr()
     assert told.out == "step 5 is durable\n"
     (line,) = told.err.splitlines()
-    assert "job 'job' rank 0 has not come to this daemon yet (it knows gpt, bert)" in line
+    assert "job 'job' rank 0 has not come to this daemon yet (it shows you gpt, bert)" in line
     clock = looks(monkeypatch, unknown)
     with pytest.raises(WaitTimeoutError, match="did not come to this daemon within 10 s"):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)
