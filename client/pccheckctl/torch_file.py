@@ -7,11 +7,16 @@ become tensors and Python numbers, defaultdicts dicts, frozensets sets; each is 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import signal
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 from pccheck_wire import tree
-from pccheck_wire.errors import PccheckError, UnsupportedStateError
+from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
 
 from .output_file import Output, OutputDirectory, OutputFile
@@ -33,11 +38,12 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
     Raises DamagedError, or PccheckError when torch is not installed.
     """
     try:
-        import torch
+        with signals_held():
+            import torch
 
-        from pccheck import rebuild
+            from pccheck import rebuild
 
-        from .spill import Room
+            from .spill import Room
     except ImportError as error:
         raise PccheckError(
             f"a torch file needs torch and NumPy, which cannot be imported: {error}",
@@ -53,13 +59,62 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
         if wanted:
             reader.read_into(memory.ranges)
         state = rebuild.state_of(memory, root)
-        if isinstance(output, OutputDirectory):
-            _save_directory(state, output)
-        else:
-            assert isinstance(output, OutputFile)
-            with os.fdopen(os.dup(output.descriptor), "wb") as file:
-                torch.save(state, file)
+        with _disk_errors(output.target.parent):
+            if isinstance(output, OutputDirectory):
+                _save_directory(state, output)
+            else:
+                assert isinstance(output, OutputFile)
+                with os.fdopen(os.dup(output.descriptor), "wb") as file:
+                    torch.save(state, file)
     return plain.changed
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM count when this ends: modules that torch tries to import swallow them, or
+    are left half imported."""
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in held:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number in held:
+            signal.signal(number, before[number])
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def _disk_errors(where: Path) -> Iterator[None]:
+    """torch hides what the disk said, and that we are to end, behind errors of its own, some of
+    which are no Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        hidden = _hidden(error)
+        if isinstance(hidden, OSError) and hidden.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFullError(
+                f"{where} has no room for this state", hint="choose another --output"
+            ) from error
+        if hidden in (None, error):
+            raise
+        raise hidden from None
+
+
+def _hidden(error: BaseException) -> BaseException | None:
+    """The first of these behind an error, or the error itself."""
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if isinstance(one, (OSError, KeyboardInterrupt, SystemExit)):
+            return one
+        if one is not None:
+            left += [one.__cause__, one.__context__]
+            left += [found for found, _ in getattr(one, "failures", {}).values()]
+    return None
 
 
 def named(root: Node) -> None:
@@ -72,8 +127,9 @@ def named(root: Node) -> None:
 
 
 def _save_directory(state: dict[str, object], output: OutputDirectory) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    with signals_held():
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(output.temporary, sync_files=True)
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pccheckctl import export, output_file
+from pccheckctl import export, output_file, torch_file
 from pccheckctl.progress import Watched
 from pccheckctl.reading import FileReader
 from tests.support.ctl import Ctl
@@ -224,6 +226,38 @@ def test_a_state_larger_than_memory_lies_beside_the_file(
     wide = found["model"]["wide"] if kind == "torch" else found["model.wide"]
     assert wide.tolist() == numbers(30, WIDE)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "storage"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_is_told_as_such(
+    ctl: Ctl, disk: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    """torch's writers bury it under errors of their own."""
+    storage = make(tmp_path_factory.mktemp("elsewhere") / "storage", 10)
+    with (disk / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - WIDE)
+    ran = ctl(storage, "export", "job", "-o", disk / "a", "--format", kind, "--json")
+    assert ran.code == 1
+    assert ran.json["error"]["code"] == "STORAGE_FULL"
+    assert [entry.name for entry in disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_wait_for_the_import_of_torch(number: signal.Signals) -> None:
+    """What torch imports swallows exceptions: the export would go on, or fail at half a module."""
+
+    def terminated(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(number, terminated)
+    ended = False
+    try:
+        with pytest.raises(SystemExit), torch_file.signals_held():
+            signal.raise_signal(number)
+            ended = True
+    finally:
+        signal.signal(number, before)
+    assert ended
 
 
 def test_every_rank_gets_a_directory(ctl: Ctl, tmp_path: Path) -> None:
