@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 KINDS = ("safetensors", "torch", "dcp")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def load(target: Path, kind: str) -> Any:
