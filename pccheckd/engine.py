@@ -6,6 +6,7 @@ thread that waits for a disk."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import time
@@ -37,7 +38,12 @@ THREADS_PER_UID = 6
 #: For what may wait for a GPU: half a minute when it does not answer.
 DRIVERS = 64
 DRIVERS_PER_UID = 16
-SCANS = 4
+#: For what reads for minutes (verify), and for what reads a few records (list, drop): one of each
+#: for a user, so there is room for so many users. Threads are made when they are needed.
+SCANS = 64
+LOOKS = 64
+#: For documents, which need the CPU only: nobody waits for a disk here.
+DOCUMENTS = 2
 GROWERS = 2
 
 _P = ParamSpec("_P")
@@ -87,6 +93,34 @@ def _open_pool(dram_bytes: int, store: str, limit: int, stored: int) -> _core.Po
         return _core.Pool(dram_bytes)
 
 
+class _Turns:
+    """Threads for work of one kind, of which a user has a few at a time."""
+
+    def __init__(self, name: str, threads: int, per_uid: int) -> None:
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._per_uid = per_uid
+        self._limits: dict[int, asyncio.Semaphore] = {}
+
+    async def run(self, uid: int, work: Callable[[], _R]) -> _R:
+        """The turn lasts as long as the work, also when nobody waits for it any more: who asks and
+        hangs up again and again gets no more threads by that."""
+        limit = self._limits.setdefault(uid, asyncio.Semaphore(self._per_uid))
+        loop = asyncio.get_running_loop()
+
+        def over(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
+                loop.call_soon_threadsafe(limit.release)
+
+        await limit.acquire()
+        try:
+            begun = self.threads.submit(work)
+        except BaseException:
+            limit.release()
+            raise
+        begun.add_done_callback(over)
+        return await asyncio.wrap_future(begun)
+
+
 class Engine:
     """Owns the pool, the event ring, the GPUs and the threads for calls that block."""
 
@@ -101,14 +135,13 @@ class Engine:
         self._events = _core.Events()
         self._listeners: dict[int, Callable[[_core.Event], None]] = {}
         self._next_channel = 1
-        self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="call")
-        self._drivers = ThreadPoolExecutor(DRIVERS, thread_name_prefix="drive")
-        self._scans = ThreadPoolExecutor(SCANS, thread_name_prefix="scan")
+        self._calls = _Turns("call", THREADS, THREADS_PER_UID)
+        self._drivers = _Turns("drive", DRIVERS, DRIVERS_PER_UID)
+        self._scans = _Turns("scan", SCANS, 1)
+        self._looks = _Turns("look", LOOKS, 1)
+        self._documents = _Turns("document", DOCUMENTS, 1)
         self._growers = ThreadPoolExecutor(GROWERS, thread_name_prefix="grow")
         self.making_volumes = asyncio.Lock()
-        self._limits: dict[int, asyncio.Semaphore] = {}
-        self._drive_limits: dict[int, asyncio.Semaphore] = {}
-        self._scan_limits: dict[int, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[object, tuple[int, float]] = {}
         self.stalled = ""  # why calls to the storage seem to hang; set by Progress
@@ -129,15 +162,14 @@ class Engine:
         """After every channel is closed."""
         if self._loop is not None:
             self._loop.remove_reader(self._events.fileno())
-        for threads in (self._calls, self._drivers, self._scans, self._growers):
+        turns = (self._calls, self._drivers, self._scans, self._looks, self._documents)
+        for threads in (self._growers, *(one.threads for one in turns)):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def call(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
         """Runs a native call for a user in a thread; a user waits for his own calls only."""
-        limit = self._limits.setdefault(uid, asyncio.Semaphore(THREADS_PER_UID))
-        loop = asyncio.get_running_loop()
 
         def timed() -> _R:
             key = object()
@@ -147,8 +179,7 @@ class Engine:
             finally:
                 del self._running[key]
 
-        async with limit:
-            return await loop.run_in_executor(self._calls, timed)
+        return await self._calls.run(uid, timed)
 
     def longest_call(self) -> tuple[int, float]:
         """The uid of the call that has been running longest, and for how many seconds."""
@@ -161,19 +192,26 @@ class Engine:
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
         """Like `call`, for what may wait for a GPU or its driver: no other call waits with it."""
-        limit = self._drive_limits.setdefault(uid, asyncio.Semaphore(DRIVERS_PER_UID))
-        loop = asyncio.get_running_loop()
-        async with limit:
-            return await loop.run_in_executor(self._drivers, lambda: function(*args, **kwargs))
+        return await self._drivers.run(uid, lambda: function(*args, **kwargs))
 
     async def scan(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
-        """Runs something long that only reads (verify, list), one at a time for each user."""
-        limit = self._scan_limits.setdefault(uid, asyncio.Semaphore(1))
-        loop = asyncio.get_running_loop()
-        async with limit:
-            return await loop.run_in_executor(self._scans, lambda: function(*args, **kwargs))
+        """Runs what reads for minutes (verify), one at a time for each user."""
+        return await self._scans.run(uid, lambda: function(*args, **kwargs))
+
+    async def look(
+        self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Runs what reads a few records (list, drop), one at a time for each user; it waits for
+        nobody's `scan`."""
+        return await self._looks.run(uid, lambda: function(*args, **kwargs))
+
+    async def document(
+        self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Runs what only needs the CPU, but too long for the loop; one at a time for each user."""
+        return await self._documents.run(uid, lambda: function(*args, **kwargs))
 
     async def grow(self, function: Callable[[int], int], wanted_bytes: int) -> int:
         """Runs something that touches new memory; nobody's other calls wait for it."""

@@ -38,7 +38,7 @@ async def drop(
     except ValueError as error:
         raise UsageError(str(error)) from error
     wanted = body.uid if body.uid >= 0 else None if asker_uid == 0 else asker_uid
-    files = await engine.scan(
+    files = await engine.look(
         asker_uid, dropping.victims, config.storage, uid=wanted, job=body.job, rank=body.rank
     )
     owner = owner_of(body.job, body.rank, (victim.file.uid for victim in files))
@@ -93,7 +93,7 @@ class Expiry(Background):
     async def look(self) -> list[dropping.JobUse]:
         """Drops what is due; which jobs that were. One that is in use is left alone."""
         age_s, storage = self._config.expire_finished_s, self._config.storage
-        found = await self._engine.scan(os.geteuid(), dropping.jobs, storage)
+        found = await self._engine.look(os.geteuid(), dropping.jobs, storage)
         gone = []
         for job in found:
             if not job.done or self._wall() - job.last_write_s < age_s:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 
 from pccheck_native import _core, subset
@@ -42,7 +44,7 @@ from pccheck_wire.messages import (
     Verify,
 )
 
-from . import config_text, expiry, exposing, recovery, report
+from . import config_text, expiry, exposing, recovery, report, trace
 from .config import Config
 from .engine import Engine, translated
 from .logs import LOG
@@ -81,6 +83,7 @@ class Handlers:
         self._sessions = sessions
         self._scrubber = scrubber
         self._started_ns = time.monotonic_ns()
+        self._making_of: dict[int, asyncio.Lock] = {}
 
     async def by_token(self, uid: int, data: bytes) -> bytes | None:
         """A request that came over ZeroMQ: the token names the session."""
@@ -101,7 +104,10 @@ class Handlers:
             body = await self._handle(session, request.body)
             if number == 0 or body is None:
                 return None
-            return codec.encode(Reply(number, body))
+            reply = Reply(number, body)
+            if isinstance(body, Report):  # it may be long
+                return await self._engine.document(session.uid, codec.encode, reply)
+            return codec.encode(reply)
         except Exception as error:  # the edge of this request
             told = codec.encode(Reply(number, failure(error)))
             return told if number or session is None else None
@@ -133,10 +139,10 @@ class Handlers:
             case Goodbye():
                 await self._goodbye(session, body)
             case Status():
-                return Report(self._status(session))
+                return Report(await self._status(session))
             case ListVolumes():
                 return Report(
-                    await self._engine.scan(
+                    await self._engine.look(
                         session.uid, report.listing, session.uid, self._config, body.job
                     )
                 )
@@ -149,9 +155,7 @@ class Handlers:
                     await expiry.drop(self._config, self._engine, self._registry, session.uid, body)
                 )
             case Trace():
-                if not 0 <= body.last_s <= TRACE_S_MAX:
-                    raise UsageError(f"$.body.last_s: {body.last_s:g} cannot be")
-                return Report(report.trace(session.uid, self._registry, body.last_s))
+                return Report(await self._trace(session, body))
         return Done()
 
     async def _register(self, session: Session, body: Register) -> Registered:
@@ -217,11 +221,23 @@ class Handlers:
         if body.done:
             await tenant.finish()
 
-    def _status(self, session: Session) -> report.Document:
-        return report.status(
-            session.uid, self._config, self._engine, self._registry, self._sessions.all(),
-            self._started_ns, self._scrubber.document() if self._scrubber else None,
-        )  # fmt: skip
+    async def _status(self, session: Session) -> report.Document:
+        async with self._making(session.uid):
+            return await report.status(
+                session.uid, self._config, self._engine, self._registry, self._sessions.all(),
+                self._started_ns, self._scrubber.document() if self._scrubber else None,
+            )  # fmt: skip
+
+    async def _trace(self, session: Session, body: Trace) -> report.Document:
+        if not 0 <= body.last_s <= TRACE_S_MAX:
+            raise UsageError(f"$.body.last_s: {body.last_s:g} cannot be")
+        async with self._making(session.uid):
+            taken = report.trace(session.uid, self._registry, body.last_s)
+            return await self._engine.document(session.uid, trace.document, taken)
+
+    def _making(self, uid: int) -> asyncio.Lock:
+        """A user's documents are made one after another, however many he asks for."""
+        return self._making_of.setdefault(uid, asyncio.Lock())
 
     async def _verify(self, session: Session, body: Verify) -> report.Document:
         uid = session.uid if body.uid < 0 else body.uid
@@ -236,11 +252,13 @@ class Handlers:
             (str(item.path), item.volume) for item in tenant.volumes.open
         ]
         tenant.reading += 1
+        gone = threading.Event()
         try:
             document = await self._engine.scan(
-                session.uid, report.verify, volumes, body.sequence, part
+                session.uid, report.verify, volumes, body.sequence, part, gone=gone.is_set
             )
         finally:
+            gone.set()
             tenant.reading -= 1
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from itertools import islice
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
@@ -40,6 +41,7 @@ class Ledger:
     def __init__(self) -> None:
         self.checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
         self.counters: Counter[str] = Counter()
+        self._moving: list[Checkpoint] = []  # not ended when last looked at, oldest first
         self.last_sequence = 0  # that was handed out since the daemon started
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
@@ -51,6 +53,7 @@ class Ledger:
         if key in self.checkpoints:
             return False
         self.checkpoints[key] = checkpoint
+        self._moving = [*self.live(), checkpoint]
         self._requested_ns.append(checkpoint.requested_ns)
         for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
             del self.checkpoints[old]
@@ -76,17 +79,22 @@ class Ledger:
         asked = self._requested_ns
         return (asked[-1] - asked[0]) / (len(asked) - 1) / 1e9 if len(asked) > 1 else 0.0
 
+    def recent(self, count: int, session: int | None = None) -> list[Checkpoint]:
+        """The last ones, of one session or of all; oldest first."""
+        last = reversed(self.checkpoints.values())
+        mine = (c for c in last if session is None or c.session == session)
+        return list(islice(mine, count))[::-1]
+
     def find(self, session: int, snapshot: int) -> Checkpoint | None:
         return self.checkpoints.get((session, snapshot))
 
     def live(self, before_incarnation: int | None = None) -> list[Checkpoint]:
-        """Checkpoints that have not ended, of incarnations before the given one."""
-        return [
-            checkpoint
-            for checkpoint in self.checkpoints.values()
-            if checkpoint.live
-            and (before_incarnation is None or checkpoint.incarnation < before_incarnation)
-        ]
+        """Checkpoints that have not ended, of incarnations before the given one. Asked often, of
+        many ranks: what has ended is not looked at."""
+        self._moving = [checkpoint for checkpoint in self._moving if checkpoint.live]
+        if before_incarnation is None:
+            return list(self._moving)
+        return [c for c in self._moving if c.incarnation < before_incarnation]
 
     @property
     def in_flight(self) -> bool:

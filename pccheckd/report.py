@@ -4,10 +4,12 @@ display."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from pccheck_native import _core, catalog
 from pccheck_native.subset import Subset, verify_part
@@ -21,14 +23,14 @@ from .engine import Engine
 from .registry import Registry
 from .sessions import Session
 from .tenants import Tenant
-from .trace import document as traced
-from .trace import record
+from .trace import Taken, record, take
 from .volumes import OpenVolume
 
 SCHEMA = 1
 RECENT = 32
 
 Document = dict[str, object]
+_T = TypeVar("_T")
 
 
 def may_see(asker_uid: int, owner_uid: int) -> bool:
@@ -36,7 +38,7 @@ def may_see(asker_uid: int, owner_uid: int) -> bool:
     return asker_uid in (0, owner_uid)
 
 
-def status(
+async def status(
     asker_uid: int,
     config: Config,
     engine: Engine,
@@ -45,9 +47,12 @@ def status(
     started_ns: int,
     scrub: Document | None = None,
 ) -> Document:
-    """What `pccheckctl status --json` prints. No disk is touched but for one statvfs."""
+    """What `pccheckctl status --json` prints. No disk is touched but for one statvfs. The loop has
+    other work in between: hundreds of checkpoints are described."""
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
-    ranks = [_rank(tenant) for tenant in tenants if _worth_showing(tenant)]
+    seen = [s for s in sessions if s.role is not Role.OBSERVER and may_see(asker_uid, s.uid)]
+    rows = [await _aside(_session, session) for session in seen]
+    ranks = [await _aside(_rank, tenant) for tenant in tenants if _worth_showing(tenant)]
     gpus = engine.driver.info()
     warnings = troubles(engine, tenants)
     kept = _kept(asker_uid, engine, registry)
@@ -85,11 +90,7 @@ def status(
             "max_storage_bytes": config.max_storage_bytes,
         },
         "scrub": scrub,
-        "sessions": [
-            _session(session)
-            for session in sessions
-            if session.role is not Role.OBSERVER and may_see(asker_uid, session.uid)
-        ],
+        "sessions": rows,
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -99,8 +100,14 @@ def status(
     }
 
 
-def trace(asker_uid: int, registry: Registry, last_s: float) -> Document:
-    """What `pccheckctl trace` makes a trace of: what ended in the last seconds, or has not."""
+async def _aside(describe: Callable[[_T], Document], what: _T) -> Document:
+    """One row, and a turn for everybody else."""
+    await asyncio.sleep(0)
+    return describe(what)
+
+
+def trace(asker_uid: int, registry: Registry, last_s: float) -> Taken:
+    """What `pccheckctl trace` asks for: what ended in the last seconds, or has not."""
     now_ns = time.monotonic_ns()
     since_ns = max(0, now_ns - int(last_s * 1e9))
     live = [
@@ -109,7 +116,7 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Document:
         if may_see(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
     ]
-    return traced(
+    return take(
         registry.chronicle.ring.newest(asker_uid, since_ns), live, since_ns=since_ns,
         now_ns=now_ns, wall_ns=time.time_ns(),
     )  # fmt: skip
@@ -133,14 +140,18 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
 
 
 def verify(
-    volumes: Iterable[tuple[str, _core.Volume]], sequence: int, part: Subset | None = None
+    volumes: Iterable[tuple[str, _core.Volume]],
+    sequence: int,
+    part: Subset | None = None,
+    *,
+    gone: Callable[[], bool] = lambda: False,
 ) -> Document:
     """Reads and checks one checkpoint (0: every one), or a part of it. Blocks for as long as the
-    reading takes."""
+    reading takes; begins no further one once the asker is `gone`."""
     results: list[Document] = []
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):
-            if sequence in (0, item.sequence):
+            if sequence in (0, item.sequence) and not gone():
                 results.append(_verified(volume, item, part))
     return {
         "schema": SCHEMA,
@@ -246,9 +257,10 @@ def _session(session: Session) -> Document:
         "connected_s": _ago(session.connected_ns),
         "checkpoints": [
             _state(item)
-            for item in (session.tenant.ledger.checkpoints.values() if session.tenant else ())
-            if item.session == session.number
-        ][-RECENT:],
+            for item in (
+                session.tenant.ledger.recent(RECENT, session.number) if session.tenant else ()
+            )
+        ],
     }
 
 
@@ -271,9 +283,7 @@ def _rank(tenant: Tenant) -> Document:
         "waiting": len(tenant.queue),
         "chunks": _chunks(tenant),
         "volume": _open_volume(current) if current else None,
-        "checkpoints": [
-            _state(item) for item in list(tenant.ledger.checkpoints.values())[-RECENT:]
-        ],
+        "checkpoints": [_state(item) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),
     }
 

@@ -36,7 +36,7 @@ class Survey:
 
 async def take(config: Config, engine: Engine, *, limit_s: float = LIMIT_S) -> Survey:
     """Reads records only; data is verified when it is recovered. Never raises for a bad volume."""
-    scan = asyncio.create_task(engine.scan(os.getuid(), catalog.scan, config.storage))
+    scan = asyncio.create_task(engine.look(os.getuid(), catalog.scan, config.storage))
     done, _ = await asyncio.wait({scan}, timeout=limit_s)
     if not done:
         scan.add_done_callback(_looked_at)

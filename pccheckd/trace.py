@@ -88,16 +88,29 @@ class Ring:
                     yield item
 
 
-def document(
+class Taken(NamedTuple):
+    """What a document is made of, as it was on the loop; nothing of it changes any more."""
+
+    records: list[Record]
+    since_ns: int
+    now_ns: int
+    wall_ns: int  # the wall clock at `now_ns`
+
+
+def take(
     ended: Iterable[Record], live: Iterable[Record], *, since_ns: int, now_ns: int, wall_ns: int
-) -> Document:
-    """What `pccheckctl trace` makes a trace of; `wall_ns` is the wall clock at `now_ns`."""
-    found = [*live, *islice(ended, RECORDS_PER_ANSWER)]
-    found.sort(key=lambda item: item.requested)
+) -> Taken:
+    """On the loop, and quick: references only."""
+    return Taken([*live, *islice(ended, RECORDS_PER_ANSWER)], since_ns, now_ns, wall_ns)
+
+
+def document(taken: Taken) -> Document:
+    """What `pccheckctl trace` makes a trace of. Too long for the loop."""
+    records = sorted(taken.records, key=lambda item: item.requested)
     return {
         "schema": SCHEMA,
-        "since_ns": since_ns,
-        "now_ns": now_ns,
-        "wall_ns": wall_ns,
-        "checkpoints": [item._asdict() for item in found],
+        "since_ns": taken.since_ns,
+        "now_ns": taken.now_ns,
+        "wall_ns": taken.wall_ns,
+        "checkpoints": [item._asdict() for item in records],
     }

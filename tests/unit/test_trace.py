@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from pccheckctl import trace as viewer
 from pccheckctl.output import Document, rows, whole
-from pccheckd.trace import Record, Ring, document
+from pccheckd.trace import Record, Ring, document, take
 
 MS = 1_000_000
 
@@ -26,7 +26,7 @@ def record(step: int, begin: int, end: int, *, uid: int = 7, state: str = "durab
 
 
 def made(ended: Iterable[Record], live: Iterable[Record] = ()) -> Document:
-    return document(ended, live, since_ns=0, now_ns=1000 * MS, wall_ns=5000 * MS)
+    return document(take(ended, live, since_ns=0, now_ns=1000 * MS, wall_ns=5000 * MS))
 
 
 def slices(chrome: Document) -> list[Document]:

@@ -1,0 +1,223 @@
+"""Long documents: made off the loop or with turns for everybody else, a user's one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import msgpack
+import pytest
+
+from pccheck_native import Volume
+from pccheck_wire import codec
+from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
+from pccheckctl.output import rows
+from pccheckd import report, trace
+from pccheckd.checkpoint import Checkpoint
+from pccheckd.config import Config
+from pccheckd.engine import Engine
+from pccheckd.handlers import Handlers
+from pccheckd.ledger import HISTORY, Ledger
+from pccheckd.registry import Registry
+from pccheckd.server import ControlServer
+from pccheckd.sessions import Session, Sessions
+from pccheckd.trace import Document, Record, Taken
+from pccheckd.volumes import Key
+from tests.unit.test_trace import record
+
+LIMIT_S = 30.0
+JOBS = 20
+
+
+class Place:
+    def __init__(self, config: Config) -> None:
+        self.engine = Engine(config)
+        self.registry = Registry(config, self.engine)
+
+        async def nobody(_uid: int, _data: bytes) -> bytes | None:
+            return None
+
+        sessions = Sessions(
+            config, self.engine, self.registry, ControlServer(config.socket, nobody)
+        )
+        self.handlers = Handlers(config, self.engine, self.registry, sessions)
+
+    async def ask(self, body: RequestBody, *, uid: int = 7) -> Document:
+        asker = Session(
+            number=1, token=b"t", role=Role.OBSERVER, uid=uid, pid=1, kernel_pid=1, connected_ns=0
+        )
+        data = await self.handlers.by_session(asker, codec.encode(Request(1, b"t", body)))
+        assert data is not None
+        answer = codec.decode_any(data, Reply)
+        assert isinstance(answer, Reply) and isinstance(answer.body, Report)
+        return answer.body.document
+
+
+Work = Callable[[Place], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+    config = Config(tmp_path, tmp_path / "s", dram_bytes=1 << 24, allow_any_filesystem=True)
+
+    def run(work: Work) -> None:
+        async def all_of_it() -> None:
+            place = Place(config)
+            place.engine.start()
+            await asyncio.wait_for(work(place), LIMIT_S)
+            place.engine.stop()
+
+        asyncio.run(all_of_it())
+
+    yield run
+
+
+def full(place: Place, *uids: int) -> None:
+    for uid in uids:
+        for step in range(trace.RECORDS_PER_UID):
+            place.registry.chronicle.ring.add(record(step, step + 10, step + 20, uid=uid))
+
+
+def test_a_trace_is_made_and_encoded_off_the_loop(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+
+    def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            if not isinstance(arguments[0], Request):
+                threads[name] = threading.current_thread()
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(trace, "document", noted("made", trace.document))
+    monkeypatch.setattr(codec, "encode", noted("encoded", codec.encode))
+
+    async def work(place: Place) -> None:
+        full(place, 7)
+        document = await place.ask(Trace(1e8))
+        assert len(rows(document, "checkpoints")) == trace.RECORDS_PER_UID
+        assert set(threads) == {"made", "encoded"}
+        assert threading.current_thread() not in threads.values()
+
+    run(work)
+
+
+def test_a_users_traces_are_made_one_after_another(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is in the second is what was there when its turn came."""
+    made, begun, let_go = trace.document, threading.Semaphore(0), threading.Event()
+
+    def held(taken: Taken) -> Document:
+        begun.release()
+        if taken.records[0].uid == 7:
+            let_go.wait(LIMIT_S)
+        return made(taken)
+
+    monkeypatch.setattr(trace, "document", held)
+
+    async def work(place: Place) -> None:
+        ring = place.registry.chronicle.ring
+        ring.add(record(1, 10, 20))
+        ring.add(record(1, 10, 20, uid=8))
+        first = asyncio.create_task(place.ask(Trace(1e8)))
+        assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+        others = [asyncio.create_task(place.ask(Trace(1e8))) for _ in range(10)]
+        await place.ask(Trace(1e8), uid=8)  # nobody waits for another user
+        assert begun.acquire(blocking=False) and not begun.acquire(blocking=False)
+        ring.add(record(2, 30, 40))
+        let_go.set()
+        assert len(rows(await first, "checkpoints")) == 1
+        for other in others:
+            assert len(rows(await other, "checkpoints")) == 2
+
+    run(work)
+
+
+def test_status_of_many_ranks_gives_everybody_his_turn(run: Callable[[Work], None]) -> None:
+    async def work(place: Place) -> None:
+        uid = os.geteuid()
+        for number in range(JOBS):
+            _, tenant = await place.registry.tenant(Key(uid, f"job{number}", 0))
+            tenant.ledger.add(checkpoint(1))
+        turns, asking = 0, asyncio.create_task(place.ask(Status(), uid=uid))
+        while not asking.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(rows(await asking, "ranks")) == JOBS
+        assert turns >= JOBS
+
+    run(work)
+
+
+def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(sequence=sequence) for sequence in (1, 2, 3)]
+    gone = threading.Event()
+    monkeypatch.setattr(report.catalog, "checkpoints_of", lambda *_: iter(found))
+
+    def verified(_volume: object, item: SimpleNamespace, _part: object) -> Document:
+        if item.sequence == 2:
+            gone.set()
+        return {"sequence": item.sequence, "valid": True}
+
+    monkeypatch.setattr(report, "_verified", verified)
+    volumes = [("path", cast(Volume, None))]
+    document = report.verify(volumes, 0, gone=gone.is_set)
+    assert [row["sequence"] for row in rows(document, "checkpoints")] == [1, 2]
+
+
+# -- what they are made of ---------------------------------------------------------------------
+
+
+def checkpoint(snapshot: int, *, session: int = 1) -> Checkpoint:
+    return Checkpoint(
+        session=session, snapshot=snapshot, step=snapshot, payload_bytes=1, tree_offset=0,
+        tree_bytes=1, skip_when_busy=False, incarnation=session, world_size=1, requested_ns=1,
+    )  # fmt: skip
+
+
+def test_the_ledger_knows_what_moves_without_looking_at_what_has_ended() -> None:
+    ledger = Ledger()
+    items = [checkpoint(number, session=1 + number % 2) for number in range(HISTORY + 20)]
+    for item in items:
+        assert ledger.add(item)
+    assert ledger.live() == items
+    assert ledger.live(before_incarnation=2) == items[::2]
+    for item in items[10:]:
+        item.advance(State.DURABLE, 5)
+    assert ledger.live() == items[:10]
+    last = checkpoint(1000)
+    ledger.add(last)
+    assert ledger.live() == [*items[:10], last]
+    assert len(ledger.checkpoints) == HISTORY + 11  # what moves is never forgotten
+    assert ledger.recent(2) == [items[-1], last]
+    assert ledger.recent(2, session=2) == [items[-3], items[-1]]
+    assert ledger.recent(1000, session=3) == []
+
+
+def test_a_long_document_is_packed_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for all of it would hold the interpreter's lock for as long as it takes."""
+    packed: list[object] = []
+
+    class Packer(msgpack.Packer):  # type: ignore[misc]
+        def pack(self, value: object) -> bytes:
+            packed.append(value)
+            return cast(bytes, super().pack(value))
+
+    document: Document = {
+        "schema": 1, "none": [], "checkpoints": [record(step, 1, 2)._asdict() for step in range(9)],
+        "pool": {"used": 1},
+    }  # fmt: skip
+    whole = msgpack.packb(codec._to_plain(Reply(1, Report(document))), use_bin_type=True)
+    monkeypatch.setattr(msgpack, "Packer", Packer)
+    assert codec.encode(Reply(1, Report(document))) == whole
+    longest = max(len(value) for value in packed if isinstance(value, dict))
+    assert longest == len(Record._fields) and not [v for v in packed if isinstance(v, list)]
