@@ -24,6 +24,7 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello
 
+from .background import Background
 from .handlers import Handlers, failure
 from .logs import LOG
 from .sessions import Peer, Session, Sessions
@@ -94,7 +95,7 @@ def _answers(path: Path) -> bool:
         return True
 
 
-class AttachServer:
+class AttachServer(Background):
     """Accepts, shakes hands, and holds every connection until its peer is gone."""
 
     def __init__(self, listener: socket.socket, sessions: Sessions, handlers: Handlers) -> None:
@@ -103,22 +104,16 @@ class AttachServer:
         self._handlers = handlers
         self._count: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._acceptor: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._acceptor = asyncio.get_running_loop().create_task(self._accept())
 
     async def close(self) -> None:
         """Stops accepting and ends every session, which drains what it handed over."""
-        if self._acceptor is not None:
-            self._acceptor.cancel()
-            await asyncio.gather(self._acceptor, return_exceptions=True)
+        await super().close()
         self._listener.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -63,10 +63,7 @@ class Health(Background):
             due = self._clock() + BEAT_S
             await asyncio.sleep(BEAT_S)
             self.lag_s = max(0.0, self._clock() - due)
-            try:
-                self.ask()
-            except Exception:  # what looks after the others must not end
-                LOG.exception("health")
+            self.ask()
 
 
 def _native(engine: Engine, ports: list[Port]) -> None:

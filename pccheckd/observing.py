@@ -6,10 +6,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from . import gauges
+from .background import Background
 from .config import Config
 from .engine import Engine
 from .health import Health
@@ -46,7 +48,7 @@ class Observing:
         self._metrics: Metrics | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
-        self._writing: asyncio.Task[None] | None = None
+        self._file: _File | None = None
 
     def start(self) -> None:
         """Raises UsageError when the address is taken, or the extra is missing."""
@@ -66,9 +68,8 @@ class Observing:
         await self.health.close()
         if self._listener is not None:
             await asyncio.to_thread(self._listener.stop)
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        if self._file is not None:
+            await self._file.close()
 
     def _serve(self, place: Place) -> None:
         from .metrics import Metrics  # an extra
@@ -76,7 +77,8 @@ class Observing:
         self._loop = asyncio.get_running_loop()
         self._metrics = self._registry.chronicle.metrics = Metrics()
         if place.file is not None:
-            self._writing = self._loop.create_task(self._write(place))
+            self._file = _File(place.file, self._text)
+            self._file.start()
             return
         self._listener = Listener(
             bind(place),
@@ -135,33 +137,41 @@ class Observing:
             raise TimeoutError from None
         return await asyncio.wait_for(asyncio.wrap_future(answer), LOOP_LIMIT_S)
 
-    # -- the file ------------------------------------------------------------------------------
-
-    async def _write(self, place: Place) -> None:
-        """Replaces the file again and again; it goes with the daemon, for old figures mislead."""
-        assert place.file is not None and self._metrics is not None
-        fresh = place.file.with_name(f".{place.file.name}.{os.getpid()}")
-        LOG.info("metrics are written to %s every %g s", place.file, FILE_EVERY_S)
-        try:
-            while True:
-                families = self._families()
-                try:
-                    text = await asyncio.to_thread(self._metrics.render, families)
-                    await asyncio.to_thread(fresh.write_bytes, text)
-                    fresh.replace(place.file)
-                except OSError as error:
-                    LOG.warning("metrics cannot be written to %s: %s", place.file, error)
-                await asyncio.sleep(FILE_EVERY_S)
-        finally:
-            for path in (fresh, place.file):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+    async def _text(self) -> bytes:
+        """What the file holds; on the daemon's loop."""
+        assert self._metrics is not None
+        return await asyncio.to_thread(self._metrics.render, self._families())
 
     def _families(self) -> list[gauges.Family]:
         return gauges.read(
             self._config, self._engine, self._registry, self._sessions.all(), self.health,
             self.scrubber,
         )  # fmt: skip
+
+
+class _File(Background):
+    """Replaces a file again and again; it goes with the daemon, for old figures mislead."""
+
+    def __init__(self, path: Path, text: Callable[[], Awaitable[bytes]]) -> None:
+        self._path = path
+        self._text = text
+
+    async def _run(self) -> None:
+        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        LOG.info("metrics are written to %s every %g s", self._path, FILE_EVERY_S)
+        try:
+            while True:
+                text = await self._text()
+                try:
+                    await asyncio.to_thread(fresh.write_bytes, text)
+                    fresh.replace(self._path)
+                except OSError as error:
+                    LOG.warning("metrics cannot be written to %s: %s", self._path, error)
+                await asyncio.sleep(FILE_EVERY_S)
+        finally:
+            for path in (fresh, self._path):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
 
 def _text(status: int, *lines: str) -> Answer:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pccheck_native import layout
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
+from .background import Tasks
 from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine
@@ -32,7 +33,7 @@ class Registry:
         self.inherited = Summary()  # from the daemon before
         self.jobs: dict[tuple[int, str], Job] = {}
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
-        self._group_work: set[asyncio.Task[None]] = set()
+        self._group_work = Tasks("global steps")
 
     def tenants(self) -> Iterator[Tenant]:
         for job in self.jobs.values():
@@ -169,9 +170,7 @@ class Registry:
         world_size = found[0].world_size if found else 1  # its ranks may all be gone by now
         if job is None or world_size < 2:
             return
-        task = asyncio.get_running_loop().create_task(job.update_global(world_size))
-        self._group_work.add(task)
-        task.add_done_callback(self._group_work.discard)
+        self._group_work.spawn(job.update_global(world_size))
 
 
 def _users(job: Job) -> str:

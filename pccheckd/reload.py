@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import fields
 
 from pccheck_wire.errors import PccheckError
 
@@ -54,9 +55,19 @@ class Reloader(Background):
         except Exception:  # the edge of this reload
             LOG.exception("reload: nothing was changed")
             return
-        apply(self._config, fresh)
+        before = {one.name: getattr(self._config, one.name) for one in fields(Config)}
+        try:
+            apply(self._config, fresh)
+        except Exception:
+            for name, value in before.items():
+                setattr(self._config, name, value)
+            LOG.exception("reload: nothing was changed")
+            return
         for told in self.after:
-            told()
+            try:
+                told()
+            except Exception:  # the others hear of it all the same
+                LOG.exception("reload: a part of the daemon could not take it over: %r", told)
 
 
 def apply(config: Config, fresh: Config) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pccheck_wire.messages import CheckpointState as State
 
 from .checkpoint import Checkpoint
+from .logs import LOG
 
 PENDING_MAX = 64  # PCC_SNAPSHOTS: no honest client has more outstanding
 #: A slot is freed a moment after the event that announces it, so waiting ones try again by time.
@@ -68,21 +69,32 @@ class Scheduler:
         pause_s = RETRY_S
         while self._pending:
             checkpoint = self._pending[0]
-            answer = await self._attempt(checkpoint)
-            if not self._pending or self._pending[0] is not checkpoint:
-                continue  # dropped meanwhile
-            if answer not in BUSY:
-                self._pending.popleft()
-                pause_s = RETRY_S
+            try:
+                waits = await self._settle(checkpoint)
+            except Exception:  # the edge of this checkpoint: those behind it go on
+                LOG.exception("the checkpoint of step %d could not be begun", checkpoint.step)
+                self._take(checkpoint, State.FAILED, "a fault of the daemon", "its log has it")
                 continue
-            reason, hint = await self._hopeless() if answer == "NO_SLOT" else ("", "")
-            if reason:
-                self._take(checkpoint, State.FAILED, reason, hint)
-            elif checkpoint.skip_when_busy:
-                self._take(checkpoint, State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
-            else:
+            if waits:
                 await self._sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
+            else:
+                pause_s = RETRY_S
+
+    async def _settle(self, checkpoint: Checkpoint) -> bool:
+        """Tries to begin the first one, or ends it; True when it has to wait."""
+        answer = await self._attempt(checkpoint)
+        if not self._pending or self._pending[0] is not checkpoint:
+            return False  # dropped meanwhile
+        if answer not in BUSY:
+            self._pending.popleft()
+            return False
+        reason, hint = await self._hopeless() if answer == "NO_SLOT" else ("", "")
+        if reason:
+            self._take(checkpoint, State.FAILED, reason, hint)
+        elif checkpoint.skip_when_busy:
+            self._take(checkpoint, State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
+        return not reason and not checkpoint.skip_when_busy
 
     async def close(self) -> None:
         self._pending.clear()

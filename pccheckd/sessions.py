@@ -17,6 +17,7 @@ from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, Welcome
 
 from . import VERSION
+from .background import Tasks
 from .config import Config
 from .engine import Engine
 from .exposing import UNFINISHED_BYTES_MAX, Exposing
@@ -82,7 +83,7 @@ class Sessions:
         self.draining = False
         self._sessions: dict[int, Session] = {}
         self._next = 1
-        self._work: set[asyncio.Task[None]] = set()
+        self._work = Tasks("sessions")
 
     def all(self) -> list[Session]:
         return list(self._sessions.values())
@@ -250,11 +251,9 @@ class Sessions:
         sequence, tenant = session.loads.pop(event.id), session.tenant
         if tenant is None:
             return
-        task = asyncio.get_running_loop().create_task(
+        self._work.spawn(
             self._after_load(session, tenant, sequence, damaged=event.error_name == "DAMAGED")
         )
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
 
     async def _after_load(
         self, session: Session, tenant: Tenant, sequence: int, *, damaged: bool

@@ -7,8 +7,9 @@ hold the only copy of what trainers handed over, so that is `degraded` in STATUS
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pccheck_wire.messages import Role
 from pccheck_wire.units import GIB
@@ -87,26 +88,36 @@ class Supervisor(Background):
         """Says how far the stop is, and that it goes on; ends when it is cancelled."""
         until = self._clock() + limit_s
         while (left_s := until - self._clock()) > 0:
-            moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
-            self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
-            self._notifier.status(
-                f"stopping: {_count(moving, 'checkpoint')} to be made durable, at most "
-                f"{left_s:.0f} s more",
-                *self._heartbeat(),
-            )
-            self._progress.look()
+            with self._guarded():
+                self._tell_drain(left_s)
             await asyncio.sleep(min(DRAIN_STEP_S, self.period_s))
+
+    def _tell_drain(self, left_s: float) -> None:
+        self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
+        moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
+        self._notifier.status(
+            f"stopping: {_count(moving, 'checkpoint')} to be made durable, at most "
+            f"{left_s:.0f} s more",
+            *self._heartbeat(),
+        )
+        self._progress.look()
 
     def _heartbeat(self) -> tuple[str, ...]:
         return ("WATCHDOG=1",) if self._notifier.watchdog_s and not self._faults() else ()
 
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A fault in a look must not look like a stuck loop, nor end a drain."""
+        try:
+            yield
+        except Exception:
+            LOG.exception("the supervisor failed")
+            self._notifier.send(*self._heartbeat())
+
     async def _run(self) -> None:
         while True:
-            try:
+            with self._guarded():
                 self.beat()
-            except Exception:  # a fault in a look must not look like a stuck loop
-                LOG.exception("the supervisor failed")
-                self._notifier.send(*self._heartbeat())
             await asyncio.sleep(self.period_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from pccheck_native import _core
 from pccheck_wire.errors import RefusedError
@@ -14,12 +14,12 @@ from pccheck_wire.messages import CheckpointState as State
 
 from . import kept
 from .admission import Admission
+from .background import Tasks
 from .checkpoint import Checkpoint
 from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine, translated
 from .ledger import Ledger
-from .logs import LOG
 from .port import Owner, Port
 from .retention import Retention
 from .scheduler import Scheduler
@@ -60,7 +60,8 @@ class Tenant:
         self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
         self._on_durable = on_durable
         self._chronicle = chronicle
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(key)
+        self.spawn = self._tasks.spawn
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Tenant:
         """Drains sealed saves, then closes channel and volumes."""
         self.closed = True
         await self.queue.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.settle()
         async with self.lock:
             if self.port is not None:
                 await self.port.close()
@@ -340,18 +341,6 @@ class Tenant:
                 await self.bind(port, current)
             self.stopped = False
         await self.retention.stage_again()
-
-    # -- small ---------------------------------------------------------------------------------
-
-    def spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            LOG.error("%s: background work failed", self.key, exc_info=task.exception())
 
 
 def _held(body: Begin, now_ns: int) -> tuple[int, int]:

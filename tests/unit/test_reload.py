@@ -131,6 +131,54 @@ def test_a_broken_file_changes_nothing(
     assert heard.states[-1] == "READY=1"
 
 
+def test_a_reload_that_fails_half_way_changes_nothing_and_the_next_one_works(
+    reload: Reload,
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("the journal is not there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pccheckd.logs.set_up", broken)
+        reload("drain-limit = 5\nslots = 8")
+    assert config.drain_limit_s == 60 and not config.pending
+    assert config.origins["drain_limit_s"].kind == "default"
+    (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "nothing was changed" in error.getMessage()
+    reload("drain-limit = 5")
+    assert config.drain_limit_s == 5
+
+
+def test_one_that_cannot_take_it_over_does_not_keep_the_others_or_the_next_reload(
+    file: Path, sources: Sources, config: Config, heard: Heard, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("pccheckd.logs.set_up", lambda *_: None)
+    monkeypatch.setattr(LOG, "propagate", True)
+    told: list[float] = []
+
+    def broken() -> None:
+        raise RuntimeError("no")
+
+    async def twice() -> None:
+        reloader, over = Reloader(config, sources, heard), asyncio.Event()
+        heard.send = lambda *s: "READY=1" in s and over.set()  # type: ignore[method-assign, assignment, func-returns-value]
+        reloader.after += [broken, lambda: told.append(config.drain_limit_s)]
+        reloader.start()
+        for limit_s in (5, 7):
+            file.write_text(f"drain-limit = {limit_s}")
+            over.clear()
+            reloader.request()
+            await asyncio.wait_for(over.wait(), 20)
+        await reloader.close()
+
+    asyncio.run(twice())
+    assert told == [5, 7]
+    assert caplog.text.count("could not take it over") == 2
+
+
 def test_every_live_option_can_be_set() -> None:
     """A frozen or copied field would make the reload fail at the worst of times."""
     config = Config(Path("/"), Path("/s"))

@@ -112,3 +112,19 @@ def test_the_queue_is_bounded() -> None:
         await desk.queue.close()
 
     asyncio.run(work())
+
+
+def test_one_that_breaks_something_fails_alone() -> None:
+    """The queue goes on: else every later checkpoint of the rank would wait behind it for ever."""
+    desk = Desk(free=5)
+    attempt = desk.attempt
+
+    async def broken(item: Checkpoint) -> str:
+        if item.snapshot == 1:
+            raise RuntimeError("fault")
+        return await attempt(item)
+
+    desk.queue._attempt = broken
+    desk.run(checkpoint(1), checkpoint(2))
+    assert desk.begun == [2]
+    assert desk.refused == [(1, State.FAILED, "a fault of the daemon")]

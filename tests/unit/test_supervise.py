@@ -84,6 +84,30 @@ def test_a_sick_process_is_left_to_the_watchdog(config: Config) -> None:
     assert place.notifier.statuses[0].startswith("STATUS=degraded: the native core has not")
 
 
+def test_a_fault_in_a_look_does_not_end_a_drain(config: Config) -> None:
+    """What ends first ends the daemon: that has to be the drain, or its limit."""
+    place, looks, enough = Place(config), 0, asyncio.Event()
+
+    def broken() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            enough.set()
+        raise RuntimeError("fault")
+
+    place.registry.tenants = broken  # type: ignore[method-assign, assignment]
+
+    async def drain() -> None:
+        telling = asyncio.create_task(place.supervisor.while_draining(1000))
+        await asyncio.wait_for(enough.wait(), 20)
+        assert not telling.done()
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+    asyncio.run(drain())
+    assert place.notifier.pings >= 2
+
+
 class Usage(SimpleNamespace):
     full_chunks = cached_chunks = free_chunks = 0
 
