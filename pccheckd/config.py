@@ -15,6 +15,7 @@ from pccheck_wire.units import GIB, MIB
 from . import config_file
 from .options import (
     BY_FIELD,
+    EXPIRE_S_MIN,
     IO_ALIGN,
     OPTIONS,
     SOCKET_DIRECTORY_BYTES_MAX,
@@ -182,6 +183,9 @@ def _check(config: Config) -> None:
         if (low is not None and value < low) or (high is not None and value > high):
             told = option.kind.show(value) if option.kind.unit != "bytes" else f"{value} bytes"
             _refuse(config, option.field, told, f"use {option.range}")
+    if 0 < config.expire_finished_s < EXPIRE_S_MIN:
+        told = BY_FIELD["expire_finished_s"].show(config.expire_finished_s)
+        _refuse(config, "expire_finished_s", told, "use at least 1h, or 0 for never")
     if config.keep >= config.slots:
         _refuse(
             config, "keep", f"{config.keep} with {config.slots} slots",

@@ -1,5 +1,6 @@
-"""Volumes that are not wanted any more: dropped when their owner asks, or some time after their
-job said that it had finished (`--expire-finished`). Never under a session, never half."""
+"""Volumes that are not wanted any more: dropped when their owner asks, or when their job said that
+it had finished and was left alone since (`--expire-finished`). Never under a session, never
+half."""
 
 from __future__ import annotations
 
@@ -14,16 +15,20 @@ from pccheck_wire.errors import PccheckError, RefusedError, UsageError
 from pccheck_wire.messages import Drop
 from pccheck_wire.owners import owner_of
 
+from . import idle
 from .background import Background
 from .engine import Engine, translated
+from .idle import Idle
 from .logs import LOG
 from .options import Config
 from .registry import Registry
 
 Document = dict[str, object]
 
-#: How often finished jobs are looked for: an eighth of the age, within these.
-PAUSE_S_MIN, PAUSE_S_MAX = 0.5, 3600.0
+#: Between two looks for finished jobs: an eighth of the age, at most this.
+PAUSE_S_MAX = 3600.0
+#: Of one look: a fault that makes everything look old has to be noticed before everything is gone.
+DROPS_MAX = 16
 
 
 async def drop(
@@ -66,7 +71,8 @@ async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> Non
 
 
 class Expiry(Background):
-    """Drops finished jobs when their last write is `config.expire_finished_s` ago."""
+    """Drops finished jobs that have been left alone for `config.expire_finished_s`; `Idle` says
+    what time counts. What is due is said at one look and dropped at a later one, a few at once."""
 
     def __init__(
         self,
@@ -74,13 +80,16 @@ class Expiry(Background):
         engine: Engine,
         registry: Registry,
         *,
-        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._engine = engine
         self._registry = registry
-        self._wall = wall
+        self._clock = clock
         self._changed = asyncio.Event()
+        self._idle = Idle()
+        self._looked_s: float | None = None  # when; None before the first look
+        self._announced: set[dropping.JobUse] = set()
 
     def wake(self) -> None:
         """The age may have changed."""
@@ -91,13 +100,20 @@ class Expiry(Background):
         await super().close()
 
     async def look(self) -> list[dropping.JobUse]:
-        """Drops what is due; which jobs that were. One that is in use is left alone."""
-        age_s, storage = self._config.expire_finished_s, self._config.storage
-        found = await self._engine.look(os.geteuid(), dropping.jobs, storage)
+        """Counts, says what is due, and drops what was said to be; which jobs that were. One that
+        is in use is left alone."""
+        age_s = self._config.expire_finished_s
+        due = [job for job in await self._observed() if self._idle.idle_s(job) >= age_s]
+        said, self._announced = self._announced & set(due), set(due)
+        for job in due:
+            if job not in said:
+                LOG.warning(
+                    "job %r of uid %d has finished and been left alone for --expire-finished: its "
+                    "%d bytes are dropped in %g s, unless it is started anew",
+                    job.job, job.uid, job.bytes, self._pause_s(age_s),
+                )  # fmt: skip
         gone = []
-        for job in found:
-            if not job.done or self._wall() - job.last_write_s < age_s:
-                continue
+        for job in [job for job in due if job in said][:DROPS_MAX]:
             try:
                 if await self._expire(job):
                     gone.append(job)
@@ -107,6 +123,22 @@ class Expiry(Background):
                 # The others go all the same.
                 LOG.warning("job %r of uid %d cannot be dropped: %s", job.job, job.uid, error)
         return gone
+
+    async def _observed(self) -> list[dropping.JobUse]:
+        """The finished jobs that nobody uses, with their time counted and remembered."""
+        uid, storage = os.geteuid(), self._config.storage
+        if self._looked_s is None:
+            await self._engine.look(uid, self._idle.load, storage)
+        found = await self._engine.look(uid, dropping.jobs, storage)
+        finished = [job for job in found if job.done and not self._registry.used(job.uid, job.job)]
+        now_s = self._clock()
+        before_s, self._looked_s = self._looked_s, now_s
+        self._idle.observe(finished, 0.0 if before_s is None else now_s - before_s)
+        try:
+            await self._engine.look(uid, self._idle.store, storage)
+        except OSError as error:
+            LOG.warning("%s cannot be written: %s", storage / idle.NAME, error)
+        return finished
 
     async def _expire(self, job: dropping.JobUse) -> bool:
         async with self._registry.unloaded(job.uid, job.job):
@@ -132,6 +164,13 @@ class Expiry(Background):
                     await self.look()
                 except (OSError, PccheckError, _core.NativeError) as error:
                     LOG.warning("finished jobs cannot be looked for: %s", error)
-            pause_s = min(max(age_s / 8, PAUSE_S_MIN), PAUSE_S_MAX) if age_s > 0 else None
+            else:
+                self._looked_s = None  # what passes now is not watched
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause_s)
+                await asyncio.wait_for(
+                    self._changed.wait(), self._pause_s(age_s) if age_s > 0 else None
+                )
+
+    @staticmethod
+    def _pause_s(age_s: float) -> float:
+        return min(age_s / 8, PAUSE_S_MAX)

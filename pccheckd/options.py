@@ -20,6 +20,8 @@ SLOTS_MAX = 32
 IO_ALIGN = 4096
 #: AF_UNIX paths end at 107 bytes; "/ctl-<32 hex>/<uid>.sock" goes behind the socket's directory.
 SOCKET_DIRECTORY_BYTES_MAX = 107 - len("/ctl-") - 32 - len("/4294967295.sock")
+#: A finished job stays at least so long: a number without its unit must not cost anybody's work.
+EXPIRE_S_MIN = 3600.0
 
 _YES = {"1": True, "yes": True, "true": True, "on": True,
         "0": False, "no": False, "false": False, "off": False, "": False}  # fmt: skip
@@ -222,8 +224,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "--expire-finished", "expire_finished_s", DURATION, Group.PLACES,
-        "drop the volumes of a finished job, one that said close(done=True), so long after their "
-        "last write", "AGE", zero="never", live=True,
+        "drop the volumes of a finished job, one that said close(done=True), that has been left "
+        "alone for so long while pccheckd ran", "AGE", rule="at least 1h", zero="never", live=True,
     ),
     Option(
         "--allow-any-filesystem", "allow_any_filesystem", YES_NO, Group.PLACES,

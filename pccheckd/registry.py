@@ -134,12 +134,17 @@ class Registry:
     def require_unused(self, uid: int, name: str) -> None:
         """Raises RefusedError while somebody is connected to a job or its checkpoints are on their
         way. Nothing is closed: it keeps what it has in DRAM."""
-        job = self.jobs.get((uid, name))
-        if job is not None and not job.idle:
+        job = self.used(uid, name)
+        if job is not None:
             raise RefusedError(
                 f"job {name!r} is in use: {_users(job)}",
                 hint="end it, then try again", retryable=True,
             )  # fmt: skip
+
+    def used(self, uid: int, name: str) -> Job | None:
+        """The job, while somebody is connected to it or its checkpoints are on their way."""
+        job = self.jobs.get((uid, name))
+        return job if job is not None and not job.idle else None
 
     async def _job(self, uid: int, name: str) -> Job:
         """With the lock held: a job is loaded and closed under it."""

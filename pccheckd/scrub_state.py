@@ -3,11 +3,10 @@ volumes. Losing it costs a pass that begins anew, nothing else."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from . import state_file
 
 NAME = ".pccheckd.scrub.json"
 SCHEMA = 1
@@ -28,22 +27,14 @@ class State:
 
 def load(storage: Path) -> State:
     """What was stored; a fresh one when there is nothing, or nothing that makes sense."""
-    made = State()
-    with contextlib.suppress(OSError, ValueError):
-        plain = json.loads((storage / NAME).read_text())
-        if isinstance(plain, dict) and plain.get("schema") == SCHEMA:
-            for item in fields(State):
-                value = plain.get(item.name)
-                if type(value) is type(getattr(made, item.name)):
-                    setattr(made, item.name, value)
+    made, plain = State(), state_file.load(storage / NAME, SCHEMA)
+    for item in fields(State):
+        value = plain.get(item.name)
+        if type(value) is type(getattr(made, item.name)):
+            setattr(made, item.name, value)
     return made
 
 
 def store(storage: Path, state: State) -> None:
     """Replaces the file. Raises OSError."""
-    path = storage / NAME
-    fresh = path.with_name(NAME + ".tmp")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"schema": SCHEMA} | asdict(state), file)
-    fresh.replace(path)
+    state_file.store(storage / NAME, SCHEMA, asdict(state))

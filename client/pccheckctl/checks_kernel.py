@@ -165,8 +165,8 @@ def clocks() -> Iterator[Finding]:
     if _unsynchronised():
         yield warning(
             "clock", "nothing sets this machine's clock (NTP)",
-            costs="ages in list and status, and when finished jobs expire, may be wrong; the order "
-            "of checkpoints does not depend on it",
+            costs="ages in list and status may be wrong; neither the order of checkpoints nor "
+            "--expire-finished depends on it",
             mend="run chrony or systemd-timesyncd",
         )  # fmt: skip
     elif asleep_s > _SUSPENDED_S:

@@ -13,6 +13,7 @@ import pytest
 
 from pccheck_native import layout
 from pccheckctl import cli
+from pccheckd import idle
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import UID, Rank, make
@@ -212,41 +213,101 @@ def test_not_under_a_writer(storage: Path, ctl: Ctl) -> None:
 # -- expiry ------------------------------------------------------------------------------------
 
 
+HOUR_S = 3600.0
+
+
+def finish(trainer: Trainer, *, done: bool = True) -> None:
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.close(done=done)
+
+
+def jobs_of(daemon: Daemon) -> set[str]:
+    return {layout.parse_volume_path(daemon.storage, path).job for path in files(daemon.storage)}
+
+
+def watched(daemon: Daemon) -> dict[str, float]:
+    """For how long the daemon has seen which finished jobs left alone, as it remembers."""
+    path = daemon.storage / idle.NAME
+    rows = json.loads(path.read_text())["jobs"] if path.exists() else []
+    return {row["job"]: row["idle_s"] for row in rows}
+
+
+def restart_later(daemon: Daemon, seconds: float) -> None:
+    """As if daemons had watched for so long."""
+    daemon.stop()
+    path = daemon.storage / idle.NAME
+    document = json.loads(path.read_text())
+    for row in document["jobs"]:
+        row["idle_s"] += seconds
+    path.write_text(json.dumps(document))
+    daemon.start()
+
+
+def looks(daemon: Daemon) -> None:
+    """Has it look at what has finished, once more than it does by itself."""
+    path = daemon.storage / idle.NAME
+    path.unlink(missing_ok=True)  # it is read at the start only
+    daemon.kill(signal.SIGHUP)
+    eventually(path.exists)
+
+
 def test_finished_jobs_expire_and_others_do_not(
     start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
 ) -> None:
-    daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "100ms")
+    """What is due is said first, and dropped at a later look."""
+    daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
     for job, done in (("running", False), ("over", True)):
-        trainer = start_trainer(daemon, job=job)
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
-        trainer.close(done=done)
-    eventually(lambda: not [p for p in files(daemon.storage) if "over" in p.parts])
-    assert [p for p in files(daemon.storage) if "running" in p.parts]
+        finish(start_trainer(daemon, job=job), done=done)
+    looks(daemon)
+    assert set(watched(daemon)) == {"over"}
+    restart_later(daemon, HOUR_S)
     eventually(lambda: "'over' of uid" in daemon.log.read_text())
+    assert "are dropped in 450 s, unless it is started anew" in daemon.log.read_text()
+    assert jobs_of(daemon) == {"running", "over"}
+    looks(daemon)
+    eventually(lambda: jobs_of(daemon) == {"running"})
+    eventually(lambda: "has finished and expired" in daemon.log.read_text())
+
+
+def test_a_wall_clock_that_jumps_makes_no_job_old(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+) -> None:
+    """Written in 1970, and the clock was set later; or looked at by one that is ahead."""
+    daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
+    finish(start_trainer(daemon))
+    daemon.stop()
+    for path in files(daemon.storage):
+        os.utime(path, (0, 0))
+    daemon.start()
+    for _ in range(4):
+        looks(daemon)
+    assert watched(daemon)["job"] < HOUR_S
+    assert jobs_of(daemon) == {"job"}
 
 
 def test_a_finished_job_that_was_started_anew_does_not_expire(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], ctl: Ctl
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
 ) -> None:
-    daemon = start_daemon("--allow-any-filesystem")
-    trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
-    trainer.close(done=True)
+    """Not while a trainer is connected, not when it was killed, and not soon after it has finished
+    again."""
+    daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
+    finish(start_trainer(daemon))
+    looks(daemon)
+    restart_later(daemon, HOUR_S)
+    eventually(lambda: "are dropped in" in daemon.log.read_text())
     again = start_trainer(daemon)
     assert again.restore()["found"]
+    looks(daemon)
+    assert watched(daemon) == {} and jobs_of(daemon) == {"job"}
     again.step()
     again.wait_durable(again.checkpoint())
     again.kill()
-    daemon.stop()
-    daemon.start("--expire-finished", "1ms")
-    other = start_trainer(daemon, job="over")
-    other.step()
-    other.wait_durable(other.checkpoint())
-    other.close(done=True)
-    eventually(lambda: not [p for p in files(daemon.storage) if "over" in p.parts])
-    assert [p for p in files(daemon.storage) if "job" in p.parts]
+    other = start_trainer(daemon)
+    other.restore()
+    finish(other)
+    looks(daemon)
+    assert watched(daemon)["job"] < HOUR_S and jobs_of(daemon) == {"job"}
 
 
 def test_what_an_interrupted_drop_left_is_swept(

@@ -94,6 +94,11 @@ def test_in_flight_is_slots_minus_keep() -> None:
         ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
         ("--engine aio", {}, r"--engine: 'aio' is not one of auto, uring, pwrite, mmap, pmem"),
         ("--log-format xml", {}, r"--log-format: 'xml'"),
+        (
+            "--expire-finished 7",
+            {},
+            r"--expire-finished: 7s cannot be .*at least 1h, or 0 for never",
+        ),
         ("--drain-limit soon", {}, r"--drain-limit"),
         ("", {"PCCHECK_ALLOW_ANY_FILESYSTEM": "maybe"}, r"neither yes nor no"),
         ("--socket /tmp/" + "x" * 90 + "/a.sock", {}, r"--socket: .*too long"),

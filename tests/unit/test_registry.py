@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import functools
 import os
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pccheck_native import NativeError, Volume, dropping, layout
+from pccheck_native import NativeError, Volume, layout
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Drop
 from pccheckd import expiry
@@ -117,50 +115,6 @@ def test_a_dry_run_closes_nothing(run: Callable[[Work], None]) -> None:
         tenant.readers -= 1
         assert (await ask(Drop(KEY.job)))["dropped"] is True
         assert tenant.closed and not layout.list_volumes(registry.config.storage)
-
-    run(work)
-
-
-def test_expiry_waits_for_nothing_while_trainers_wait_for_it(run: Callable[[Work], None]) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.existing(KEY)
-        await tenant.finish()
-        registry.config.expire_finished_s = 1e-9
-        verified = threading.Event()
-        long = asyncio.create_task(registry.engine.scan(KEY.uid, verified.wait, 20))
-        await asyncio.sleep(0)
-        try:
-            gone = await asyncio.wait_for(
-                expiry.Expiry(registry.config, registry.engine, registry).look(), 10
-            )
-        finally:
-            verified.set()
-            await long
-        assert [(job.uid, job.job) for job in gone] == [(KEY.uid, KEY.job)]
-
-    run(work)
-
-
-def test_a_job_that_cannot_be_dropped_does_not_keep_the_others(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(registry: Registry) -> None:
-        for name in ("after", KEY.job):
-            _, tenant = await registry.tenant(Key(KEY.uid, name, 0))
-            if not tenant.volumes.open:
-                await tenant.volumes.make(100, incarnation=1, world_size=1, next_sequence=1)
-            await tenant.finish()
-        registry.config.expire_finished_s = 1e-9
-        drop = dropping.drop
-
-        def failing(paths: list[Path]) -> None:
-            if "after" in str(paths[0]):
-                raise OSError(errno.EIO, "no")
-            drop(paths)
-
-        monkeypatch.setattr(dropping, "drop", failing)
-        gone = await expiry.Expiry(registry.config, registry.engine, registry).look()
-        assert [job.job for job in gone] == [KEY.job]
 
     run(work)
 
