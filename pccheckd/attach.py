@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from pccheck_wire import codec
+from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
     NoStoreError,
     PccheckError,
@@ -25,7 +26,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello
 
 from .background import Background
-from .handlers import Handlers, failure
+from .handlers import Handlers, failure, readable
 from .logs import LOG
 from .sessions import Peer, Session, Sessions
 
@@ -210,14 +211,16 @@ class AttachServer(Background):
 
 def _hello(packet: bytes) -> Hello:
     """The handshake; its protocol number is compared before anything else is looked at."""
-    plain = codec.unpack(packet)
+    with readable("the handshake"):
+        plain = codec.unpack(packet)
     protocol = plain.get("protocol") if isinstance(plain, dict) else None
     if type(protocol) is int and protocol != PROTOCOL_VERSION:
         raise ProtocolError(
             f"this daemon speaks protocol {PROTOCOL_VERSION}, the process {protocol}",
-            hint="install the same version of pccheck on both sides",
+            hint=SAME_VERSION_HINT,
         )
-    return codec.from_plain(plain, Hello)
+    with readable("the handshake"):
+        return codec.from_plain(plain, Hello)
 
 
 def _peer(connection: socket.socket) -> Peer:

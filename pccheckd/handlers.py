@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
 from pccheck_native import _core, subset
 from pccheck_wire import codec
+from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
     InternalError,
     NoCheckpointError,
     PccheckError,
+    ProtocolError,
     RefusedError,
     UsageError,
     WaitTimeoutError,
@@ -68,6 +72,17 @@ def failure(error: BaseException) -> Failure:
     return Failure(told.code, told.message[:2000], told.hint[:2000], told.retryable)
 
 
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """What cannot be read is told with the fix: it comes from another version, as a rule."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise ProtocolError(
+            f"{what} cannot be read: {error.message}", hint=SAME_VERSION_HINT
+        ) from error
+
+
 class Handlers:
     def __init__(
         self,
@@ -94,23 +109,25 @@ class Handlers:
         return await self._answer(session.uid, data, session)
 
     async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
-        number = 0
+        number, wanted = 0, True
         body: ReplyBody | None
         try:
-            request = codec.decode(data, Request)
-            number = request.number
+            with readable("the request"):
+                plain = codec.unpack(data)
+                number = _number(plain)
+                request = codec.from_plain(plain, Request)
+            wanted = number != 0
             if session is None:
                 session = self._sessions.by_token(uid, request.token)
             body = await self._handle(session, request.body)
-            if number == 0 or body is None:
+            if not wanted or body is None:
                 return None
             reply = Reply(number, body)
             if isinstance(body, Report):  # it may be long
                 return await self._engine.document(session.uid, codec.encode, reply)
             return codec.encode(reply)
         except Exception as error:  # the edge of this request
-            told = codec.encode(Reply(number, failure(error)))
-            return told if number or session is None else None
+            return codec.encode(Reply(number, failure(error))) if wanted else None
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
         if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
@@ -263,3 +280,9 @@ class Handlers:
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document
+
+
+def _number(plain: object) -> int:
+    """Of a request that may be unreadable otherwise, so that the answer finds who asks; or 0."""
+    number = plain.get("number") if isinstance(plain, dict) else None
+    return number if type(number) is int and 0 <= number < 2**63 else 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from . import codec
-from .basics import PROTOCOL_VERSION, START_HINT, socket_name
+from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, START_HINT, socket_name
 from .errors import (
     DaemonUnreachableError,
     ProtocolError,
@@ -80,8 +80,8 @@ class Attachment:
                 while plain is None:
                     plain = parts.feed(_receive(self.socket, deadline)[0])
                 reply = codec.from_plain(plain, Reply)
-                if reply.number == self._number:  # else: the late answer of one that timed out
-                    break
+                if reply.number in (0, self._number):  # 0: it could not tell whose request it was
+                    break  # else: the late answer of one that timed out
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"the daemon (pid {self.welcome.pid}) did not answer within {timeout_s:g} s"
@@ -141,7 +141,7 @@ def connect(
             raise ProtocolError(
                 f"the daemon at {where} answered with protocol {answer.protocol} and "
                 f"{len(descriptors)} descriptors, not {PROTOCOL_VERSION} and {wanted}",
-                hint="install the same version of pccheck on both sides",
+                hint=SAME_VERSION_HINT,
             )
         return Attachment(connection, answer, descriptors, where)
     except BaseException as error:

@@ -15,6 +15,7 @@ DEFAULT_SOCKET = "/run/pccheck/attach.sock"
 VARIABLES = ("PCCHECK_SOCKET", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG")
 
 START_HINT = "start it with: pccheckd --storage DIR"
+SAME_VERSION_HINT = "install the same version of pccheck on both sides"
 
 
 def socket_name(given: str | os.PathLike[str] | None = None) -> str:

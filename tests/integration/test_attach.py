@@ -1,0 +1,108 @@
+"""What cannot be read, over the attach socket of a real daemon: answered, and no harm."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import msgpack
+import pytest
+
+from pccheck_wire import attach, codec
+from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.errors import ProtocolError
+from pccheck_wire.messages import Failure, Reply, Report, RequestBody, Status
+from tests.support.daemon import Daemon
+
+Start = Callable[..., Daemon]
+LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """A request of a version to come."""
+
+    TAG: ClassVar[str] = "future"
+    number: int = 5
+
+
+def request(**changes: object) -> bytes:
+    plain = {"t": "request", "number": 7, "token": b"t", "body": {"t": "status"}} | changes
+    return cast(bytes, msgpack.packb(plain))
+
+
+def answer_to(observer: attach.Attachment, packet: bytes) -> Reply:
+    observer.socket.settimeout(LIMIT_S)
+    observer.socket.send(packet)
+    answer = codec.decode_any(observer.socket.recv(codec.PACKET_BYTES), Reply)
+    assert isinstance(answer, Reply)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("packet", "number", "said"),
+    [
+        (b"\xc1garbage", 0, "not a message"),
+        (b"x" * (codec.REQUEST_BYTES_MAX + 1), 0, "the limit is 65536"),
+        (msgpack.packb([1, 2]), 0, "a map is expected"),
+        (request(number="7"), 0, "$.number"),
+        (request(number=-1), 0, "$.number"),
+        (request(more=1), 7, "$.more: no such field"),
+        (request(body={"t": "future"}), 7, "$.body.t"),
+        (request(body={"t": "status", "deep": 1}), 7, "$.body.deep"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_read_is_answered_with_the_fix(
+    start_daemon: Start, packet: bytes, number: int, said: str
+) -> None:
+    daemon = start_daemon()
+    with attach.observe(daemon.socket) as observer:
+        for _ in range(2):
+            reply = answer_to(observer, packet)
+            assert isinstance(reply.body, Failure)
+            assert (reply.number, reply.body.code) == (number, "PROTOCOL")
+            assert said in reply.body.message
+            assert reply.body.hint == SAME_VERSION_HINT
+        assert isinstance(observer.request(Status()), Report)  # it costs that request only
+
+
+@pytest.mark.parametrize("mangle", [False, True])
+def test_who_asks_hears_it_at_once(
+    start_daemon: Start, monkeypatch: pytest.MonkeyPatch, mangle: bool
+) -> None:
+    """And not at his limit, which is long for a verify."""
+    daemon = start_daemon()
+    with attach.observe(daemon.socket) as observer:
+        with monkeypatch.context() as patch:
+            if mangle:  # so that the number cannot be told either
+                patch.setattr(codec, "encode", lambda _: b"\xc1")
+            with pytest.raises(ProtocolError, match=r"cannot be read.*same version"):
+                observer.request(cast(RequestBody, Future()), timeout_s=LIMIT_S)
+        assert isinstance(observer.request(Status()), Report)
+
+
+def test_a_hello_that_cannot_be_read_is_answered_too(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+        raw.settimeout(LIMIT_S)
+        raw.connect(str(daemon.socket))
+        raw.send(b"\xc1")
+        told = codec.decode(raw.recv(codec.PACKET_BYTES), Failure)
+        assert (told.code, told.hint) == ("PROTOCOL", SAME_VERSION_HINT)
+        assert raw.recv(1) == b""
+
+
+def test_a_flood_that_is_not_read_stays_in_its_own_socket(start_daemon: Start) -> None:
+    """Nothing of it is taken in while its answers are not read; others are served."""
+    daemon = start_daemon()
+    with attach.observe(daemon.socket) as flood, attach.observe(daemon.socket) as other:
+        flood.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            for _ in range(1_000_000):
+                flood.socket.send(b"\xc1" * 1000)
+                if not _ % 100:
+                    assert isinstance(other.request(Status()), Report)
+        assert isinstance(other.request(Status()), Report)
