@@ -48,7 +48,7 @@ async def drop(
     )
     owner = owner_of(body.job, body.rank, (victim.file.uid for victim in files))
     if body.dry_run:
-        registry.require_unused(owner, body.job)
+        await registry.require_unused(owner, body.job)
         return dropping.document(config.storage, files, dropped=False)
     async with registry.unloaded(owner, body.job):
         await _remove(engine, owner, files)

@@ -40,6 +40,11 @@ class Job:
         """No rank of it is connected, written or read: it may be closed."""
         return all(tenant.idle for tenant in self.tenants.values())
 
+    @property
+    def leaving(self) -> bool:
+        """A rank's trainer has ended, and is being drained."""
+        return any(tenant.leaving for tenant in self.tenants.values())
+
     def join(self, rank: int, launch: str) -> int:
         """The incarnation of a rank that connects.
 

@@ -16,6 +16,9 @@ from .logs import LOG
 
 #: A detach drains what is in the ring; the disk is not waited for.
 DETACH_LIMIT_S = 60.0
+#: A hang-up may be on its way while somebody else comes; looked for every STEP_S.
+GRACE_S = 1.0
+STEP_S = 0.02
 #: Memory is taken in steps of a segment, so that an end does not wait for minutes of page faults.
 GROW_STEP_BYTES = 256 << 20
 _RETRY_S = 0.02

@@ -16,7 +16,7 @@ from .engine import Engine
 from .jobs import Job
 from .kept import Summary
 from .logs import LOG
-from .port import Port
+from .port import DETACH_LIMIT_S, GRACE_S, STEP_S, Port
 from .tenants import Tenant
 from .volumes import Key
 
@@ -120,8 +120,9 @@ class Registry:
     async def unloaded(self, uid: int, name: str) -> AsyncIterator[None]:
         """Closes a job and keeps it closed, so that its files may go. Raises RefusedError while
         somebody is connected to it or its checkpoints are on their way."""
+        await self._hung_up(uid, name)
         async with self._lock(uid):
-            self.require_unused(uid, name)
+            self._require_unused(uid, name)
             job = self.jobs.get((uid, name))
             if job is not None:
                 del self.jobs[uid, name]
@@ -131,9 +132,24 @@ class Registry:
                     await tenant.close()
             yield
 
-    def require_unused(self, uid: int, name: str) -> None:
+    async def require_unused(self, uid: int, name: str) -> None:
         """Raises RefusedError while somebody is connected to a job or its checkpoints are on their
         way. Nothing is closed: it keeps what it has in DRAM."""
+        await self._hung_up(uid, name)
+        self._require_unused(uid, name)
+
+    async def _hung_up(self, uid: int, name: str) -> None:
+        """A trainer that has just ended is waited for: until it is drained once that has begun,
+        else for a moment, in which the loop looks for its hang-up again and again."""
+        looks = round(GRACE_S / STEP_S)
+        limit = round(DETACH_LIMIT_S / STEP_S)
+        while (job := self.used(uid, name)) is not None:
+            looks, limit = looks - (not job.leaving), limit - 1
+            if looks < 0 or limit < 0:
+                return
+            await asyncio.sleep(STEP_S)
+
+    def _require_unused(self, uid: int, name: str) -> None:
         job = self.used(uid, name)
         if job is not None:
             raise RefusedError(

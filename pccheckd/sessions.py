@@ -24,16 +24,13 @@ from .exposing import UNFINISHED_BYTES_MAX, Exposing
 from .gpus import Offer
 from .jobs import Job
 from .logs import LOG
-from .port import DETACH_LIMIT_S, Owner, Port
+from .port import DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from .registry import Registry
 from .server import ControlServer
 from .tenants import Tenant
 from .volumes import Key
 
-#: A hang-up may be on its way while the same rank connects again.
-GRACE_S = 1.0
 READER_CHUNKS = 8
-_STEP_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +211,7 @@ class Sessions:
             limit_s = DETACH_LIMIT_S if before is None or before.ending else GRACE_S
             if time.monotonic() - began > limit_s:
                 return
-            await asyncio.sleep(_STEP_S)
+            await asyncio.sleep(STEP_S)
 
     async def _attach_reader(self, session: Session, hello: Hello) -> list[int]:
         uid = session.uid if hello.uid < 0 else hello.uid

@@ -52,6 +52,7 @@ class Tenant:
         self.reading = 0  # loads in progress: their volumes stay open
         self.readers = 0  # sessions that may load
         self.closed = False
+        self.leaving = False  # the trainer has ended, and what it handed over is being drained
         self.stalled = ""  # why its disk seems to hang; set by Progress
         self.stopped = False  # a commit record failed; reopened before the next save
         self.registered_in = -1  # incarnation whose beginning is on the disk
@@ -98,11 +99,15 @@ class Tenant:
         if self.owner is None or self.owner.session != session:
             return
         self.queue.drop(session, "the trainer ended before it was admitted")
-        async with self.lock:
-            if self.port is not None:
-                await self.port.detach()
-            self.owner = None
-            self.last_used_ns = time.monotonic_ns()
+        self.leaving = True
+        try:
+            async with self.lock:
+                if self.port is not None:
+                    await self.port.detach()
+                self.owner = None
+                self.last_used_ns = time.monotonic_ns()
+        finally:
+            self.leaving = False
 
     async def close(self) -> None:
         """Drains sealed saves, then closes channel and volumes."""

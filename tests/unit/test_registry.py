@@ -100,6 +100,30 @@ def test_nobody_attaches_to_a_rank_whose_job_is_being_dropped(run: Callable[[Wor
     run(work)
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_hang_up_that_is_on_its_way_is_waited_for(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch, dry_run: bool
+) -> None:
+    """A trainer that has just closed is still connected when the request to drop comes; and from
+    when its hang-up is known on, until it is drained, however long that takes."""
+    monkeypatch.setattr(registry_module, "STEP_S", 0.001)
+    monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.existing(KEY)
+        tenant.owner = owner()
+        ask = functools.partial(expiry.drop, registry.config, registry.engine, registry, KEY.uid)
+        dropping = asyncio.create_task(ask(Drop(KEY.job, dry_run=dry_run)))
+        tenant.leaving = True
+        for _ in range(20):  # more often than it looks for a hang-up
+            await asyncio.sleep(0.001)
+        assert not dropping.done()
+        tenant.owner, tenant.leaving = None, False
+        assert (await dropping)["dropped"] is not dry_run
+
+    run(work)
+
+
 def test_a_dry_run_closes_nothing(run: Callable[[Work], None]) -> None:
     """What a job has in DRAM is worth a fast recovery."""
 
