@@ -19,6 +19,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState, Opened, Skipped
 
 from . import lifetime
+from .alone import Alone
 from .arguments import Options, check_step, metadata_node
 from .autostart import PrivateDaemon, private_daemon
 from .exposure import NoStagingError
@@ -63,7 +64,8 @@ class PCcheckClient:
         autostart, storage: start a private daemon on this directory when none runs.
 
     Everything but waiting on handles is meant for one thread, the one that trains. In a forked
-    child (a data loader's worker) a client does nothing.
+    child (a data loader's worker) a client does nothing. A signal handler had better set a flag: a
+    checkpoint in the middle of a step, or of another call, is skipped.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class PCcheckClient:
         self._torn = ""  # what is wrong with the attached state after a restore that broke off
         self._closed = False
         self._warner = Warner()
+        self._alone = Alone(self._planner.hooks, self._warner)
         self._private: PrivateDaemon | None = None
         if autostart:
             self._private = private_daemon(storage, socket)
@@ -159,17 +162,17 @@ class PCcheckClient:
         change the tensors. Both last for stall_limit_s at most. While a graph is recorded it does
         nothing but wait: no part of it gets into the graph.
         """
-        if not self._inert():
-            self._gate("gate() was called", "call it before every replay()")
+        self._gate("gate() was called", "call it before every replay()")
 
     def _before_step(self) -> None:
-        if not self._inert():
-            self._gate(
-                "an attached optimizer made a step",
-                'to train on meanwhile say gate="manual" and call gate() before every replay()',
-            )
+        self._gate(
+            "an attached optimizer made a step",
+            'to train on meanwhile say gate="manual" and call gate() before every replay()',
+        )
 
     def _gate(self, what: str, hint: str) -> None:
+        if self._inert():
+            return
         capturing = self._saver.capturing()
         if capturing:
             self._planner.hooks.trusted = False
@@ -177,7 +180,8 @@ class PCcheckClient:
             self._warner.once(
                 "graph", f"{what} while a CUDA graph was recorded; replays will not: {then}{hint}"
             )
-        self._saver.gate(on_cpu=capturing)
+        with self._lock:  # what another thread is about to hand over is waited for, too
+            self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
         self, state: Any = None, *, step: int | None = None, metadata: Any = None
@@ -201,13 +205,19 @@ class PCcheckClient:
         if self._inert():
             return Checkpoint.ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
         with self._lock:
-            number = self._next_step(step)
+            number, closed = self._step + 1 if step is None else check_step(step), self._closed
             try:
-                made = self._checkpoint(state, number, metadata)
+                self._alone.require()
+                with self._alone.call():
+                    made = self._checkpoint(state, number, metadata)
             except UnsupportedStateError:
                 raise
-            except (PccheckError, OSError) as error:
+            except (PccheckError, OSError, ValueError) as error:
                 self._step = number
+                if self._closed and not closed:  # by a signal handler, under our feet
+                    return self._failed(number, CheckpointFailedError("it was closed meanwhile"))
+                if isinstance(error, ValueError):
+                    raise
                 return self._failed(number, error)
             self._step = number
         if self._options.raises and made.state is CheckpointState.FAILED:
@@ -240,26 +250,23 @@ class PCcheckClient:
     def _submit(
         self, connection: Connection, state: Any, step: int, metadata: tree.Node
     ) -> Checkpoint:
-        chunk_bytes = connection.link.chunk_bytes
-        snapshot = self._planner.snapshot(chunk_bytes, state, step, metadata)
+        snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
         return self._saver.submit(connection, step, snapshot)
-
-    def _next_step(self, step: int | None) -> int:
-        return self._step + 1 if step is None else check_step(step)
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
         """Trouble with daemon or storage: an exception or one warning, as the user chose."""
         if self._options.raises or isinstance(error, UsageError):
             raise error
         busy = isinstance(error, CheckpointFailedError)
+        torn = bool(self._torn) and self._torn in str(error)
         if not busy and self._session.current() is not None:
             self._saver.tell_failed(step, str(error))
-        elif self._torn:
+        elif torn:
             self._warner.once("torn", self._torn)
         elif not busy:
             self._session.complain()
         LOG.debug("step %d: %s", step, error)
-        state = CheckpointState.SKIPPED if busy and not self._torn else CheckpointState.FAILED
+        state = CheckpointState.SKIPPED if busy and not torn else CheckpointState.FAILED
         return Checkpoint.ended(step, state, str(error))
 
     def restore(self) -> RestoreResult:
@@ -275,7 +282,7 @@ class PCcheckClient:
         """
         if not self._planner.attached:
             raise UsageError("restore() has nothing to restore into", hint="call attach() first")
-        with self._lock:
+        with self._lock, self._alone.call():
             connection = self._connection()
 
             def use(opened: Opened, described: tree.Tree) -> bool:
@@ -355,13 +362,11 @@ class PCcheckClient:
                 )
 
     def close(self, *, done: bool = False) -> None:
-        """Waits until what is in flight is durable (at most a minute) and says goodbye.
-
-        With `done` the job is finished: its volume is trimmed to the newest checkpoint.
-        """
+        """Waits until what is in flight is durable (at most a minute) and says goodbye. With `done`
+        the job is finished: its volume is trimmed to the newest checkpoint."""
         if self._inert() or self._closed:
             return
-        with self._lock:
+        with self._lock, self._alone.call():
             self._closed = True
             self._planner.hooks.remove()
             self._planner.forget()

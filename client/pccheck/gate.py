@@ -18,7 +18,7 @@ from .transport import Connection
 _BACKOFF_DOUBLINGS_MAX = 6
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     checkpoint: Checkpoint
     connection: Connection
@@ -139,17 +139,19 @@ class Gate:
             return
         since_ns = time.monotonic_ns()
         deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
-        waiting = list(self._pending)
+        waited: list[_Pending] = []
         try:
-            while waiting:
+            # Some may be added meanwhile: signal handlers take checkpoints, too.
+            while waiting := [item for item in self._pending if item not in waited]:
                 item = waiting[0]
                 in_streams = item.devices and not on_cpu
                 if not (item.hold(deadline_ns) if in_streams else item.wait(deadline_ns)):
                     self._expire(item)
-                waiting.pop(0)
+                waited.append(item)
         except BaseException:  # Ctrl-C: nobody asks again before the tensors change
-            for item in waiting:
-                abandon(item.checkpoint, item.connection, self._stall_limit_s)
+            for item in self._pending:
+                if item not in waited:
+                    abandon(item.checkpoint, item.connection, self._stall_limit_s)
             raise
         finally:
             self.held.add(since_ns)

@@ -63,9 +63,16 @@ class Planner:
             gating = Gating(self.attached.values(), mode)
             made = plan_state(state, gating, step, metadata, shape)
         else:
-            made = self._of_attached(mode, shape).snapshot(step, metadata)
+            made = self._planned(mode, shape, step, metadata)
         made.wait = wait
         return made
+
+    def _planned(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
+        try:
+            return self._of_attached(mode, shape).snapshot(step, metadata)
+        except BaseException:  # Ctrl-C, too: a plan that is half new is of no state at all
+            self._plan = None
+            raise
 
     def _of_attached(self, mode: str, shape: Shape) -> AttachedPlan:
         if not self.attached:

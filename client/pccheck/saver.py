@@ -101,19 +101,19 @@ class Saver:
                 )
             )
             _submit(connection.link, number, snapshot, handover, inline=not wait)
-        except BaseException as error:
+            self._recent[number % SNAPSHOTS] = self._unfinished[number] = checkpoint
+            if handover and handover.map:
+                self._pulled.add(number)
+            if wait:
+                self._wait(checkpoint, connection, wait)
+            else:
+                host = bool(snapshot.ranges)
+                self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=part)
+        except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             abandon(checkpoint, connection, self._stall_limit_s)
             if isinstance(error, NativeError):
                 raise DeviceError(f"the snapshot could not be started: {error}") from error
             raise
-        self._recent[number % SNAPSHOTS] = self._unfinished[number] = checkpoint
-        if handover and handover.map:
-            self._pulled.add(number)
-        if wait:
-            self._wait(checkpoint, connection, wait)
-        else:
-            host = bool(snapshot.ranges)
-            self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=part)
         return checkpoint
 
     def expose(self, connection: Connection, snapshot: Snapshot) -> None:
@@ -148,9 +148,6 @@ class Saver:
                 self._expired(checkpoint, connection)
         except CheckpointFailedError:
             pass  # the handle says so, and `_look_around` tells
-        except BaseException:  # Ctrl-C: the source may change from here on
-            abandon(checkpoint, connection, self._stall_limit_s)
-            raise
         finally:
             self._gate.held.add(since_ns)
 

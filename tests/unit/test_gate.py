@@ -180,6 +180,23 @@ def test_interrupted_it_abandons_what_nothing_waits_for(kit: Kit) -> None:
     assert not kit.expired
 
 
+def test_what_is_added_while_it_waits_is_waited_for_too(kit: Kit) -> None:
+    """By a signal handler: the update that follows would tear it else."""
+    kit.add(host=True)
+    wait = kit.link.wait_read
+
+    def arrives(snapshot: int, deadline_ns: int, **options: bool) -> bool:
+        kit.link.wait_read = wait  # type: ignore[method-assign]
+        kit.add(host=True)
+        return wait(snapshot, deadline_ns, **options)
+
+    kit.link.wait_read = arrives  # type: ignore[method-assign, assignment]
+    kit.link.read |= {1, 2}
+    kit.gate.wait()
+    assert [call[1] for call in kit.link.named("wait_read")] == [1, 2]
+    assert kit.gate.idle
+
+
 def test_memory_is_kept_until_it_was_read(kit: Kit) -> None:
     import weakref
 

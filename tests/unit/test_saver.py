@@ -247,3 +247,49 @@ def test_with_a_manual_gate_graphs_are_the_users_affair(tmp_path: Path, fakes: F
         kit.client.gate()
     fakes.captures = False
     assert kit.client._planner.wait == ""
+
+
+@pytest.mark.parametrize("where", ["request", "submit", "mark"])
+@pytest.mark.parametrize("gate", ["auto", "none"])
+def test_interrupted_anywhere_nothing_is_vouched_for(
+    tmp_path: Path, fakes: FakeDevices, where: str, gate: str
+) -> None:
+    """Ctrl-C in a notebook: the cell ends, and the next one trains on. No gate holds it back."""
+    kit = Kit(tmp_path, fakes)
+    if gate == "auto":
+        kit.attach()
+    else:
+        kit.client.attach(model=kit.model)
+    kit.link.interrupt = where
+    with pytest.raises(KeyboardInterrupt):
+        kit.client.checkpoint()
+    kit.link.interrupt = ""
+    (snapshot,) = [call[1] for call in kit.link.named("request")]
+    assert kit.link.named("abandon") == ([("abandon", snapshot)] if where != "request" else [])
+
+
+def test_interrupted_after_it_was_handed_over_nothing_is_vouched_for(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kit.client._saver._gate, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kit.client.checkpoint()
+    assert kit.link.named("abandon") == [("abandon", 1)]
+    assert not kit.client._saver._gate._pending
+
+
+def test_a_plan_that_was_interrupted_is_made_anew(kit: Kit) -> None:
+    kit.client.checkpoint()
+    plan = kit.client._planner._plan
+    assert plan is not None
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    plan.snapshot = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        kit.client.checkpoint()
+    assert kit.client._planner._plan is None

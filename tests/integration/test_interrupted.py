@@ -1,0 +1,201 @@
+"""Signal handlers and other threads that take checkpoints at the worst of times: what becomes
+durable is one step, and nothing is raised into the training loop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck import CheckpointState, PCcheckClient, PccheckWarning
+from tests.support.daemon import Daemon
+from tests.support.trainer import Stamped, expected, mismatch
+
+COUNTS = [300_000, 300_000]
+
+
+class Halting(torch.optim.Optimizer):
+    """Writes `expected(step)`, and calls `between` when half of it is written."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.now = 0
+        self.between: Callable[[], object] = lambda: None
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.now += 1
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                parameter.copy_(expected(self.now, index, parameter.numel()).view_as(parameter))
+                if index == 0:
+                    self.between()
+
+
+class Kit:
+    def __init__(self, client: PCcheckClient, **more: Any) -> None:
+        self.client = client
+        self.model = Stamped(COUNTS)
+        self.optimizer = Halting(list(self.model.parts))
+        client.attach(model=self.model, optimizer=self.optimizer, **more)
+
+    def recovered(self) -> str:
+        """What is wrong with the newest durable one."""
+        found = self.client.recover()
+        tensors = [found.state["model"][f"parts.{index}"] for index in range(len(COUNTS))]
+        return mismatch(tensors, found.step)
+
+
+@pytest.fixture
+def client(start_daemon: Callable[..., Daemon]) -> Iterator[PCcheckClient]:
+    with PCcheckClient(job="job", socket=start_daemon().socket) as made:
+        yield made
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """What SIGUSR1 does from now on."""
+    with ExitStack() as stack:
+
+        def put(work: Callable[[], object]) -> None:
+            before = signal.signal(signal.SIGUSR1, lambda *_: work())
+            stack.callback(signal.signal, signal.SIGUSR1, before)
+
+        yield put
+
+
+def arrive() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_handler_in_the_middle_of_an_update_gets_no_checkpoint(
+    client: PCcheckClient, on_signal: Callable[..., None]
+) -> None:
+    kit, handles = Kit(client), []
+    kit.optimizer.step()
+    client.checkpoint().wait_durable(30)
+    on_signal(lambda: handles.append(client.checkpoint()))
+    kit.optimizer.between = arrive
+    with pytest.warns(PccheckWarning, match="middle of a step.*set a flag"):
+        kit.optimizer.step()
+    kit.optimizer.between = lambda: None
+    (handle,) = handles
+    assert handle.state is CheckpointState.SKIPPED
+    assert "middle of a step" in handle.reason
+    assert kit.recovered() == ""
+    last = client.checkpoint(step=kit.optimizer.now)  # between two steps all is well again
+    last.wait_durable(30)
+    assert kit.recovered() == ""
+
+
+def test_another_thread_in_the_middle_of_an_update_gets_none_either(client: PCcheckClient) -> None:
+    kit, handles = Kit(client), []
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=lambda: handles.append(client.checkpoint()))
+        thread.start()
+        thread.join()
+
+    kit.optimizer.between = elsewhere
+    kit.optimizer.step()
+    (handle,) = handles
+    assert handle.state is CheckpointState.SKIPPED
+    kit.optimizer.between = lambda: None
+    elsewhere()
+    handles[1].wait_durable(30)
+
+
+def test_a_step_that_failed_does_not_count_as_one_that_goes_on(client: PCcheckClient) -> None:
+    kit = Kit(client)
+
+    def fail() -> None:
+        raise MemoryError
+
+    kit.optimizer.between = fail
+    with pytest.raises(MemoryError):
+        kit.optimizer.step()
+    client.checkpoint().wait_durable(30)
+
+
+class Asking:
+    """State that calls something while it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: Callable[[], object] = lambda: None
+
+    def state_dict(self) -> dict[str, Any]:
+        asked, self.asked = self.asked, lambda: None
+        asked()
+        return {"position": 5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        asked, self.asked = self.asked, lambda: None
+        asked()
+
+
+def test_a_handler_in_the_middle_of_a_checkpoint_gets_none_of_its_own(
+    client: PCcheckClient, on_signal: Callable[..., None]
+) -> None:
+    loader, handles = Asking(), []
+    kit = Kit(client, loader=loader)
+    on_signal(lambda: handles.append(client.checkpoint()))
+    loader.asked = arrive
+    with pytest.warns(PccheckWarning, match="in the middle of another call"):
+        outer = client.checkpoint(step=0)
+    assert outer.wait_durable(30).step == 0
+    assert [handle.state for handle in handles] == [CheckpointState.SKIPPED]
+    assert kit.recovered() == ""
+
+
+def test_a_handler_in_the_middle_of_restoring_gets_none_either(
+    client: PCcheckClient, on_signal: Callable[..., None]
+) -> None:
+    loader, handles = Asking(), []
+    Kit(client, loader=loader)
+    client.checkpoint(step=0).wait_durable(30)
+    on_signal(lambda: handles.append(client.checkpoint()))
+    loader.asked = arrive
+    with pytest.warns(PccheckWarning, match="in the middle of another call"):
+        assert client.restore().step == 0
+    assert [handle.state for handle in handles] == [CheckpointState.SKIPPED]
+
+
+def test_a_handler_that_closes_does_not_break_the_call_it_came_in(
+    client: PCcheckClient, on_signal: Callable[..., None]
+) -> None:
+    loader = Asking()
+    Kit(client, loader=loader)
+    on_signal(client.close)
+    loader.asked = arrive
+    outer = client.checkpoint()
+    assert outer.state is CheckpointState.SKIPPED
+    assert "closed" in outer.reason
+
+
+def test_a_thread_that_saves_beside_training_saves_whole_steps(client: PCcheckClient) -> None:
+    """However its calls fall in with the steps: what is durable is one of them."""
+    kit, calls, ended = Kit(client), threading.Semaphore(0), threading.Event()
+
+    def save() -> None:
+        for _ in range(30):
+            calls.release()
+            handle = client.checkpoint()
+            if handle.state is not CheckpointState.SKIPPED:
+                handle.wait_durable(60)
+        ended.set()
+
+    client.checkpoint().wait_durable(60)
+    saver = threading.Thread(target=save)
+    saver.start()
+    while not ended.is_set():
+        kit.optimizer.step()
+        calls.acquire(timeout=0.01)  # most calls then come between two steps
+    saver.join()
+    found = client.recover()
+    tensors = [found.state["model"][f"parts.{index}"] for index in range(len(COUNTS))]
+    assert mismatch(tensors, int(tensors[0][0].item()) // 3) == ""
