@@ -19,6 +19,7 @@ from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
     ProtocolError,
+    RefusedError,
     WaitTimeoutError,
     error_from_wire,
 )
@@ -29,6 +30,8 @@ BACKOFF_LAST_S = 5.0
 #: After a daemon that is there but does not answer: an attempt costs training time.
 BACKOFF_SLOW_S = 30.0
 RETRY_CONNECT_S = 2.0
+#: Descriptors that have to be free: libzmq ends the process when it gets none.
+FILES_FREE = 32
 _POLL_MS = 50
 _WAITING_MAX = 64
 
@@ -61,10 +64,15 @@ class Connection:
         self._waiting: dict[int, Callback] = {}
         self._snapshots = itertools.count(1)
         self._loads = itertools.count(1)
-        self.link = Link(attachment.link_fd, attachment.page_fd)
-        self._socket: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(attachment.welcome.endpoint)
+        with contextlib.ExitStack() as undo:  # an attempt that fails leaves no descriptor open
+            undo.callback(attachment.close)
+            self.link = Link(attachment.link_fd, attachment.page_fd)
+            undo.callback(self.link.close)
+            self._socket: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
+            undo.callback(self._socket.close, 0)
+            self._socket.linger = 0
+            self._socket.connect(attachment.welcome.endpoint)
+            undo.pop_all()
 
     def next_snapshot(self) -> int:
         return next(self._snapshots)
@@ -198,6 +206,7 @@ class Transport:
         """Connects now. Raises PccheckError, and remembers it and when to try again."""
         self.drop()
         try:
+            _require_files()
             self._connection = Connection(
                 attach.connect(self._hello(), self.path, timeout_s=timeout_s)
             )
@@ -216,6 +225,24 @@ class Transport:
     def forget_in_child(self) -> None:
         if self._connection is not None:
             self._connection.forget_in_child()
+
+
+def _require_files() -> None:
+    """Raises RefusedError while this process is about to run out of descriptors."""
+    held: list[int] = []
+    try:
+        held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        while len(held) < FILES_FREE:
+            held.append(os.dup(held[0]))
+    except OSError as error:
+        raise RefusedError(
+            f"this process has fewer than {FILES_FREE} files left to open: {error.strerror}",
+            hint="raise its limit: ulimit -n",
+            retryable=True,
+        ) from error
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
 
 
 def _as_ours(error: Exception) -> PccheckError:

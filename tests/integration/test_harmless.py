@@ -1,0 +1,182 @@
+"""P5 where processes are forked, replaced, or run out of something: nothing hangs, nothing
+ends, nothing waits at every interval."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pccheck import PCcheckClient
+from tests.support.daemon import Daemon
+
+Start = Callable[..., Daemon]
+LIMIT_S = 120.0
+ROOT = Path(__file__).parents[2]
+
+#: What every script begins with.
+SCRIPT = """
+import os, signal, sys, time, warnings
+import torch
+from pccheck import PCcheckClient
+warnings.simplefilter("ignore")
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+def script(text: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + text, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def told(running: subprocess.Popen[str]) -> str:
+    out, err = running.communicate(timeout=LIMIT_S)
+    assert running.returncode == 0, (running.returncode, err)
+    return out
+
+
+FILES = """
+import resource
+top = max(int(name) for name in os.listdir("/proc/self/fd"))
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+for spare in range(1, 40):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1 + spare, hard))
+    client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
+    for _ in range(3):
+        client._session._transport._next_try = 0.0  # as if the back-off were over
+        client.checkpoint([1])
+    client.close()
+    del client
+resource.setrlimit(resource.RLIMIT_NOFILE, (top + 200, hard))
+before = len(os.listdir("/proc/self/fd"))
+with PCcheckClient(job="job", socket=sys.argv[1]) as client:
+    client.checkpoint([1]).wait_durable(60)
+print("trained", len(os.listdir("/proc/self/fd")) - top < 20)
+"""
+
+
+def test_a_process_without_files_left_trains_on(start_daemon: Start) -> None:
+    """libzmq would end it; and an attempt that fails must not take the last ones away."""
+    daemon = start_daemon()
+    assert told(script(FILES, daemon.socket)) == "trained True\n"
+
+
+REPLACED = """
+client = PCcheckClient(job="job", socket=sys.argv[1], on_error="raise")
+client.attach(model=model, optimizer=optimizer)
+done = client.restore()
+step = done.step if done else 0
+if step < 3:
+    client.checkpoint(step=step + 1).wait_durable(60)
+    client.checkpoint(step=step + 1)  # on its way
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[2], *sys.argv[1:]])
+print("at", step, sorted(int(name) for name in os.listdir("/proc/self/fd"))[-1] < 24)
+"""
+
+
+def test_a_process_that_replaces_itself_goes_on_where_it_was(start_daemon: Start) -> None:
+    """exec keeps the process id, and closes what is ours."""
+    daemon = start_daemon()
+    text = SCRIPT + REPLACED
+    assert told(script(REPLACED, daemon.socket, text)) == "at 3 True\n"
+
+
+WORKERS = """
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(64, 300))
+loader = DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
+client = PCcheckClient(job="job", socket=sys.argv[1], on_error="raise")
+client.attach(model=model, optimizer=optimizer)
+for epoch in range(3):
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        handle = client.checkpoint()
+handle.wait_durable(60)
+if sys.argv[2] == "workers":
+    (again,) = [DataLoader(data, batch_size=8, num_workers=2)]
+    next(iter(again))
+    client.close()
+print("trained", client._step)
+"""
+
+
+@pytest.mark.parametrize("end", ["workers", "nothing"])
+def test_workers_that_are_forked_from_a_trainer_do_nothing_of_ours(
+    start_daemon: Start, end: str
+) -> None:
+    """They stay over epochs; and the interpreter may end without close()."""
+    daemon = start_daemon()
+    assert told(script(WORKERS, daemon.socket, end)) == "trained 24\n"
+    with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
+        assert client.recover().step == 24  # and nobody else has its place
+
+
+TERMINATED = """
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+client = PCcheckClient(job="job", socket=sys.argv[1], on_error="raise")
+client.attach(model=model, optimizer=optimizer)
+print("ready", flush=True)
+step = 0
+while not asked:
+    optimizer.zero_grad()
+    model(torch.randn(8, 300)).square().mean().backward()
+    optimizer.step()
+    step += 1
+print(step, client.checkpoint(step=step).wait_durable(60).step)
+client.close()
+"""
+
+
+def test_every_sigterm_gets_its_checkpoint(start_daemon: Start) -> None:
+    """As the README has it: the handler sets a flag."""
+    daemon = start_daemon()
+    for _ in range(3):
+        running = script(TERMINATED, daemon.socket)
+        assert running.stdout is not None and running.stdout.readline() == "ready\n"
+        running.send_signal(signal.SIGTERM)
+        step, durable = told(running).split()
+        with PCcheckClient(job="job", socket=daemon.socket) as client:
+            assert client.recover().step == int(step) == int(durable)
+
+
+REMOVED = """
+client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=float(sys.argv[2]))
+client.attach(model=model, optimizer=optimizer)
+for step in range(110):
+    if step == 10:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    optimizer.step()
+    client.checkpoint()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("what", ["endpoints", "all"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
+    start_daemon: Start, what: str, killed: bool
+) -> None:
+    """By whoever cleans /tmp; if the daemon is killed, too, nobody can come back."""
+    daemon = start_daemon()
+    running = script(REMOVED, daemon.socket, 2.0)
+    assert running.stdout is not None and running.stdout.readline() == "ready\n"
+    for path in daemon.socket.parent.glob("ctl-*"):
+        shutil.rmtree(path)
+    if what == "all":
+        shutil.rmtree(daemon.socket.parent)
+    if killed:
+        daemon.kill()
+    out, err = running.communicate("\n", timeout=LIMIT_S)
+    assert (running.returncode, out) == (0, "trained\n"), err
