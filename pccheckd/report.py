@@ -282,6 +282,7 @@ def _rank(tenant: Tenant) -> Document:
         "in_flight": len(tenant.ledger.live()),
         "waiting": len(tenant.queue),
         "chunks": _chunks(tenant),
+        "numa_node": _numa_node(tenant),
         "volume": _open_volume(current) if current else None,
         "checkpoints": [_state(item) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),
@@ -314,6 +315,12 @@ def _chunks(tenant: Tenant) -> Document | None:
         "cached": usage.cached_chunks,
         "lent": usage.lent_chunks,
     }
+
+
+def _numa_node(tenant: Tenant) -> int | None:
+    """That its memory and its writers are near; None where there is no choice, or none was made."""
+    usage = tenant.port.usage() if tenant.port is not None else None
+    return None if usage is None or usage.numa_node < 0 else usage.numa_node
 
 
 def _open_volume(item: OpenVolume) -> Document:

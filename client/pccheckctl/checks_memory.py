@@ -16,6 +16,7 @@ from .findings import Finding, ok, problem, read, warning
 _PROBE_BYTES = 1 << 20
 _F_ADD_SEALS, _SEALS = 1033, 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_NODES = "/sys/devices/system/node"
 _THP = "/sys/kernel/mm/transparent_hugepage"
 
 
@@ -95,6 +96,19 @@ def huge_pages() -> Iterator[Finding]:
             mend=f"echo advise > {_THP}/shmem_enabled, or reserve some: "
             "sysctl vm.nr_hugepages=DRAM/2MiB",
         )  # fmt: skip
+
+
+def numa(root: str = _NODES) -> Iterator[Finding]:
+    """How many nodes there are, and what is put near what."""
+    found = [path for path in Path(root).glob("node[0-9]*") if read(str(path / "cpulist"))]
+    if len(found) < 2:
+        yield ok("numa", "one node: nothing has to be placed")
+    else:
+        yield ok(
+            "numa",
+            f"{len(found)} nodes: memory and writers are placed near the GPU that is pulled from, "
+            "else near a trainer that is bound to one node (numactl --cpunodebind)",
+        )
 
 
 def _collapses() -> bool:

@@ -39,6 +39,7 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
         *guarded("limits", lambda: checks_kernel.limits(pid)),
         *guarded("shared memory", lambda: checks_memory.shared_memory(unused)),
         *guarded("huge pages", checks_memory.huge_pages),
+        *guarded("numa", checks_memory.numa),
         *guarded("clock", checks_kernel.clocks),
     ]
     if storage is not None:

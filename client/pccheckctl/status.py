@@ -144,10 +144,11 @@ def _gpu(gpu: Document) -> str:
 
 
 def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
-    """One line per rank; what only a daemon knows is left out without one."""
+    """One line per rank; what only a daemon knows is left out without one, and NUMA nodes where
+    nothing is placed."""
     uids = {rank.get("uid") for rank in ranks}
     headings = ("job", "rank", "pid", "run", "last durable step", "age", "in flight",
-                "durable", "superseded", "skipped", "failed")  # fmt: skip
+                "durable", "superseded", "skipped", "failed", "node")  # fmt: skip
     lines = []
     for rank in ranks:
         newest, counters = part(rank, "newest"), part(rank, "counters")
@@ -159,9 +160,11 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
             newest.get("step"),
             render.age(age_s(newest, now_s)),
             rank.get("in_flight"),
-            *(counters.get(name) for name in headings[7:]),
+            *(counters.get(name) for name in headings[7:11]),
+            rank.get("numa_node"),
         ))  # fmt: skip
-    shown = range(len(headings)) if served else (0, 1, 3, 4, 5)
+    placed = any(rank.get("numa_node") is not None for rank in ranks)
+    shown = range(len(headings) - (not placed)) if served else (0, 1, 3, 4, 5)
     return render.table(
         [headings[at] for at in shown], [[line[at] for at in shown] for line in lines]
     )

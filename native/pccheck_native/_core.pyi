@@ -224,6 +224,7 @@ class ChannelUsage(NamedTuple):
     pinned_bytes: int
     exposed_bytes: int
     mappings: int
+    numa_node: int  # that new chunks lie near, and writers run near; -1 = anywhere
 
 class KeptState(NamedTuple):
     uuid: bytes

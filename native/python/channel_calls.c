@@ -93,10 +93,10 @@ static PyObject *channel_usage(PyObject *self, PyObject *unused)
     PCC_PY_UNLOCKED(pcc_channel_usage(channel, &usage));
     pcc_py_channel_leave(self);
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
-                         Py_BuildValue("(KKKKKKIKKI)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKIKKIi)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
                                        usage.lent_chunks, usage.in_flight, usage.pinned_bytes,
-                                       usage.exposed_bytes, usage.mappings));
+                                       usage.exposed_bytes, usage.mappings, usage.numa_node));
 }
 
 /* "" or why not. */

@@ -10,6 +10,7 @@
 
 #include "pcc_channel_private.h"
 #include "pcc_futex.h"
+#include "pcc_numa.h"
 #include "pcc_thread.h"
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
@@ -56,6 +57,8 @@ int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pc
     channel->geometry = geometry;
     channel->bound = PCC_CHANNEL_VOLUMES;
     channel->socket_fd = -1;
+    atomic_init(&channel->trainer_node, PCC_NUMA_ANYWHERE);
+    atomic_init(&channel->numa_node, PCC_NUMA_ANYWHERE);
     *out = channel;
     return 0;
 }
@@ -104,6 +107,7 @@ int pcc_channel_binding_open(struct pcc_channel *channel, uint32_t index, struct
                                         .chunk_bytes = channel->spec.chunk_bytes,
                                         .events = &pcc_channel_save_events,
                                         .owner = channel,
+                                        .near_node = &channel->numa_node,
                                         .kept =
                                             binding->kept.bytes != NULL ? &binding->kept : NULL};
     struct pcc_saver *saver;
@@ -199,6 +203,7 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
     int error = pcc_memfd_make("pccheck-page", channel->geometry.page_bytes, &page_fd, &bytes);
     if (error != 0)
         goto fail;
+    atomic_store_explicit(&channel->trainer_node, pcc_numa_of_process(pid), memory_order_relaxed);
     pcc_channel_lock(channel);
     pcc_page_make(bytes, &channel->geometry, session, &channel->view);
     channel->session = session;

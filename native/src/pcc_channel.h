@@ -162,6 +162,7 @@ struct pcc_channel_usage {
     uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
     uint32_t mappings;      /* open IPC handles */
     uint32_t in_flight;
+    int32_t numa_node; /* that new chunks lie near, and writers run near; -1: anywhere */
 };
 void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *out);
 

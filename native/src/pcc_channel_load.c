@@ -2,6 +2,7 @@
  * length in order; a piece whose chunk is still cached is checked where it lies and lent as it is,
  * any other is read from the volume into a chunk that is taken for it. */
 #include "pcc_channel_private.h"
+#include "pcc_numa.h"
 #include "pcc_thread.h"
 
 struct piece {
@@ -152,8 +153,10 @@ static int send_read(struct pcc_channel *channel, const struct piece *piece)
 static void *reader_run(void *argument)
 {
     struct pcc_channel *channel = argument;
+    int32_t here = PCC_NUMA_ANYWHERE;
     struct piece piece;
 
+    pcc_numa_follow(&channel->numa_node, &here);
     pcc_channel_lock(channel);
     while (piece_next(channel, &piece)) {
         if (send_cached(channel, &piece))

@@ -3,6 +3,7 @@
 
 #include "pcc_channel_private.h"
 #include "pcc_futex.h"
+#include "pcc_numa.h"
 
 void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh)
 {
@@ -19,6 +20,7 @@ void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_chann
         channel->chunks[channel->chunk_count++] = (struct pcc_channel_chunk){
             .bytes = segment->bytes + (size_t)i * chunk_bytes, .segment = index};
     }
+    atomic_store_explicit(&channel->numa_node, segment->numa_node, memory_order_relaxed);
     pcc_channel_grant_segments(channel);
     pcc_channel_hand_out(channel);
     if (channel->load.waiting > 0)
@@ -58,15 +60,17 @@ static void pull_stop(struct pcc_channel *channel)
     pcc_channel_unlock(channel);
 }
 
-/* With growing held. Near the GPU that reads into it, and pinned for it. */
+/* With growing held. Near the GPU that reads into it, and pinned for it; else near the trainer. */
 static int segment_make(struct pcc_channel *channel, uint64_t length,
                         struct pcc_channel_segment *out)
 {
     const struct pcc_gpu *gpu = channel->pull.pinner;
 
     *out = (struct pcc_channel_segment){0};
-    int error = pcc_pool_take(channel->pool, length, gpu != NULL ? gpu->device.numa_node : -1,
-                              channel->label, &out->memory);
+    const int32_t node = gpu != NULL
+                             ? gpu->device.numa_node
+                             : atomic_load_explicit(&channel->trainer_node, memory_order_relaxed);
+    int error = pcc_pool_take(channel->pool, length, node, channel->label, &out->memory);
     if (error != 0)
         return error;
     if (pcc_channel_segment_pin(channel, out) != 0)
@@ -120,6 +124,7 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
         count = channel->segment_count;
         channel->segment_count = 0;
         channel->chunk_count = 0;
+        atomic_store_explicit(&channel->numa_node, PCC_NUMA_ANYWHERE, memory_order_relaxed);
     }
     pcc_channel_unlock(channel);
     /* Nobody finds them any more, and `growing` keeps new ones away while they are unmapped. */
@@ -189,6 +194,7 @@ void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *ou
     usage.pinned_bytes = channel->pull.pinned_bytes;
     usage.exposed_bytes = channel->pull.exposed_bytes;
     usage.mappings = channel->pull.mappings;
+    usage.numa_node = atomic_load_explicit(&channel->numa_node, memory_order_relaxed);
     pcc_channel_unlock(channel);
     *out = usage;
 }

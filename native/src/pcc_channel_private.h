@@ -159,6 +159,8 @@ struct pcc_channel {
     uint64_t stamp;
     struct pcc_channel_segment *segments;
     uint32_t segment_count;
+    _Atomic int32_t trainer_node; /* that the trainer who attached last is bound to */
+    _Atomic int32_t numa_node;    /* of the segment that was added last: writers run near it */
 
     struct pcc_channel_save saves[PCC_CHANNEL_SAVES];
     uint64_t serial;

@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include "pcc_gpus_private.h"
+#include "pcc_numa.h"
 
 #define NAP_MIN_NS 20000u
 #define NAP_MAX_NS 500000u
@@ -315,6 +316,7 @@ void *pcc_gpu_copier_run(void *argument)
     uint64_t nap_ns = NAP_MIN_NS;
     bool moved = true;
 
+    pcc_numa_run_near(gpu->device.numa_node);
     const bool entered = pcc_gpu_enter(&gpu->device) == 0;
     if (!entered)
         pcc_gpu_lose(gpu);

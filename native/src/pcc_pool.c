@@ -1,17 +1,16 @@
 #include "pcc_pool.h"
 
 #include <fcntl.h>
-#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "pcc_map.h"
+#include "pcc_numa.h"
 
 struct pcc_pool {
     pthread_mutex_t lock;
@@ -95,23 +94,7 @@ static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
     return 0;
 }
 
-#define NODES_MAX 1024u
-#define NODE_BITS (8 * sizeof(unsigned long))
-
-/* The pages that are touched from now on come from that node while it has some. Only speed depends
- * on it, so that a kernel that refuses is obeyed. */
-static void prefer_node(void *bytes, uint64_t length_bytes, int numa_node)
-{
-    unsigned long mask[NODES_MAX / NODE_BITS] = {0};
-
-    if (numa_node < 0 || (unsigned)numa_node >= NODES_MAX)
-        return;
-    mask[(unsigned)numa_node / NODE_BITS] = 1ul << ((unsigned)numa_node % NODE_BITS);
-    /* The kernel reads one bit less than it is told. */
-    (void)syscall(SYS_mbind, bytes, length_bytes, MPOL_PREFERRED, mask, NODES_MAX + 1ul, 0u);
-}
-
-static int memfd_make(const char *name, uint64_t length_bytes, int numa_node, int *fd_out,
+static int memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, int *fd_out,
                       void **bytes_out)
 {
     void *bytes = NULL;
@@ -126,7 +109,7 @@ static int memfd_make(const char *name, uint64_t length_bytes, int numa_node, in
         error = pcc_map_shared(fd, length_bytes, &bytes);
     if (error != 0)
         goto fail;
-    prefer_node(bytes, length_bytes, numa_node);
+    pcc_numa_prefer(bytes, length_bytes, numa_node);
     error = populate(fd, bytes, length_bytes);
     /* Nobody can pull the pages away from under a mapping: a truncated one kills its user. */
     if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
@@ -229,8 +212,8 @@ static void budget_return(struct pcc_pool *pool, uint64_t length_bytes)
     (void)pthread_mutex_unlock(&pool->lock);
 }
 
-int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int numa_node, const char *label,
-                  struct pcc_segment *out)
+int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
+                  const char *label, struct pcc_segment *out)
 {
     int fd;
     void *bytes = NULL;
@@ -248,6 +231,7 @@ int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int numa_node, c
     *out = (struct pcc_segment){.fd = fd,
                                 .bytes = bytes,
                                 .length_bytes = length_bytes,
+                                .numa_node = numa_node,
                                 .id = keep(pool, fd, label, "segment")};
     return 0;
 }
@@ -269,7 +253,11 @@ int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label
         budget_return(pool, length_bytes);
         return error;
     }
-    *out = (struct pcc_segment){.fd = fd, .bytes = bytes, .length_bytes = length_bytes, .id = id};
+    *out = (struct pcc_segment){.fd = fd,
+                                .bytes = bytes,
+                                .length_bytes = length_bytes,
+                                .numa_node = pcc_numa_of_memory(bytes),
+                                .id = id};
     return 0;
 }
 

@@ -21,7 +21,8 @@ struct pcc_segment {
     int fd;
     uint8_t *bytes;
     uint64_t length_bytes;
-    uint64_t id; /* in the descriptor store; 0 = it is not there */
+    int32_t numa_node; /* that its pages were asked from, or were found on; -1: wherever */
+    uint64_t id;       /* in the descriptor store; 0 = it is not there */
     uint32_t first_chunk;
     uint32_t chunk_count;
 };
@@ -37,7 +38,7 @@ void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_
 /* From the memory of `numa_node` if it has room (-1: wherever). `label` says whose it is; "" is for
  * memory that need not outlive us. What the store has no room for is used all the same (id 0).
  * -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the machine is. */
-PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int numa_node,
+PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
                                  const char *label, struct pcc_segment *out);
 /* A segment of a daemon before us, out of the store as `id`. Takes `fd` on success.
  * -EINVAL when it is none of ours: not sealed, not whole, too large; -PCC_E_NO_MEMORY. */

@@ -4,16 +4,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pcc_numa.h"
 #include "pcc_save_private.h"
 #include "pcc_thread.h"
 
 static void *run_lane(void *argument)
 {
     struct pcc_lane *lane = argument;
+    int32_t here = PCC_NUMA_ANYWHERE;
     uint64_t item;
 
-    while (pcc_queue_pop_wait(&lane->work, &item))
+    while (pcc_queue_pop_wait(&lane->work, &item)) {
+        pcc_numa_follow(lane->saver->spec.near_node, &here);
         pcc_save_work(lane, item);
+    }
     return NULL;
 }
 

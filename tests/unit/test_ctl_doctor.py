@@ -121,6 +121,19 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_numa_nodes_are_counted_with_what_is_placed(tmp_path: Path) -> None:
+    for name, cpus in (("node0", "0-7\n"), ("node1", "\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cpus)
+    (one,) = checks_memory.numa(str(tmp_path))  # node1 is memory alone
+    (tmp_path / "node1" / "cpulist").write_text("8-15\n")
+    (two,) = checks_memory.numa(str(tmp_path))
+    assert (one.level, two.level) == (OK, OK)
+    assert "one node" in one.found
+    assert "2 nodes" in two.found
+    assert "--cpunodebind" in two.found
+
+
 def test_without_a_daemon_the_disk_alone_is_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +145,16 @@ def test_without_a_daemon_the_disk_alone_is_looked_at(
     problems = [one for one in document["findings"] if one["level"] == PROBLEM]
     assert (code in (0, 3)) == (not problems)
     assert document["counts"][PROBLEM] == len(problems)
-    assert {"kernel", "io_uring", "huge pages", "clock", "file system", "daemon", "cuda"} <= {
-        one["check"] for one in document["findings"]
-    }
+    assert {
+        "kernel",
+        "io_uring",
+        "huge pages",
+        "numa",
+        "clock",
+        "file system",
+        "daemon",
+        "cuda",
+    } <= {one["check"] for one in document["findings"]}
 
 
 def test_no_daemon_is_a_problem_when_it_is_the_question(

@@ -112,6 +112,19 @@ def test_status_shows_daemon_ranks_and_what_is_in_flight() -> None:
     assert not status.degraded(STATUS)
 
 
+def test_status_shows_numa_nodes_where_something_is_placed() -> None:
+    def table(document: dict[str, object]) -> list[str]:
+        blocks = status.as_text(document, now_s=5).split("\n\n")
+        return next(block for block in blocks if "superseded" in block).splitlines()
+
+    assert "node" not in table(STATUS)[0]
+    (rank,) = STATUS["ranks"]
+    ranks = [rank | {"numa_node": 1}, rank | {"numa_node": None}]
+    heading, first, second = table(STATUS | {"ranks": ranks})
+    assert heading.endswith("  node")
+    assert (first.split()[-1], second.split()[-1]) == ("1", "-")
+
+
 @pytest.mark.parametrize(
     ("reason", "line"),
     [

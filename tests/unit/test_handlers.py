@@ -80,7 +80,7 @@ class FakeChannel:
         self.refused.append(snapshot)
 
     def usage(self) -> ChannelUsage:
-        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 4096, 8192, 2)
+        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 4096, 8192, 2, 1)
 
     def close(self) -> None:
         pass
@@ -286,6 +286,7 @@ def test_status_tells_of_gpus_and_transfers(run: Callable[[Work], None]) -> None
                                                "mappings")}  # fmt: skip
         assert shown == {"transfer": "pull", "transfer_reason": "CUDA IPC", "exposed_bytes": 8192,
                          "mappings": 2}  # fmt: skip
+        assert [rank["numa_node"] for rank in rows(document, "ranks")] == [1]
         assert part(document, "pool")["pinned_bytes"] == 4096
         daemon = part(document, "daemon")
         assert (daemon["state"], daemon["transfer"]) == ("degraded", "pull")
