@@ -88,6 +88,7 @@ async def _serve(
         notifier, config, engine, registry, sessions, faults=lambda: observing.health.faults
     )
     reloader = Reloader(config, sources, notifier)
+    reloader.after.append(registry.limit)
     reloader.after.append(observing.scrubber.wake)
     expiry = Expiry(config, engine, registry)
     reloader.after.append(expiry.wake)

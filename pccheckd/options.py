@@ -267,7 +267,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--max-bandwidth", "max_bandwidth_bytes", SIZE, Group.ROOM,
         "bytes per second that each volume may read and write, for disks shared with others",
-        "SIZE", zero="no limit", live=True, when="of volumes opened from then on",
+        "SIZE", zero="no limit", live=True,
     ),
     Option(
         "--socket", "socket", PATH, Group.ACCESS,

@@ -173,7 +173,14 @@ class Registry:
             for rank in sorted({file.rank for file in files}):
                 await self._load(job, rank)
             self.jobs[uid, name] = job
+            for tenant in job.tenants.values():
+                tenant.volumes.limit()  # it may have changed while the later ones were opened
         return job
+
+    def limit(self) -> None:
+        """--max-bandwidth has changed."""
+        for tenant in self.tenants():
+            tenant.volumes.limit()
 
     def _lock(self, uid: int) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())

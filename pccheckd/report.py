@@ -326,6 +326,7 @@ def _numa_node(tenant: Tenant) -> int | None:
 def _open_volume(item: OpenVolume) -> Document:
     return catalog.volume_document(item.path, item.info) | {
         "engine": item.engine,
+        "max_bandwidth_bytes": item.limit_bytes,
         "quarantined_slots": item.quarantined,
     }
 

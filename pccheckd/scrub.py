@@ -45,7 +45,7 @@ LOOK_S = 0.25
 CONFIRM_S = 5.0
 #: Of a wait for the next pass: clocks are set and machines sleep.
 WAIT_STEP_S = 60.0
-PIECE_S_MAX = 60.0  # between two pieces, however low the rate: it may be raised meanwhile
+PIECE_S_MAX = 60.0  # between two pieces, however low the rate
 INTERVAL_MIN_S = 1.0
 RESULTS = ("ok", "damaged", "unreadable", "recycled")
 
@@ -68,6 +68,10 @@ class Pass:
     def ratio(self) -> float:
         """By bytes; 1 when there is nothing to read."""
         return min(1.0, self.bytes_done / self.bytes) if self.bytes else 1.0
+
+
+class TurnedOffError(Exception):
+    """In the middle of a volume, which is read from its beginning when it is wanted again."""
 
 
 class Scrubber(Background):
@@ -182,6 +186,8 @@ class Scrubber(Background):
                     return  # goes on here when it is wanted again
                 try:
                     await self._volume(file)
+                except TurnedOffError:
+                    return
                 except NoCheckpointError:
                     pass  # dropped meanwhile
                 except (OSError, PccheckError, _core.NativeError) as error:
@@ -270,8 +276,10 @@ class Scrubber(Background):
     ) -> int | None:
         """The offset of the first piece that is not as it was written; None: none to be found."""
         while offset < found.payload_bytes:
-            rate = self._config.scrub_rate_bytes
-            due = time.monotonic() + min(PIECE_BYTES / rate if rate else 1.0, PIECE_S_MAX)
+            if not self.enabled:
+                raise TurnedOffError
+            piece_s = PIECE_BYTES / self._config.scrub_rate_bytes
+            due = time.monotonic() + min(piece_s, PIECE_S_MAX)
             await self._give_way()
             length = min(PIECE_BYTES, found.payload_bytes - offset)
             tenant = self._tenant(key, volume)
@@ -286,7 +294,7 @@ class Scrubber(Background):
             self.bytes_read += length
             if self.progress is not None:
                 self.progress.bytes_done += length
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await self._pause(max(0.0, due - time.monotonic()))  # a new rate counts at once
         self._count("ok")
         return None
 

@@ -47,6 +47,13 @@ class OpenVolume:
     checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
     quarantined: int = 0
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes per second that it may read and write; 0: no limit; None while it is reopened."""
+        with contextlib.suppress(ValueError):
+            return self.volume.bytes_per_second
+        return None
+
     def read(self) -> None:
         """Reads the newest record again. Blocks."""
         self.info = self.volume.info()
@@ -198,6 +205,12 @@ class VolumeSet:
         await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
         LOG.info("%s: dropped the outgrown %s", self.key, item.path)
 
+    def limit(self) -> None:
+        """--max-bandwidth as it is now, for every open file; waits for no disk."""
+        for item in self.open:
+            with contextlib.suppress(ValueError):  # closed, and about to be reopened
+                item.volume.limit(self._config.max_bandwidth_bytes)
+
     async def close(self) -> None:
         while self.open:
             item = self.open.pop()
@@ -218,7 +231,7 @@ class VolumeSet:
         def open_it() -> OpenVolume:
             volume = _core.Volume(
                 str(path), writable=writable, allow_buffered=config.allow_any_filesystem,
-                bytes_per_second=config.max_bandwidth_bytes, engine=engine,
+                engine=engine,
             )  # fmt: skip
             try:
                 info = volume.info()
@@ -235,6 +248,8 @@ class VolumeSet:
                 raise
 
         item = await self._engine.call(self.key.uid, open_it)
+        # On the loop, as every change of it: none can be missed from here to `open`.
+        item.volume.limit(config.max_bandwidth_bytes)
         if writable:
             self._engine.io.opened(item.engine)
         return item

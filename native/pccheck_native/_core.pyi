@@ -128,13 +128,15 @@ class Volume:
         *,
         writable: bool,
         allow_buffered: bool = False,
-        bytes_per_second: int = 0,
         engine: str = "pwrite",
     ) -> None:
         """`engine` is pwrite, uring, mmap or pmem; pwrite it is where that one cannot be had."""
 
     @property
     def engine(self) -> str: ...  # what it is
+    @property
+    def bytes_per_second(self) -> int: ...  # the limit; 0 = none
+    def limit(self, bytes_per_second: int) -> None: ...  # from now on; waits for no disk
     def info(self) -> VolumeInfo: ...
     def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...

@@ -106,15 +106,13 @@ static int engine_named(PyObject *object, void *out)
 
 static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"path",   "writable", "allow_buffered", "bytes_per_second",
-                            "engine", NULL};
+    static char *names[] = {"path", "writable", "allow_buffered", "engine", NULL};
     PyObject *path = NULL;
     int writable = 0;
     int allow_buffered = 0;
     struct pcc_io_options options = {.engine = PCC_IO_PWRITE};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&O&:Volume", names,
-                                     PyUnicode_FSConverter, &path, &writable, &allow_buffered,
-                                     pcc_py_u64, &options.bytes_per_second, engine_named,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&:Volume", names, PyUnicode_FSConverter,
+                                     &path, &writable, &allow_buffered, engine_named,
                                      &options.engine)) {
         return NULL;
     }
@@ -243,6 +241,38 @@ static PyObject *volume_table(PyObject *self, PyObject *unused)
     return table;
 }
 
+/* -- how fast it may be: waits for no disk ------------------------------------------------------
+ */
+
+static PyObject *volume_limit(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"bytes_per_second", NULL};
+    uint64_t bytes_per_second;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:limit", names, pcc_py_u64,
+                                     &bytes_per_second)) {
+        return NULL;
+    }
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
+    pcc_py_leave((struct pcc_py_object *)self);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *volume_bytes_per_second(PyObject *self, void *unused)
+{
+    (void)unused;
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    PyObject *limit = PyLong_FromUnsignedLongLong(pcc_io_limit_of(pcc_volume_io(volume)));
+    pcc_py_leave((struct pcc_py_object *)self);
+    return limit;
+}
+
 /* -- what changes its record: blocks for a durable write --------------------------------------- */
 
 static PyObject *volume_flag(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -329,12 +359,15 @@ static PyObject *volume_engine(PyObject *self, void *unused)
 
 static PyGetSetDef properties[] = {
     {"engine", volume_engine, NULL, "What reads and writes it.", NULL},
+    {"bytes_per_second", volume_bytes_per_second, NULL, "Its limit; 0: none.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef methods[] = {
     {"info", volume_info, METH_NOARGS, "Identity, geometry and health."},
     {"table", volume_table, METH_NOARGS, "One SlotEntry per slot, of the newest durable record."},
+    {"limit", PCC_PY_METHOD(volume_limit), METH_VARARGS | METH_KEYWORDS,
+     "Bytes per second that may pass from now on; 0: no limit."},
     {"flag", PCC_PY_METHOD(volume_flag), METH_VARARGS | METH_KEYWORDS,
      "Sets and clears policy flags of a durable checkpoint."},
     {"begin_incarnation", PCC_PY_METHOD(volume_begin_incarnation), METH_VARARGS | METH_KEYWORDS,

@@ -57,22 +57,27 @@ PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out
 
 struct pcc_io_options { /* zeroed: pwrite on a file system that is fit for volumes */
     enum pcc_io_engine engine;
-    bool strict;               /* -PCC_E_UNSUPPORTED, instead of pwrite, where it cannot be had */
-    bool allow_buffered;       /* file systems without O_DIRECT, or not fit for volumes */
-    bool pmem_anywhere;        /* pmem without DAX: stores and msync, so that it can be tested */
-    uint64_t bytes_per_second; /* 0: no limit */
+    bool strict;         /* -PCC_E_UNSUPPORTED, instead of pwrite, where it cannot be had */
+    bool allow_buffered; /* file systems without O_DIRECT, or not fit for volumes */
+    bool pmem_anywhere;  /* pmem without DAX: stores and msync, so that it can be tested */
 };
 
 /* The wanted engine or, where the kernel, the container or the file system refuses it, pwrite:
- * (*out)->ops->name says which. Takes fd, on failure too. */
+ * (*out)->ops->name says which. Without a limit until pcc_io_limit sets one. Takes fd, on failure
+ * too. */
 PCC_MUST_CHECK int pcc_io_open(int fd, const struct pcc_io_options *options, struct pcc_io **out);
 
 /* pcc_io_open with nothing but pwrite. */
 PCC_MUST_CHECK int pcc_io_pwrite_open(int fd, bool allow_buffered, struct pcc_io **out);
 
-/* Limits what passes to bytes_per_second by a token bucket; gives `inner` to the new one. */
+/* Limits what passes to bytes_per_second (0: no limit) by a token bucket; gives `inner` to the new
+ * one, on failure too. */
 PCC_MUST_CHECK int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second,
                                         struct pcc_io **out);
+/* Another limit, at once: for transfers that wait, too. Only for what pcc_io_open or
+ * pcc_io_throttle_open gave. Waits for nobody. */
+void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second);
+uint64_t pcc_io_limit_of(struct pcc_io *io);
 
 /* -- which engine is the fastest here -- */
 

@@ -152,7 +152,7 @@ int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64
 
     if (result == 0)
         result = pcc_io_pwrite_open(fd, allow_buffered, &io);
-    if (result == 0 && bytes_per_second > 0)
+    if (result == 0)
         result = pcc_io_throttle_open(io, bytes_per_second, &io);
     return result == 0 ? pcc_volume_open_io(io, writable, out) : result;
 }

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from pccheck_wire.messages import CheckpointState as State
 from pccheckctl import cli
 from pccheckctl.online import Observer
 from tests.integration.conftest import SMALL
@@ -130,6 +131,31 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
         rows = {row["name"]: row for row in observer.config()["options"]}  # type: ignore[attr-defined]
     assert rows["max-storage"]["value"] == 1 << 20
     assert rows["slots"]["after_restart"] == "9"
+
+
+def test_sighup_limits_what_is_open(make: Start) -> None:
+    """At a KiB per second the checkpoint would take an hour, and so would its first chunks after
+    the limit has gone if those who wait did not hear of it."""
+    service = make().start()
+
+    def limit(text: str) -> int:
+        service.file.write_text(text)
+        service.kill(signal.SIGHUP)
+        service.wait_for(lambda said: said == "READY=1")
+        with Observer(str(service.socket)) as observer:
+            (shown,) = observer.status()["ranks"]  # type: ignore[misc]
+        limited: int = shown["volume"]["max_bandwidth_bytes"]
+        return limited
+
+    with Rank(service.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+        assert limit("") == 0
+        assert limit('max-bandwidth = "1KiB"') == 1024
+        snapshot = rank.begin(2, payload_of(2, SIZE))
+        assert rank.wait(snapshot, copied=True).outcome != State.DURABLE
+        assert limit("") == 0
+        assert rank.wait(snapshot).outcome == State.DURABLE
 
 
 def test_config_show_asks_the_daemon(make: Start, capsys: pytest.CaptureFixture[str]) -> None:

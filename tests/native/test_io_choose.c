@@ -67,8 +67,8 @@ static void check_without_uring(void)
 
     CHECK_EQUAL(pcc_io_open(fresh_file(), &options, &io), -PCC_E_UNSUPPORTED);
     options.strict = false;
-    options.bytes_per_second = 1ull << 40;
     CHECK_EQUAL(pcc_io_open(fresh_file(), &options, &io), 0);
+    pcc_io_limit(io, 1ull << 40);
     CHECK_EQUAL(strcmp(io->ops->name, "pwrite"), 0); /* through the throttle, too */
     CHECK_EQUAL(pcc_io_write_all(io, bytes, MIB, 0), 0);
     check_file_holds(bytes, MIB, 0);

@@ -23,13 +23,20 @@ def test_engines_leave_nothing_open(tmp_path: Path, engine: str, limit: int) -> 
     (tmp_path / "none").write_bytes(bytes(100_000))
     files = open_files()
     for writable in (True, False):
-        volume = Volume(path, writable=writable, engine=engine, bytes_per_second=limit)
+        volume = Volume(path, writable=writable, engine=engine)
         assert volume.engine in (engine, "pwrite")
+        assert volume.bytes_per_second == 0
+        volume.limit(limit)
+        assert volume.bytes_per_second == limit
         volume.close()
         with pytest.raises(ValueError):
             _ = volume.engine
+        with pytest.raises(ValueError):
+            _ = volume.bytes_per_second
+        with pytest.raises(ValueError):
+            volume.limit(0)
         with pytest.raises(NativeError, match="NOT_A_VOLUME"):
-            Volume(tmp_path / "none", writable=writable, engine=engine, bytes_per_second=limit)
+            Volume(tmp_path / "none", writable=writable, engine=engine)
     assert open_files() == files
     with Loop(path, engine=engine) as loop:
         extents = [bytearray(os.urandom(200_000))]

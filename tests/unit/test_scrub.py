@@ -287,6 +287,49 @@ def test_zero_turns_it_off_and_a_reload_on_again(run: Callable[..., None], off: 
     run(work)
 
 
+@pytest.mark.parametrize("off", ["scrub_rate_bytes", "scrub_interval_s"])
+def test_off_ends_it_in_the_middle_of_a_volume(
+    run: Callable[..., None], off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        check, before = module._check, getattr(place.config, off)
+        reads = 0
+
+        def once(*what: Any) -> None:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                setattr(place.config, off, 0)
+            check(*what)
+
+        monkeypatch.setattr(module, "_check", once)
+        await place.pass_()
+        assert (reads, place.scrubber.passes, place.scrubber._state.running) == (2, 0, True)
+        setattr(place.config, off, before)
+        await place.pass_()
+        assert (place.scrubber.passes, place.scrubber._state.running) == (1, False)
+
+    run(work)
+
+
+def test_another_rate_counts_at_once(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a byte per second it would go on after a minute, or after an hour."""
+    monkeypatch.setattr(module, "PIECE_S_MAX", 3600.0)
+
+    async def work(place: Place) -> None:
+        reading = asyncio.create_task(place.pass_())
+        while place.scrubber.bytes_read == 0:
+            await asyncio.sleep(0.001)
+        place.config.scrub_rate_bytes = 1 << 40
+        place.scrubber.wake()
+        await reading
+        assert place.results == {"ok": 3}
+
+    run(work, scrub_rate_bytes=1)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1, "began_s": "x"}'])
 def test_what_was_stored_wrongly_is_as_good_as_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / scrub_state.NAME).write_text(text)
