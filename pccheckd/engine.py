@@ -25,6 +25,7 @@ from pccheck_wire.errors import (
     RefusedError,
     StorageFullError,
     StoreLockedError,
+    UnreadableError,
 )
 
 from .config import Config
@@ -52,6 +53,7 @@ _R = TypeVar("_R")
 _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "NOT_A_VOLUME": (DamagedError, "holds no valid commit record", "move it away, then start anew"),
     "DAMAGED": (DamagedError, "is damaged", "see: pccheckctl verify"),
+    "UNREADABLE": (UnreadableError, "could not be read", "look at the disk: dmesg"),
     "TRUNCATED": (DamagedError, "is shorter than its records say", "bring the whole file back"),
     "NEWER_FORMAT": (RefusedError, "was written by a newer version", "upgrade pccheck"),
     "LOCKED": (StoreLockedError, "is open in another process", "end that process first"),

@@ -142,8 +142,16 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
         "damaged_checkpoints", "Kept ones that a reader found damaged",
         ((k, sum(found.is_damaged for found in t.volumes.checkpoints())) for k, t in rows),
     )  # fmt: skip
+    yield family(
+        "unreadable_checkpoints", "Kept ones that the disk could not read when last tried",
+        ((k, len(_unreadable(t))) for k, t in rows),
+    )  # fmt: skip
     yield family("slots", "Of its volumes, by state", _slots(rows), "state")
     yield family("chunks", "Of its DRAM, by state", _chunks(rows), "state")
+
+
+def _unreadable(tenant: Tenant) -> set[int]:
+    return tenant.retention.unreadable & {one.sequence for one in tenant.volumes.checkpoints()}
 
 
 def _asked(tenant: Tenant) -> float:
@@ -196,6 +204,7 @@ def _scrub(scrubber: Scrubber) -> Iterator[Family]:
     yield _one("scrub_paused", "1 while a pass waits for saves", float(scrubber.paused))
     yield _one("scrub_pass_ratio", "How far the pass is", now.ratio if now else 0.0)
     yield _one("scrub_damaged", "Found damaged by the last or present pass", scrubber.damaged)
+    yield _one("scrub_unreadable", "What that pass could not read", scrubber.unreadable)
     yield Family(
         "scrub_last_pass_timestamp_seconds", "When the last pass ended, by the wall clock",
         [((), scrubber.last_ended_s)] if scrubber.last_ended_s else [],

@@ -55,6 +55,7 @@ from .logs import LOG
 from .registry import Registry
 from .scrub import Scrubber
 from .sessions import Session, Sessions
+from .tenants import Tenant
 from .volumes import PAYLOAD_BYTES_MAX, Key
 
 GOODBYE_LIMIT_S = 60.0
@@ -270,10 +271,13 @@ class Handlers:
         ]
         tenant.reading += 1
         gone = threading.Event()
+        reports = tenant.retention.reports
         try:
             document = await self._engine.scan(
                 session.uid, report.verify, volumes, body.sequence, part, gone=gone.is_set
             )
+            if part is None:
+                await _judge(tenant, document, reports)
         finally:
             gone.set()
             tenant.reading -= 1
@@ -286,3 +290,14 @@ def _number(plain: object) -> int:
     """Of a request that may be unreadable otherwise, so that the answer finds who asks; or 0."""
     number = plain.get("number") if isinstance(plain, dict) else None
     return number if type(number) is int and 0 <= number < 2**63 else 0
+
+
+async def _judge(tenant: Tenant, document: report.Document, reports: int) -> None:
+    """All of each was read: who is whole is not flagged any more, and says so in the document."""
+    checkpoints = document["checkpoints"]
+    assert isinstance(checkpoints, list)
+    for item in checkpoints:
+        item["cleared"] = item["valid"] and await tenant.retention.found_whole(
+            item["sequence"], reports=reports
+        )
+        item["damaged"] = item["damaged"] and not item["cleared"]

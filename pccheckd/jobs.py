@@ -139,7 +139,7 @@ class Job:
 
     def _checkpoints(self, world_size: int) -> dict[int, list[catalog.Checkpoint]]:
         return {
-            rank: self.tenants[rank].volumes.checkpoints() if rank in self.tenants else []
+            rank: self.tenants[rank].readable() if rank in self.tenants else []
             for rank in range(world_size)
         }
 

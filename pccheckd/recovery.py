@@ -70,11 +70,13 @@ def _newest(tenant: Tenant, body: Open, skipped: list[Skipped]) -> catalog.Check
 async def _of_group(
     session: Session, job: Job, tenant: Tenant, body: Open
 ) -> catalog.Checkpoint | None:
-    """This rank's copy of what the group agreed on. Never mixes steps: a damaged copy fails."""
+    """This rank's copy of what the group agreed on. Never mixes steps: one that is damaged, or
+    could not be read, fails."""
     again = "restart all ranks: they will agree on the step before"
     if body.before is not None:
         raise DamagedError(
-            f"{tenant.key}: its copy of the step that the group recovers is damaged", hint=again
+            f"{tenant.key}: its copy of the step that the group recovers cannot be used",
+            hint=again,
         )
     common = await job.decide(
         session.world_size, body.step, session.incarnation, memoise=session.role is Role.TRAINER
@@ -82,10 +84,11 @@ async def _of_group(
     if common is None:
         return None
     for item in tenant.volumes.checkpoints():
-        if (item.incarnation, item.step) == common and not item.is_damaged:
+        if (item.incarnation, item.step) == common and tenant.is_usable(item):
             return item
     raise DamagedError(
-        f"{tenant.key}: its copy of step {common[1]}, which the group recovers, is damaged or gone",
+        f"{tenant.key}: its copy of step {common[1]}, which the group recovers, cannot be used "
+        "or is gone",
         hint=again,
     )
 

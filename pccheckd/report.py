@@ -156,7 +156,8 @@ def verify(
     return {
         "schema": SCHEMA,
         "checkpoints": results,
-        "damaged": sum(1 for item in results if not item["valid"]),
+        "damaged": sum(item["problem"] not in ("", "UNREADABLE") for item in results),
+        "unreadable": sum(item["problem"] == "UNREADABLE" for item in results),
     }
 
 
@@ -374,6 +375,9 @@ def _warnings(tenant: Tenant) -> list[str]:
         damaged = [c.sequence for c in item.checkpoints if c.is_damaged]
         if damaged:
             found.append(f"checkpoints {damaged} of {item.path} are damaged")
+        lost = [c.sequence for c in item.checkpoints if c.sequence in tenant.retention.unreadable]
+        if lost:
+            found.append(f"checkpoints {lost} of {item.path} could not be read")
         if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
             found.append(f"{item.path} has only one good copy of its newest record")
     return found

@@ -5,6 +5,8 @@ older than what is meant."""
 
 from __future__ import annotations
 
+import asyncio
+
 from pccheck_native import _core, catalog
 
 from .engine import Engine
@@ -41,6 +43,10 @@ class Retention:
         self.protected: set[int] = set()  # sequences pinned until Restored or fresh (P7)
         self._unrestored = False  # the trainer has neither restored nor said fresh
         self.global_sequence = 0  # flagged GLOBAL: every rank of the group has its step
+        #: What the disk could not read when it was last tried. Not on the disk: it may heal.
+        self.unreadable: set[int] = set()
+        self.reports = 0  # of damage, by readers
+        self._judging = asyncio.Lock()  # damage is flagged, or the flag taken away
 
     def load(self) -> None:
         """Takes over what the media say."""
@@ -74,7 +80,33 @@ class Retention:
     async def damaged(self, sequence: int) -> None:
         """A reader found it damaged: recovery passes it over from now on, after a restart too."""
         LOG.error("%s: checkpoint %d is damaged", self._volumes.key, sequence)
-        await self.flag(sequence, set_=DAMAGED, now=True)
+        self.reports += 1
+        self.unreadable.discard(sequence)
+        async with self._judging:
+            await self.flag(sequence, set_=DAMAGED, now=True)
+
+    def not_read(self, sequence: int) -> None:
+        """A reader met an error of the disk, which says nothing of the data: no flag."""
+        LOG.error("%s: checkpoint %d could not be read", self._volumes.key, sequence)
+        there = {one.sequence for one in self._volumes.checkpoints()}
+        self.unreadable = (self.unreadable | {sequence}) & there
+
+    async def found_whole(self, sequence: int, *, reports: int) -> bool:
+        """A reader read all of it from the disk, and every checksum was right: a flag that says
+        otherwise goes, with a record of its own; whether it did. `reports` is as it was before the
+        reading: whoever found damage meanwhile is right."""
+        self.unreadable.discard(sequence)
+        async with self._judging:
+            known = {one.sequence for one in self._volumes.checkpoints() if one.is_damaged}
+            if sequence not in known or self.reports != reports:
+                return False
+            if not await self.flag(sequence, clear=DAMAGED, now=True):
+                return False
+        LOG.warning(
+            "%s: checkpoint %d reads well again, all of it: it is no longer flagged as damaged",
+            self._volumes.key, sequence, extra={"fields": {"event": "cleared"}},
+        )  # fmt: skip
+        return True
 
     async def protect(self, owner: Owner) -> None:
         """P7: the newest checkpoint of the run before is kept until restored or `fresh`."""

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import errno
-import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,11 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import psutil
-
 from pccheck_native import _core, catalog, layout
 from pccheck_wire.errors import NoCheckpointError, PccheckError
-from pccheck_wire.units import MIB
 
 from . import scrub_state
 from .background import Background
@@ -32,12 +25,18 @@ from .chronicle import size
 from .config import Config
 from .logs import LOG
 from .registry import Registry
+from .scrub_reading import (
+    PIECE_BYTES,
+    Result,
+    check,
+    open_volume,
+    payload_of,
+    result_of,
+    stand_back,
+)
 from .tenants import Tenant
 from .volumes import Key, OpenVolume
 
-#: What is read at once. Larger ones burden the disk for longer, smaller ones read the manifest
-#: (8 bytes per MiB of payload) more often.
-PIECE_BYTES = 16 * MIB
 #: A node may have saves in flight at every moment: after so long one piece is read all the same.
 PATIENCE_S = 10.0
 LOOK_S = 0.25
@@ -47,7 +46,8 @@ CONFIRM_S = 5.0
 WAIT_STEP_S = 60.0
 PIECE_S_MAX = 60.0  # between two pieces, however low the rate
 INTERVAL_MIN_S = 1.0
-RESULTS = ("ok", "damaged", "unreadable", "recycled")
+RESULTS: tuple[Result, ...] = ("ok", "damaged", "unreadable", "recycled")
+BAD = {"damaged": "is damaged", "unreadable": "cannot be read"}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -92,7 +92,7 @@ class Scrubber(Background):
         self._wall = wall
         self._state = scrub_state.State()
         self._changed = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, "scrub", initializer=_stand_back)
+        self._thread = ThreadPoolExecutor(1, "scrub", initializer=stand_back)
 
     async def close(self) -> None:
         await super().close()
@@ -110,6 +110,11 @@ class Scrubber(Background):
     def damaged(self) -> int:
         """Found by the last or present pass."""
         return self._state.damaged
+
+    @property
+    def unreadable(self) -> int:
+        """Volumes and checkpoints that this pass could not read."""
+        return self._state.unreadable
 
     @property
     def last_ended_s(self) -> float:
@@ -133,6 +138,7 @@ class Scrubber(Background):
             "last_ended_wall_ns": int(state.ended_s * 1e9) or None,
             "checked": state.checked,
             "damaged": state.damaged,
+            "unreadable": state.unreadable,
         }
 
     # -- passes --------------------------------------------------------------------------------
@@ -178,7 +184,8 @@ class Scrubber(Background):
                 since_s=state.since_s, began_s=self._wall(), ended_s=state.ended_s, running=True
             )
         left = sorted((file for file in files if self._name(file) > state.after), key=self._name)
-        now = Pass(len(left), await self._read(_payload, left, self._buffered), time.monotonic_ns())
+        payload = await self._read(payload_of, left, self._buffered)
+        now = Pass(len(left), payload, time.monotonic_ns())
         self.progress = now
         try:
             for file in left:
@@ -205,12 +212,12 @@ class Scrubber(Background):
 
     def _tell(self, done: Pass) -> None:
         took_s = (time.monotonic_ns() - done.began_ns) / 1e9
-        bad = done.results["damaged"] + done.results["unreadable"]
+        bad = [f"{done.results[one]} {one}" for one in BAD if done.results[one]]
         log = LOG.error if bad else LOG.info
         log(
             "background check: %d checkpoints, %s in %.0f s: %s",
             done.results["ok"] + done.results["damaged"], size(done.bytes_done), took_s,
-            f"{bad} damaged, see: pccheckctl status" if bad else "all whole",
+            f"{', '.join(bad)}, see: pccheckctl status" if bad else "all whole",
             extra={"fields": {"event": "scrubbed", **done.results}},
         )  # fmt: skip
 
@@ -233,7 +240,7 @@ class Scrubber(Background):
                 await self._checkpoint(key, found, item.volume)
             return
         try:
-            volume = await self._read(_open, file.path, self._buffered)
+            volume = await self._read(open_volume, file.path, self._buffered)
         except FileNotFoundError:
             return  # dropped or outgrown meanwhile
         except (OSError, _core.NativeError) as error:
@@ -247,34 +254,59 @@ class Scrubber(Background):
             await self._read(volume.close)
 
     async def _checkpoint(self, key: Key, found: catalog.Checkpoint, volume: _core.Volume) -> None:
-        """Reads one to its end. No damage is believed that a second reading, of the loaded volume,
-        does not confirm: a trainer may have come and written to it, or the disk was away."""
+        """Reads one to its end. Nothing bad is believed that a second reading, of the loaded
+        volume, does not confirm: a trainer may have come and written to it, or the disk was away.
+        """
         if found.is_damaged:
-            return  # known
-        at = await self._first_damage(key, found, volume, 0)
-        if at is None:
+            await self._flagged(key, found)
             return
-        await asyncio.sleep(CONFIRM_S)
-        _, tenant = await self._registry.existing(key)
-        item = _item(tenant, found.volume_path)
-        at = await self._first_damage(key, found, item.volume, at) if item else None
-        if at is None:
-            return
-        self._count("damaged")
+        result, at = await self._first_problem(key, found, volume, 0)
+        if result in BAD:
+            await asyncio.sleep(CONFIRM_S)
+            _, tenant = await self._registry.existing(key)
+            item = _item(tenant, found.volume_path)
+            if item is None:
+                return
+            result, at = await self._first_problem(key, found, item.volume, at)
+        self._count(result)
+        loaded = self._registry.loaded(key)
+        if result in BAD:
+            await self._bad(key, found, result, at)
+        elif result == "ok" and loaded is not None:
+            loaded.retention.unreadable.discard(found.sequence)
+
+    async def _bad(self, key: Key, found: catalog.Checkpoint, result: Result, at: int) -> None:
+        """Twice: only damage stays, the disk may read it another time."""
         LOG.error(
-            "background check: %s: checkpoint %d of step %d is damaged near byte %d of %s",
-            key, found.sequence, found.step, at, found.volume_path,
-            extra={"fields": {"event": "damaged", "uid": key.uid, "job": key.job, "rank": key.rank,
+            "background check: %s: checkpoint %d of step %d %s near byte %d of %s",
+            key, found.sequence, found.step, BAD[result], at, found.volume_path,
+            extra={"fields": {"event": result, "uid": key.uid, "job": key.job, "rank": key.rank,
                               "step": found.step, "sequence": found.sequence,
                               "slot": found.slot}},
         )  # fmt: skip
         _, tenant = await self._registry.existing(key)
-        await tenant.retention.damaged(found.sequence)
+        if result == "damaged":
+            await tenant.retention.damaged(found.sequence)
+        else:
+            tenant.retention.not_read(found.sequence)
 
-    async def _first_damage(
+    async def _flagged(self, key: Key, found: catalog.Checkpoint) -> None:
+        """Known to be damaged, and told then. Whole again, it loses the flag."""
+        _, tenant = await self._registry.existing(key)
+        item, reports = _item(tenant, found.volume_path), tenant.retention.reports
+        if item is None:
+            return
+        result, _at = await self._first_problem(key, found, item.volume, 0)
+        if result != "ok" or self._registry.loaded(key) is not tenant:
+            return
+        if await tenant.retention.found_whole(found.sequence, reports=reports):
+            self._count("ok")
+
+    async def _first_problem(
         self, key: Key, found: catalog.Checkpoint, volume: _core.Volume, offset: int
-    ) -> int | None:
-        """The offset of the first piece that is not as it was written; None: none to be found."""
+    ) -> tuple[Result, int]:
+        """What comes of reading it from there to its end, and where the first piece is that is not
+        as it was written."""
         while offset < found.payload_bytes:
             if not self.enabled:
                 raise TurnedOffError
@@ -286,17 +318,13 @@ class Scrubber(Background):
             try:
                 await self._held(tenant, volume, found.sequence, offset, length)
             except (ValueError, OSError, _core.NativeError) as error:
-                if _is_damage(error):
-                    return offset
-                self._count("recycled")  # a newer one took its slot, or the volume was closed
-                return None
+                return result_of(error), offset
             offset += length
             self.bytes_read += length
             if self.progress is not None:
                 self.progress.bytes_done += length
             await self._pause(max(0.0, due - time.monotonic()))  # a new rate counts at once
-        self._count("ok")
-        return None
+        return "ok", offset
 
     async def _held(
         self, tenant: Tenant | None, volume: _core.Volume, sequence: int, offset: int, length: int
@@ -305,7 +333,7 @@ class Scrubber(Background):
         if tenant is not None:
             tenant.reading += 1
         try:
-            await self._read(_check, volume, sequence, offset, length)
+            await self._read(check, volume, sequence, offset, length)
         finally:
             if tenant is not None:
                 tenant.reading -= 1
@@ -321,13 +349,15 @@ class Scrubber(Background):
     def _busy(self) -> bool:
         return any(t.reading or t.ledger.live() for t in self._registry.tenants())
 
-    def _count(self, result: str) -> None:
+    def _count(self, result: Result) -> None:
         self.results[result] += 1
         if self.progress is not None:
             self.progress.results[result] += 1
         if result in ("ok", "damaged"):
             self._state.checked += 1
-        if result in ("damaged", "unreadable"):
+        elif result == "unreadable":
+            self._state.unreadable += 1
+        if result == "damaged":
             self._state.damaged += 1
 
     # -- who has it open -----------------------------------------------------------------------
@@ -349,43 +379,3 @@ class Scrubber(Background):
 
 def _item(tenant: Tenant, path: Path) -> OpenVolume | None:
     return next((item for item in tenant.volumes.open if item.path == path), None)
-
-
-def _open(path: Path, buffered: bool) -> _core.Volume:
-    return _core.Volume(str(path), writable=False, allow_buffered=buffered)
-
-
-def _payload(files: list[layout.VolumeFile], buffered: bool) -> int:
-    """Bytes of all checkpoints in these volumes."""
-    total = 0
-    for file in files:
-        with (
-            contextlib.suppress(OSError, _core.NativeError),
-            contextlib.closing(_open(file.path, buffered)) as volume,
-        ):
-            total += sum(entry.payload_bytes for entry in volume.table() if entry.sequence)
-    return total
-
-
-_buffer = threading.local()
-
-
-def _check(volume: _core.Volume, sequence: int, offset: int, length: int) -> None:
-    """Reads and verifies one piece, in the thread itself."""
-    if not hasattr(_buffer, "bytes"):
-        _buffer.bytes = ctypes.create_string_buffer(PIECE_BYTES)
-    target = struct.pack("<QQQ", ctypes.addressof(_buffer.bytes), offset, length)
-    volume.read_into(sequence, target, threads=0)
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Not: the checkpoint has gone, or there was no memory to read it into."""
-    if isinstance(error, _core.NativeError):
-        return error.code_name == "DAMAGED"
-    return isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOMEM)
-
-
-def _stand_back() -> None:
-    """Reads of this thread come after all others, where the disk's scheduler knows an order."""
-    with contextlib.suppress(OSError, psutil.Error):
-        psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_IDLE)

@@ -22,6 +22,7 @@ class State:
     after: str = ""  # the volume that the pass in progress has finished last; "" between passes
     running: bool = False
     damaged: int = 0  # found by the last or present pass
+    unreadable: int = 0
     checked: int = 0
 
 

@@ -249,11 +249,11 @@ class Sessions:
         if tenant is None:
             return
         self._work.spawn(
-            self._after_load(session, tenant, sequence, damaged=event.error_name == "DAMAGED")
+            self._after_load(session, tenant, sequence, problem=event.error_name)
         )
 
     async def _after_load(
-        self, session: Session, tenant: Tenant, sequence: int, *, damaged: bool
+        self, session: Session, tenant: Tenant, sequence: int, *, problem: str
     ) -> None:
         item = tenant.volumes.find(sequence)
         try:
@@ -262,8 +262,10 @@ class Sessions:
                     await session.port.unbind(item.volume, 0)  # it could not be reopened else
         finally:
             tenant.reading -= 1
-        if damaged:
+        if problem == "DAMAGED":
             await tenant.retention.damaged(sequence)
+        elif problem == "UNREADABLE":
+            tenant.retention.not_read(sequence)
 
 
 def _check_names(hello: Hello) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pccheck_native import _core
+from pccheck_native import _core, catalog
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin
 from pccheck_wire.messages import CheckpointState as State
@@ -129,6 +129,15 @@ class Tenant:
     def idle(self) -> bool:
         """Quiet, and nobody who may read: it may be closed."""
         return self.quiet and not self.reading and not self.readers
+
+    def is_usable(self, found: catalog.Checkpoint) -> bool:
+        """Neither flagged nor, when it was last tried, unreadable."""
+        return not found.is_damaged and found.sequence not in self.retention.unreadable
+
+    def readable(self) -> list[catalog.Checkpoint]:
+        """Newest first. What a group agrees on is read by each rank once, without a second try."""
+        found = self.volumes.checkpoints()
+        return [one for one in found if one.sequence not in self.retention.unreadable]
 
     # -- room ----------------------------------------------------------------------------------
 

@@ -278,7 +278,7 @@ class PCcheckClient:
         Returns what it did; a falsy result only when the volume was read and holds nothing.
         Raises DaemonUnreachableError and the like when that is not known,
         StateMismatchError by path when the checkpoint does not fit (nothing is changed
-        then), DamagedError and NoCheckpointError when no checkpoint is valid.
+        then), DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid.
         """
         if not self._planner.attached:
             raise UsageError("restore() has nothing to restore into", hint="call attach() first")

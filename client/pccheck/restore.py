@@ -19,6 +19,7 @@ from pccheck_wire.errors import (
     DeviceError,
     NoCheckpointError,
     PccheckError,
+    UnreadableError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Empty, Open, Opened, Read, Restored, Skipped
@@ -32,7 +33,7 @@ OPEN_LIMIT_S = 120.0
 _READ_LIMIT_S = 60.0
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
-_DAMAGED = -10001  # -PCC_E_DAMAGED
+_DAMAGED, _UNREADABLE = -10001, -10018  # -PCC_E_DAMAGED, -PCC_E_UNREADABLE
 _DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: a copy of the link's own
 
 
@@ -43,7 +44,8 @@ class RestoreResult:
     step: int = 0
     sequence: int = 0
     source: str = ""  # "dram" or "volume"
-    skipped: list[Skipped] = field(default_factory=list)  #: passed over as damaged: step and reason
+    #: Passed over as damaged, or because the disk could not read them: step and reason.
+    skipped: list[Skipped] = field(default_factory=list)
     metadata: Any = None
 
     def __bool__(self) -> bool:
@@ -60,19 +62,21 @@ class Found(RestoreResult):
 def read_newest(
     connection: Connection, step: int | None, use: Callable[[Opened, tree.Tree], Any]
 ) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
-    """Opens checkpoints, newest first, until `use` got through one without meeting damage.
+    """Opens checkpoints, newest first, until `use` got through one without meeting damage or what
+    cannot be read.
 
     Returns what was used and what was passed over; a list alone when the volume holds nothing.
     Raises NoCheckpointError when there are some, but none that is valid.
     """
     skipped: dict[int, Skipped] = {}
     before: int | None = None
+    failed: DamagedError | UnreadableError | None = None
     while True:
         try:
             opened = connection.request(Open(step, before), timeout_s=OPEN_LIMIT_S)
         except PccheckError as error:
-            if skipped and before is not None:
-                raise DamagedError(
+            if failed is not None:
+                raise type(failed)(
                     f"{_said(skipped.values())}; and then: {error.message}", hint=error.hint
                 ) from error
             raise
@@ -86,9 +90,9 @@ def read_newest(
         try:
             described = _read_tree(connection, opened)
             used = use(opened, described)
-        except DamagedError as error:
+        except (DamagedError, UnreadableError) as error:
             skipped[opened.sequence] = Skipped(opened.sequence, opened.step, error.message)
-            before = opened.sequence
+            before, failed = opened.sequence, error
             continue
         return opened, described, used, sorted(skipped.values(), key=lambda item: -item.sequence)
 
@@ -138,7 +142,8 @@ def _read(
     ranges: bytes,
     device_ranges: bytes = b"",
 ) -> None:
-    """Raises DamagedError when a block does not fit its checksum, DeviceError when a GPU fails."""
+    """Raises DamagedError when a block does not fit its checksum, UnreadableError when the disk
+    does not give it, DeviceError when a GPU fails."""
     load = connection.next_load()
     limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
     deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
@@ -166,6 +171,8 @@ def _read(
         raise connection.gone() from error
     if code == _DAMAGED:
         raise DamagedError(f"the data of step {opened.step} does not fit its checksums")
+    if code == _UNREADABLE:
+        raise UnreadableError(f"the data of step {opened.step} could not be read from the disk")
     if code in _DEVICE:
         raise DeviceError(f"the checkpoint could not be copied to a GPU (code {code})")
     if code != 0:

@@ -92,6 +92,15 @@ class DamagedError(PccheckError):
     exit_code = 14
 
 
+class UnreadableError(PccheckError):
+    """The disk could not read a checkpoint. Whether it is whole is not known: it is passed over as
+    a damaged one is, but not for ever."""
+
+    code = "UNREADABLE"
+    exit_code = DamagedError.exit_code
+    default_retryable = True
+
+
 class CheckpointFailedError(PccheckError):
     """A checkpoint ended failed, skipped or abandoned; it will never be durable."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from pccheck_native import catalog
-from pccheck_wire.errors import DamagedError, NoCheckpointError, UsageError
+from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 
 from . import offline, render, safetensors_file, subtree
 from .output import Document, note, print_json
@@ -49,7 +49,8 @@ class Skipped:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 14 when damaged checkpoints were passed over on the way to the one written."""
+    """0, or 14 when damaged or unreadable checkpoints were passed over on the way to the one
+    written."""
     if arguments.all_ranks and arguments.sequence is not None:
         raise UsageError("--sequence counts within one rank", hint="use --rank R, or --step")
     storage = files(arguments)
@@ -89,7 +90,8 @@ def _choose_or_tell(ranks: Ranks, arguments: argparse.Namespace, skipped: list[S
         if not skipped:
             raise
         raise NoCheckpointError(
-            f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged",
+            f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged "
+            "or not readable",
             hint=f"see: pccheckctl verify {arguments.job}",
         ) from error
 
@@ -191,7 +193,7 @@ def write(
             outputs.append(stack.enter_context(made))
             try:
                 written.append(_write_one(storage, one, made, kind, bar, arguments.only))
-            except DamagedError as error:
+            except (DamagedError, UnreadableError) as error:
                 raise _DamageError(Skipped(one, error.message)) from error
         for made in outputs:
             made.commit()

@@ -41,6 +41,8 @@ class Storage:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises NoStoreError when there is no such directory."""
         self.path = Path(path).absolute()
+        self.served = False
+        self.socket: str | None = None
         if not self.path.is_dir():
             raise NoStoreError(
                 f"there is no storage directory {self.path}",

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from pccheck_native import _core, catalog
 from pccheck_native.subset import Subset, verify_part
 from pccheck_wire import tree
-from pccheck_wire.errors import DamagedError, PccheckError
+from pccheck_wire.errors import DamagedError, PccheckError, UnreadableError
 
 
 class RecycledError(PccheckError):
@@ -32,7 +32,8 @@ class Reader(Protocol):
     def read(self, offset: int, length: int) -> bytes: ...
     def read_into(self, ranges: bytes) -> None: ...
     def verify(self, part: Subset | None = None) -> int:
-        """Reads and checks everything, or a part; how many bytes. Raises DamagedError."""
+        """Reads and checks everything, or a part; how many bytes. Raises DamagedError,
+        UnreadableError."""
         ...
 
     def close(self) -> None: ...
@@ -40,8 +41,20 @@ class Reader(Protocol):
     def __exit__(self, *_exception: object) -> None: ...
 
 
+def invalid(one: catalog.Checkpoint, problem: str) -> DamagedError | UnreadableError:
+    """What is wrong with a checkpoint: UNREADABLE is a disk that does not give it, all else is
+    damage."""
+    named = f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank})"
+    if problem == "UNREADABLE":
+        return UnreadableError(
+            f"{named} could not be read from the disk",
+            hint="look at the kernel's log: dmesg; try again",
+        )
+    return DamagedError(f"{named} is damaged: {problem}")
+
+
 def read_tree(reader: Reader) -> tree.Tree:
-    """The decoded tree of a checkpoint. Raises DamagedError."""
+    """The decoded tree of a checkpoint. Raises DamagedError, UnreadableError."""
     return tree.decode(reader.read(*reader.tree_place), reader.checkpoint.payload_bytes)
 
 
@@ -49,6 +62,8 @@ class Store(Protocol):
     """Where checkpoints are: a storage directory, or what the daemon shows of it."""
 
     path: Path
+    served: bool  #: a daemon has named it, at
+    socket: str | None  #: (None: where daemons are by default)
 
     def scan(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None
@@ -103,19 +118,15 @@ class FileReader:
         self.close()
 
     def _told(self, error: BaseException) -> PccheckError:
-        """Damage, unless the slot was given to a newer checkpoint meanwhile. A kernel error on
-        reading is as good as damage: recovery goes on with the one before."""
+        """What is wrong, unless the slot was given to a newer checkpoint meanwhile."""
         one = self.checkpoint
         if not _still_there(one):
             return recycled(one)
-        return damaged(one, str(error).removesuffix(": damaged (DAMAGED)"))
-
-
-def damaged(one: catalog.Checkpoint, why: str) -> DamagedError:
-    return DamagedError(
-        f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank}) is "
-        f"damaged: {why}"
-    )
+        cannot = isinstance(error, OSError) or (
+            isinstance(error, _core.NativeError) and error.code_name == "UNREADABLE"
+        )
+        why = "UNREADABLE" if cannot else str(error).removesuffix(": damaged (DAMAGED)")
+        return invalid(one, why)
 
 
 def recycled(one: catalog.Checkpoint) -> RecycledError:

@@ -23,9 +23,10 @@ from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, R
 from . import VERSION
 from .online import Observer
 from .output import Document, rows, text, whole
-from .reading import damaged, recycled
+from .reading import invalid, recycled
 
 LOAD_LIMIT_S = 3600.0
+_UNREADABLE = -10018  # -PCC_E_UNREADABLE
 
 
 class DaemonStore:
@@ -33,13 +34,13 @@ class DaemonStore:
 
     def __init__(self, socket: str | None, path: Path) -> None:
         self.path = path
-        self._socket = socket
+        self.served, self.socket = True, socket
 
     def scan(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None
     ) -> catalog.Catalog:
         """What the daemon lists, as a catalog without volumes' infos."""
-        with Observer(self._socket) as observer:
+        with Observer(self.socket) as observer:
             document = observer.listing(job)
         found = catalog.Catalog()
         for item in rows(document, "checkpoints"):
@@ -50,7 +51,7 @@ class DaemonStore:
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
-        return DaemonReader(checkpoint, self._socket)
+        return DaemonReader(checkpoint, self.socket)
 
     def _unreadable(self, item: Document) -> catalog.Unreadable:
         path = Path(text(item, "path"))
@@ -121,18 +122,7 @@ class DaemonReader:
         self._transfer(ranges, first, sum(places[-1]) - first)
 
     def verify(self, part: Subset | None = None) -> int:
-        one = self.checkpoint
-        with Observer(self._path) as observer:
-            document = observer.verify(
-                one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S,
-                subset=part.text if part else "", seed=part.seed if part else 0,
-            )  # fmt: skip
-        read = 0
-        for item in rows(document, "checkpoints"):
-            if item.get("valid") is not True:
-                raise damaged(self.checkpoint, text(item, "problem"))
-            read += whole(item, "read_bytes")
-        return read
+        return verified(self._path, self.checkpoint, part)[0]
 
     def close(self) -> None:
         self._link.close()
@@ -166,4 +156,25 @@ class DaemonReader:
         except OSError as error:
             raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
         if result != 0:
-            raise damaged(self.checkpoint, f"code {result}")
+            raise invalid(
+                self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"
+            )
+
+
+def verified(
+    socket: str | None, one: catalog.Checkpoint, part: Subset | None = None
+) -> tuple[int, bool]:
+    """Has the daemon read and check it: how many bytes, and whether a flag that said "damaged" is
+    gone for it. Raises DamagedError, UnreadableError, NoCheckpointError."""
+    with Observer(socket) as observer:
+        document = observer.verify(
+            one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S,
+            subset=part.text if part else "", seed=part.seed if part else 0,
+        )  # fmt: skip
+    read, cleared = 0, False
+    for item in rows(document, "checkpoints"):
+        if item.get("valid") is not True:
+            raise invalid(one, text(item, "problem"))
+        read += whole(item, "read_bytes")
+        cleared = cleared or item.get("cleared") is True
+    return read, cleared

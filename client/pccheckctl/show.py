@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pccheck_native import catalog
 from pccheck_wire import tree
-from pccheck_wire.errors import DamagedError
+from pccheck_wire.errors import DamagedError, UnreadableError
 
 from . import offline, render
 from .listing import age_s, flags
@@ -31,12 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = offline.matching(
         by_rank.get(rank, ()), step=arguments.step, sequence=arguments.sequence
     )
-    damaged: list[DamagedError] = []
+    damaged: list[DamagedError | UnreadableError] = []
     for one in wanted:
         try:
             with storage.reader(one) as reader:
                 content = read_tree(reader)
-        except DamagedError as error:
+        except (DamagedError, UnreadableError) as error:
             damaged.append(error)
             continue
         document = describe(one, content)

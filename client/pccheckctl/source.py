@@ -71,7 +71,9 @@ def files(arguments: argparse.Namespace) -> Store:
             return chosen
         place = Path(text(part(chosen.status(), "storage"), "path"))
     if _may_read(place):
-        return Storage(place)
+        storage = Storage(place)
+        storage.served, storage.socket = True, arguments.socket
+        return storage
     from .remote import DaemonStore
 
     return DaemonStore(arguments.socket, place)

@@ -110,6 +110,7 @@ def _scrub(scrub: Document, now_s: float) -> list[str]:
         else "not done yet"
     )
     found = f", {bad} DAMAGED" if bad else ""
+    found += f", {lost} UNREADABLE" if (lost := whole(scrub, "unreadable")) else ""
     if state == "off":
         doing = "off: nothing looks for rot (see --scrub-rate, --scrub-interval)"
     elif state == "waiting":

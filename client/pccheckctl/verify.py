@@ -7,7 +7,13 @@ import secrets
 from dataclasses import dataclass
 
 from pccheck_native import catalog, subset
-from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, UsageError
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    UnreadableError,
+    UsageError,
+)
 
 from . import offline, render
 from .output import Document, print_json
@@ -15,17 +21,20 @@ from .progress import Bar, bytes_read
 from .reading import RecycledError, Store, read_tree
 from .source import files
 
+BAD = ("damaged", "unreadable")
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
     checkpoint: catalog.Checkpoint
-    result: str  # "ok", "damaged", "recycled"
+    result: str  # "ok", "damaged", "unreadable", "recycled"
     reason: str = ""
     read_bytes: int = 0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when everything is whole, 14 when something is damaged, 13 when there is nothing."""
+    """0 when everything is whole, 14 when something is damaged or cannot be read, 13 when there is
+    nothing."""
     storage = files(arguments)
     found = storage.scan(uid=arguments.uid, job=arguments.job, rank=arguments.rank)
     wanted = offline.matching(found.checkpoints, step=arguments.step, sequence=arguments.sequence)
@@ -44,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         for one in wanted:
             results.append(check(storage, one, part))
             bar.advance(one.payload_bytes)
-    bad = bool(found.unreadable) or any(one.result == "damaged" for one in results)
+    bad = bool(found.unreadable) or any(one.result in BAD for one in results)
     if arguments.json:
         print_json(document(results, found.unreadable, part))
     else:
@@ -74,18 +83,42 @@ def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
 
 
 def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -> Result:
+    if one.is_damaged and part is None and storage.served:
+        return _flagged(storage, one)
     try:
         with storage.reader(one) as reader:
             read_bytes = reader.verify(part)
             read_tree(reader)
     except RecycledError as error:
         return Result(one, "recycled", error.message)
+    except UnreadableError as error:
+        return Result(one, "unreadable", error.message)
     except PccheckError as error:
         return Result(one, "damaged", error.message.rpartition(" is damaged: ")[2])
     if one.is_damaged:
         known = "a reader found it damaged before; it reads well now"
-        return Result(one, "damaged", known, read_bytes)
+        more = "all of it, through pccheckd, takes the flag away"
+        return Result(one, "damaged", f"{known}: {more}", read_bytes)
     return Result(one, "ok", "", read_bytes)
+
+
+def _flagged(storage: Store, one: catalog.Checkpoint) -> Result:
+    """Known to be damaged. Only the daemon, which writes the volume, may take that back, and only
+    for what it has read itself."""
+    from .remote import verified
+
+    try:
+        read_bytes, cleared = verified(storage.socket, one)
+    except NoCheckpointError as error:
+        return Result(one, "recycled", error.message)
+    except UnreadableError as error:
+        return Result(one, "unreadable", error.message)
+    except DamagedError as error:
+        return Result(one, "damaged", error.message)
+    if not cleared:
+        return Result(one, "damaged", "it reads well, but the flag stays: see the log", read_bytes)
+    told = "a reader had found it damaged; it reads well, and is no longer flagged"
+    return Result(one, "ok", told, read_bytes)
 
 
 def document(
@@ -128,10 +161,11 @@ def as_text(
         for item in unreadable
     ]
     headings = ("job", "rank", "sequence", "step", "size", "result", "reason")
-    counts = {name: sum(r.result == name for r in results) for name in ("ok", "damaged")}
+    counts = {name: sum(r.result == name for r in results) for name in ("ok", *BAD)}
+    lost = f", {counts['unreadable']} unreadable" if counts["unreadable"] else ""
     return (
         render.table(headings, lines)
-        + f"\n\n{counts['ok']} ok, {counts['damaged'] + len(unreadable)} damaged"
+        + f"\n\n{counts['ok']} ok, {counts['damaged'] + len(unreadable)} damaged{lost}"
         + (_share(results, part) if part else "")
     )
 

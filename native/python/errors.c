@@ -23,6 +23,7 @@ static const struct {
     {PCC_E_DEVICE, "the CUDA driver refused or failed a call"},
     {PCC_E_DEVICE_LOST, "the GPU's context is gone for this process"},
     {PCC_E_BAD_HANDLE, "this GPU memory cannot be shared with the daemon"},
+    {PCC_E_UNREADABLE, "the disk could not read it"},
 };
 
 static const char *text_of(int code)

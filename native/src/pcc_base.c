@@ -37,6 +37,7 @@ static const char *const error_names[PCC_E_LAST - PCC_E_FIRST] = {
     [PCC_E_DEVICE - PCC_E_FIRST] = "DEVICE",
     [PCC_E_DEVICE_LOST - PCC_E_FIRST] = "DEVICE_LOST",
     [PCC_E_BAD_HANDLE - PCC_E_FIRST] = "BAD_HANDLE",
+    [PCC_E_UNREADABLE - PCC_E_FIRST] = "UNREADABLE",
 };
 
 const char *pcc_error_name(int code)

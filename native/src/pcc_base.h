@@ -43,6 +43,7 @@ enum {
     PCC_E_DEVICE,               /* the CUDA driver refused or failed a call */
     PCC_E_DEVICE_LOST,          /* the GPU's context is gone for this process */
     PCC_E_BAD_HANDLE,           /* device memory that cannot be shared with the daemon */
+    PCC_E_UNREADABLE,           /* data could not be read: whether it is whole is not known */
     PCC_E_LAST,
 };
 

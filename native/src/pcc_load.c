@@ -20,10 +20,11 @@ struct pcc_load {
     uint64_t block_count;
 };
 
-/* What was read but not as it was written is damage; so is what could not be read. */
-static int as_damage(int result)
+/* Only what was read, and not as it was written, is damage: that stays. What could not be read may
+ * be there again the next time. */
+static int as_unreadable(int result)
 {
-    return result == 0 || result == -ENOMEM ? result : -PCC_E_DAMAGED;
+    return result == 0 || result == -ENOMEM ? result : -PCC_E_UNREADABLE;
 }
 
 static int read_manifest(struct pcc_load *load)
@@ -38,7 +39,7 @@ static int read_manifest(struct pcc_load *load)
         return -ENOMEM;
     int result = pcc_io_read_all(pcc_volume_io(load->volume), load->manifest, room, offset);
     if (result != 0)
-        return as_damage(result);
+        return as_unreadable(result);
     pcc_volume_record(load->volume, &record);
     result = pcc_manifest_accept(load->manifest, &record, load->slot, &load->entry);
     load->checksums =
@@ -122,7 +123,7 @@ int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, ui
     const int result = pcc_io_read_all(pcc_volume_io(load->volume), bytes,
                                        pcc_align_up(length_bytes, PCC_IO_ALIGN),
                                        load->slot_offset_bytes + offset_bytes);
-    return result != 0 ? as_damage(result)
+    return result != 0 ? as_unreadable(result)
                        : pcc_load_check(load, bytes, offset_bytes, length_bytes);
 }
 

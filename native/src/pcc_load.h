@@ -9,7 +9,8 @@
 
 struct pcc_load;
 
-/* -ENOENT (no such durable sequence), -PCC_E_DAMAGED (manifest), -errno. Borrows volume. */
+/* -ENOENT (no such durable sequence), -PCC_E_DAMAGED, -PCC_E_UNREADABLE (its manifest), -errno.
+ * Borrows volume. */
 PCC_MUST_CHECK int pcc_load_open(struct pcc_volume *volume, uint64_t sequence,
                                  struct pcc_load **out);
 void pcc_load_close(struct pcc_load *load); /* accepts NULL */
@@ -21,7 +22,7 @@ uint32_t pcc_load_block_bytes(const struct pcc_load *load);
 PCC_MUST_CHECK int pcc_load_check(const struct pcc_load *load, const void *bytes,
                                   uint64_t offset_bytes, uint64_t length_bytes);
 /* Reads and checks one chunk into an aligned buffer with room for length rounded up to
- * PCC_IO_ALIGN. A read error counts as damage (-PCC_E_DAMAGED). */
+ * PCC_IO_ALIGN. -PCC_E_DAMAGED; -PCC_E_UNREADABLE after a read error. */
 PCC_MUST_CHECK int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
                                   uint64_t length_bytes);
 

@@ -4,11 +4,13 @@
  *          "kill:record-b:1"  between replica A and B
  *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
+ *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it
  *          "slow:data:20000"  every data write takes 20,000 us longer
  * Data that the engine `uring` writes, or `mmap` stores, does not pass here: no data points then. A
  * flush and a record of `mmap` are msync(), of the whole file and of a part.
  * Only files whose name ends in .pcc count, and only from the moment when the file named by
- * PCC_SHIM_ARM exists (so that start-up is left alone). */
+ * PCC_SHIM_ARM exists (so that start-up is left alone). Reads of 4 KiB do not count: records, which
+ * are read when a volume is opened, and the smallest manifests. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,14 +26,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum point { NO_POINT, DATA, FLUSH, RECORD_A, RECORD_B };
+enum point { NO_POINT, DATA, FLUSH, RECORD_A, RECORD_B, READ };
 
-static atomic_int calls[RECORD_B + 1];
+static atomic_int calls[READ + 1];
 
 static enum point point_named(const char *name, size_t length)
 {
-    static const char *const names[] = {"", "data", "flush", "record-a", "record-b"};
-    for (int i = DATA; i <= RECORD_B; i++)
+    static const char *const names[] = {"", "data", "flush", "record-a", "record-b", "read"};
+    for (int i = DATA; i <= READ; i++)
         if (strlen(names[i]) == length && strncmp(names[i], name, length) == 0)
             return (enum point)i;
     return NO_POINT;
@@ -72,7 +74,8 @@ static int reached(enum point point)
         nanosleep(&pause, NULL);
         return 0;
     }
-    if (atomic_fetch_add(&calls[point], 1) + 1 != number)
+    const int count = atomic_fetch_add(&calls[point], 1) + 1;
+    if (count < number || (count > number && strncmp(spec, "dead", 4) != 0))
         return 0;
     if (strncmp(spec, "kill", 4) == 0) {
         kill(getpid(), SIGKILL);
@@ -106,6 +109,26 @@ ssize_t pwrite64(int fd, const void *bytes, size_t length, off64_t offset)
         return -1;
     }
     return REAL(pwrite64)(fd, bytes, length, offset);
+}
+
+ssize_t pread(int fd, void *bytes, size_t length, off_t offset)
+{
+    int error = length > 4096 ? at(READ, fd) : 0;
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(pread)(fd, bytes, length, offset);
+}
+
+ssize_t pread64(int fd, void *bytes, size_t length, off64_t offset)
+{
+    int error = length > 4096 ? at(READ, fd) : 0;
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(pread64)(fd, bytes, length, offset);
 }
 
 static enum point record_point(int fd, off_t offset)

@@ -16,6 +16,7 @@ from pccheckd import scrub as module
 from pccheckd import scrub_state
 from pccheckd.config import Config
 from pccheckd.engine import Engine
+from pccheckd.logs import LOG
 from pccheckd.registry import Registry
 from pccheckd.scrub import Scrubber
 from pccheckd.volumes import Key
@@ -126,7 +127,8 @@ def test_a_volume_that_cannot_be_opened_is_told(run: Callable[..., None]) -> Non
         path.write_bytes(bytes(1 << 20))
         await place.pass_()
         assert place.results == {"ok": 3, "unreadable": 1}
-        assert place.scrubber.document()["damaged"] == 1
+        document = place.scrubber.document()
+        assert (document["damaged"], document["unreadable"]) == (0, 1)
 
     run(work)
 
@@ -135,12 +137,10 @@ def test_a_volume_that_cannot_be_opened_is_told(run: Callable[..., None]) -> Non
 def test_a_disk_that_was_away_for_a_moment_has_lost_nothing(
     run: Callable[..., None], loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core calls damaged what it could not read, and the flag would stay."""
-
     async def work(place: Place) -> None:
         if loaded:
             await place.registry.existing(KEY)
-        check, asked = module._check, 0
+        check, asked = module.check, 0
 
         def away(*what: Any) -> None:
             nonlocal asked
@@ -149,10 +149,120 @@ def test_a_disk_that_was_away_for_a_moment_has_lost_nothing(
                 raise OSError(errno.EIO, "away")
             check(*what)
 
-        monkeypatch.setattr(module, "_check", away)
+        monkeypatch.setattr(module, "check", away)
         await place.pass_()
         assert (place.results, place.scrubber.damaged) == ({"ok": 3}, 0)
         assert damaged(place.config.storage) == []
+
+    run(work)
+
+
+def test_what_cannot_be_read_twice_is_told_but_not_flagged(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        check, bad = module.check, 2
+
+        def broken(volume: Volume, sequence: int, offset: int, length: int) -> None:
+            if sequence == bad:
+                raise OSError(errno.EIO, "bad sector")
+            check(volume, sequence, offset, length)
+
+        monkeypatch.setattr(module, "check", broken)
+        await place.pass_()
+        assert place.results == {"ok": 2, "unreadable": 1}
+        assert (place.scrubber.damaged, place.scrubber.unreadable) == (0, 1)
+        assert damaged(place.config.storage) == []
+        _, tenant = await place.registry.existing(KEY)
+        assert tenant.retention.unreadable == {2}
+        assert [one.sequence for one in tenant.readable()] == [3, 1]
+        bad = 0
+        await place.pass_()
+        assert (place.results, place.scrubber.unreadable) == ({"ok": 5, "unreadable": 1}, 0)
+        assert tenant.retention.unreadable == set()
+
+    run(work)
+
+
+def test_damage_that_cannot_be_read_again_is_not_believed(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        scribble(place.config.storage, 2)
+        check, met = module.check, 0
+
+        def going(volume: Volume, sequence: int, offset: int, length: int) -> None:
+            nonlocal met
+            met += sequence == 2
+            if met > 1 and sequence == 2:
+                raise OSError(errno.EIO, "away")
+            check(volume, sequence, offset, length)
+
+        monkeypatch.setattr(module, "check", going)
+        await place.pass_()
+        assert place.results == {"ok": 2, "unreadable": 1}
+        assert damaged(place.config.storage) == []
+
+    run(work)
+
+
+def test_damage_that_is_gone_loses_its_flag(
+    run: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(place: Place) -> None:
+        scribble(place.config.storage, 2, at=64)
+        await place.pass_()
+        assert damaged(place.config.storage) == [2]
+        await place.pass_()  # it is read again each time
+        assert damaged(place.config.storage) == [2]
+        scribble(place.config.storage, 2, at=64)
+        await place.pass_()
+        assert damaged(place.config.storage) == []
+        assert place.results == {"ok": 7, "damaged": 1}
+        _, tenant = await place.registry.existing(KEY)
+        assert not any(one.is_damaged for one in tenant.volumes.checkpoints())
+
+    LOG.addHandler(caplog.handler)
+    try:
+        run(work)
+    finally:
+        LOG.removeHandler(caplog.handler)
+    assert "checkpoint 2 reads well again, all of it" in caplog.text
+
+
+def test_a_flag_set_while_it_was_read_stays(run: Callable[..., None]) -> None:
+    """Whoever found damage last is right, whatever order the records are written in."""
+
+    async def work(place: Place) -> None:
+        _, tenant = await place.registry.existing(KEY)
+        keeper = tenant.retention
+        reports = keeper.reports
+        await keeper.damaged(2)
+        assert not await keeper.found_whole(2, reports=reports)
+        assert damaged(place.config.storage) == [2]
+        reports = keeper.reports
+        _, cleared = await asyncio.gather(keeper.damaged(2), keeper.found_whole(2, reports=reports))
+        assert not cleared and damaged(place.config.storage) == [2]
+        assert not await keeper.found_whole(3, reports=keeper.reports)  # nothing to take away
+        assert await keeper.found_whole(2, reports=keeper.reports)
+        assert damaged(place.config.storage) == []
+
+    run(work)
+
+
+def test_a_flag_that_cannot_be_written_away_stays(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        _, tenant = await place.registry.existing(KEY)
+        await tenant.retention.damaged(2)
+
+        async def refused(*_: object, **__: object) -> bool:
+            return False
+
+        monkeypatch.setattr(tenant.retention, "flag", refused)
+        assert not await tenant.retention.found_whole(2, reports=tenant.retention.reports)
+        assert damaged(place.config.storage) == [2]
 
     run(work)
 
@@ -292,7 +402,7 @@ def test_off_ends_it_in_the_middle_of_a_volume(
     run: Callable[..., None], off: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(place: Place) -> None:
-        check, before = module._check, getattr(place.config, off)
+        check, before = module.check, getattr(place.config, off)
         reads = 0
 
         def once(*what: Any) -> None:
@@ -302,7 +412,7 @@ def test_off_ends_it_in_the_middle_of_a_volume(
                 setattr(place.config, off, 0)
             check(*what)
 
-        monkeypatch.setattr(module, "_check", once)
+        monkeypatch.setattr(module, "check", once)
         await place.pass_()
         assert (reads, place.scrubber.passes, place.scrubber._state.running) == (2, 0, True)
         setattr(place.config, off, before)

@@ -1,0 +1,171 @@
+"""A read error is not damage: it is passed over and told, and leaves nothing behind. A checkpoint
+that was damaged and reads well again, all of it, loses its flag."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pccheck_native import catalog
+from pccheck_wire.errors import DamagedError
+from pccheck_wire.messages import Opened
+from pccheckctl.online import Observer
+from pccheckctl.remote import DaemonStore
+from tests.support.ctl import Ctl
+from tests.support.daemon import Daemon
+from tests.support.rank import Rank, payload_of
+from tests.support.trainer import RemoteError, Trainer
+from tests.support.volumes import make, scribble
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+SIZE = 3_000_000
+LIMIT_S = 60.0
+UNREADABLE = -10018
+
+
+def flagged(storage: Path) -> list[int]:
+    return [one.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
+
+
+def status(daemon: Daemon) -> dict[str, Any]:
+    with Observer(str(daemon.socket)) as observer:
+        return observer.status()
+
+
+def verify(daemon: Daemon, uid: int = -1) -> dict[int, dict[str, Any]]:
+    """By the daemon, everything; by step."""
+    with Observer(str(daemon.socket)) as observer:
+        document: dict[str, Any] = observer.verify("job", rank=0, uid=uid)
+    return {one["step"]: one for one in document["checkpoints"]}
+
+
+def steps_on_disk(start_daemon: Start, start_trainer: Connect, fault: str, steps: int) -> Daemon:
+    """A daemon that has nothing in memory, and whose disk is to fail."""
+    daemon = start_daemon(shim=fault)
+    trainer = start_trainer(daemon)
+    for _ in range(steps):
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+    assert daemon.stop() == 0
+    return daemon.start()
+
+
+def test_a_read_error_falls_to_the_one_before_and_leaves_no_flag(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = steps_on_disk(start_daemon, start_trainer, "eio:read:1", 2)
+    daemon.armed.touch()
+    trainer = start_trainer(daemon)
+    done = trainer.restore()
+    assert (done["step"], done["skipped"]) == (1, [2])
+    assert trainer.check(1) == ""
+    trainer.kill()
+    assert "checkpoint 2 could not be read" in daemon.log.read_text()
+    assert flagged(daemon.storage) == []
+    again = start_trainer(daemon)  # the disk has come to its senses
+    done = again.restore()
+    assert (done["step"], done["skipped"]) == (2, [])
+    assert again.check(2) == ""
+
+
+def test_when_nothing_can_be_read_it_says_so_and_no_flag_is_left(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = steps_on_disk(start_daemon, start_trainer, "dead:read:1", 2)
+    daemon.armed.touch()
+    with pytest.raises(RemoteError, match=r"UnreadableError.*step 2.*could not be read") as caught:
+        start_trainer(daemon).restore()
+    assert "step 1" in str(caught.value)
+    shown = status(daemon)
+    assert shown["daemon"]["state"] == "degraded"
+    (told,) = shown["warnings"]
+    assert "checkpoints [2, 1]" in told and "could not be read" in told
+    assert {one["problem"] for one in verify(daemon).values()} == {"UNREADABLE"}
+    assert flagged(daemon.storage) == []
+    daemon.armed.unlink()
+    assert all(one["valid"] for one in verify(daemon).values())
+    assert status(daemon)["warnings"] == []
+
+
+def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
+    """Its ranks read what was agreed on once, so the next agreement has to be another."""
+    daemon = start_daemon(shim="dead:read:1")
+
+    @contextmanager
+    def group(launch: str) -> Iterator[list[Rank]]:
+        with ExitStack() as ranks:
+            yield [
+                ranks.enter_context(Rank(daemon.socket, rank=rank, world_size=2, launch=launch))
+                for rank in range(2)
+            ]
+
+    with group("run-0") as ranks:
+        for rank in ranks:
+            rank.open()
+            rank.register(SIZE)
+        for step in (1, 2):
+            for rank in ranks:
+                rank.save(step, payload_of(step, SIZE))
+    assert daemon.stop() == 0
+    daemon.start()
+    with group("run-1") as ranks:
+        daemon.armed.touch()
+        opened = ranks[0].open()
+        assert isinstance(opened, Opened) and opened.step == 2
+        assert ranks[0].load(opened)[0] == UNREADABLE
+        with pytest.raises(DamagedError, match="cannot be used"):
+            ranks[0].open(before=opened.sequence)
+        daemon.armed.unlink()
+    with group("run-2") as ranks:
+        for rank in ranks:
+            opened, data = rank.restore()
+            assert (opened.step, data) == (1, payload_of(1, SIZE))
+    assert flagged(daemon.storage) == []
+
+
+# -- flags that go -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(start_daemon: Start, tmp_path: Path) -> Daemon:
+    """Its newest checkpoint is damaged, and flagged since a reader has met that."""
+    storage = make(tmp_path / "storage", 1, 2, 3)
+    daemon = start_daemon("--allow-any-filesystem", "--scrub-rate", "0", storage=storage)
+    scribble(storage, 3, at=64)
+    store = DaemonStore(str(daemon.socket), storage)
+    with store.reader(store.scan().checkpoints[0]) as reader, pytest.raises(DamagedError):
+        reader.read(0, reader.checkpoint.payload_bytes)
+    deadline = time.monotonic() + LIMIT_S
+    while flagged(storage) != [3]:  # after the reader was told
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return daemon
+
+
+def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon) -> None:
+    served = ("--socket", damaged.socket, "verify", "job", "--json")
+
+    def result(*arguments: object, storage: Path | None = None) -> tuple[int, str]:
+        ran = ctl(storage, *arguments)
+        return ran.code, {one["step"]: one["result"] for one in ran.json["checkpoints"]}[3]
+
+    assert result(*served) == (14, "damaged")
+    scribble(damaged.storage, 3, at=64)  # what the disk had lost is there again
+    assert result("verify", "job", "--json", storage=damaged.storage) == (14, "damaged")
+    assert result(*served, "--read-data-subset", "50%") == (14, "damaged")
+    assert flagged(damaged.storage) == [3]
+    assert result(*served) == (0, "ok")
+    assert flagged(damaged.storage) == []
+    assert "checkpoint 3 reads well again" in damaged.log.read_text()
+    assert status(damaged)["warnings"] == []
+    damaged.kill()
+    damaged.start()
+    assert flagged(damaged.storage) == []
+    assert ctl(None, "--socket", damaged.socket, "show", "job", "--json").json["step"] == 3
