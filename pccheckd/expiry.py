@@ -42,6 +42,8 @@ async def drop(
         layout.check_job(body.job)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if not body.dry_run:
+        await _clear(engine, config)
     wanted = body.uid if body.uid >= 0 else None if asker_uid == 0 else asker_uid
     files = await engine.look(
         asker_uid, dropping.victims, config.storage, uid=wanted, job=body.job, rank=body.rank
@@ -57,6 +59,17 @@ async def drop(
             owner, len(files), sum(victim.bytes for victim in files),
         )  # fmt: skip
     return dropping.document(config.storage, files, dropped=True)
+
+
+async def _clear(engine: Engine, config: Config) -> None:
+    """The room that a drop before could not give back."""
+    try:
+        count = await engine.look(os.geteuid(), dropping.clear, config.storage)
+    except OSError as error:
+        LOG.warning("the room of dropped volumes cannot be given back: %s; later again", error)
+        return
+    if count:
+        LOG.info("gave back the room of %d volumes that were dropped before", count)
 
 
 async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> None:
@@ -103,6 +116,7 @@ class Expiry(Background):
         """Counts, says what is due, and drops what was said to be; which jobs that were. One that
         is in use is left alone."""
         age_s = self._config.expire_finished_s
+        await _clear(self._engine, self._config)
         due = [job for job in await self._observed() if self._idle.idle_s(job) >= age_s]
         said, self._announced = self._announced & set(due), set(due)
         for job in due:

@@ -248,9 +248,7 @@ class Sessions:
         sequence, tenant = session.loads.pop(event.id), session.tenant
         if tenant is None:
             return
-        self._work.spawn(
-            self._after_load(session, tenant, sequence, problem=event.error_name)
-        )
+        self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
 
     async def _after_load(
         self, session: Session, tenant: Tenant, sequence: int, *, problem: str

@@ -29,6 +29,8 @@ def drop(
             files = dropping.victims(storage.path, uid=uid, job=job, rank=rank)
             owner_of(job, rank, (victim.file.uid for victim in files))
             if not dry_run:
+                with contextlib.suppress(OSError):  # of drops before; a daemon's start has it, too
+                    dropping.clear(storage.path)
                 dropping.drop([victim.file.path for victim in files])
         except dropping.InUseError as error:
             raise RefusedError(

@@ -1,6 +1,7 @@
 """Removing volumes so that a crash in between leaves no half of one: a volume is first renamed to
 a name that nobody takes for a volume, which is made durable, and then removed. What a crash leaves
-of that is found by `layout.list_temporary` and swept when a daemon starts.
+of that is found by `layout.list_temporary` and swept when a daemon starts; what could not be
+removed, by `clear` when the next one is dropped.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def document(
 
 def drop(paths: Sequence[Path]) -> None:
     """Removes these volumes. Raises InUseError, before anything is touched, when another process
-    has one of them.
+    has one of them; OSError when their room could not be given back: `clear` tries it again.
 
     Oldest generation first: what an interruption leaves of a rank is its newest volume, so that a
     job that is started over it goes on from there and not from an outgrown one.
@@ -141,13 +142,35 @@ def drop(paths: Sequence[Path]) -> None:
                 away = path.with_name(path.name + _DROPPED)
                 path.rename(away)
                 gone.append(away)
-            _sync(directory)
-            for away in gone:
-                away.unlink(missing_ok=True)
-            _sync(directory)
+            _remove(directory, gone)
     for directory in {path.parent for path in paths}:
         with contextlib.suppress(OSError):  # another rank's volume is there, or it is gone
             directory.rmdir()
+
+
+def clear(storage: str | os.PathLike[str]) -> int:
+    """Removes what was dropped and could not be removed then; how many files. Beside a drop in
+    progress it does what that is about to do. Raises OSError when there is still one left."""
+    left = [path for path in layout.list_temporary(storage) if path.name.endswith(_DROPPED)]
+    for directory in dict.fromkeys(path.parent for path in left):
+        _remove(directory, [path for path in left if path.parent == directory])
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+    return len(left)
+
+
+def _remove(directory: Path, gone: list[Path]) -> None:
+    """Once the names are durable. All that can be, then raises why the first one could not."""
+    failed: OSError | None = None
+    _sync(directory)
+    for path in gone:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            failed = failed or error
+    _sync(directory)
+    if failed is not None:
+        raise failed
 
 
 def _generation(path: Path) -> int:

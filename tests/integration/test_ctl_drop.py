@@ -318,3 +318,21 @@ def test_what_an_interrupted_drop_left_is_swept(
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     assert not left.exists()
     daemon.kill(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["a drop", "a drop without a daemon", "an expiry"])
+def test_the_room_of_a_drop_that_failed_is_given_back_by_the_next(
+    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl, how: str
+) -> None:
+    (path,) = files(storage)
+    make(storage, 30, job="other")
+    flags = ("--expire-finished", "1h") if how == "an expiry" else ()
+    place: Daemon | Path = storage
+    if how != "a drop without a daemon":
+        place = daemon = start_daemon("--allow-any-filesystem", *flags, storage=storage)
+    left = path.rename(path.with_name(path.name + ".dropped.tmp"))  # as when unlink fails
+    if how == "an expiry":
+        looks(daemon)
+    else:
+        assert ctl(place, "drop", "other", "--yes")[0] == 0
+    eventually(lambda: not left.parent.exists())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -94,6 +95,33 @@ def test_a_volume_in_use_is_left_alone_with_all_others(storage: Path) -> None:
         dropping.drop(paths)
     os.close(holder)
     assert all(path.exists() for path in paths)
+
+
+def test_room_that_could_not_be_given_back_is_when_the_next_is_dropped(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = outgrown(storage)
+    making = second.with_name("rank-0.2.pcc.xyz.tmp")  # another volume on its way
+    making.touch()
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith(first.name):
+            raise OSError(errno.EIO, "the disk", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OSError, match="the disk"):
+        dropping.drop([first, second])
+    (left,) = (path for path in first.parent.iterdir() if path != making)
+    assert left.name.startswith(first.name) and dropping.victims(storage) == []
+    with pytest.raises(OSError, match="the disk"):
+        dropping.clear(storage)
+    monkeypatch.undo()
+    assert dropping.clear(storage) == 1
+    assert list(first.parent.iterdir()) == [making]
+    assert dropping.clear(storage) == 0
+    making.unlink()
 
 
 def test_a_job_is_done_when_all_its_ranks_are(tmp_path: Path) -> None:
