@@ -145,7 +145,10 @@ void pcc_link_close(struct pcc_link *link)
         pcc_link_let_go(link, job);
         pcc_link_job_end(job);
     }
+    (void)pthread_mutex_unlock(&link->lock);
+    pcc_link_load_drain(link); /* in the place of the thread: who waits for a load is let out */
     pcc_bell_ring(&link->view.page->client_bell);
+    (void)pthread_mutex_lock(&link->lock);
     while (link->waiters > 0)
         (void)pthread_cond_wait(&link->idle, &link->lock);
     (void)pthread_mutex_unlock(&link->lock);

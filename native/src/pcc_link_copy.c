@@ -299,6 +299,9 @@ int pcc_link_work(struct pcc_link *link)
     const int landed = pcc_link_land(link);
     if (landed < 0)
         return -1;
+    const int loaded = pcc_link_load_land(link);
+    if (loaded < 0)
+        return -1;
     const int filled = fill_one(link);
     if (filled < 0)
         return -1;
@@ -307,5 +310,5 @@ int pcc_link_work(struct pcc_link *link)
     const int finished = finish_one(link);
     if (finished < 0)
         return -1;
-    return landed > 0 || filled > 0 || finished > 0;
+    return landed > 0 || loaded > 0 || filled > 0 || finished > 0;
 }

@@ -171,7 +171,7 @@ static int device_make(struct pcc_link *link, uint32_t index)
         *device = (struct pcc_link_device){0};
         return error == -ENOMEM ? -PCC_E_DEVICE : error;
     }
-    device->flying = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
+    device->flying = device->loading = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
     return 0;
 }
 

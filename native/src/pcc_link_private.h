@@ -1,6 +1,7 @@
 /* The inside of a link, shared by pcc_link.c (life, requests, waits), pcc_link_run.c (the thread:
- * grants, messages), pcc_link_copy.c and pcc_link_push.c (filling chunks), pcc_link_load.c, and the
- * GPU's part: pcc_link_device.c, pcc_link_order.c, pcc_link_expose.c.
+ * grants, messages), pcc_link_copy.c and pcc_link_push.c (filling chunks), pcc_link_load.c and
+ * pcc_link_scatter.c (taking chunks), and the GPU's part: pcc_link_device.c, pcc_link_order.c,
+ * pcc_link_expose.c.
  *
  * `lock` guards the jobs and the load; it is never held while bytes are moved or the driver is
  * called: `busy` says that the thread is moving some, and `idle` is signalled when it stops.
@@ -18,6 +19,8 @@
 
 #define PCC_HOST UINT32_MAX     /* in the place of a GPU: host memory */
 #define PCC_NO_CHUNK UINT32_MAX /* the end of a list of chunks */
+#define PCC_PIECES_MAX                                                                             \
+    512u /* copies under way per GPU and direction; a stream's queue holds about twice that */
 
 enum pcc_job_state {
     PCC_JOB_NONE = 0,
@@ -74,7 +77,9 @@ struct pcc_job {
 struct pcc_link_load {
     bool active;
     bool ended;
-    bool busy; /* the thread writes to the targets now */
+    bool told;       /* the daemon has sent everything; `result` is his */
+    bool busy;       /* the thread writes to the targets now */
+    uint32_t flying; /* chunks that GPUs read from; they write to the targets */
     uint64_t id;
     int result;
     struct pcc_source *targets;
@@ -88,7 +93,7 @@ struct pcc_link_segment {
     uint32_t pinned_by; /* GPU, or PCC_HOST */
 };
 
-struct pcc_flight { /* of a chunk: copies fill it, or have filled it; the thread's own */
+struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; the thread's own */
     struct pcc_job *job;
     uint64_t snapshot;
     uint64_t offset_bytes;
@@ -97,6 +102,7 @@ struct pcc_flight { /* of a chunk: copies fill it, or have filled it; the thread
     uint32_t next;   /* in its list; a chunk */
     uint32_t device; /* of the event */
     CUevent event;   /* behind the copies; kept for the chunk's next flight */
+    bool loading;    /* it is in the list of that name of a GPU */
 };
 
 struct pcc_chunk_list { /* first in, first out */
@@ -116,11 +122,11 @@ struct pcc_link_device {
     struct pcc_gpu_device gpu;
     CUdeviceptr page; /* as its streams see it; 0: the daemon cannot pull */
     char cannot_pull[160];
-    CUstream copy;  /* push */
-    CUstream side;  /* staging beside the training */
-    CUstream load;  /* into device memory */
-    CUstream fence; /* waits for all uses of the page by the trainer's streams */
-    CUevent scratch, loaded;
+    CUstream copy;           /* push */
+    CUstream side;           /* staging beside the training */
+    CUstream load;           /* into device memory */
+    CUstream fence;          /* waits for all uses of the page by the trainer's streams */
+    CUevent scratch, loaded; /* the second one is the thread's, for a moment */
 
     struct pcc_staging *staging; /* these two under gpu_lock */
     bool unfenced;
@@ -128,6 +134,9 @@ struct pcc_link_device {
     struct pcc_chunk_list flying; /* the thread's own: in the order of `copy` */
     uint32_t pieces;              /* copies enqueued and not known to be done */
     uint64_t progress_ns;
+    struct pcc_chunk_list loading; /* these three are the same for loads, on `load` */
+    uint32_t load_pieces;
+    uint64_t load_progress_ns;
 };
 
 struct pcc_exposed { /* an allocation of the last exposure */
@@ -254,6 +263,9 @@ PCC_MUST_CHECK int pcc_link_enqueue(struct pcc_link *link, struct pcc_job *job, 
                                     const struct pcc_part *part, bool *taken_out);
 /* Moves what is filled from the GPUs' lists to `landed`. As pcc_link_work. */
 PCC_MUST_CHECK int pcc_link_land(struct pcc_link *link);
+/* The event of a chunk, for copies on that GPU. Within enter/leave. */
+PCC_MUST_CHECK CUresult pcc_link_event_ready(struct pcc_link *link, uint32_t chunk,
+                                             uint32_t device);
 /* Pins the segment of a chunk, once. True when it is pinned. Within pcc_link_gpu_enter/leave. */
 bool pcc_link_pin(struct pcc_link *link, uint32_t device, uint32_t chunk);
 void pcc_link_unpin(struct pcc_link *link);
@@ -298,7 +310,16 @@ uint64_t pcc_link_expire(struct pcc_link *link);
 bool pcc_link_take_grants(struct pcc_link *link);
 
 /* -- pcc_link_load.c; called by the thread -- */
-void pcc_link_take_data(struct pcc_link *link, const struct pcc_message *message);
 void pcc_link_take_end(struct pcc_link *link, const struct pcc_message *message);
+/* With lock held: something of the load was done, or has failed (a code). */
+void pcc_link_load_note(struct pcc_link *link, int error);
+
+/* -- pcc_link_scatter.c; called by the thread -- */
+/* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */
+PCC_MUST_CHECK bool pcc_link_take_data(struct pcc_link *link, const struct pcc_message *message);
+/* Gives the chunks back that GPUs have read. As pcc_link_work. */
+PCC_MUST_CHECK int pcc_link_load_land(struct pcc_link *link);
+/* Waits for all of them, and gives nothing back. Bounded. Streams that waited were let go. */
+void pcc_link_load_drain(struct pcc_link *link);
 
 #endif

@@ -8,8 +8,6 @@
 #include "pcc_futex.h"
 #include "pcc_link_private.h"
 
-#define PIECES_MAX 512u /* under way per GPU; a stream's queue holds about twice that */
-
 void pcc_link_list_add(struct pcc_link *link, struct pcc_chunk_list *list, uint32_t chunk)
 {
     link->flights[chunk].next = PCC_NO_CHUNK;
@@ -74,7 +72,8 @@ static int order(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
     struct pcc_job_device *mine = &job->devices[part->device];
     CUresult result = CUDA_SUCCESS;
 
-    if ((!pcc_link_pin(link, part->device, chunk) || part->pieces > PIECES_MAX) && !mine->passed) {
+    if ((!pcc_link_pin(link, part->device, chunk) || part->pieces > PCC_PIECES_MAX) &&
+        !mine->passed) {
         result = device->gpu.cuda->event_query(mine->marked);
         if (result == CUDA_ERROR_NOT_READY)
             return 0;
@@ -87,18 +86,18 @@ static int order(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
     return result == CUDA_SUCCESS ? 1 : pcc_link_gpu_code(device, result);
 }
 
-/* The event that ends the chunk's copies: its own from its last flight if that was on this GPU. */
-static CUresult event_ready(struct pcc_link *link, uint32_t chunk, uint32_t index)
+/* Its own from its last flight, if that was on this GPU. */
+CUresult pcc_link_event_ready(struct pcc_link *link, uint32_t chunk, uint32_t device)
 {
-    const struct pcc_cuda *cuda = link->devices[index].gpu.cuda;
+    const struct pcc_cuda *cuda = link->devices[device].gpu.cuda;
     struct pcc_flight *flight = &link->flights[chunk];
 
-    if (flight->event != NULL && flight->device == index)
+    if (flight->event != NULL && flight->device == device)
         return CUDA_SUCCESS;
     if (flight->event != NULL)
         (void)cuda->event_destroy(flight->event);
     flight->event = NULL;
-    flight->device = index;
+    flight->device = device;
     return cuda->event_create(&flight->event, CU_EVENT_DISABLE_TIMING);
 }
 
@@ -135,14 +134,14 @@ int pcc_link_enqueue(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
         return -PCC_E_DEVICE;
     if (atomic_load_explicit(&link->armed, memory_order_relaxed))
         return 0;
-    if (device->pieces > 0 && device->pieces + part->pieces > PIECES_MAX)
+    if (device->pieces > 0 && device->pieces + part->pieces > PCC_PIECES_MAX)
         return 0;
     int result = pcc_link_gpu_enter(device, &mode);
     if (result != 0)
         return result;
     result = order(link, job, chunk, part);
     if (result > 0) {
-        result = pcc_link_gpu_code(device, event_ready(link, chunk, part->device));
+        result = pcc_link_gpu_code(device, pcc_link_event_ready(link, chunk, part->device));
         if (result == 0) {
             if (device->flying.first == PCC_NO_CHUNK)
                 device->progress_ns = pcc_now_ns();

@@ -41,10 +41,10 @@ static bool take_message(struct pcc_link *link, const struct pcc_message *messag
         if (message->chunk >= link->view.geometry.chunk_capacity ||
             message->length_bytes > link->view.geometry.chunk_bytes ||
             (link->chunk_at[message->chunk] == NULL &&
-             (!pcc_link_take_grants(link) || link->chunk_at[message->chunk] == NULL)))
+             (!pcc_link_take_grants(link) || link->chunk_at[message->chunk] == NULL)) ||
+            link->held[message->chunk] || link->flights[message->chunk].loading)
             return false;
-        pcc_link_take_data(link, message);
-        return pcc_link_tell(link, &answer);
+        return !pcc_link_take_data(link, message) || pcc_link_tell(link, &answer);
     case PCC_MSG_END:
         pcc_link_take_end(link, message);
         return true;
@@ -99,6 +99,7 @@ static void hang_up(struct pcc_link *link)
     (void)pthread_cond_broadcast(&link->idle);
     (void)pthread_mutex_unlock(&link->lock);
     pcc_bell_ring(&link->view.page->client_bell);
+    pcc_link_load_drain(link); /* after the streams were let go: nothing holds the driver up */
 }
 
 /* How long the thread may sleep when nothing rings. */

@@ -1,6 +1,7 @@
 /* Loads into device memory: checked chunks come, the link's thread copies them to where they
  * belong. */
 #include "link_fixture.h"
+#include "pcc_link_private.h"
 
 /* Host memory and two GPUs, ranges that cut through chunks; a copy that is refused ends its load
  * alone. */
@@ -81,10 +82,163 @@ static void test_lost_gpu(void)
     free(d.payload);
 }
 
+/* Chunks [0, count) of a load that fills `memory`, and the end. */
+static void send_all(struct daemon *d, uint64_t load, CUdeviceptr memory, uint32_t count)
+{
+    const struct pcc_device_range range = on_gpu(0, memory, 0, (uint64_t)count * CHUNK);
+
+    CHECK(pcc_link_load_start(d->link, load, NULL, 0, &range, 1) == 0);
+    for (uint32_t i = 0; i < count; i++)
+        data(d, load, i, (uint64_t)i * CHUNK, CHUNK);
+    say(d, &(struct pcc_message){.kind = PCC_MSG_END, .id = load});
+}
+
+/* The chunks of a load are on their way together. Each comes back when the GPU has read it, not
+ * before, and the load is over when the last one has. */
+static void test_many_in_flight(void)
+{
+    const uint32_t count = 6;
+    const CUdeviceptr memory = gpu_alloc(0, (uint64_t)count * CHUNK);
+    struct daemon d;
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    pattern(d.chunks, (uint64_t)count * CHUNK, 4);
+    set(&control->copy_hold_skip, 2);
+    set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
+    send_all(&d, 1, memory, count);
+    UNTIL(seen(&control->to_device_queued) == (uint64_t)(count - 2) * CHUNK);
+    UNTIL((listen_to(&d), d.taken == 2));
+    CHECK(!pcc_link_load_ended(d.link, 1, pcc_now_ns()));
+    CHECK(pcc_link_load_start(d.link, 2, NULL, 0, NULL, 0) == -EBUSY);
+    listen_to(&d);
+    CHECK_EQUAL(d.taken, 2);
+    set(&control->copy_hold_kinds, 0);
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, soon()), 0);
+    CHECK(memcmp(at(memory), d.chunks, (uint64_t)count * CHUNK) == 0);
+    UNTIL((listen_to(&d), d.taken == count));
+    daemon_close(&d);
+    gpu_free(0, memory);
+}
+
+/* Many small ranges: no more copies are on their way than a stream's queue takes. */
+static void test_many_pieces(void)
+{
+    const uint32_t count = 8, per_chunk = 300, step = 200;
+    const CUdeviceptr memory = gpu_alloc(0, (uint64_t)count * CHUNK);
+    struct pcc_device_range *ranges = calloc((size_t)count * per_chunk, sizeof(*ranges));
+    struct daemon d;
+
+    CHECK(ranges != NULL);
+    for (uint32_t i = 0; i < count * per_chunk; i++) {
+        const uint64_t offset =
+            (uint64_t)(i / per_chunk) * CHUNK + (uint64_t)(i % per_chunk) * step;
+        ranges[i] = on_gpu(0, memory + offset, offset, 4);
+    }
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    pattern(d.chunks, (uint64_t)count * CHUNK, 5);
+    set(&control->to_device_queued_most, 0);
+    set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
+    CHECK(pcc_link_load_start(d.link, 1, NULL, 0, ranges, (uint64_t)count * per_chunk) == 0);
+    for (uint32_t i = 0; i < count; i++)
+        data(&d, 1, i, (uint64_t)i * CHUNK, CHUNK);
+    say(&d, &(struct pcc_message){.kind = PCC_MSG_END, .id = 1});
+    UNTIL(seen(&control->to_device_queued) == per_chunk * 4);
+    set(&control->copy_hold_kinds, 0);
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, soon()), 0);
+    CHECK(seen(&control->to_device_queued_most) <= 512 * 4);
+    for (uint32_t i = 0; i < count * per_chunk; i++)
+        CHECK(memcmp(at(ranges[i].address), d.chunks + ranges[i].offset_bytes, 4) == 0);
+    UNTIL((listen_to(&d), d.taken == count));
+    daemon_close(&d);
+    gpu_free(0, memory);
+    free(ranges);
+}
+
+/* Who gives up waiting returns when nothing writes to his memory any more; the next load is not
+ * disturbed by what the daemon still sends of it. */
+static void test_broken_off(void)
+{
+    const uint32_t count = 4;
+    const CUdeviceptr memory = gpu_alloc(0, (uint64_t)count * CHUNK);
+    struct daemon d;
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    pattern(d.chunks, (uint64_t)count * CHUNK, 6);
+    set(&control->copy_us_per_mib, 100000);
+    set(&control->copy_slow_kinds, STANDIN_TO_DEVICE);
+    send_all(&d, 1, memory, count);
+    UNTIL(seen(&control->to_device_queued) > 0);
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, 1), -ETIMEDOUT);
+    CHECK_EQUAL(seen(&control->to_device_queued), 0);
+    set(&control->copy_slow_kinds, 0);
+    UNTIL((listen_to(&d), d.taken == count));
+    pattern(d.chunks, (uint64_t)count * CHUNK, 7);
+    send_all(&d, 2, memory, count);
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 2, soon()), 0);
+    CHECK(memcmp(at(memory), d.chunks, (uint64_t)count * CHUNK) == 0);
+    UNTIL((listen_to(&d), d.taken == 2 * count));
+    daemon_close(&d);
+    gpu_free(0, memory);
+}
+
+/* The daemon hangs up while copies are on their way: they are waited for. */
+static void test_hang_up(void)
+{
+    const CUdeviceptr memory = gpu_alloc(0, 2 * CHUNK);
+    const struct pcc_device_range range = on_gpu(0, memory, 0, 2 * CHUNK);
+    struct daemon d;
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
+    CHECK(pcc_link_load_start(d.link, 1, NULL, 0, &range, 1) == 0);
+    data(&d, 1, 0, 0, CHUNK);
+    data(&d, 1, 1, CHUNK, CHUNK);
+    UNTIL(seen(&control->to_device_queued) == 2 * CHUNK);
+    CHECK(close(d.sockets[0]) == 0);
+    d.sockets[0] = -1;
+    pcc_bell_ring(&d.view.page->client_bell);
+    CHECK(!pcc_link_load_ended(d.link, 1, pcc_now_ns() + SECOND / 20));
+    set(&control->copy_hold_kinds, 0);
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, soon()), -ECONNRESET);
+    CHECK_EQUAL(seen(&control->to_device_queued), 0);
+    daemon_close(&d);
+    gpu_free(0, memory);
+}
+
+/* A GPU that never ends its copies is given up, and nobody waits for it for ever. */
+static void test_dead_gpu(void)
+{
+    const CUdeviceptr memory = gpu_alloc(3, 2 * CHUNK);
+    const struct pcc_device_range range = on_gpu(3, memory, 0, 2 * CHUNK);
+    struct daemon d;
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 3) == 0);
+    atomic_store(&d.link->patience_ns, SECOND / 50);
+    set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
+    CHECK(pcc_link_load_start(d.link, 1, NULL, 0, &range, 1) == 0);
+    data(&d, 1, 0, 0, CHUNK);
+    data(&d, 1, 1, CHUNK, CHUNK);
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, soon()), -PCC_E_DEVICE_LOST);
+    UNTIL((listen_to(&d), d.taken == 2));
+    set(&control->copy_hold_kinds, 0);
+    daemon_close(&d);
+    gpu_free(3, memory);
+}
+
 int main(void)
 {
     standin_open();
     RUN(test_load);
+    RUN(test_many_in_flight);
+    RUN(test_many_pieces);
+    RUN(test_broken_off);
+    RUN(test_hang_up);
+    RUN(test_dead_gpu);
     RUN(test_lost_gpu);
     standin_close();
     return 0;

@@ -49,9 +49,10 @@ struct standin_control {
     uint64_t contexts; /* primary contexts that are retained */
     uint64_t streams;
     uint64_t events;
-    uint64_t waits;       /* for a word or an event, enqueued and not yet over */
-    uint64_t held_copies; /* copies that stand at copy_hold_kinds now */
-    uint64_t opens;       /* counter: cuIpcOpenMemHandle that succeeded */
+    uint64_t waits;            /* for a word or an event, enqueued and not yet over */
+    uint64_t to_device_queued; /* bytes: copies to the device, enqueued and not yet over */
+    uint64_t held_copies;      /* copies that stand at copy_hold_kinds now */
+    uint64_t opens;            /* counter: cuIpcOpenMemHandle that succeeded */
     uint64_t closes;
     uint64_t copies_to_host;
     uint64_t copies_to_device;
@@ -59,9 +60,10 @@ struct standin_control {
     uint64_t bytes_to_host;
     uint64_t bytes_to_device;
     uint64_t bytes_on_device;
-    uint64_t pageable_copies; /* of them: from or to host memory that is not registered */
-    uint64_t scrambled;       /* copies that read memory of a dead or a freed exporter */
-    uint64_t broken_captures; /* graphs that a forbidden call has spoilt */
+    uint64_t to_device_queued_most; /* the largest that it has been */
+    uint64_t pageable_copies;       /* of them: from or to host memory that is not registered */
+    uint64_t scrambled;             /* copies that read memory of a dead or a freed exporter */
+    uint64_t broken_captures;       /* graphs that a forbidden call has spoilt */
 };
 
 /* The driver API has these, pcc_cuda.h has not, since only trainers use them. */

@@ -61,6 +61,16 @@ static struct record *wait_record(struct operation *operation)
     return record;
 }
 
+/* With the lock. */
+static void count_queued(uint64_t length)
+{
+    struct standin_control *control = standin.control;
+    count(&control->to_device_queued, (int64_t)length);
+    if (peek(&control->to_device_queued) > peek(&control->to_device_queued_most))
+        count(&control->to_device_queued_most,
+              (int64_t)(peek(&control->to_device_queued) - peek(&control->to_device_queued_most)));
+}
+
 CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, bool wait)
 {
     struct operation *copy = malloc(sizeof(*copy));
@@ -85,6 +95,8 @@ CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, 
         copy->record->references++;
     if (copy->kind == DO_WAIT_EVENT || copy->kind == DO_WAIT_VALUE)
         count(&standin.control->waits, 1);
+    if (copy->kind == DO_COPY && copy->copy_kind == STANDIN_TO_DEVICE)
+        count_queued(copy->length);
     (void)pthread_cond_broadcast(&standin.moved);
     if (!ended)
         return CUDA_SUCCESS;

@@ -153,6 +153,8 @@ static void finish(struct CUstream_st *stream, CUresult error)
         operation->to->busy--;
     if (operation->kind == DO_WAIT_EVENT || operation->kind == DO_WAIT_VALUE)
         count(&standin.control->waits, -1);
+    if (operation->kind == DO_COPY && operation->copy_kind == STANDIN_TO_DEVICE)
+        count(&standin.control->to_device_queued, -(int64_t)operation->length);
     if (operation->kind == DO_COPY && !error)
         count_copy(operation);
     record_release(operation->record);

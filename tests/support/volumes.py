@@ -128,3 +128,18 @@ def scribble(storage: Path, step: int, *, rank: int = 0, at: int = 0) -> None:
     finally:
         os.close(descriptor)
     assert places
+
+
+def damage(storage: Path, step: int, *, at: int) -> None:
+    """Turns over the byte of a checkpoint's payload at this offset; its block does not fit its
+    checksum any more. `at` < 0 counts from the tree, which follows the tensors."""
+    (one,) = (c for c in catalog.scan(storage).checkpoints if c.step == step)
+    descriptor = os.open(one.volume_path, os.O_RDWR)
+    try:
+        stride, slot_stride = struct.unpack("<QQ", os.pread(descriptor, 16, 80))  # FORMAT.md
+        place = 2 * stride + one.slot * slot_stride + (at if at >= 0 else one.tree_offset + at)
+        byte = os.pread(descriptor, 1, place)[0] ^ 0xFF
+        os.pwrite(descriptor, bytes([byte]), place)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,118 @@
+"""Restoring to a GPU: copies of many chunks are on their way at once, and whatever ends a restore
+in the middle ends it cleanly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pccheck import DeviceError
+from tests.support import fakegpu
+from tests.support.gpunode import Node
+from tests.support.gputrainer import Part
+from tests.support.standin import TO_DEVICE, Faults
+from tests.support.trainer import RemoteError
+from tests.support.volumes import damage
+
+Start = Callable[..., Node]
+pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
+CHUNK = 1 << 20
+#: Some ten chunks with the moments.
+PARTS = (Part(1_200_000), Part(7, "bfloat16"), Part(5_000, kind="buffer"))
+LOST = 700  # an error after which the context is of no use
+
+
+def saved(node: Node, steps: int) -> None:
+    """Steps 1 to `steps` were saved by a trainer that is gone; nothing of it is in DRAM."""
+    trainer = node.ready(PARTS)
+    for _ in range(steps - 1):
+        assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        trainer.step()
+    trainer.close()
+    trainer.kill()
+    node.daemon.stop()
+
+
+def test_many_chunks_are_in_flight(start_node: Start) -> None:
+    node = start_node()
+    saved(node, 1)
+    node.start()
+    again = node.connect(PARTS)
+    again.faults.slow_copies(20_000, kinds=TO_DEVICE)
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+    assert again.faults.to_device_queued_most > CHUNK  # parts of two chunks at least
+    assert again.faults.to_device_queued == 0
+    assert again.faults.pageable_copies == 1  # the probe's
+
+
+@pytest.mark.parametrize("at", [-100, 5 * CHUNK, 0])
+def test_damage_under_copies_falls_to_the_one_before(start_node: Start, at: int) -> None:
+    """The chunks before the damaged block are on their way, or there, when it is met."""
+    node = start_node()
+    saved(node, 2)
+    damage(node.daemon.storage, 2, at=at)
+    node.start()
+    again = node.connect(PARTS)
+    again.faults.slow_copies(5_000, kinds=TO_DEVICE)
+    done = again.restore()
+    assert (done["step"], done["skipped"]) == (1, [2])
+    assert again.check(1) == ""
+    again.step()
+    assert again.wait_durable(again.checkpoint()) == "durable"
+    found = again.recover()
+    assert (found["step"], found["wrong"]) == (2, "")
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_the_context_is_lost_under_a_restore(start_node: Start, after: int) -> None:
+    """It raises; another process restores the very same checkpoint."""
+    node = start_node()
+    saved(node, 1)
+    node.start()
+    again = node.connect(PARTS)
+    again.faults.hold_copies(after=after, kinds=TO_DEVICE)
+    loss = threading.Thread(target=lose, args=(again.faults,))
+    loss.start()
+    with pytest.raises(RemoteError) as caught:
+        again.restore()
+    loss.join()
+    assert caught.value.kind == DeviceError.__name__
+    again.faults.release_copies()
+    again.close()
+    again.kill()
+    third = node.connect(PARTS)
+    assert third.restore()["step"] == 1
+    assert third.check(1) == ""
+
+
+def lose(faults: Faults) -> None:
+    """The context goes while copies are on their way."""
+    faults.wait_for(lambda f: f.held_copies > 0)
+    faults.set(lose_context=LOST)
+
+
+def test_the_daemon_dies_under_a_restore(start_node: Start) -> None:
+    """No copy is left that would write to the tensors after the exception."""
+    node = start_node()
+    saved(node, 1)
+    node.start()
+    again = node.connect(PARTS)
+    again.faults.hold_copies(after=1, kinds=TO_DEVICE)
+
+    def kill() -> None:
+        again.faults.wait_for(lambda f: f.held_copies > 0)
+        node.daemon.kill()
+        again.faults.release_copies()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RemoteError):
+        again.restore()
+    killer.join()
+    assert again.faults.to_device_queued == 0
+    node.start()
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
