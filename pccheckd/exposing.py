@@ -8,10 +8,15 @@ from pccheck_native import _core
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose
 
+from .checkpoint import Checkpoint
+
 #: Exposures that have not arrived whole, of all sessions of a user.
 UNFINISHED_BYTES_MAX = 8 * _core.EXPOSURE_BYTES_MAX
 REASON_CHARACTERS_MAX = 200
 PUSHED = "GPU tensors are pushed instead"
+#: So many copies of one session fail at the driver, one after the other, before it has to push.
+FAILURES_MAX = 3
+_AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE"})
 
 
 @dataclass(slots=True)
@@ -64,6 +69,34 @@ class Exposing:
         whole = bytes(self._held)
         self.drop()
         return whole
+
+
+@dataclass(slots=True)
+class Pulling:
+    """How the latest copies out of a trainer's GPU memory have ended. A disk that fails under a
+    copy, or a trainer that lets go, says nothing about the next one."""
+
+    _session: int = 0
+    _failures: int = 0
+
+    def note(self, checkpoint: Checkpoint, event: _core.Event) -> None:
+        """Of any checkpoint; only copies of pulled ones count."""
+        if not checkpoint.map:
+            return
+        if event.kind == "copied":
+            self._failures = 0
+        elif event.kind == "failed" and event.stage == "copy":
+            if event.error_name not in _AT_THE_DRIVER:
+                return
+            self._failures = self._failures + 1 if checkpoint.session == self._session else 1
+            self._session = checkpoint.session
+
+    def refusal(self, session: int) -> str:
+        """Why this session's exposure is refused, or "". Said once: who asks again is heard."""
+        if session != self._session or self._failures < FAILURES_MAX:
+            return ""
+        failures, self._failures = self._failures, 0
+        return f"the GPU driver failed {failures} pulled copies in a row"
 
 
 def checked(body: Chose) -> tuple[str, str]:

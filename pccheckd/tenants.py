@@ -19,6 +19,7 @@ from .checkpoint import Checkpoint
 from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine, translated
+from .exposing import Pulling
 from .ledger import Ledger
 from .port import Owner, Port
 from .retention import Retention
@@ -59,6 +60,7 @@ class Tenant:
         self.last_used_ns = time.monotonic_ns()
         self.admission = Admission(self)
         self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
+        self._pulling = Pulling()
         self._on_durable = on_durable
         self._chronicle = chronicle
         self._tasks = Tasks(key)
@@ -188,6 +190,10 @@ class Tenant:
             owner, port = self._present()
             if owner.session != session:
                 raise RefusedError("the session has ended")
+            refusal = self._pulling.refusal(session)
+            if refusal:
+                await port.expose(number, b"")  # refused as well, in the place of the one before
+                return refusal
             return await port.expose(number, exposure)
 
     def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
@@ -233,6 +239,7 @@ class Tenant:
         checkpoint = self.ledger.apply(event)
         if checkpoint is None:
             return
+        self._pulling.note(checkpoint, event)
         if event.kind == "durable":
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed":

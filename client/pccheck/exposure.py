@@ -2,7 +2,7 @@
 
 Pull is tried first, once per connection. What the daemon can pull from is told anew when addresses,
 or the memory behind them, have changed, and after a pulled copy that failed. One refusal, for
-whatever reason, and this connection pushes.
+whatever reason, and this connection pushes. (A daemon whose driver fails copy after copy refuses.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from .warn import LOG
 STAGING_BYTES_MAX = 512 << 20
 #: Of a reason, as the daemon takes it.
 REASON_LENGTH_MAX = 200
-#: So many pulled copies fail in a row before this connection pushes.
-FAILURES_MAX = 3
 
 
 class NoStagingError(DeviceError):
@@ -72,7 +70,6 @@ class _Tie:
     told: tuple[str, str] | None = None
     staging: dict[int, int] = field(default_factory=dict)
     outgrown: bool = False  # there is staging memory that nothing new uses
-    failures: int = 0
 
 
 class Exposure:
@@ -123,17 +120,11 @@ class Exposure:
         except (NativeError, ValueError, OSError):  # closed: there is nothing to protect
             return False
 
-    def ended(self, *, copied: bool) -> None:
-        """A pulled snapshot was copied, or the daemon gave it up half-way, perhaps for a handle
-        that has become stale."""
-        tie = self._tie
-        if tie is None:
-            return
-        tie.failures = 0 if copied else tie.failures + 1
-        if not copied:
-            tie.ranges = b""
-            if tie.failures >= FAILURES_MAX and self._transfer != "pull":
-                tie.refused = tie.refused or f"{tie.failures} pulled copies failed in a row"
+    def broke(self) -> None:
+        """The daemon gave a pulled snapshot up half-way, perhaps for a handle that has become
+        stale: everything is exposed anew. When its driver fails again and again it refuses."""
+        if self._tie is not None:
+            self._tie.ranges = b""
 
     def trim(self) -> None:
         """No snapshot is being read: outgrown staging memory can go."""

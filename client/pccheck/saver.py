@@ -188,7 +188,8 @@ class Saver:
                 self._breaker.copied()
             if number in self._pulled and (copied or checkpoint.copy_broke):
                 self._pulled.discard(number)
-                self._exposure.ended(copied=copied)
+                if not copied:
+                    self._exposure.broke()
             if state in _ENDS:
                 del self._unfinished[number]
                 self._pulled.discard(number)

@@ -17,6 +17,7 @@ from tests.support.trainer import RemoteError
 
 Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
+WIDE = (Part(600_000), Part(7, "bfloat16"))  # five chunks with the moments
 OWN = 2_700_000  # float32 elements: an allocation of its own
 LOST = 700  # an error after which the context is of no use
 
@@ -72,6 +73,21 @@ def test_pulled_copies_that_always_fail_end_in_push(start_node: Start) -> None:
     transfer, reason = node.transfer()
     assert transfer == "push"
     assert reason
+
+
+def test_a_failing_disk_is_no_reason_to_push(start_node: Start) -> None:
+    """Checkpoints fail under their copies, one after the other, and no GPU is to blame."""
+    node = start_node("--slots", "16", shim="dead:data:1")
+    trainer = node.ready(WIDE)
+    node.daemon.armed.touch()
+    for _ in range(3):
+        node.faults.hold_copies(after=3)  # a chunk comes to the disk, others are on their way
+        assert ended(trainer, trainer.checkpoint()) == "failed"
+        node.faults.release_copies()
+        trainer.step()
+    node.daemon.armed.unlink()
+    goes_on(trainer)
+    assert node.transfer()[0] == "pull"
 
 
 @pytest.mark.parametrize("behind", [False, True])

@@ -4,7 +4,7 @@
  *          "kill:record-b:1"  between replica A and B
  *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
- *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it
+ *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it, while armed
  *          "slow:data:20000"  every data write takes 20,000 us longer
  * Data that the engine `uring` writes, or `mmap` stores, does not pass here: no data points then. A
  * flush and a record of `mmap` are msync(), of the whole file and of a part.

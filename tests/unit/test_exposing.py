@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from pccheck_native import EXPOSURE_BYTES_MAX
+from pccheck_native import EXPOSURE_BYTES_MAX, Event, SaveTimes
 from pccheck_wire import codec
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
 from pccheckd import gpus
-from pccheckd.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
+from pccheckd.checkpoint import Checkpoint
+from pccheckd.exposing import FAILURES_MAX, UNFINISHED_BYTES_MAX, Exposing, Pulling, checked
 
 ROOM = UNFINISHED_BYTES_MAX
 
@@ -78,6 +79,54 @@ def test_a_choice_that_cannot_be(transfer: str, reason: str) -> None:
 
 def test_a_choice() -> None:
     assert checked(Chose("pull", "r" * 200)) == ("pull", "r" * 200)
+
+
+# -- how pulled copies end ---------------------------------------------------------------------
+
+
+def ended(
+    pulling: Pulling, kind: str, error: str = "", *, stage: str = "copy", session: int = 1,
+    number: int = 1,
+) -> None:  # fmt: skip
+    checkpoint = Checkpoint(
+        session=session, snapshot=1, step=1, payload_bytes=1, tree_offset=0, tree_bytes=1,
+        skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
+    )  # fmt: skip
+    times = SaveTimes(0, 0, 0, 0, 0, 0)
+    pulling.note(checkpoint, Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, times))
+
+
+def test_a_driver_that_fails_again_and_again_is_refused_once() -> None:
+    pulling = Pulling()
+    for error in ("DEVICE", "BAD_HANDLE", "DEVICE"):
+        assert not pulling.refusal(1)
+        ended(pulling, "failed", error)
+    assert not pulling.refusal(2)
+    assert "3 pulled copies" in pulling.refusal(1)
+    assert not pulling.refusal(1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "number"),
+    [("write", "EIO", 1), ("copy", "ABORTED", 1), ("copy", "DAMAGED", 1), ("copy", "DEVICE", 0)],
+)
+def test_what_is_no_fault_of_the_driver_does_not_count(stage: str, error: str, number: int) -> None:
+    pulling = Pulling()
+    for _ in range(FAILURES_MAX):
+        ended(pulling, "failed", error, stage=stage, number=number)
+    assert not pulling.refusal(1)
+
+
+def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
+    pulling = Pulling()
+    for _ in range(FAILURES_MAX - 1):
+        ended(pulling, "failed", "DEVICE")
+    ended(pulling, "copied")
+    ended(pulling, "failed", "DEVICE")
+    assert not pulling.refusal(1)
+    for _ in range(FAILURES_MAX - 1):
+        ended(pulling, "failed", "DEVICE", session=2)
+    assert not pulling.refusal(2)
 
 
 # -- the driver --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pccheck.exposure import FAILURES_MAX, STAGING_BYTES_MAX, Exposure, NoStagingError
+from pccheck.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
 from pccheck.extents import DevicePart, Shape, lay_out
 from pccheck_native import NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
@@ -158,22 +158,14 @@ def test_memory_stays_until_the_next_exposure_is_acknowledged() -> None:
     assert exposure._tie.kept is two.owners
 
 
-def test_a_broken_copy_is_exposed_anew_and_many_are_pushed() -> None:
+def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
     connection, exposure = FakeConnection(), Exposure("auto", 5)
-    for number in range(1, FAILURES_MAX + 1):
+    for number in range(1, 6):
         assert exposure.prepare(connection, part()).map == number
-        exposure.ended(copied=False)
+        exposure.broke()
+    connection.refusal = RefusedError("the GPU driver failed")
     assert exposure.prepare(connection, part()).map == 0
-    assert chosen(connection)[-1][0] == "push"
-
-
-def test_a_copied_snapshot_ends_the_count_of_broken_ones() -> None:
-    connection, exposure = FakeConnection(), Exposure("auto", 5)
-    for _ in range(2 * FAILURES_MAX):
-        assert exposure.prepare(connection, part()).map
-        exposure.ended(copied=False)
-        assert exposure.prepare(connection, part()).map
-        exposure.ended(copied=True)
+    assert chosen(connection)[-1] == ("push", "the GPU driver failed")
 
 
 def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
