@@ -80,10 +80,14 @@ class Exposure:
         self._stall_limit_s = stall_limit_s
         self._tie: _Tie | None = None
 
-    def prepare(self, connection: Connection, part: DevicePart) -> Handover:
+    def prepare(
+        self, connection: Connection, part: DevicePart, *, queued: bool = False
+    ) -> Handover:
         """Readies GPUs, staging memory and the exposure.
 
-        Raises DeviceError, NoStagingError, and what a request raises when the daemon does not
+        `queued`: a snapshot that the daemon is to pull has no slot yet. The exposure that it names
+        is then left as it is, and what does not fit into that is pushed, this once. Raises
+        DeviceError, NoStagingError, and what a request raises when the daemon does not
         answer.
         """
         tie = self._tie_to(connection)
@@ -91,9 +95,11 @@ class Exposure:
             self._open(tie, part)
             staging = _staging(connection.link, part)
             ranges = part.ranges(staging)
-            if not tie.refused:
+            fits = not tie.refused and ranges == tie.ranges and connection.link.exposure_holds()
+            if not (tie.refused or fits or queued):
                 self._expose(tie, part, ranges)
-            if tie.refused and tie.kept:
+                fits = True
+            if tie.refused and tie.kept and not queued:
                 self._withdraw(tie)
         except NativeError as error:
             raise DeviceError(f"the GPU part cannot be copied: {error}") from error
@@ -105,7 +111,12 @@ class Exposure:
         if staging != tie.staging:
             tie.outgrown = tie.outgrown or bool(tie.staging)
             tie.staging = staging
-        return Handover(part, ranges, 0 if tie.refused else tie.map)
+        if not (tie.refused or fits) and self._transfer == "pull":
+            raise DeviceError(
+                'transfer="pull" cannot be had: tensors were replaced while a checkpoint before '
+                "waits for a slot", hint='use transfer="auto", or more --slots',
+            )  # fmt: skip
+        return Handover(part, ranges, 0 if tie.refused or not fits else tie.map)
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being recorded on a stream that trains."""
@@ -162,8 +173,6 @@ class Exposure:
 
     def _expose(self, tie: _Tie, part: DevicePart, ranges: bytes) -> None:
         connection = tie.connection
-        if ranges == tie.ranges and connection.link.exposure_holds():
-            return
         tie.ranges = b""
         tie.map += 1
         before, tie.kept = tie.kept, [tie.kept, part.owners]

@@ -119,7 +119,12 @@ class Saver:
     def expose(self, connection: Connection, snapshot: Snapshot) -> None:
         """Has the daemon map the GPU memory now. Raises PccheckError."""
         if snapshot.device is not None:
-            self._exposure.prepare(connection, snapshot.device)
+            self._exposure.prepare(connection, snapshot.device, queued=self._queued())
+
+    def _queued(self) -> bool:
+        """Whether a snapshot that is to be pulled waits for a slot."""
+        waiting = (self._unfinished[number] for number in self._pulled)
+        return any(item.state is CheckpointState.REQUESTED for item in waiting)
 
     def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """What the snapshot needs of GPUs and daemon. Memory is mapped first: the daemon then makes
@@ -127,7 +132,9 @@ class Saver:
         handover = None
         try:
             if snapshot.device is not None:
-                handover = self._exposure.prepare(connection, snapshot.device)
+                handover = self._exposure.prepare(
+                    connection, snapshot.device, queued=self._queued()
+                )
             self._session.register(connection, snapshot.payload_bytes)
         except WaitTimeoutError:
             self._trip(connection, 0)

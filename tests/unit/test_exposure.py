@@ -168,6 +168,30 @@ def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
     assert chosen(connection)[-1] == ("push", "the GPU driver failed")
 
 
+def test_what_waits_for_a_slot_keeps_its_exposure() -> None:
+    """What does not fit into it is pushed meanwhile; so nothing is said to the daemon."""
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    assert exposure.prepare(connection, part()).map == 1
+    assert exposure.prepare(connection, part(), queued=True).map == 1
+    assert exposure.prepare(connection, part(1 << 41), queued=True).map == 0
+    assert connection.exposed() == [1]
+    assert chosen(connection) == [("pull", "")]
+    assert exposure.prepare(connection, part(1 << 41)).map == 2
+    exposure.broke()
+    assert exposure.prepare(connection, part(1 << 41), queued=True).map == 0
+    connection.refusal = RefusedError("another uid")
+    assert exposure.prepare(connection, part(1 << 42)).map == 0
+    assert chosen(connection)[-1] == ("push", "another uid")
+
+
+def test_demanded_pull_fails_beside_what_waits_for_a_slot() -> None:
+    connection, exposure = FakeConnection(), Exposure("pull", 5)
+    exposure.prepare(connection, part())
+    with pytest.raises(DeviceError, match="waits for a slot"):
+        exposure.prepare(connection, part(1 << 41), queued=True)
+    assert connection.exposed() == [1]
+
+
 def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
     connection, exposure = FakeConnection(), Exposure("auto", 5)
     made = part(volatile=512)
