@@ -30,6 +30,10 @@ from .warn import LOG
 STAGING_BYTES_MAX = 512 << 20
 #: Of a reason, as the daemon takes it.
 REASON_LENGTH_MAX = 200
+_TOO_MANY = (
+    "the state lies in more than 262144 separate pieces of GPU memory, or in more than 16384 "
+    "allocations; larger tensors, or flat ones, would be pulled"
+)
 
 
 class NoStagingError(DeviceError):
@@ -179,7 +183,9 @@ class Exposure:
         try:
             data = connection.link.expose(ranges, part.nbytes)
         except (NativeError, OSError) as error:  # no handle, or no room for the probe
-            tie.refused, tie.kept = str(error), before  # what the daemon was told of stays
+            too_many = isinstance(error, NativeError) and error.code_name == "TOO_LARGE"
+            tie.refused = _TOO_MANY if too_many else str(error)
+            tie.kept = before  # what the daemon was told of stays
             return
         try:
             for message in _messages(tie.map, data):

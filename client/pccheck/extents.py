@@ -4,7 +4,8 @@
 
 A chunk is filled from one side only, hence the zeros: every GPU's section starts at a chunk and
 ends with one. Within a section extents ascend by address, so that neighbours in memory are
-neighbours in the payload and can be copied as one.
+neighbours in the payload and can be copied as one. So are small ones that an allocator has put side
+by side with some room between: they keep their distance, and the room is copied with them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from .devices import HOST
 
 #: Extents start here within the payload (PCC_TENSOR_ALIGN).
 EXTENT_ALIGN = 64
+#: Closer than this, extents on a GPU keep their distance in the payload (PCC_EXPOSED_GAP_MAX):
+#: torch rounds every tensor up to it, and a copy for each of many small ones takes far longer.
+GAP_MAX = 512
 #: So much host memory beside GPU tensors (counters of optimizers, say) is copied at once, so that
 #: no gate has to wait for it on the CPU.
 INLINE_BYTES_MAX = 256 << 10
@@ -97,14 +101,11 @@ class Section:
         return pack(Range(item.address, item.offset - start, item.nbytes) for item in ranges)
 
     def sources(self, staging: int) -> list[Range]:
-        """Where the bytes are once everything was staged, at the address `staging`. Neighbours are
-        made one only there: elsewhere they may be of two allocations, which no copy may span."""
-        start = self.staging_start
-        moved = [
-            Range(staging + item.offset - start, item.offset, item.nbytes)
-            for item in (*self.aside, *self.staged)
-        ]
-        return [*self.in_place, *_merged(moved)]
+        """Where the bytes are once everything was staged, at the address `staging`. What is there
+        is one range: elsewhere neighbours may be of two allocations, which no copy may span."""
+        nbytes = self.staging_bytes
+        moved = [Range(staging, self.staging_start, nbytes)] if nbytes else []
+        return [*self.in_place, *moved]
 
 
 class DevicePart:
@@ -195,7 +196,9 @@ def _lay_out_devices(
         section = Section(device)
         gated = section.aside if shape.aside else section.in_place
         for group in sorted(_groups(by_device[device]), key=lambda group: group.volatile):
-            (section.staged if group.volatile else gated).append(_place(layout, group, 0))
+            placed = section.staged if group.volatile else gated
+            gap = _gap(placed, group) if placed else 0
+            placed.append(_place(layout, group, 0, gap))
             owners.extend(view.owner for view in group.views)
         layout.end = -(-layout.end // shape.chunk_bytes) * shape.chunk_bytes
         sections.append(section)
@@ -221,11 +224,18 @@ def _groups(views: list[tuple[int, View]]) -> list[_Group]:
     ]
 
 
-def _place(layout: Layout, group: _Group, first_extent: int) -> Range:
-    """The next extent of the payload is the group's."""
+def _gap(placed: list[Range], group: _Group) -> int:
+    """The room between the last one and the group in memory, when it is to be kept; else 0."""
+    last = placed[-1]
+    gap = group.views[0].address - last.address - last.nbytes
+    return gap if gap < GAP_MAX and (last.offset + last.nbytes + gap) % EXTENT_ALIGN == 0 else 0
+
+
+def _place(layout: Layout, group: _Group, first_extent: int, gap: int = 0) -> Range:
+    """The next extent of the payload is the group's, `gap` bytes behind the one before."""
     first = group.views[0]
     nbytes = max(view.address + view.nbytes for view in group.views) - first.address
-    offset = -(-layout.end // EXTENT_ALIGN) * EXTENT_ALIGN
+    offset = -(-(layout.end + gap) // EXTENT_ALIGN) * EXTENT_ALIGN
     lead = (first.address - first.storage) % tree.LEAD_ALIGN
     for view in group.views:
         _tell(view, first_extent + len(layout.extents), view.address - first.address, lead)
@@ -242,16 +252,3 @@ def _tell(view: View, extent: int, offset: int, lead: int) -> None:
             hint="pass a clone of it",
         )
     node.extent, node.offset = extent, offset
-
-
-def _merged(ranges: list[Range]) -> list[Range]:
-    """Ascending ranges, with those made one that touch both in memory and in the payload."""
-    out: list[Range] = []
-    for item in ranges:
-        if out:
-            last = out[-1]
-            if (last.address + last.nbytes, last.offset + last.nbytes) == item[:2]:
-                out[-1] = Range(last.address, last.offset, last.nbytes + item.nbytes)
-                continue
-        out.append(item)
-    return out

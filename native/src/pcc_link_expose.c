@@ -183,6 +183,16 @@ static int handles_get(struct builder *builder)
 
 /* -- ranges, probe -- */
 
+/* True when the range is the last one's neighbour, or nearly: one copy takes both then, and what
+ * lies between them in the allocation. */
+static bool is_next(const struct pcc_exposed_range *last, uint64_t into, uint64_t offset_bytes)
+{
+    const uint64_t end = last->allocation_offset_bytes + last->length_bytes;
+
+    return into >= end && into - end < PCC_EXPOSED_GAP_MAX &&
+           offset_bytes - (last->offset_bytes + last->length_bytes) == into - end;
+}
+
 static int merge(struct builder *builder)
 {
     struct pcc_exposed_range *last = NULL;
@@ -193,9 +203,8 @@ static int merge(struct builder *builder)
             find(builder->allocations, builder->allocation_count, builder->of[i].base);
         const uint64_t into = range->address - allocation->base;
         if (last != NULL && last->allocation == allocation->index &&
-            last->allocation_offset_bytes + last->length_bytes == into &&
-            last->offset_bytes + last->length_bytes == range->offset_bytes) {
-            last->length_bytes += range->length_bytes;
+            is_next(last, into, range->offset_bytes)) {
+            last->length_bytes = range->offset_bytes + range->length_bytes - last->offset_bytes;
             continue;
         }
         if (builder->merged_count == PCC_EXPOSED_RANGES_MAX)

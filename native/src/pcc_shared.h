@@ -140,6 +140,10 @@ struct pcc_grant {
 #define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
 #define PCC_EXPOSED_RANGES_MAX 262144u
 #define PCC_EXPOSURE_BYTES_MAX (16u << 20)
+/* Ranges with less than this between them, the same in memory and payload, are exposed as one:
+ * torch rounds tensors up to it, and a copy of its own for each of many small ones takes far
+ * longer. */
+#define PCC_EXPOSED_GAP_MAX 512u
 
 struct pcc_exposure {
     uint64_t magic;

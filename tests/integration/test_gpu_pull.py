@@ -250,6 +250,25 @@ def test_only_what_is_needed_is_mapped(start_node: Start) -> None:
     assert trainer.check(2) == ""  # its memory is its own again, and the streams work
 
 
+def test_many_small_tensors_take_few_copies(start_node: Start) -> None:
+    """They lie in one block of torch's allocator: they are copied with the room between them."""
+    node = start_node()
+    parts = (*(Part(1 + i % 3) for i in range(300)), Part(2, kind="buffer"), Part(9_000))
+    trainer = node.ready(parts)
+    copies = node.faults.copies_to_host
+    for _ in range(3):
+        assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        trainer.step()
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (4, "")
+    if not fakegpu.is_real():
+        assert node.faults.copies_to_host - copies < 30
+    trainer.kill()
+    again = node.connect(parts)
+    assert again.restore()["step"] == 4
+    assert again.check(4) == ""
+
+
 def test_restarts_leave_nothing_behind(start_node: Start) -> None:
     node = start_node()
     pinned = set()

@@ -131,10 +131,52 @@ static void test_exposure(void)
     gpu_free(1, c);
 }
 
+/* Very many small tensors, as torch's allocator puts them: every `step` bytes in memory. */
+static uint64_t tiny(struct daemon *d, CUdeviceptr base, uint64_t count, uint64_t step,
+                     uint64_t payload_step)
+{
+    struct pcc_device_range *ranges = calloc(count, sizeof(*ranges));
+    struct pcc_exposure head = {0};
+    uint8_t *bytes;
+    uint64_t length;
+
+    CHECK(ranges != NULL);
+    for (uint64_t i = 0; i < count; i++)
+        ranges[i] = on_gpu(0, base + i * step, i * payload_step, 4);
+    const int error =
+        pcc_link_expose(d->link, ranges, count, count * payload_step, &bytes, &length);
+    free(ranges);
+    if (error != 0) {
+        CHECK_EQUAL(error, -PCC_E_TOO_LARGE);
+        return 0;
+    }
+    memcpy(&head, bytes, sizeof(head));
+    free(bytes);
+    return head.range_count;
+}
+
+static void test_tiny(void)
+{
+    const uint64_t many = PCC_EXPOSED_RANGES_MAX + 1;
+    const CUdeviceptr memory = gpu_alloc(0, many * 512);
+    struct daemon d;
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    CHECK_EQUAL(tiny(&d, memory, many, 512, 512), 1); /* they have kept their distance */
+    CHECK_EQUAL(tiny(&d, memory, 1000, 512, 64), 1000);
+    CHECK_EQUAL(tiny(&d, memory, 1000, 520, 520), 1000); /* too far apart */
+    CHECK_EQUAL(tiny(&d, memory, many - 1, 8, 12), many - 1);
+    CHECK_EQUAL(tiny(&d, memory, many, 8, 12), 0); /* more than are exposed */
+    daemon_close(&d);
+    gpu_free(0, memory);
+}
+
 int main(void)
 {
     standin_open();
     RUN(test_exposure);
+    RUN(test_tiny);
     standin_close();
     return 0;
 }

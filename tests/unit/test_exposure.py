@@ -37,9 +37,9 @@ def chosen(connection: FakeConnection) -> list[tuple[str, str]]:
     return [(b.transfer, b.reason) for b in connection.sent if isinstance(b, Chose)]
 
 
-def native_error(text: str) -> NativeError:
+def native_error(text: str, name: str = "BAD_HANDLE") -> NativeError:
     error = NativeError(text)
-    error.code, error.code_name = -10017, "BAD_HANDLE"
+    error.code, error.code_name = -10017, name
     return error
 
 
@@ -81,6 +81,7 @@ def test_long_exposures_go_in_pieces() -> None:
         ("auto", {"welcome": "no driver"}, "no driver"),
         ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
         ("auto", {"expose_error": native_error("no handle")}, "no handle"),
+        ("auto", {"expose_error": native_error("no slot", "TOO_LARGE")}, "separate pieces"),
         ("auto", {"refusal": RefusedError("another uid")}, "another uid"),
         ("auto", {"refusal": RefusedError("two\nlines" + "x" * 300)}, "two lines"),
     ],

@@ -142,6 +142,20 @@ def test_neighbours_in_memory_are_neighbours_in_the_payload() -> None:
     assert layout.end == layout.device.nbytes == CHUNK
 
 
+def test_small_tensors_keep_the_distance_that_their_allocator_gave_them() -> None:
+    base = 1 << 40
+    views = [view(base + i * 512, 4, 0) for i in range(3)]
+    views += [view(base + 4096, 4, 0), view(base + 4096 + 20, 4, 0), view(base + 4096 + 64, 4, 0)]
+    layout = lay_out(views, Shape(CHUNK))
+    assert layout.device
+    found = [item[:2] for item in ranges_of(layout.device)]
+    assert found == [
+        (base, 0), (base + 512, 512), (base + 1024, 1024),
+        (base + 4096, 1088), (base + 4116, 1152),  # too far; at no boundary
+        (base + 4160, 1216),
+    ]  # fmt: skip
+
+
 def test_gated_extents_come_before_staged_ones() -> None:
     base = 1 << 40
     views = [
