@@ -50,6 +50,13 @@ class _Pending:
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more
             return True
 
+    def reached(self) -> bool:
+        """Whether its streams have come to it; before that nobody could have read it."""
+        try:
+            return self.part is None or self.connection.link.reached(self.checkpoint.snapshot)
+        except (ValueError, OSError):
+            return True
+
     def hold(self, deadline_ns: int) -> bool:
         """Streams wait for the GPU parts, the CPU for the rest only. False: not in time."""
         link, snapshot = self.connection.link, self.checkpoint.snapshot
@@ -145,7 +152,7 @@ class Gate:
             while waiting := [item for item in self._pending if item not in waited]:
                 item = waiting[0]
                 in_streams = item.devices and not on_cpu
-                if not (item.hold(deadline_ns) if in_streams else item.wait(deadline_ns)):
+                if not (item.hold(deadline_ns) if in_streams else self._wait(item, deadline_ns)):
                     self._expire(item)
                 waited.append(item)
         except BaseException:  # Ctrl-C: nobody asks again before the tensors change
@@ -172,11 +179,22 @@ class Gate:
                 continue
             if skip:
                 raise CheckpointFailedError("the snapshot before still is in staging memory")
-            if not item.wait(self._deadline_ns()):
+            if not self._wait(item, self._deadline_ns()):
                 self._expire(item)
                 raise CheckpointFailedError(
                     f"staging memory was not read within stall_limit_s={self._stall_limit_s:g} s"
                 )
+
+    def _wait(self, item: _Pending, deadline_ns: int) -> bool:
+        """On the CPU. The limit is for the daemon: a GPU that has not come to the snapshot, for all
+        the work that was enqueued before it, is no stall."""
+        while True:
+            reached = item.reached()
+            if item.wait(deadline_ns):
+                return True
+            if reached:
+                return False
+            deadline_ns = self._deadline_ns()
 
     def release(self) -> None:
         """Forgets everything; only for a link that is closed or about to be."""

@@ -145,11 +145,13 @@ class Saver:
 
     def _wait(self, checkpoint: Checkpoint, connection: Connection, what: str) -> None:
         since_ns = time.monotonic_ns()
+        wait = checkpoint.wait_copied if what == "copied" else checkpoint.wait_read
         try:
-            if what == "copied":
-                checkpoint.wait_copied(self._stall_limit_s)
-            else:
-                checkpoint.wait_read(self._stall_limit_s)
+            while not connection.link.reached(checkpoint.snapshot):  # that is no stall
+                with contextlib.suppress(WaitTimeoutError):
+                    wait(self._stall_limit_s)
+                    break
+            wait(self._stall_limit_s)
         except WaitTimeoutError:
             if abandon(checkpoint, connection, self._stall_limit_s):
                 self._expired(checkpoint, connection)

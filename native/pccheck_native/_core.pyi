@@ -341,6 +341,9 @@ class Link:
         """The stream waits for the snapshot's copy; False when the deadline passed before that
         could be enqueued."""
 
+    def reached(self, snapshot: int) -> bool:
+        """False while a marked stream is still busy with what came before the snapshot."""
+
     def capturing(self, device: int, stream: int) -> bool: ...
     def expose(self, device_ranges: _Packed, device_bytes: int) -> bytes:
         """The exposure of these ranges. NativeError BAD_HANDLE when memory cannot be shared."""

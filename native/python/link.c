@@ -222,6 +222,8 @@ static PyMethodDef methods[] = {
     {"mark", PCC_PY_METHOD(pcc_py_link_mark), KEYWORDS,
      "What the snapshot depends on is on this stream by now."},
     {"hold", PCC_PY_METHOD(pcc_py_link_hold), KEYWORDS, "The stream waits for the copy."},
+    {"reached", PCC_PY_METHOD(pcc_py_link_reached), KEYWORDS,
+     "Whether the GPUs have come to the snapshot."},
     {"capturing", PCC_PY_METHOD(pcc_py_link_capturing), KEYWORDS,
      "Whether the stream records a graph."},
     {"expose", PCC_PY_METHOD(pcc_py_link_expose), KEYWORDS, "The exposure of device ranges."},

@@ -27,6 +27,7 @@ PyObject *pcc_py_link_staging_trim(PyObject *self, PyObject *unused);
 PyObject *pcc_py_link_stage(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_mark(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_hold(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *pcc_py_link_reached(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_capturing(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_expose(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_exposure_holds(PyObject *self, PyObject *unused);

@@ -169,6 +169,23 @@ PyObject *pcc_py_link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
     return PyBool_FromLong(result == 0);
 }
 
+PyObject *pcc_py_link_reached(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", NULL};
+    uint64_t snapshot;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:reached", names, pcc_py_u64, &snapshot)) {
+        return NULL;
+    }
+    struct pcc_link *link = pcc_py_link_enter(self);
+    if (link == NULL) {
+        return NULL;
+    }
+    bool reached = false;
+    PCC_PY_UNLOCKED(reached = pcc_link_reached(link, snapshot));
+    pcc_py_link_leave(self);
+    return PyBool_FromLong(reached);
+}
+
 PyObject *pcc_py_link_capturing(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device", "stream", NULL};

@@ -109,6 +109,9 @@ PCC_MUST_CHECK int pcc_link_hold(struct pcc_link *link, uint64_t snapshot, uint3
  * not make its caller wait. */
 bool pcc_link_hold_ready(struct pcc_link *link, uint64_t snapshot, uint32_t device,
                          uint64_t until_ns);
+/* False while one of the streams that were marked for the snapshot is still on its way there, busy
+ * with what the trainer enqueued before: nobody is to blame but its own length. */
+bool pcc_link_reached(struct pcc_link *link, uint64_t snapshot);
 /* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
 PCC_MUST_CHECK int pcc_link_capturing(struct pcc_link *link, uint32_t device, uint64_t stream,
                                       bool *out);

@@ -198,6 +198,28 @@ int pcc_link_mark(struct pcc_link *link, uint64_t snapshot, uint32_t device, uin
     return error;
 }
 
+bool pcc_link_reached(struct pcc_link *link, uint64_t snapshot)
+{
+    const struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+    bool reached = true;
+    int mode;
+
+    pcc_link_enter(link);
+    for (uint32_t i = 0; reached && i < PCC_DEVICES; i++) {
+        struct pcc_link_device *device = pcc_link_device(link, i);
+        (void)pthread_mutex_lock(&link->lock);
+        const bool marked = job->snapshot == snapshot && job->devices[i].is_marked;
+        CUevent const event = job->devices[i].marked; /* made once, and kept */
+        (void)pthread_mutex_unlock(&link->lock);
+        if (!marked || device == NULL || pcc_link_gpu_enter(device, &mode) != 0)
+            continue;
+        reached = device->gpu.cuda->event_query(event) != CUDA_ERROR_NOT_READY;
+        pcc_link_gpu_leave(device, mode);
+    }
+    pcc_link_leave(link);
+    return reached;
+}
+
 /* -- hold -- */
 
 enum hold_way {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from tests.support.trainer import RemoteError
 Start = Callable[..., Node]
 stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 LIMIT_S = 30.0
+STALL_LIMIT_S = 2.0
 
 
 @contextmanager
@@ -157,6 +159,32 @@ def test_staging_memory_in_use_is_busy(start_node: Start) -> None:
         trainer.step()
         trainer.synchronize()
     saved_step_2(trainer, handle)
+
+
+def busy_for_long(trainer: Any) -> tuple[int, list[str]]:
+    """Checkpoints behind work that takes the GPU far longer than the stall limit."""
+    goes_on = threading.Event()
+    trainer.gpu.launch(goes_on.wait)
+    threading.Timer(3 * STALL_LIMIT_S, goes_on.set).start()
+    for _ in range(3):
+        trainer.step()
+        trainer.checkpoint()
+    return len(trainer.handles) - 1, [h.state.name for h in trainer.handles if h.snapshot == 0]
+
+
+@stand_in
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+@pytest.mark.parametrize("snapshot", ["device", "blocking"])
+def test_a_gpu_with_much_to_do_is_no_stall(start_node: Start, snapshot: str, transfer: str) -> None:
+    node = start_node()
+    trainer = node.ready(snapshot=snapshot, transfer=transfer, stall_limit_s=STALL_LIMIT_S)
+    last, never_begun = trainer.evaluate(busy_for_long)
+    assert trainer.wait_durable(last) == "durable"
+    assert not never_begun
+    assert set(trainer.states()) <= {"durable", "superseded"}
+    assert trainer.warnings == []
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (5, "")
 
 
 def checkpoint_and_damage(trainer: Any) -> bool:

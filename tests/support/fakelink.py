@@ -26,6 +26,7 @@ class FakeLink:
         self.cannot_pull = ""
         self.holds = True
         self.captures = False
+        self.behind: dict[int, int] = {}  # so often a snapshot's streams have not come to it
         self.expose_error: Exception | None = None
         self.no_staging = False
         self.interrupt: str = ""  # a call in which Ctrl-C arrives
@@ -75,6 +76,11 @@ class FakeLink:
     def hold(self, snapshot: int, device: int, stream: int, deadline_ns: int) -> bool:
         self._note("hold", snapshot, device, stream)
         return snapshot not in self.unholdable
+
+    def reached(self, snapshot: int) -> bool:
+        left = self.behind.get(snapshot, 0)
+        self.behind[snapshot] = max(0, left - 1)
+        return left == 0
 
     def capturing(self, device: int, stream: int) -> bool:
         return self.captures

@@ -136,6 +136,24 @@ def test_what_the_link_gave_up_while_a_stream_waited_is_noticed_once(kit: Kit) -
     assert made.reason.startswith("abandoned") and kit.gate.idle
 
 
+def test_work_before_the_snapshot_is_no_stall(kit: Kit) -> None:
+    """A GPU that has not come to it yet gets more time, and then the daemon its own."""
+    kit.add(part(0, staged=True, aside=True))
+    kit.link.behind[1] = 3
+    with pytest.raises(CheckpointFailedError, match="staging"):
+        kit.gate.free_staging(part(0, staged=True, aside=True), skip=False)
+    assert len(kit.link.named("wait_read")) == 4
+    assert kit.expired == [1]
+
+
+def test_the_cpu_waits_for_what_the_gpu_has_to_do_first(kit: Kit) -> None:
+    kit.add(part(0))
+    kit.link.behind[1] = 2
+    kit.gate.wait(on_cpu=True)
+    assert len(kit.link.named("wait_read")) == 3
+    assert kit.expired == [1]
+
+
 def test_a_failing_gpu_is_no_stall(kit: Kit) -> None:
     made = kit.add(part(0))
     kit.gate.wait()
