@@ -65,6 +65,7 @@ campaign: $(READY) ## kills daemon and trainer ROUNDS times (default 1000), with
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)
 	$(BIN)/python -m tests.integration.gpu_campaign --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.integration.gpu_restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py

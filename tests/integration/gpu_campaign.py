@@ -227,7 +227,7 @@ class Campaign:
         acknowledged = max(acknowledged, trainer.drain())
         if not lost:
             node.faults.wait_for(lambda f: f.open_mappings == 0, SOON_S)
-        self._judge(node, job, acknowledged)
+        judge(self.tally, node, job, acknowledged)
         if lost:
             node.daemon.kill()  # a lost context lets go of nothing before its process ends
         return not lost
@@ -256,27 +256,28 @@ class Campaign:
         trainer.close()
         return acknowledged
 
-    def _judge(self, node: Node, job: str, acknowledged: int) -> None:
-        """A new trainer recovers and goes on."""
-        trainer = node.connect(PARTS, job=job)
-        done = trainer.restore()
-        step = done["step"] if done["found"] else -1
-        assert step >= acknowledged, f"step {step} recovered, {acknowledged} acknowledged"
-        assert not done["skipped"], f"damage found in {done['skipped']}"
-        if done["found"]:
-            assert not (wrong := trainer.check(step)), f"step {step} of {done['source']}: {wrong}"
-        kind = "nothing" if step < 0 else "newer" if step > acknowledged else "the acknowledged"
-        self.tally.outcomes[f"recovered: {kind}"] += 1
-        now = trainer.step()
-        handle = trainer.checkpoint()
-        trainer.step()
-        state = trainer.wait_durable(handle, SOON_S)
-        assert state == "durable", f"the next checkpoint: {state}, {trainer.reason(handle)}"
-        found = trainer.recover()
-        assert (found["step"], found["wrong"]) == (now, ""), f"the next checkpoint: {found}"
-        trainer.kill()
-        if not _has_lost(node.faults):
-            node.faults.wait_for(lambda f: f.open_mappings == 0, SOON_S)
+
+def judge(tally: Tally, node: Node, job: str, acknowledged: int) -> None:
+    """A new trainer recovers and goes on."""
+    trainer = node.connect(PARTS, job=job)
+    done = trainer.restore()
+    step = done["step"] if done["found"] else -1
+    assert step >= acknowledged, f"step {step} recovered, {acknowledged} acknowledged"
+    assert not done["skipped"], f"damage found in {done['skipped']}"
+    if done["found"]:
+        assert not (wrong := trainer.check(step)), f"step {step} of {done['source']}: {wrong}"
+    kind = "nothing" if step < 0 else "newer" if step > acknowledged else "the acknowledged"
+    tally.outcomes[f"recovered: {kind}"] += 1
+    now = trainer.step()
+    handle = trainer.checkpoint()
+    trainer.step()
+    state = trainer.wait_durable(handle, SOON_S)
+    assert state == "durable", f"the next checkpoint: {state}, {trainer.reason(handle)}"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (now, ""), f"the next checkpoint: {found}"
+    trainer.kill()
+    if not _has_lost(node.faults):
+        node.faults.wait_for(lambda f: f.open_mappings == 0, SOON_S)
 
 
 def _has_lost(faults: Faults) -> bool:

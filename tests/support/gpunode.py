@@ -14,13 +14,26 @@ from . import fakegpu
 from .daemon import Daemon
 from .fakegpu import Faults, StandinDaemon
 from .gputrainer import PARTS, GpuTrainer, Part
+from .manager import ServedDaemon
+
+
+class KeptDaemon(ServedDaemon):
+    """A daemon with stand-in GPUs under a manager that keeps its descriptors."""
+
+    def __init__(self, *flags: str, gpus: dict[str, str], **options: Any) -> None:
+        super().__init__(*flags, **options)
+        self.gpus = gpus
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | self.gpus
 
 
 class Node:
     """`node.faults` are the daemon's, `trainer.faults` a trainer's. At the end, if the daemon still
     lives, nothing of its dead trainers may be mapped.
 
-    `blind`: the daemon has no driver. `visible`: the GPUs that it sees.
+    `blind`: the daemon has no driver. `visible`: the GPUs that it sees. `kept`: a manager keeps the
+    descriptors of a daemon that was killed for the next one.
     """
 
     def __init__(
@@ -29,6 +42,7 @@ class Node:
         devices: int = 1,
         visible: str = "",
         blind: bool = False,
+        kept: bool = False,
         init_fail_code: int = 0,
         **daemon_options: Any,
     ) -> None:
@@ -36,6 +50,7 @@ class Node:
         self.devices = devices
         self.faults = Faults(self.directory / "daemon.faults")
         self.faults.set(init_fail_code=init_fail_code)
+        self.daemon: Daemon
         self.trainers: list[GpuTrainer] = []
         self._numbers = itertools.count()
         if fakegpu.is_real() or blind:
@@ -44,7 +59,8 @@ class Node:
             gpus = fakegpu.environment(
                 self.directory, devices=devices, visible=visible, faults=self.faults
             )
-            self.daemon = StandinDaemon(*flags, gpus=gpus, **daemon_options)
+            made = KeptDaemon if kept else StandinDaemon
+            self.daemon = made(*flags, gpus=gpus, **daemon_options)
 
     def start(self) -> Self:
         self.daemon.start()
@@ -106,7 +122,7 @@ class Node:
         """Kills the trainers; what was mapped of them goes."""
         for trainer in self.trainers:
             trainer.kill()
-        if self.alive() and isinstance(self.daemon, StandinDaemon):
+        if self.alive() and isinstance(self.daemon, (StandinDaemon, KeptDaemon)):
             self.daemon.kill(signal.SIGCONT)
             self.faults.release_copies()
             self.faults.wait_for(lambda f: f.open_mappings == 0)
