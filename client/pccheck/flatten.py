@@ -191,7 +191,7 @@ def _unsupported(value: object, path: str) -> UnsupportedStateError:
     if isinstance(value, torch.Tensor):
         return UnsupportedStateError(
             f"{where}: a tensor subclass, {_name(value)}",
-            hint="pass its plain tensors (a DTensor's .to_local()), or leave it out",
+            hint="pass its plain tensors, or leave it out; for DTensors see examples/fsdp2.py",
         )
     return UnsupportedStateError(
         f"{where}: a value of type {_name(value)} cannot be stored",

@@ -1,0 +1,73 @@
+"""examples/fsdp2.py: two ranks that are killed and go on are bit for bit two that were not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from examples.fsdp2 import require_same
+from tests.support.daemon import Daemon
+
+Start = Callable[..., Daemon]
+ROOT = Path(__file__).parents[2]
+
+
+def launch(daemon: Daemon, job: str, losses: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
+    losses.mkdir(exist_ok=True)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(ranks), "examples/fsdp2.py", "--losses", str(losses), "--every", "3", *flags,
+    ]  # fmt: skip
+    environment = os.environ | {
+        "PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    return ran.returncode, ran.stderr
+
+
+def told(losses: Path) -> list[dict[str, str]]:
+    """By rank and step; a step that was done again counts the last time."""
+    return [
+        dict(line.split() for line in (losses / str(rank)).read_text().splitlines())
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_killed_ranks_go_on_as_if_they_had_not_been(start_daemon: Start, tmp_path: Path) -> None:
+    daemon = start_daemon()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert launch(daemon, "whole", whole, "--steps", "12")[0] == 0
+    assert launch(daemon, "job", killed, "--steps", "12", "--kill-at", "8")[0] != 0
+    before = told(killed)
+    assert all(len(rank) == 8 for rank in before)
+    code, said = launch(daemon, "job", killed, "--steps", "12")
+    assert code == 0, said
+    assert told(killed) == told(whole)
+    lines = (killed / "0").read_text().splitlines()
+    assert len(lines) < 8 + 12  # it did go on, and not from the start
+    assert len(set(told(whole)[0].values())) == 12
+
+    code, said = launch(daemon, "job", tmp_path / "other", "--steps", "13", ranks=3)
+    assert code != 0
+    assert "world" in said or "rank" in said
+
+
+def test_another_cut_is_refused() -> None:
+    """Before anything is written; the checkpoint is as good as before."""
+    cut = [[0, 1], [], "(Shard(dim=0),)", [33, 16]]
+    require_same({"/weight": cut}, {"/weight": list(cut)})
+    others = ([[0, 1, 2], *cut[1:]], [*cut[:2], "(Replicate(),)", cut[3]], [*cut[:3], [34, 16]])
+    for other in others:
+        with pytest.raises(ValueError, match="does not reshard"):
+            require_same({"/weight": cut}, {"/weight": other})
+    with pytest.raises(ValueError, match="/bias"):
+        require_same({"/weight": cut}, {"/weight": cut, "/bias": cut})
