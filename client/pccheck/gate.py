@@ -239,6 +239,8 @@ class Breaker:
         self._until = 0.0
         self._answered = False
         self._marks: list[tuple[Checkpoint, CheckpointState]] = []
+        self._question: tuple[Connection, int] | None = None
+        self._asked_at = 0.0
 
     def trip(self, connection: Connection, in_flight: list[Checkpoint], snapshot: int) -> None:
         doublings = min(self._trips, _BACKOFF_DOUBLINGS_MAX)
@@ -247,6 +249,14 @@ class Breaker:
         self._until = self._clock() + self._stall_limit_s * (2**doublings - 1)
         self._answered = False
         self._marks = [(item, item.state) for item in in_flight]
+        self._question = connection, snapshot
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._question is None:
+            return
+        connection, snapshot = self._question
+        self._asked_at = self._clock()
         try:
             connection.ask(Describe(snapshot), self._hear)
         except PccheckError:
@@ -257,7 +267,11 @@ class Breaker:
 
     def closed(self) -> bool:
         """Whether a checkpoint may be tried."""
-        if self._open and self._answered and self._clock() >= self._until:
+        if self._open and not self._answered:
+            if self._clock() >= self._asked_at + self._stall_limit_s:
+                self._ask()  # the question, or its answer, may have been lost
+            return False
+        if self._open and self._clock() >= self._until:
             moved = [item.state is not before for item, before in self._marks]
             self._open = bool(moved) and not any(moved)
         return not self._open
@@ -270,3 +284,4 @@ class Breaker:
         """Another connection: what the old one did says nothing."""
         self._open = False
         self._marks = []
+        self._question = None

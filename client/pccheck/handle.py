@@ -8,12 +8,13 @@ from typing import NamedTuple, Protocol
 
 from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
-from pccheck_wire.messages import CheckpointState, Describe, Described
+from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
 
 from .transport import Connection
 
 _DESCRIBE_LIMIT_S = 2.0
 _DESCRIBE_PAUSE_S = 0.005
+_ASK_AGAIN_S = 5.0  # an answer may be lost with the process that passes it on
 _FOREVER_NS = 2**63 - 1
 _LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
 _FINAL = frozenset(
@@ -60,7 +61,7 @@ class Checkpoint:
         self._newer = Durable(0, None)
         self._reason = ""
         self._described = False
-        self._asked = False  # for its reason, and the answer is not here yet
+        self._asked_s: float | None = None  # when for its reason, and the answer is not here yet
         self._broke = False
         self._settled = False  # its entry in the page is another snapshot's by now
 
@@ -231,6 +232,9 @@ class Checkpoint:
         while connection.alive():
             try:
                 self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
+            except CheckpointFailedError as error:  # before it was known there
+                self._never_began(error.message, error.hint)
+                return
             except PccheckError as error:
                 self._reason = self._reason or f"unknown: {error.message}"
                 return
@@ -242,11 +246,12 @@ class Checkpoint:
     def describe_later(self) -> None:
         """The reason arrives with a later answer; nobody waits for it. Call it again until it is
         known."""
-        connection = self._connection
-        if connection is not None and not (self._described or self._asked):
+        connection, now_s = self._connection, time.monotonic()
+        waits = self._asked_s is not None and now_s < self._asked_s + _ASK_AGAIN_S
+        if connection is not None and not (self._described or waits):
             try:
                 connection.ask(Describe(self.snapshot), self._take)
-                self._asked = True
+                self._asked_s = now_s
             except PccheckError:
                 self._reason = "unknown: the daemon did not answer"
 
@@ -256,8 +261,11 @@ class Checkpoint:
         return self._reason if self._described else None
 
     def _take(self, answer: object) -> None:
+        if isinstance(answer, Failure):
+            self._asked_s = None
+            self._never_began(answer.message, answer.hint)
         if isinstance(answer, Described):
-            self._asked = False
+            self._asked_s = None
             if answer.state not in _FINAL:
                 return  # the page tells before the daemon's records do
             self._described = True
@@ -265,6 +273,10 @@ class Checkpoint:
             if answer.state is CheckpointState.SUPERSEDED:
                 self._newer = Durable(answer.newer_sequence, answer.newer_step)
             self._sequence = self._sequence or answer.sequence
+
+    def _never_began(self, message: str, hint: str) -> None:
+        self._described = True
+        self._reason = f"{message} ({hint})" if hint else message
 
     def _failed(self) -> CheckpointFailedError:
         reason = self.reason or "for an unknown reason"

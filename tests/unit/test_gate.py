@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from pccheck.extents import DevicePart, Shape, lay_out
-from pccheck.gate import Gate
+from pccheck.gate import Breaker, Gate
 from pccheck.handle import Checkpoint
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError
@@ -284,3 +284,16 @@ def test_a_driver_without_memory_for_the_wait_makes_the_cpu_wait(kit: Kit) -> No
     kit.add(part(0))
     kit.gate.wait()
     assert kit.link.named("wait_read", "abandon") == [("wait_read", 1, False), ("abandon", 1)]
+
+
+def test_a_breaker_asks_again_when_an_answer_was_lost(kit: Kit) -> None:
+    now = 0.0
+    breaker = Breaker(5, clock=lambda: now)
+    asked = []
+    kit.connection.ask = lambda body, callback: asked.append(callback)  # type: ignore[method-assign]
+    breaker.trip(kit.connection, [], 1)  # type: ignore[arg-type]
+    assert not breaker.closed() and len(asked) == 1
+    now = 6
+    assert not breaker.closed() and len(asked) == 2
+    asked[1](None)
+    assert breaker.closed()

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from pccheck import Checkpoint, CheckpointState
+from pccheck import handle as handles
 from pccheck_native import WORD_REFUSED
-from pccheck_wire.messages import Described
+from pccheck_wire.messages import Described, Failure
 
 NOT_YET = Described(1, CheckpointState.COPYING, 7, 3)
 WHY = Described(1, CheckpointState.FAILED, 7, 3, "the GPU failed")
@@ -64,3 +67,21 @@ def test_the_reason_that_nobody_waits_for_is_asked_for_again() -> None:
     assert made.known_reason == "the GPU failed"
     made.describe_later()
     assert not daemon.callbacks
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "_ASK_AGAIN_S", 0.0)
+    daemon = Daemon(WHY)
+    made = handle(daemon)
+    made.describe_later()
+    made.describe_later()
+    assert len(daemon.callbacks) == 2
+
+
+def test_a_failure_for_an_answer_is_the_reason() -> None:
+    """The request itself was lost: the daemon has no record of it."""
+    daemon = Daemon(WHY)
+    made = handle(daemon)
+    made.describe_later()
+    daemon.callbacks[0](Failure("FAILED", "its request was lost", "see the log"))
+    assert made.known_reason == "its request was lost (see the log)"
