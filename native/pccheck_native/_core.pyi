@@ -288,6 +288,7 @@ class Channel:
         tree_bytes: int,
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
     def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
+    def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's
     def set_outcome(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def load(
         self, volume: Volume, sequence: int, offset: int, length: int, load_id: int

@@ -223,6 +223,27 @@ static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs
     return pcc_py_channel_leave_with(self, 0);
 }
 
+static PyObject *channel_requested(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    uint64_t snapshots[PCC_SNAPSHOTS];
+    uint32_t count;
+    PCC_PY_UNLOCKED(count = pcc_channel_requested(channel, snapshots));
+    pcc_py_channel_leave(self);
+    PyObject *list = PyList_New(count);
+    for (uint32_t i = 0; list != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(snapshots[i]);
+        if (number == NULL || PyList_SetItem(list, i, number) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     struct verdict verdict;
@@ -289,6 +310,7 @@ PyMethodDef pcc_py_channel_methods[] = {
      "Takes over an exposure of GPU memory; \"\" or why not."},
     {"begin", PCC_PY_METHOD(channel_begin), KEYWORDS, "Admits a snapshot; its sequence."},
     {"refuse", PCC_PY_METHOD(channel_refuse), KEYWORDS, "Refuses a snapshot."},
+    {"requested", channel_requested, METH_NOARGS, "Snapshots whose word says REQUESTED."},
     {"set_outcome", PCC_PY_METHOD(channel_set_outcome), KEYWORDS,
      "Tells the trainer what became of a snapshot."},
     {"load", PCC_PY_METHOD(pcc_py_channel_load), KEYWORDS,

@@ -142,6 +142,9 @@ PCC_MUST_CHECK int pcc_channel_begin(struct pcc_channel *channel, uint64_t snaps
  * progress is given up; its FAILED event follows. */
 void pcc_channel_refuse(struct pcc_channel *channel, uint64_t snapshot, enum pcc_outcome outcome,
                         uint64_t sequence);
+/* Snapshots of the attached session whose word says REQUESTED, at most PCC_SNAPSHOTS; returns how
+ * many. The numbers are the client's: they are good for refuse only. */
+PCC_MUST_CHECK uint32_t pcc_channel_requested(struct pcc_channel *channel, uint64_t *snapshots);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
  * channel sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
 void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,

@@ -154,6 +154,22 @@ void pcc_channel_refuse(struct pcc_channel *channel, uint64_t snapshot, enum pcc
     pcc_channel_unlock(channel);
 }
 
+uint32_t pcc_channel_requested(struct pcc_channel *channel, uint64_t *snapshots)
+{
+    uint32_t count = 0;
+
+    pcc_channel_lock(channel);
+    for (uint64_t i = 0; channel->attached && i < PCC_SNAPSHOTS; i++) {
+        const struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, i);
+        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+        const uint64_t snapshot = word >> 8;
+        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) && snapshot % PCC_SNAPSHOTS == i)
+            snapshots[count++] = snapshot;
+    }
+    pcc_channel_unlock(channel);
+    return count;
+}
+
 void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,
                              enum pcc_outcome outcome, uint64_t sequence)
 {

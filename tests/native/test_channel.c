@@ -171,7 +171,10 @@ static void test_several_in_flight(void)
         CHECK(begin(&f, i + 1, count, &sequences[i]) == 0);
     CHECK(pcc_link_request(f.link, 4) == 0);
     CHECK(begin(&f, 4, count, &sequences[0]) == -PCC_E_NO_LANE);
+    uint64_t asked[PCC_SNAPSHOTS];
+    CHECK(pcc_channel_requested(f.channel, asked) == 1 && asked[0] == 4);
     pcc_channel_refuse(f.channel, 4, PCC_OUTCOME_SKIPPED, 0);
+    CHECK(pcc_channel_requested(f.channel, asked) == 0);
     CHECK(pcc_link_wait(f.link, 4, PCC_WAIT_DURABLE, soon()) == 0);
     struct pcc_link_state state;
     CHECK(pcc_link_state(f.link, 4, &state) == 0);

@@ -234,6 +234,25 @@ static void test_lies(void)
     fixture_close(&f);
 }
 
+/* Only a word in its own entry names a snapshot that was asked for. */
+static void test_requested(void)
+{
+    struct fixture f;
+    uint64_t asked[PCC_SNAPSHOTS];
+
+    fixture_open(&f, &roomy);
+    page_open(&f);
+    word_set(&f, 3, PCC_WORD_REQUESTED);
+    word_set(&f, PCC_SNAPSHOTS + 9, PCC_WORD_REQUESTED);
+    word_set(&f, 4, PCC_WORD_COPIED);
+    atomic_store(&pcc_page_snapshot(&f.page, 5)->word, pcc_word(6, PCC_WORD_REQUESTED));
+    CHECK(pcc_channel_requested(f.channel, asked) == 2);
+    CHECK(asked[0] == 3 && asked[1] == PCC_SNAPSHOTS + 9);
+    detach(&f);
+    CHECK(pcc_channel_requested(f.channel, asked) == 0);
+    fixture_close(&f);
+}
+
 /* P1: all that a dead trainer had handed over, and the bell was never rung. */
 static void test_ring_is_drained(void)
 {
@@ -340,6 +359,7 @@ static void test_load_never_taken(void)
 int main(void)
 {
     RUN(test_lies);
+    RUN(test_requested);
     RUN(test_ring_is_drained);
     RUN(test_abandoned_before_the_last_message);
     RUN(test_load_never_taken);
