@@ -17,7 +17,8 @@ from .health import Health
 from .registry import Registry
 from .report import gpu_uuid, troubles
 from .scrub import Scrubber
-from .sessions import Session
+from .server import ControlServer
+from .sessions import Session, Sessions
 from .tenants import Tenant
 from .volumes import OpenVolume
 
@@ -41,7 +42,7 @@ def read(
     config: Config,
     engine: Engine,
     registry: Registry,
-    sessions: Iterable[Session],
+    sessions: Sessions,
     health: Health,
     scrubber: Scrubber,
 ) -> list[Family]:
@@ -52,7 +53,8 @@ def read(
         *_memory(engine, ranks),
         *_storage(config),
         *_gpus(engine.driver.info()),
-        *_sessions(sessions),
+        *_sessions(sessions.all()),
+        *_fronts(sessions.control),
         *_ranks(ranks),
         *_scrub(scrubber),
     ]
@@ -105,6 +107,13 @@ def _sessions(sessions: Iterable[Session]) -> Iterator[Family]:
         "sessions", "Connected processes", [(key, n) for key, n in count.items()],
         ("role", "transfer"),
     )  # fmt: skip
+
+
+def _fronts(control: ControlServer) -> Iterator[Family]:
+    yield _one("fronts", "Processes that take users' requests, one per user", control.fronts)
+    yield _one(
+        "front_restarts", "Times that one of them ended by itself", control.restarts, counts=True
+    )
 
 
 def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:

@@ -12,6 +12,7 @@ from pccheck_native import _core, subset
 from pccheck_wire import codec
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
+    CheckpointFailedError,
     InternalError,
     NoCheckpointError,
     PccheckError,
@@ -222,7 +223,13 @@ class Handlers:
 
     def _describe(self, session: Session, body: Describe) -> Described:
         assert session.tenant is not None
-        found = session.tenant.ledger.find(session.number, body.snapshot)
+        ledger = session.tenant.ledger
+        found = ledger.find(session.number, body.snapshot)
+        if (session.number, body.snapshot) in ledger.lost:
+            raise CheckpointFailedError(
+                "its request did not reach pccheckd: the process that takes it had ended",
+                hint="pccheckd's log says why",
+            )
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known (any more)")
         return Described(

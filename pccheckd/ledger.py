@@ -44,19 +44,32 @@ class Ledger:
         self._moving: list[Checkpoint] = []  # not ended when last looked at, oldest first
         self.last_sequence = 0  # that was handed out since the daemon started
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
+        #: (session, snapshot) of requests that did not arrive; one that does later is too late.
+        self.lost: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
         self._waiters: set[asyncio.Event] = set()
 
     def add(self, checkpoint: Checkpoint) -> bool:
-        """False when this snapshot of this session is there already."""
+        """False when this snapshot of this session is there already, or was given up as lost."""
         key = (checkpoint.session, checkpoint.snapshot)
-        if key in self.checkpoints:
+        if key in self.checkpoints or key in self.lost:
             return False
         self.checkpoints[key] = checkpoint
         self._moving = [*self.live(), checkpoint]
         self._requested_ns.append(checkpoint.requested_ns)
         for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
             del self.checkpoints[old]
+        return True
+
+    def lose(self, session: int, snapshot: int) -> bool:
+        """Gives up one that was asked for; False when its request has arrived."""
+        key = (session, snapshot)
+        if key in self.checkpoints:
+            return False
+        self.lost[key] = None
+        if len(self.lost) > HISTORY:
+            self.lost.popitem(last=False)
+        self.counters["failed"] += 1
         return True
 
     def inherit(self, checkpoint: Checkpoint) -> None:

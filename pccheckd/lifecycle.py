@@ -171,7 +171,7 @@ def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:
 
 
 def _raise_file_limit() -> None:
-    """libzmq aborts when it runs out of descriptors, so there have to be plenty."""
+    """Sessions, segments and volumes take some each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard)
     if soft < wanted:

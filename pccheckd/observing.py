@@ -144,8 +144,7 @@ class Observing:
 
     def _families(self) -> list[gauges.Family]:
         return gauges.read(
-            self._config, self._engine, self._registry, self._sessions.all(), self.health,
-            self.scrubber,
+            self._config, self._engine, self._registry, self._sessions, self.health, self.scrubber,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""Control over ZeroMQ: one ROUTER per uid on an endpoint that cannot be guessed and answers to that
-uid only. Only frames pass here; what they mean is decided behind `handle`, so that a front process
-per uid can be put in between."""
+"""Control over ZeroMQ: one endpoint per uid, that cannot be guessed and answers to that uid only.
+Frames pass here; what they mean is decided behind `handle`. ZeroMQ itself runs in the fronts: this
+process, which owns pool and slots, never parses a client's bytes with it."""
 
 from __future__ import annotations
 
@@ -10,108 +10,101 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import zmq
-import zmq.asyncio
+from .fronts import Handle, Keeper, listen
 
-from pccheck_wire.codec import REQUEST_BYTES_MAX
-
-from .logs import LOG
-
-HIGH_WATER_MARK = 256
-HANDSHAKE_MS = 5000
-REQUESTS_IN_PROGRESS_MAX = 256
-FRAMES = 2  # a DEALER's identity, one message
-
-#: The answer to a request of a uid, None for no answer. Never raises.
-Handle = Callable[[int, bytes], Awaitable[bytes | None]]
+#: A front without a session: so that a job that is started again finds it.
+IDLE_S = 60.0
 
 
 class ControlServer:
-    """Owns the directory of endpoints and the routers in it."""
+    """Owns the directory of endpoints and the fronts that serve them."""
 
-    def __init__(self, socket_path: Path, handle: Handle) -> None:
+    def __init__(self, socket_path: Path, handle: Handle, *, idle_s: float = IDLE_S) -> None:
         """`socket_path` is the attach socket's; its lock is held."""
+        #: Told the uid whose requests may have been lost.
+        self.interrupted: Callable[[int], None] = lambda _uid: None
         self._handle = handle
+        self._idle_s = idle_s
         self._directory = socket_path.parent / f"ctl-{secrets.token_hex(16)}"
         #: Names our directory, so that the next start removes it if we are killed.
         self._note = socket_path.with_name(socket_path.name + ".ctl")
         _remove_noted(self._note)
-        self._context: zmq.asyncio.Context | None = None
-        self._routers: dict[int, asyncio.Task[None]] = {}
+        self._keepers: dict[int, Keeper] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="fronts")
+        self._ending: set[asyncio.Task[None]] = set()
+        self._restarts = 0  # of those that are gone
 
-    async def endpoint(self, uid: int) -> str:
-        """The address for a uid's requests; its router runs from the first call on."""
-        path = self._directory / f"{uid}.sock"
-        if uid not in self._routers:
-            self._routers[uid] = asyncio.get_running_loop().create_task(
-                self._serve(uid, self._bind(uid, path))
-            )
-        return f"ipc://{path}"
+    @property
+    def fronts(self) -> int:
+        """Processes that serve now."""
+        return sum(keeper.serves for keeper in self._keepers.values())
+
+    @property
+    def restarts(self) -> int:
+        """Fronts that ended and were not meant to."""
+        return self._restarts + sum(keeper.restarts for keeper in self._keepers.values())
+
+    async def join(self, uid: int, gid: int) -> str:
+        """The address for a session's requests, until `leave`. Raises RefusedError when there can
+        be none, OSError when the endpoint cannot be made."""
+        keeper = self._keepers.get(uid) or self._open(uid, gid)
+        keeper.sessions += 1
+        if keeper.idle is not None:
+            keeper.idle.cancel()
+            keeper.idle = None
+        try:
+            await keeper.ready()
+        except BaseException:
+            self.leave(uid)
+            raise
+        return f"ipc://{self._path(uid)}"
+
+    def leave(self, uid: int) -> None:
+        """A session has ended."""
+        keeper = self._keepers.get(uid)
+        if keeper is None:
+            return
+        keeper.sessions -= 1
+        if not keeper.sessions:
+            loop = asyncio.get_running_loop()
+            keeper.idle = loop.call_later(self._idle_s, self._retire, uid)
 
     async def close(self) -> None:
-        """Ends the routers; requests in progress are dropped."""
-        for task in self._routers.values():
-            task.cancel()
-        await asyncio.gather(*self._routers.values(), return_exceptions=True)
-        self._routers.clear()
-        if self._context is not None:
-            self._context.destroy(linger=0)
+        """Ends the fronts; requests in progress are dropped."""
+        for uid in list(self._keepers):
+            self._retire(uid)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._note.unlink(missing_ok=True)
 
-    def _bind(self, uid: int, path: Path) -> zmq.asyncio.Socket:
-        if self._context is None:
-            self._context = zmq.asyncio.Context()
+    def _open(self, uid: int, gid: int) -> Keeper:
+        if not self._directory.exists():
             _write_note(self._note, self._directory.name)
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-        router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.IPC_FILTER_UID, uid)
-        router.bind(f"ipc://{path}")
-        if os.geteuid() == 0:
-            os.chown(path, uid, -1)
-            path.chmod(0o600)
-        else:  # the filter is what keeps others out
-            path.chmod(0o600 if uid == os.geteuid() else 0o666)
-        return router
+        keeper = self._keepers[uid] = Keeper(
+            uid, gid, listen(self._path(uid), uid), self._threads, self._handle,
+            lambda: self.interrupted(uid),
+        )  # fmt: skip
+        keeper.start()
+        return keeper
 
-    async def _serve(self, uid: int, router: zmq.asyncio.Socket) -> None:
-        room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
-        work: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                frames = await router.recv_multipart()
-                if len(frames) != FRAMES:
-                    continue
-                await room.acquire()
-                task = asyncio.create_task(self._answer(uid, router, frames[0], frames[1]))
-                work.add(task)
-                task.add_done_callback(work.discard)
-                task.add_done_callback(lambda _: room.release())
-        finally:
-            for task in work:
-                task.cancel()
-            router.close()
+    def _retire(self, uid: int) -> None:
+        """A session that comes from now on gets an endpoint and a front of its own."""
+        keeper = self._keepers.pop(uid)
+        self._restarts += keeper.restarts
+        self._path(uid).unlink(missing_ok=True)
+        task = asyncio.get_running_loop().create_task(keeper.close())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
-    async def _answer(
-        self, uid: int, router: zmq.asyncio.Socket, identity: bytes, request: bytes
-    ) -> None:
-        answer = await self._handle(uid, request)
-        if answer is None:
-            return
-        with contextlib.suppress(zmq.Again):  # a peer that does not read loses its answers
-            try:
-                await router.send_multipart([identity, answer], flags=zmq.DONTWAIT)
-            except zmq.ZMQError as error:
-                LOG.warning("no answer to uid %d: %s", uid, error)
+    def _path(self, uid: int) -> Path:
+        return self._directory / f"{uid}.sock"
 
 
 def _write_note(note: Path, text: str) -> None:

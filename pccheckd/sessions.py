@@ -62,6 +62,7 @@ class Session:
     job: Job | None = None
     tenant: Tenant | None = None
     port: Port | None = None
+    endpoint: str = ""  # for its requests; "" for an observer
     ending: bool = False
     loads: dict[int, int] = field(default_factory=dict)  # load id -> sequence
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # it broke the page's protocol
@@ -78,6 +79,7 @@ class Sessions:
         self.registry = registry
         self.control = control
         self.draining = False
+        control.interrupted = self._interrupted
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
@@ -125,13 +127,12 @@ class Sessions:
         )  # fmt: skip
         self._next += 1
         descriptors: list[int] = []
-        endpoint = ""
         try:
             if hello.role is not Role.OBSERVER:
                 _check_names(hello)
                 session.job_name, session.rank = hello.job, hello.rank
                 session.world_size = 1 if hello.solo else hello.world_size
-                endpoint = await self.control.endpoint(peer.uid)
+                session.endpoint = await self.control.join(peer.uid, peer.gid)
                 attach = self._attach_trainer if hello.role is Role.TRAINER else self._attach_reader
                 self._sessions[session.number] = session
                 descriptors = await attach(session, hello)
@@ -139,7 +140,7 @@ class Sessions:
         except BaseException:
             await self.end(session)
             raise
-        return session, self._welcome(session, endpoint), descriptors
+        return session, self._welcome(session), descriptors
 
     async def end(self, session: Session) -> None:
         """The peer is gone, or has to go: drains what it handed over."""
@@ -157,15 +158,17 @@ class Sessions:
                 session.tenant.readers -= session.role is Role.READER
             session.loads.clear()
             self._sessions.pop(session.number, None)
+            if session.endpoint:
+                self.control.leave(session.uid)
         if session.role is not Role.OBSERVER and not self.draining:
             await self.registry.trim()
 
-    def _welcome(self, session: Session, endpoint: str) -> Welcome:
+    def _welcome(self, session: Session) -> Welcome:
         newest = session.tenant.ledger.newest if session.tenant else None
         offer = self.offer(session)
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
-            token=session.token, endpoint=endpoint, pid=os.getpid(),
+            token=session.token, endpoint=session.endpoint, pid=os.getpid(),
             incarnation=session.incarnation,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
             transfer=offer.transfer, transfer_reason=offer.reason,
@@ -249,6 +252,12 @@ class Sessions:
         if tenant is None:
             return
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
+
+    def _interrupted(self, uid: int) -> None:
+        """Requests of this uid may have been lost on their way here."""
+        for session in self._sessions.values():
+            if session.uid == uid and session.role is Role.TRAINER and session.tenant is not None:
+                session.tenant.refuse_lost()
 
     async def _after_load(
         self, session: Session, tenant: Tenant, sequence: int, *, problem: str

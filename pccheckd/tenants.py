@@ -228,6 +228,17 @@ class Tenant:
             port.channel.refuse(checkpoint.snapshot, int(to))
         self._chronicle.ended(self.key, checkpoint)
 
+    def refuse_lost(self) -> None:
+        """The way by which its trainer asks was interrupted: what he asked for and is not known
+        here fails now, so that he does not wait for it. If it was only late, it is refused then."""
+        owner, port = self.owner, self.port
+        if owner is None or port is None:
+            return
+        for snapshot in port.channel.requested():
+            if self.ledger.lose(owner.session, snapshot):
+                LOG.warning("%s: a request was lost: its checkpoint has failed", self.key)
+                port.channel.refuse(snapshot, int(State.FAILED))
+
     # -- events --------------------------------------------------------------------------------
 
     def on_event(self, event: _core.Event) -> None:

@@ -35,6 +35,7 @@ from pccheck_wire.messages import (
     Status,
     Verify,
 )
+from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 
@@ -307,27 +308,6 @@ def test_memory_of_ranks_that_are_gone_makes_room(start_daemon: Start) -> None:
     assert "made room" in daemon.log.read_text()
 
 
-def as_user(uid: int, work: Callable[[], str]) -> str:
-    """What `work` returns in a child of another uid."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            answer = work()
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writing, answer.encode()[:4000])
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read().decode()
-    os.waitpid(child, 0)
-    return answer
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 def test_users_are_apart(start_daemon: Start) -> None:
     daemon = start_daemon()
@@ -350,7 +330,7 @@ def test_users_are_apart(start_daemon: Start) -> None:
         with Rank(daemon.socket) as rank:
             return str(rank.restore()[0].step)
 
-    assert as_user(65534, others) == "7"
+    assert fork_as(65534, others) == "7"
     assert len(document(daemon, ListVolumes())["checkpoints"]) == 2  # type: ignore[arg-type]
     with Rank(daemon.socket) as rank:
         assert rank.restore()[0].step == 1
@@ -363,7 +343,7 @@ def test_users_are_apart(start_daemon: Start) -> None:
             socket.send(codec.encode(Request(1, token, Goodbye(done=True))))
             return str(socket.poll(1000))
 
-        assert as_user(65534, thief) == "0"
+        assert fork_as(65534, thief) == "0"
 
 
 def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(start_daemon: Start) -> None:

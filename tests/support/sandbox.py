@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import re
+import stat
 import struct
 import subprocess
 import sys
@@ -23,6 +24,8 @@ _HEADERS = (
     Path("/usr/include/asm-generic/unistd.h"),
 )
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_SET_MDWE = 38, 22, 65
+_PR_SET_KEEPCAPS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 8, 47, 2
+_CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION = 2, 0x20080522
 _LOAD, _EQUALS, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
 _ALLOW, _EPERM, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 
@@ -74,16 +77,32 @@ def _program(permitted: list[int]) -> bytes:
     return b"".join([*steps, step(_RETURN, 0, 0, _EPERM)])
 
 
+def _become_nobody(libc: ctypes.CDLL) -> None:
+    """Where the interpreter lies in root's home, he may read everything, too: the daemon starts
+    processes of its own. He keeps no other capability."""
+    places = (Path(sys.executable).resolve(), Path(sys.prefix), Path(__file__))
+    closed = any(not up.stat().st_mode & stat.S_IXOTH for place in places for up in place.parents)
+    libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    kept = 1 << _CAP_DAC_READ_SEARCH if closed else 0
+    capabilities = struct.pack("6I", kept, kept, kept, 0, 0, 0)
+    if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), capabilities) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+    if closed:
+        libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, 0, 0)
+
+
 def main() -> int:
     from tests.support import as_user
 
     permitted = [int(number) for number in sys.argv[1].split(",")]
     as_user.import_all("pccheckd")  # where that user cannot go, he cannot import from either
+    libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+        _become_nobody(libc)
+    prctl = libc.prctl
     prctl(_PR_SET_MDWE, 1, 0, 0, 0)  # Linux 6.3; without it the rest still counts
     assert prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     program = ctypes.create_string_buffer(_program(permitted))

@@ -1,0 +1,245 @@
+"""libzmq in processes of its own: what their users can do to them reaches nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pccheck_wire import attach
+from pccheck_wire.errors import PccheckError
+from pccheck_wire.messages import CheckpointState, Describe, Described, Status
+from pccheckd import front
+from tests.support.as_user import fork_as
+from tests.support.daemon import Daemon
+from tests.support.rank import Rank, payload_of
+from tests.support.trainer import RemoteError, Trainer
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+
+SIZE = 3_000_000
+NOBODY = 65534
+TRIES = 200
+MIB = 1 << 20
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+
+
+def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:
+    """The process that takes a user's requests."""
+    uid = os.getuid() if uid is None else uid
+    wanted = ["pccheckd.front", str(uid)]
+    for child in psutil.Process(daemon.pid).children():
+        if child.cmdline()[3:5] == wanted:
+            return child
+    raise AssertionError(f"uid {uid} has no front")
+
+
+def status(process: psutil.Process) -> dict[str, str]:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def plain(endpoint: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.settimeout(0.2)
+    made.connect(endpoint.removeprefix("ipc://"))
+    return made
+
+
+def exhaust(endpoint: str, victim: psutil.Process) -> None:
+    """Connects and says nothing, again and again, until the process has ended."""
+    held = []
+    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        try:
+            held.append(plain(endpoint))
+        except OSError:  # its backlog is full
+            continue
+    assert len(held) >= front.FILES_MAX // 2
+    for one in held:
+        one.close()
+
+
+def zmtp(endpoint: str) -> socket.socket:
+    """A peer that has shaken hands as a DEALER does, without libzmq."""
+    made = plain(endpoint)
+    made.settimeout(30)
+    made.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31))
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    made.sendall(bytes((4, len(ready))) + ready)
+    heard = b""
+    while b"ROUTER" not in heard:  # it hangs up on who does not wait for that
+        heard += made.recv(200)
+    return made
+
+
+def saves_again(rank: Rank, step: int) -> None:
+    """Requests that were under way may be lost, and say so; later ones are durable."""
+    for _ in range(TRIES):
+        data = payload_of(step, SIZE)
+        if rank.wait(rank.begin(step, data)).outcome != CheckpointState.FAILED:
+            return
+    raise AssertionError("no checkpoint has become durable")
+
+
+def trains_on(trainer: Trainer) -> None:
+    for _ in range(TRIES):
+        trainer.step()
+        try:
+            trainer.wait_durable(trainer.checkpoint())
+            return
+        except RemoteError as error:
+            assert error.kind == "CheckpointFailedError", error
+    raise AssertionError("no checkpoint has become durable")
+
+
+def test_the_daemon_has_no_libzmq(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+        assert "zmq" not in Path(f"/proc/{daemon.pid}/maps").read_text()
+        told = status(front_of(daemon))
+        assert told["NoNewPrivs"] == "1"
+        limits = Path(f"/proc/{front_of(daemon).pid}/limits").read_text()
+        assert f"Max open files            {front.FILES_MAX} " in limits
+        assert f"Max address space         {front.ADDRESS_SPACE_BYTES} " in limits
+    assert daemon.stop() == 0
+
+
+@needs_root
+def test_a_front_is_its_users_own_process(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    daemon.root.chmod(0o755)
+    daemon.socket.parent.chmod(0o711)
+    daemon.socket.chmod(0o666)
+
+    def saves() -> str:
+        with Rank(daemon.socket) as rank:
+            rank.register(SIZE)
+            told = status(front_of(daemon, NOBODY))
+            rank.save(1, payload_of(1, SIZE))
+            return " ".join(told[name] for name in ("Uid", "Gid", "Groups", "CapPrm", "CapEff"))
+
+    user = "\t".join([str(NOBODY)] * 4)
+    assert fork_as(NOBODY, saves) == f"{user} {user}  {'0' * 16} {'0' * 16}"
+
+
+def test_connections_without_end_harm_their_user_only(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    trains_on(trainer)
+    victim = front_of(daemon)
+    with Rank(daemon.socket, job="attacker") as rank:
+        exhaust(rank.welcome.endpoint, victim)
+    trains_on(trainer)
+    assert front_of(daemon).pid != victim.pid
+    assert "opens connections to it without end" in daemon.log.read_text()
+    assert trainer.restore()["step"] > 1
+
+
+@needs_root
+def test_another_user_notices_nothing(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    daemon.root.chmod(0o755)
+    daemon.socket.parent.chmod(0o711)
+    daemon.socket.chmod(0o666)
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        ours = front_of(daemon)
+
+        def attack() -> str:
+            with Rank(daemon.socket) as rank:
+                exhaust(rank.welcome.endpoint, front_of(daemon, NOBODY))
+            return "done"
+
+        assert fork_as(NOBODY, attack) == "done"
+        rank.save(1, payload_of(1, SIZE))
+        assert front_of(daemon).pid == ours.pid
+
+
+def test_messages_without_end_harm_their_user_only(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    trains_on(trainer)
+    victim = front_of(daemon)
+    before = psutil.Process(daemon.pid).memory_info().rss
+    with (
+        Rank(daemon.socket, job="attacker") as rank,
+        zmtp(rank.welcome.endpoint) as peer,
+        pytest.raises(OSError),
+    ):
+        while True:  # frames of one byte, each with the flag that more of the message follows
+            peer.sendall(b"\x01\x01x" * 20_000)
+    trains_on(trainer)
+    assert front_of(daemon).pid != victim.pid
+    assert "its memory limit" in daemon.log.read_text()
+    assert psutil.Process(daemon.pid).memory_info().rss < before + 64 * MIB
+
+
+def test_training_goes_on_when_its_front_is_killed(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon, stall_limit_s=20)
+    trainer.post("run", 3000, 5)
+    for step in (50, 500, 1000):
+        trainer.wait_for_durable(step)
+        front_of(daemon).kill()
+    assert trainer.answer() == 3000
+    trains_on(trainer)
+    ends = {"durable", "superseded", "failed", "skipped"}
+    assert set(trainer.states()) <= ends
+    assert "abandoned" not in trainer.warnings
+    assert daemon.log.read_text().count("connected (session") == 1
+    assert "killed by SIGKILL" in daemon.log.read_text()
+
+
+def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
+    """And it says why; when it comes later after all, it is too late."""
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        process = front_of(daemon)
+        process.suspend()
+        snapshot = rank.begin(1, payload_of(1, SIZE))
+        process.kill()
+        assert rank.wait(snapshot).outcome == CheckpointState.FAILED
+        with pytest.raises(PccheckError, match="did not reach pccheckd"):
+            rank.ask(Describe(snapshot))
+        saves_again(rank, 2)
+        answer = rank.ask(Describe(snapshot + 1))
+        assert isinstance(answer, Described)
+
+
+def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket):
+        process = front_of(daemon)
+        process.suspend()  # not even one that does not run
+        daemon.kill()
+        process.wait(30)
+    daemon.start()
+    with Rank(daemon.socket):
+        process = front_of(daemon)
+        assert daemon.stop() == 0
+        assert not process.is_running()
+    assert not list(daemon.socket.parent.glob("ctl-*"))
+
+
+def test_observers_need_none(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with attach.observe(daemon.socket) as observer:
+        observer.request(Status())
+        assert not psutil.Process(daemon.pid).children()
+    assert not list(daemon.socket.parent.glob("ctl-*"))

@@ -1,0 +1,242 @@
+"""The daemon's side of fronts, against processes that are none; and real ones that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pccheck_wire.codec import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
+from pccheck_wire.errors import RefusedError
+from pccheckd import framing, front, fronts
+from pccheckd.server import ControlServer
+
+LIMIT_S = 60
+UID, GID = os.getuid(), os.getgid()
+READY = f"os.write(3, {framing.READY!r})"
+
+Work = Callable[[ControlServer], Awaitable[None]]
+
+
+async def echo(uid: int, request: bytes) -> bytes | None:
+    """A number is answered with so many bytes."""
+    assert uid == UID
+    return b"x" * int(request) if request.isdigit() else request
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pcc-") as directory:  # AF_UNIX paths are short
+        yield Path(directory) / "attach.sock"
+
+
+@pytest.fixture
+def run(place: Path) -> Callable[..., None]:
+    def run(work: Work, *, idle_s: float = LIMIT_S) -> None:
+        async def all_of_it() -> None:
+            server = ControlServer(place, echo, idle_s=idle_s)
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    await work(server)
+            finally:
+                await server.close()
+            assert server.fronts == 0
+            assert list(place.parent.iterdir()) == []
+
+        asyncio.run(all_of_it())
+
+    return run
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Starts something else for a front: Python whose descriptor 3 is the daemon's."""
+    monkeypatch.setattr(fronts, "PAUSE_LAST_S", 0.1)
+
+    def pretend(script: str) -> None:
+        def spawn(
+            _uid: int, _gid: int, _listener: socket.socket
+        ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            with theirs:
+                number = theirs.fileno()
+                program = f"import os, time\nos.dup2({number}, 3)\nos.close({number})\n{script}"
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", program], stderr=subprocess.PIPE, pass_fds=[number]
+                )
+            return process, ours
+
+        monkeypatch.setattr(fronts, "_spawn", spawn)
+
+    return pretend
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def request(address: str, data: bytes) -> bytes:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(address)
+        dealer.send(data)
+        assert dealer.poll(LIMIT_S * 1000)
+        return dealer.recv()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (f"{READY}; os.write(3, b'\\xff' * 5); time.sleep(99)", "no request: a message of"),
+        (f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)", "a request of nobody"),
+        ("os.write(3, b'garbage, not READY'); time.sleep(99)", "did not begin with READY"),
+        (f"{READY}; os.close(3); time.sleep(99)", "killed by SIGKILL"),
+        (f"{READY}; raise MemoryError", "its memory limit"),
+        (f"{READY}; os.write(2, b'\\x1b[31mred'); os._exit(3)", "exit code 3; ?[31mred"),
+    ],
+)
+def test_what_is_no_front_is_ended_and_named(
+    run: Callable[..., None],
+    pretend: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    said: str,
+) -> None:
+    pretend(script)
+
+    async def work(server: ControlServer) -> None:
+        try:
+            await server.join(UID, GID)
+        except RefusedError as error:
+            assert "did not begin" in error.message and error.retryable
+        await until(lambda: server.restarts > 1)
+        server.leave(UID)
+
+    with caplog.at_level(logging.WARNING):
+        run(work)
+    assert said in caplog.text
+
+
+def test_a_front_that_takes_nothing_is_ended(
+    run: Callable[..., None],
+    pretend: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And what it was to be sent is bounded until then."""
+    monkeypatch.setattr(fronts, "SEND_LIMIT_S", 0.5)
+    wanted = framing.pack(b"peer", str(REPLY_BYTES_MAX).encode())
+    pretend(f"{READY}\nfor _ in range(9): os.write(3, {wanted!r})\ntime.sleep(99)")
+
+    async def work(server: ControlServer) -> None:
+        await server.join(UID, GID)
+        await until(lambda: server.restarts > 0)
+
+    with caplog.at_level(logging.WARNING):
+        run(work)
+    assert "an answer is lost" in caplog.text
+    assert "did not take answers" in caplog.text
+
+
+def test_requests_wait_in_the_front_while_the_daemon_is_busy(
+    place: Path, pretend: Callable[[str], None]
+) -> None:
+    frame = framing.pack(b"peer", b"x" * 1000)
+    pretend(f"{READY}\nwhile True: os.write(3, {frame!r})")
+    taken = 0
+    release = asyncio.Event()
+
+    async def busy(_uid: int, _data: bytes) -> bytes | None:
+        nonlocal taken
+        taken += 1
+        await release.wait()
+        return None
+
+    async def work() -> None:
+        server = ControlServer(place, busy)
+        await server.join(UID, GID)
+        await until(lambda: taken == fronts.REQUESTS_IN_PROGRESS_MAX)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert taken == fronts.REQUESTS_IN_PROGRESS_MAX
+        release.set()
+        await until(lambda: taken > fronts.REQUESTS_IN_PROGRESS_MAX)
+        await server.close()
+
+    asyncio.run(work())
+
+
+def test_the_largest_messages_pass(run: Callable[..., None]) -> None:
+    async def work(server: ControlServer) -> None:
+        address = await server.join(UID, GID)
+        largest = b"r" * REQUEST_BYTES_MAX
+        assert await asyncio.to_thread(request, address, largest) == largest
+        answer = await asyncio.to_thread(request, address, str(REPLY_BYTES_MAX).encode())
+        assert answer == b"x" * REPLY_BYTES_MAX
+        assert server.restarts == 0
+
+    run(work)
+
+
+def test_a_front_goes_when_nobody_needs_it_any_more(run: Callable[..., None]) -> None:
+    async def work(server: ControlServer) -> None:
+        first = await server.join(UID, GID)
+        assert await server.join(UID, GID) == first
+        assert server.fronts == 1
+        server.leave(UID)
+        assert await asyncio.to_thread(request, first, b"one session is left") != b""
+        server.leave(UID)
+        await until(lambda: server.fronts == 0)
+        assert not Path(first.removeprefix("ipc://")).exists()
+        assert await server.join(UID, GID) == first
+        assert await asyncio.to_thread(request, first, b"it serves again") == b"it serves again"
+        assert server.restarts == 0
+
+    run(work, idle_s=0.01)
+
+
+def test_what_cannot_be_started_is_said(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+
+    async def work(server: ControlServer) -> None:
+        with pytest.raises(RefusedError, match="No such file"):
+            await server.join(UID, GID)
+
+    run(work)
+
+
+def test_a_confined_process_opens_no_file() -> None:
+    program = (
+        "from pccheckd import front\n"
+        f"front._confine({UID}, {GID})\n"
+        "import ctypes, os\n"
+        "landlock = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0\n"
+        "try:\n    os.open('/etc/passwd', os.O_RDONLY)\n    print(landlock)\n"
+        "except PermissionError:\n    print(not landlock)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False", "it opened a file although the kernel has Landlock"
+
+
+def test_limits_fit_together() -> None:
+    from pccheckd.attach import CONNECTIONS_PER_UID_MAX
+
+    assert 2 * CONNECTIONS_PER_UID_MAX < front.FILES_MAX
+    assert fronts.BACKLOG < front.FILES_MAX // 2  # what waited in there ends no second front
+    queued = CONNECTIONS_PER_UID_MAX * front.REQUESTS_WAITING * REQUEST_BYTES_MAX
+    assert queued + 4 * REPLY_BYTES_MAX + (40 << 20) < front.ADDRESS_SPACE_BYTES
