@@ -7,7 +7,9 @@ import struct
 from collections.abc import Iterator
 
 _HEADER = struct.Struct("<IB")
-IDENTITY_BYTES_MAX = 255  # what ZeroMQ lets a client call itself
+#: Of frames and of a front's arguments: fronts are started from what is installed by then, which
+#: may be newer than the daemon.
+VERSION = 1
 #: A front's first frame: it serves. Every frame behind it has an identity.
 READY = _HEADER.pack(0, 0)
 

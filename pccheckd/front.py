@@ -1,7 +1,7 @@
 """A front: libzmq for one uid, in a process of its own. It passes whole messages on to the daemon
 and its answers back, and understands neither.
 
-    python -P -m pccheckd.front UID GID LISTENER SOCKET REQUEST_BYTES_MAX
+    python -P -m pccheckd.front VERSION UID GID LISTENER SOCKET REQUEST_BYTES_MAX
 
 A peer that reaches an ipc endpoint can make libzmq abort, or fill its memory: accept() asserts on
 EMFILE, and the limits on sizes and on messages do not bound how many frames one message has. So all
@@ -44,7 +44,9 @@ _ALL_FILE_RIGHTS, _ALL_NET_RIGHTS, _ALL_SCOPES = (1 << 13) - 1, 3, 3
 
 
 def main(arguments: list[str]) -> None:
-    uid, gid, listener, link, request_bytes_max = map(int, arguments)
+    if arguments[:1] != [str(framing.VERSION)]:
+        sys.exit("another version of pccheckd was installed meanwhile: restart the daemon")
+    uid, gid, listener, link, request_bytes_max = map(int, arguments[1:])
     _confine(uid, gid)
     router = _router(uid, listener, request_bytes_max)
     _limit(resource.RLIMIT_NPROC, 0)  # libzmq has its threads by now
@@ -169,6 +171,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        told = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+        print(f"{told}{error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)  # without clearing up: there is nothing to save, and libzmq might wait

@@ -166,8 +166,8 @@ class Keeper(Background):
         self._threads = threads
         self._handle = handle
         self._interrupted = interrupted
-        self._trouble = ""  # why there could not be one
-        self._decided = asyncio.Event()
+        self._trouble = ""  # why there has not been one yet
+        self._decided = asyncio.Event()  # whether there can be one
         self._front: Front | None = None
         self._room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
         self._work: set[asyncio.Task[None]] = set()
@@ -246,9 +246,10 @@ class Keeper(Background):
         LOG.debug("uid %d: pid %d takes its requests", self._uid, front.pid)
 
     def _failed(self, trouble: str) -> str:
-        """None could be started: who waits for it is told."""
-        self._trouble = trouble
-        self._decided.set()
+        """None could be started: who waits for the first one is told."""
+        if self._trouble or not self._decided.is_set():
+            self._trouble = trouble
+            self._decided.set()
         return trouble
 
     async def _start(self) -> Front:
@@ -288,7 +289,7 @@ def _spawn(
         ends = listener.fileno(), theirs.fileno()
         command = [sys.executable, "-P", "-m", "pccheckd.front"]
         process = subprocess.Popen(
-            [*command, *map(str, (uid, gid, *ends, REQUEST_BYTES_MAX))],
+            [*command, *map(str, (framing.VERSION, uid, gid, *ends, REQUEST_BYTES_MAX))],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             pass_fds=ends, cwd="/", env=_environment(), start_new_session=True,
         )  # fmt: skip

@@ -71,6 +71,8 @@ class Connection:
             self._socket: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
             undo.callback(self._socket.close, 0)
             self._socket.linger = 0
+            self._breaks = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            undo.callback(self._breaks.close, 0)
             self._socket.connect(attachment.welcome.endpoint)
             undo.pop_all()
 
@@ -89,7 +91,7 @@ class Connection:
 
     def request(self, body: RequestBody, *, timeout_s: float) -> ReplyBody:
         """Waits for the answer. Raises the daemon's failure, WaitTimeoutError,
-        DaemonUnreachableError when it ends meanwhile."""
+        DaemonUnreachableError when it ends meanwhile, or the front that request or answer is in."""
         answers: list[ReplyBody] = []
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -105,7 +107,15 @@ class Connection:
                         hint="is it stopped or overloaded? its log tells",
                     )
                 self._socket.poll(_POLL_MS)
+                broke = self._broke()  # asked first: an answer that came before still counts
                 self.pump()
+                if broke and not answers:
+                    self._waiting.pop(number, None)
+                    raise DaemonUnreachableError(
+                        "pccheckd's process that takes this user's requests has ended, and the "
+                        "request with it",
+                        hint="try again; pccheckd starts another one, and its log says why",
+                    )
         if isinstance(answers[0], Failure):
             found = answers[0]
             raise error_from_wire(found.code, found.message, found.hint, found.retryable)
@@ -137,6 +147,7 @@ class Connection:
                     callback(reply.body)
 
     def _send(self, body: RequestBody, callback: Callback | None) -> int:
+        self._broke()  # nothing of this one's
         number = next(self._numbers) if callback else 0
         data = codec.encode(Request(number, self.welcome.token, body))
         try:
@@ -149,6 +160,16 @@ class Connection:
             self._waiting[number] = callback
         return number
 
+    def _broke(self) -> bool:
+        """Whether the way to the daemon has been interrupted since this was asked last. libzmq
+        makes another one by itself; what was under way is lost."""
+        broke = False
+        with contextlib.suppress(zmq.ZMQError):  # no more of them
+            while True:
+                self._breaks.recv_multipart(zmq.NOBLOCK)
+                broke = True
+        return broke
+
     def gone(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(
             f"the pccheckd at {self.path} (pid {self.welcome.pid}) has ended",
@@ -159,6 +180,9 @@ class Connection:
         """Ends the session. What the link had not handed over is lost."""
         with self._lock:
             self.link.close()
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disable_monitor()
+            self._breaks.close(0)
             self._socket.close(0)
             self._attachment.close()
 

@@ -14,7 +14,7 @@ import pytest
 from pccheck_wire import attach
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Status
-from pccheckd import front
+from pccheckd import framing, front
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -34,9 +34,9 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:
     """The process that takes a user's requests."""
     uid = os.getuid() if uid is None else uid
-    wanted = ["pccheckd.front", str(uid)]
+    wanted = ["pccheckd.front", str(framing.VERSION), str(uid)]
     for child in psutil.Process(daemon.pid).children():
-        if child.cmdline()[3:5] == wanted:
+        if child.cmdline()[3:6] == wanted:
             return child
     raise AssertionError(f"uid {uid} has no front")
 
@@ -220,6 +220,28 @@ def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
         saves_again(rank, 2)
         answer = rank.ask(Describe(snapshot + 1))
         assert isinstance(answer, Described)
+
+
+def test_a_client_does_not_wait_for_an_answer_that_is_lost(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """It would for as long as restoring may take. A request that is sent after the kill arrives."""
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    for _ in range(TRIES):
+        process = front_of(daemon)
+        process.suspend()
+        trainer.post("restore")
+        process.kill()
+        try:
+            trainer.answer(60)
+        except RemoteError as error:
+            assert "has ended, and the request with it" in error.message
+            break
+    else:
+        raise AssertionError("no request was lost")
+    trainer.restore()
+    trains_on(trainer)
 
 
 def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:

@@ -240,3 +240,15 @@ def test_limits_fit_together() -> None:
     assert fronts.BACKLOG < front.FILES_MAX // 2  # what waited in there ends no second front
     queued = CONNECTIONS_PER_UID_MAX * front.REQUESTS_WAITING * REQUEST_BYTES_MAX
     assert queued + 4 * REPLY_BYTES_MAX + (40 << 20) < front.ADDRESS_SPACE_BYTES
+
+
+def test_a_front_of_another_version_says_so(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framing, "VERSION", 0)
+
+    async def work(server: ControlServer) -> None:
+        with pytest.raises(RefusedError, match="restart the daemon"):
+            await server.join(UID, GID)
+
+    run(work)
