@@ -127,6 +127,7 @@ class Front:
     async def end(self) -> str:
         """It is gone on return; why it ended, as far as can be told."""
         self._kill()
+        await asyncio.sleep(0)  # what it had sent is taken first
         until = time.monotonic() + END_LIMIT_S
         while self._process.poll() is None and time.monotonic() < until:
             await asyncio.sleep(0.01)
@@ -193,8 +194,6 @@ class Keeper(Background):
 
     async def close(self) -> None:
         """Ends the front; requests in progress are dropped."""
-        if self.idle is not None:
-            self.idle.cancel()
         self._listener.close()
         await super().close()
         for task in self._work:
@@ -304,7 +303,7 @@ def _environment() -> dict[str, str]:
 
 def _discard(started: Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
     """A child that nobody waits for any more."""
-    if started.exception() is None:
+    if not started.cancelled() and started.exception() is None:
         process, link = started.result()
         link.close()
         process.kill()

@@ -97,6 +97,8 @@ class ControlServer:
     def _retire(self, uid: int) -> None:
         """A session that comes from now on gets an endpoint and a front of its own."""
         keeper = self._keepers.pop(uid)
+        if keeper.idle is not None:
+            keeper.idle.cancel()
         self._restarts += keeper.restarts
         self._path(uid).unlink(missing_ok=True)
         task = asyncio.get_running_loop().create_task(keeper.close())

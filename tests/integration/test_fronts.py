@@ -46,6 +46,13 @@ def status(process: psutil.Process) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def plain(endpoint: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.settimeout(0.2)
@@ -56,7 +63,7 @@ def plain(endpoint: str) -> socket.socket:
 def exhaust(endpoint: str, victim: psutil.Process) -> None:
     """Connects and says nothing, again and again, until the process has ended."""
     held = []
-    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+    while lives(victim):
         try:
             held.append(plain(endpoint))
         except OSError:  # its backlog is full
@@ -255,7 +262,7 @@ def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
     with Rank(daemon.socket):
         process = front_of(daemon)
         assert daemon.stop() == 0
-        assert not process.is_running()
+        assert not lives(process)
     assert not list(daemon.socket.parent.glob("ctl-*"))
 
 

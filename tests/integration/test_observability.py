@@ -86,6 +86,8 @@ def test_metrics_of_a_job_and_every_name_in_use(start_daemon: Start, start_train
     assert values["pccheck_request_interval_seconds"][""] > 0
     assert values["pccheck_connected"] == {"": 1}
     assert re.search(r'pccheck_info\{.*engine="pwrite".*\} 1', text)
+    assert values["pccheck_fronts"] == {"": 1}
+    assert values["pccheck_front_restarts_total"] == {"": 0}
     missing = names_in_use() - values.keys()
     assert not missing, f"dashboard or alerts use what is not exported: {sorted(missing)}"
     known = labels | {"stage", "error", "instance", "job", "gpu", "name"}
