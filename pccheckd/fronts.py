@@ -26,7 +26,10 @@ REQUESTS_IN_PROGRESS_MAX = 256
 #: Of one uid, on their way to its front: two of the largest.
 ANSWERS_BYTES_MAX = 2 * REPLY_BYTES_MAX
 READ_BYTES = 64 * 1024
-START_LIMIT_S = 10.0
+START_LIMIT_S = 30.0
+#: What a new session waits for a front, to hear of one that cannot be started. Then it goes on, as
+#: its peer's handshake has a limit: its requests wait at the endpoint.
+READY_WAIT_S = 0.5
 #: A front does nothing but forward; one that takes no answer for so long is stopped or hangs.
 SEND_LIMIT_S = 10.0
 END_LIMIT_S = 5.0
@@ -179,15 +182,14 @@ class Keeper(Background):
         return self._front is not None
 
     async def ready(self) -> None:
-        """Returns once a front has served; between two of them clients wait by themselves. Raises
-        RefusedError when none could be started."""
+        """Returns once a front has served, or after a moment. Raises RefusedError when none could
+        be started so far."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_LIMIT_S):
+            async with asyncio.timeout(READY_WAIT_S):
                 await self._decided.wait()
-        if self._trouble or not self._decided.is_set():
+        if self._trouble:
             raise RefusedError(
-                "the process that takes your requests could not be started: "
-                f"{self._trouble or 'it takes too long'}",
+                f"the process that takes your requests could not be started: {self._trouble}",
                 hint="pccheckd's log says more; try again",
                 retryable=True,
             )

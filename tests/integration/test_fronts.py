@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,18 +28,23 @@ Connect = Callable[..., Trainer]
 SIZE = 3_000_000
 NOBODY = 65534
 TRIES = 200
+LIMIT_S = 60
 MIB = 1 << 20
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 
 
 def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:
-    """The process that takes a user's requests."""
+    """The process that takes a user's requests, once it is there."""
     uid = os.getuid() if uid is None else uid
     wanted = ["pccheckd.front", str(framing.VERSION), str(uid)]
-    for child in psutil.Process(daemon.pid).children():
-        if child.cmdline()[3:6] == wanted:
-            return child
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for child in psutil.Process(daemon.pid).children():
+            with contextlib.suppress(psutil.Error):  # it ends this moment
+                if child.cmdline()[3:6] == wanted:
+                    return child
+        time.sleep(0.01)
     raise AssertionError(f"uid {uid} has no front")
 
 

@@ -40,7 +40,9 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(place: Path) -> Callable[..., None]:
+def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setattr(fronts, "READY_WAIT_S", LIMIT_S)
+
     def run(work: Work, *, idle_s: float = LIMIT_S) -> None:
         async def all_of_it() -> None:
             server = ControlServer(place, echo, idle_s=idle_s)
@@ -252,3 +254,19 @@ def test_a_front_of_another_version_says_so(
             await server.join(UID, GID)
 
     run(work)
+
+
+def test_a_session_does_not_wait_for_a_slow_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests do, at the endpoint."""
+    monkeypatch.setattr(fronts, "READY_WAIT_S", 0)
+
+    async def work() -> None:
+        server = ControlServer(place, echo)
+        address = await server.join(UID, GID)
+        assert server.fronts == 0
+        assert await asyncio.to_thread(request, address, b"early") == b"early"
+        await server.close()
+
+    asyncio.run(work())
