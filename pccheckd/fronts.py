@@ -300,6 +300,9 @@ def _spawn(
 
 def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("PYTHON")}
+    if "PYTHONPATH" in kept:  # it may be relative, and a front starts in /
+        places = kept["PYTHONPATH"].split(os.pathsep)
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, places))
     return kept | {"MALLOC_ARENA_MAX": "1"}
 
 

@@ -21,6 +21,7 @@ from .config import Config
 from .engine import Engine, translated
 from .exposing import Pulling
 from .ledger import Ledger
+from .logs import LOG
 from .port import Owner, Port
 from .retention import Retention
 from .scheduler import Scheduler
