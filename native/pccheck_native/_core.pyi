@@ -270,6 +270,10 @@ class Channel:
 
     def detach(self) -> None: ...
     def grow(self, bytes: int) -> int: ...
+    def shrink(self, bytes: int) -> tuple[int, int, int]:
+        """Takes memory back, with a trainer or without, a step further each time: the bytes held
+        now, those that stay, and the segments that the client was asked for and still has."""
+
     def release_memory(self) -> None: ...
     def expose(self, map: int, exposure: bytes) -> str:
         """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure

@@ -70,6 +70,23 @@ static PyObject *channel_grow(PyObject *self, PyObject *args, PyObject *kwargs)
     return PyLong_FromUnsignedLongLong(granted_bytes);
 }
 
+static PyObject *channel_shrink(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"bytes", NULL};
+    uint64_t bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:shrink", names, pcc_py_u64, &bytes)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    struct pcc_channel_holding holding;
+    PCC_PY_UNLOCKED(pcc_channel_shrink(channel, bytes, &holding));
+    pcc_py_channel_leave(self);
+    return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
+}
+
 static PyObject *channel_release_memory(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -304,6 +321,9 @@ PyMethodDef pcc_py_channel_methods[] = {
      "A trainer connected; the page's descriptor, the caller's."},
     {"detach", channel_detach, METH_NOARGS, "The trainer is gone; blocks for the drain."},
     {"grow", PCC_PY_METHOD(channel_grow), KEYWORDS, "Takes memory; the bytes it now has."},
+    {"shrink", PCC_PY_METHOD(channel_shrink), KEYWORDS,
+     "Takes memory back, a step further each time: (bytes held, bytes that stay, segments that the "
+     "client was asked for and still has)."},
     {"release_memory", channel_release_memory, METH_NOARGS,
      "Gives every segment back; EBUSY unless detached and idle."},
     {"expose", PCC_PY_METHOD(channel_expose), KEYWORDS,

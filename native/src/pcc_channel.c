@@ -190,6 +190,13 @@ int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume)
     return error;
 }
 
+/* With the lock held: nobody has any segment. */
+static void grants_forget(struct pcc_channel *channel)
+{
+    for (uint32_t i = 0; i < channel->segment_count; i++)
+        channel->segments[i].granted = false;
+}
+
 static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, int32_t pid,
                   int *page_fd_out)
 {
@@ -211,8 +218,6 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
     channel->broken = false;
     channel->pull.trainer = trainer;
     atomic_store_explicit(&channel->stopping, false, memory_order_relaxed);
-    for (uint32_t i = 0; i < channel->segment_count; i++)
-        channel->segments[i].granted = false;
     channel->attached = true;
     pcc_channel_unlock(channel);
 
@@ -222,6 +227,7 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
         return 0;
     }
     pcc_channel_lock(channel);
+    grants_forget(channel);
     channel->attached = false;
     pcc_channel_unlock(channel);
     (void)munmap(bytes, channel->geometry.page_bytes);
@@ -260,6 +266,7 @@ static void session_end(struct pcc_channel *channel)
             pcc_channel_chunk_free(channel, i);
         }
     }
+    grants_forget(channel);
     channel->granted_count = 0;
     channel->load.lent = 0;
     channel->attached = false;

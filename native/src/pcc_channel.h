@@ -119,6 +119,18 @@ void pcc_channel_detach(struct pcc_channel *channel);
  * has goes to *granted_out. 0 also when less was granted. Blocks (page faults). */
 PCC_MUST_CHECK int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes,
                                     uint64_t *granted_out);
+struct pcc_channel_holding {
+    uint64_t bytes;         /* of all segments */
+    uint64_t lasting_bytes; /* without those that are being taken back */
+    uint32_t asked;         /* segments that the client was asked for and has not returned */
+};
+/* Takes segments back, the last ones first, until at most `bytes` are left, with a trainer or
+ * without, and never below two chunks. Does what can be done now: their chunks are not used anew,
+ * the client is asked, and what nobody uses goes. Called again and again until `lasting_bytes` is
+ * all there is; until then nothing grows. What was begun is not taken back. Waits for a grow, and
+ * blocks for the unmapping. */
+void pcc_channel_shrink(struct pcc_channel *channel, uint64_t bytes,
+                        struct pcc_channel_holding *out);
 /* Detached and idle only: gives every segment back; -EBUSY otherwise. */
 PCC_MUST_CHECK int pcc_channel_release_memory(struct pcc_channel *channel);
 

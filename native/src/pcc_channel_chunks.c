@@ -28,6 +28,8 @@ static struct pcc_channel_save *save_of(struct pcc_channel *channel, uint64_t ta
 static enum rank rank_of(struct pcc_channel *channel, const struct pcc_channel_chunk *chunk,
                          uint64_t spare, bool gently)
 {
+    if (pcc_channel_retires(channel, chunk))
+        return RANK_NEVER;
     if (chunk->state == PCC_CHUNK_FREE)
         return RANK_FREE;
     if (chunk->state != PCC_CHUNK_CACHED)
@@ -41,11 +43,13 @@ static enum rank rank_of(struct pcc_channel *channel, const struct pcc_channel_c
 static bool uncache(struct pcc_channel *channel, uint32_t index)
 {
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
-    const struct pcc_channel_save *save = save_of(channel, chunk->tag);
+    struct pcc_channel_save *save = save_of(channel, chunk->tag);
 
-    if (chunk->state == PCC_CHUNK_CACHED && save != NULL &&
-        !pcc_save_uncache(channel->bindings[save->binding].saver, chunk->tag, index))
-        return false;
+    if (chunk->state == PCC_CHUNK_CACHED && save != NULL) {
+        if (!pcc_save_uncache(channel->bindings[save->binding].saver, chunk->tag, index))
+            return false;
+        save->immovable = true;
+    }
     pcc_channel_chunk_free(channel, index);
     return true;
 }
@@ -77,6 +81,14 @@ int64_t pcc_channel_pick(struct pcc_channel *channel, uint64_t spare, bool gentl
             return best;
         refused_stamp = stamp;
     }
+}
+
+bool pcc_channel_uncache(struct pcc_channel *channel, uint32_t index)
+{
+    const struct pcc_channel_save *save = save_of(channel, channel->chunks[index].tag);
+
+    /* While its save may still have to be written elsewhere, it may be the only copy. */
+    return (save == NULL || save->immovable) && uncache(channel, index);
 }
 
 void pcc_channel_chunk_free(struct pcc_channel *channel, uint32_t index)
@@ -122,7 +134,7 @@ static bool grant_send(struct pcc_channel *channel, uint32_t index)
     struct pcc_grant grant = {
         .magic = PCC_GRANT_MAGIC,
         .kind = PCC_GRANT_ADD,
-        .segment = index,
+        .segment = channel->segments[index].number,
         .first_chunk = memory->first_chunk,
         .chunk_count = memory->chunk_count,
         .bytes = memory->length_bytes,
@@ -155,7 +167,7 @@ void pcc_channel_grant_segments(struct pcc_channel *channel)
         return;
     bool sent = false;
     for (uint32_t i = 0; i < channel->segment_count; i++) {
-        if (channel->segments[i].granted)
+        if (channel->segments[i].granted || channel->segments[i].told)
             continue;
         if (!grant_send(channel, i))
             break;

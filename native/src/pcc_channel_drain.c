@@ -197,24 +197,28 @@ static int take_back(struct pcc_channel *channel, const struct pcc_message *mess
 {
     if (message->chunk >= channel->chunk_count)
         return -PCC_E_BAD_PEER;
-    struct pcc_channel_chunk *chunk = &channel->chunks[message->chunk];
+    const struct pcc_channel_chunk *chunk = &channel->chunks[message->chunk];
     if (chunk->state == PCC_CHUNK_GRANTED) {
         channel->granted_count--;
         pcc_channel_chunk_free(channel, message->chunk);
+        if (channel->load.waiting > 0)
+            (void)pthread_cond_broadcast(&channel->chunk_back);
     } else if (chunk->state == PCC_CHUNK_LENT) {
-        channel->load.lent--;
-        if (chunk->lent_cached) {
-            chunk->lent_cached = false;
-            chunk->state = PCC_CHUNK_CACHED;
-        } else {
-            pcc_channel_chunk_free(channel, message->chunk);
-        }
+        pcc_channel_load_put_back(channel, message->chunk, true);
     } else {
         return -PCC_E_BAD_PEER;
     }
-    if (channel->load.waiting > 0)
-        (void)pthread_cond_broadcast(&channel->chunk_back);
     return 0;
+}
+
+static int take(struct pcc_channel *channel, const struct pcc_message *message)
+{
+    if (message->kind == PCC_MSG_FULL)
+        return take_full(channel, message);
+    if (message->kind == PCC_MSG_TAKEN)
+        return take_back(channel, message);
+    return message->kind == PCC_MSG_RETURNED ? pcc_channel_take_returned(channel, message)
+                                             : -PCC_E_BAD_PEER;
 }
 
 /* Takes at most one ring's worth, so that a peer that goes on producing cannot keep us here. */
@@ -224,18 +228,12 @@ static uint32_t ring_drain(struct pcc_channel *channel)
     struct pcc_message message;
 
     while (count < channel->geometry.ring_capacity) {
-        int result = pcc_ring_pop(&channel->view.to_daemon, &message);
+        const int result = pcc_ring_pop(&channel->view.to_daemon, &message);
         if (result == 0)
             break;
         pcc_channel_lock(channel);
         if (!channel->broken) {
-            if (result > 0 && message.kind == PCC_MSG_FULL)
-                result = take_full(channel, &message);
-            else if (result > 0 && message.kind == PCC_MSG_TAKEN)
-                result = take_back(channel, &message);
-            else
-                result = -PCC_E_BAD_PEER;
-            if (result != 0)
+            if (result < 0 || take(channel, &message) != 0)
                 pcc_channel_break(channel);
             else
                 pcc_channel_hand_out(channel);

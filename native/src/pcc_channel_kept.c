@@ -44,7 +44,10 @@ int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id)
 
     (void)pthread_mutex_lock(&channel->control);
     (void)pthread_mutex_lock(&channel->growing);
-    int error = channel->session != 0 || channel->pull.pinner != NULL ? -EBUSY : 0;
+    int error = channel->session != 0 || channel->pull.pinner != NULL ||
+                        channel->lasting_count != channel->segment_count
+                    ? -EBUSY
+                    : 0;
     if (error == 0)
         error = pcc_pool_adopt(channel->pool, fd, id, channel->label, &segment.memory);
     if (error == 0) {

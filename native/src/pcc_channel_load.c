@@ -52,7 +52,7 @@ static int64_t cached_find(const struct pcc_channel *channel, uint64_t offset_by
     for (uint32_t i = 0; i < channel->chunk_count; i++) {
         const struct pcc_channel_chunk *chunk = &channel->chunks[i];
         if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == channel->load.sequence &&
-            chunk->offset_bytes == offset_bytes)
+            chunk->offset_bytes == offset_bytes && !pcc_channel_retires(channel, chunk))
             return i;
     }
     return -1;
@@ -65,7 +65,7 @@ static void take(struct pcc_channel *channel, uint32_t index, bool cached)
     channel->load.lent++;
 }
 
-static void put_back(struct pcc_channel *channel, uint32_t index, bool intact)
+void pcc_channel_load_put_back(struct pcc_channel *channel, uint32_t index, bool intact)
 {
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
 
@@ -90,7 +90,7 @@ static void send(struct pcc_channel *channel, uint32_t index, const struct piece
 
     pcc_channel_grant_segments(channel);
     if (over(channel) || pcc_channel_push(channel, &message) != 0) {
-        put_back(channel, index, true);
+        pcc_channel_load_put_back(channel, index, true);
         return;
     }
     channel->chunks[index].state = PCC_CHUNK_LENT;
@@ -116,7 +116,7 @@ static bool send_cached(struct pcc_channel *channel, const struct piece *piece)
         pcc_load_check(channel->load.load, chunk->bytes, whole.offset_bytes, whole.length_bytes);
     pcc_channel_lock(channel);
     if (error != 0) {
-        put_back(channel, index, false);
+        pcc_channel_load_put_back(channel, index, false);
         return false;
     }
     send(channel, index, &whole);
@@ -143,7 +143,7 @@ static int send_read(struct pcc_channel *channel, const struct piece *piece)
                                      piece->offset_bytes, piece->length_bytes);
     pcc_channel_lock(channel);
     if (error != 0) {
-        put_back(channel, index, false);
+        pcc_channel_load_put_back(channel, index, false);
         return error;
     }
     send(channel, index, piece);

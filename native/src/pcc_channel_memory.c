@@ -11,9 +11,12 @@ void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_chann
     const struct pcc_segment *segment = &fresh->memory;
 
     pcc_channel_lock(channel);
+    PCC_ASSERT(channel->lasting_count == channel->segment_count);
     const uint32_t index = channel->segment_count++;
+    channel->lasting_count++;
     struct pcc_channel_segment *added = &channel->segments[index];
     *added = *fresh;
+    added->number = ++channel->segment_number;
     added->memory.first_chunk = channel->chunk_count;
     added->memory.chunk_count = (uint32_t)(segment->length_bytes / chunk_bytes);
     for (uint32_t i = 0; i < added->memory.chunk_count; i++) {
@@ -84,9 +87,10 @@ int pcc_channel_grow(struct pcc_channel *channel, uint64_t bytes, uint64_t *gran
     int error = 0;
 
     (void)pthread_mutex_lock(&channel->growing);
-    /* Only a grower changes chunk_count upwards, and release waits for us. */
+    /* Who changes the table of segments holds `growing`. */
     uint64_t have = (uint64_t)channel->chunk_count * channel->spec.chunk_bytes;
-    while (have < bytes) {
+    /* What retires leaves from the end of the table first. */
+    while (have < bytes && channel->lasting_count == channel->segment_count) {
         const uint64_t length = segment_length(channel, bytes - have);
         if (length == 0)
             break;
@@ -122,7 +126,7 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
         busy = busy || channel->bindings[i].active > 0;
     if (!busy) {
         count = channel->segment_count;
-        channel->segment_count = 0;
+        channel->segment_count = channel->lasting_count = 0;
         channel->chunk_count = 0;
         atomic_store_explicit(&channel->numa_node, PCC_NUMA_ANYWHERE, memory_order_relaxed);
     }
@@ -151,7 +155,8 @@ bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence)
     pcc_channel_lock(channel);
     for (uint32_t i = 0; i < channel->chunk_count; i++) {
         const struct pcc_channel_chunk *chunk = &channel->chunks[i];
-        if (chunk->sequence != sequence || !holds_content(chunk))
+        if (chunk->sequence != sequence || !holds_content(chunk) ||
+            pcc_channel_retires(channel, chunk))
             continue;
         held++;
         of = chunk->payload_chunks;

@@ -1,8 +1,9 @@
 /* The inside of a channel, shared by pcc_channel.c (life), pcc_channel_admit.c (admission),
- * pcc_channel_memory.c (segments), pcc_channel_kept.c (what outlives the daemon),
- * pcc_channel_chunks.c (who holds which chunk), pcc_channel_drain.c (what the client says, what the
- * savers say), pcc_channel_expose.c (what is mapped of the trainer's GPUs), pcc_channel_pull.c (the
- * parts of a checkpoint that copiers fill) and pcc_channel_load.c.
+ * pcc_channel_memory.c (segments), pcc_channel_shrink.c (taking them back from a live trainer),
+ * pcc_channel_kept.c (what outlives the daemon), pcc_channel_chunks.c (who holds which chunk),
+ * pcc_channel_drain.c (what the client says, what the savers say), pcc_channel_expose.c (what is
+ * mapped of the trainer's GPUs), pcc_channel_pull.c (the parts of a checkpoint that copiers fill)
+ * and pcc_channel_load.c.
  *
  * Locks, outermost first: control (attach, detach, expose, load start, bind, close) -> growing ->
  * lock -> the savers', the GPUs' and the events' own. `lock` guards everything below unless it says
@@ -51,7 +52,9 @@ struct pcc_channel_chunk {
 
 struct pcc_channel_segment {
     struct pcc_segment memory;
-    bool granted;              /* sent to the attached client */
+    uint32_t number;           /* never used again in this channel */
+    bool granted;              /* sent to the attached client, who has not returned it */
+    bool told;                 /* it is retiring, and is not sent to anybody any more */
     struct pcc_gpu *pinned_by; /* NULL = pageable; written under growing and lock, read under one */
 };
 
@@ -77,6 +80,7 @@ struct pcc_channel_save {
     bool writing;                /* its first chunk has gone to the disk */
     bool silent;                 /* begin itself reported the failure */
     bool unsettled;              /* adopted: its chunks are to be checked and handed over */
+    bool immovable;              /* a chunk of it was re-used: it cannot move to another slot */
     uint32_t kept_place;         /* where the binding's state memfd has it */
     uint64_t *seen; /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
@@ -161,6 +165,8 @@ struct pcc_channel {
     uint32_t segment_count;
     _Atomic int32_t trainer_node; /* that the trainer who attached last is bound to */
     _Atomic int32_t numa_node;    /* of the segment that was added last: writers run near it */
+    uint32_t lasting_count; /* of them; those behind are retiring: their chunks are not used anew */
+    uint32_t segment_number; /* the last one given */
 
     struct pcc_channel_save saves[PCC_CHANNEL_SAVES];
     uint64_t serial;
@@ -191,6 +197,13 @@ static inline void pcc_channel_unlock(struct pcc_channel *channel)
     (void)pthread_mutex_unlock(&channel->lock);
 }
 
+/* With the lock held: the chunk is to go with its segment. */
+static inline bool pcc_channel_retires(const struct pcc_channel *channel,
+                                       const struct pcc_channel_chunk *chunk)
+{
+    return chunk->segment >= channel->lasting_count;
+}
+
 /* -- pcc_channel_chunks.c; with the lock held -- */
 /* The best chunk to fill anew, CACHED ones uncached; -1 when there is none. Content of `spare` is
  * taken last. With `gently`, chunks whose save is not durable yet are left alone. */
@@ -199,6 +212,8 @@ int64_t pcc_channel_pick(struct pcc_channel *channel, uint64_t spare, bool gentl
 void pcc_channel_grant_segments(struct pcc_channel *channel);
 /* FREE messages for what admitted snapshots still need. Never more. */
 void pcc_channel_hand_out(struct pcc_channel *channel);
+/* Its content is dropped, if it may be. */
+bool pcc_channel_uncache(struct pcc_channel *channel, uint32_t index);
 /* The chunk's content is worthless from now on. */
 void pcc_channel_chunk_free(struct pcc_channel *channel, uint32_t index);
 /* Chunks of an ended save: what was never written or is not worth keeping becomes FREE. */
@@ -245,6 +260,10 @@ struct pcc_channel_save *pcc_channel_save_take(struct pcc_channel *channel, uint
 /* With growing held. */
 void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh);
 
+/* -- pcc_channel_shrink.c; with the lock held -- */
+/* The client says that it has unmapped a segment. As take_full. */
+int pcc_channel_take_returned(struct pcc_channel *channel, const struct pcc_message *message);
+
 /* -- pcc_channel.c; with control held -- */
 /* The saver of a binding that has its volume's state memfd, or none; then it is the bound one. */
 PCC_MUST_CHECK int pcc_channel_binding_open(struct pcc_channel *channel, uint32_t index,
@@ -284,6 +303,8 @@ void pcc_channel_pull_start(struct pcc_channel *channel, struct pcc_channel_save
 void pcc_channel_pull_end(struct pcc_channel *channel);
 
 /* -- pcc_channel_load.c -- */
+/* With the lock held: a chunk that a load has borrowed comes back. */
+void pcc_channel_load_put_back(struct pcc_channel *channel, uint32_t index, bool intact);
 /* With control held: ends the load in progress, if any, and joins its threads. */
 void pcc_channel_load_stop(struct pcc_channel *channel);
 

@@ -1,7 +1,9 @@
-/* Segments: received over the attach socket, checked, mapped for the life of the link. */
+/* Segments: received over the attach socket, checked, mapped; unmapped when the daemon wants them
+ * back and nothing of ours uses them. */
 #include <fcntl.h>
 #include <poll.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -31,7 +33,12 @@ static bool segment_map(struct pcc_link *link, const struct pcc_grant *grant, in
         return false;
     (void)madvise(mapped, bytes, MADV_POPULATE_WRITE); /* the page table, before it is needed */
     link->segments[link->segment_count++] =
-        (struct pcc_link_segment){.bytes = mapped, .length_bytes = bytes, .pinned_by = PCC_HOST};
+        (struct pcc_link_segment){.bytes = mapped,
+                                  .length_bytes = bytes,
+                                  .number = grant->segment,
+                                  .first_chunk = grant->first_chunk,
+                                  .chunk_count = grant->chunk_count,
+                                  .pinned_by = PCC_HOST};
     for (uint32_t i = 0; i < grant->chunk_count; i++)
         link->chunk_at[grant->first_chunk + i] =
             (uint8_t *)mapped + (size_t)i * geometry->chunk_bytes;
@@ -105,4 +112,105 @@ bool pcc_link_take_grants(struct pcc_link *link)
     while (result > 0)
         result = grant_take(link);
     return result == 0;
+}
+
+/* -- taken back -- */
+
+static struct pcc_link_segment *segment_find(struct pcc_link *link, uint64_t number)
+{
+    for (uint32_t i = 0; i < link->segment_count; i++)
+        if (link->segments[i].number == number)
+            return &link->segments[i];
+    return NULL;
+}
+
+bool pcc_link_take_retire(struct pcc_link *link, const struct pcc_message *message)
+{
+    struct pcc_link_segment *segment = segment_find(link, message->id);
+
+    /* It was sent before the message, but the socket was read before that. */
+    if (segment == NULL && pcc_link_take_grants(link))
+        segment = segment_find(link, message->id);
+    if (segment == NULL || segment->first_chunk != message->chunk || segment->retiring)
+        return false;
+    segment->retiring = true;
+    link->retiring++;
+    return true;
+}
+
+static bool is_of(const struct pcc_link_segment *segment, uint32_t chunk)
+{
+    return chunk - segment->first_chunk < segment->chunk_count; /* a smaller one wraps */
+}
+
+/* Chunks that are ours and not begun go back. False when the daemon broke the protocol. */
+static bool unused_go(struct pcc_link *link, const struct pcc_link_segment *segment)
+{
+    uint32_t left = 0;
+
+    for (uint32_t i = 0; i < link->free_count; i++) {
+        const uint32_t chunk = link->free_chunks[i];
+        const struct pcc_message message = {.kind = PCC_MSG_TAKEN, .chunk = chunk};
+        if (!is_of(segment, chunk)) {
+            link->free_chunks[left++] = chunk;
+            continue;
+        }
+        link->held[chunk] = false;
+        if (!pcc_link_tell(link, &message))
+            return false;
+    }
+    link->free_count = left;
+    return true;
+}
+
+/* What a GPU fills, or has filled, is handed over first; and while a stream waits for the daemon
+ * the driver is not called (pcc_link_push.c). */
+static bool may_go(const struct pcc_link *link, const struct pcc_link_segment *segment)
+{
+    for (uint32_t i = 0; i < segment->chunk_count; i++)
+        if (link->held[segment->first_chunk + i])
+            return false;
+    return segment->pinned_by == PCC_HOST ||
+           !atomic_load_explicit(&link->armed, memory_order_relaxed);
+}
+
+static bool segment_go(struct pcc_link *link, struct pcc_link_segment *segment)
+{
+    const struct pcc_message message = {
+        .kind = PCC_MSG_RETURNED, .chunk = segment->first_chunk, .id = segment->number};
+
+    if (pcc_link_unpin_one(link, segment))
+        (void)munmap(segment->bytes, segment->length_bytes);
+    else /* the driver still has the addresses: nothing else comes there, and the pages go */
+        (void)mmap(segment->bytes, segment->length_bytes, PROT_NONE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    for (uint32_t i = 0; i < segment->chunk_count; i++)
+        link->chunk_at[segment->first_chunk + i] = NULL;
+    *segment = link->segments[--link->segment_count];
+    link->retiring--;
+    return pcc_link_tell(link, &message);
+}
+
+int pcc_link_retire(struct pcc_link *link)
+{
+    int result = 0;
+
+    for (uint32_t i = 0; link->retiring > 0 && i < link->segment_count;) {
+        struct pcc_link_segment *segment = &link->segments[i];
+        if (!segment->retiring) {
+            i++;
+            continue;
+        }
+        if (!unused_go(link, segment))
+            return -1;
+        if (!may_go(link, segment)) {
+            link->polling = true;
+            i++;
+            continue;
+        }
+        if (!segment_go(link, segment))
+            return -1;
+        result = 1;
+    }
+    return result;
 }

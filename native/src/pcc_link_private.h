@@ -89,6 +89,10 @@ struct pcc_link_load {
 struct pcc_link_segment {
     void *bytes;
     uint64_t length_bytes;
+    uint32_t number; /* the daemon's */
+    uint32_t first_chunk;
+    uint32_t chunk_count;
+    bool retiring; /* the daemon wants it back */
     bool pin_tried;
     uint32_t pinned_by; /* GPU, or PCC_HOST */
 };
@@ -176,6 +180,7 @@ struct pcc_link {
     /* the thread's own */
     struct pcc_link_segment *segments; /* [chunk_capacity] */
     uint32_t segment_count;
+    uint32_t retiring;          /* of them */
     uint8_t **chunk_at;         /* [chunk_capacity]; NULL = not granted */
     bool *held;                 /* [chunk_capacity]; ours to fill, or being filled */
     uint32_t *free_chunks;      /* [chunk_capacity], a stack */
@@ -268,6 +273,8 @@ PCC_MUST_CHECK CUresult pcc_link_event_ready(struct pcc_link *link, uint32_t chu
                                              uint32_t device);
 /* Pins the segment of a chunk, once. True when it is pinned. Within pcc_link_gpu_enter/leave. */
 bool pcc_link_pin(struct pcc_link *link, uint32_t device, uint32_t chunk);
+/* True when it is not pinned any more. */
+bool pcc_link_unpin_one(struct pcc_link *link, struct pcc_link_segment *segment);
 void pcc_link_unpin(struct pcc_link *link);
 void pcc_link_list_add(struct pcc_link *link, struct pcc_chunk_list *list, uint32_t chunk);
 uint32_t pcc_link_list_take(struct pcc_link *link, struct pcc_chunk_list *list);
@@ -308,6 +315,11 @@ uint64_t pcc_link_expire(struct pcc_link *link);
 /* -- pcc_link_grant.c -- */
 /* Maps the segments that have been granted. False at hang-up or nonsense. */
 bool pcc_link_take_grants(struct pcc_link *link);
+/* The daemon wants a segment back. False for nonsense. */
+bool pcc_link_take_retire(struct pcc_link *link, const struct pcc_message *message);
+/* Gives back what is unused of the segments that it wants, and those of which nothing is used. As
+ * pcc_link_work. */
+PCC_MUST_CHECK int pcc_link_retire(struct pcc_link *link);
 
 /* -- pcc_link_load.c; called by the thread -- */
 void pcc_link_take_end(struct pcc_link *link, const struct pcc_message *message);

@@ -47,19 +47,23 @@ bool pcc_link_pin(struct pcc_link *link, uint32_t device, uint32_t chunk)
     return false;
 }
 
-void pcc_link_unpin(struct pcc_link *link)
+bool pcc_link_unpin_one(struct pcc_link *link, struct pcc_link_segment *segment)
 {
+    struct pcc_link_device *device = pcc_link_device(link, segment->pinned_by);
     int mode;
 
-    for (uint32_t i = 0; i < link->segment_count; i++) {
-        struct pcc_link_segment *segment = &link->segments[i];
-        struct pcc_link_device *device = pcc_link_device(link, segment->pinned_by);
-        if (device == NULL || pcc_link_gpu_enter(device, &mode) != 0)
-            continue;
+    if (device != NULL && pcc_link_gpu_enter(device, &mode) == 0) {
         if (pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
             segment->pinned_by = PCC_HOST;
         pcc_link_gpu_leave(device, mode);
     }
+    return segment->pinned_by == PCC_HOST;
+}
+
+void pcc_link_unpin(struct pcc_link *link)
+{
+    for (uint32_t i = 0; i < link->segment_count; i++)
+        (void)pcc_link_unpin_one(link, &link->segments[i]);
 }
 
 /* -- enqueueing -- */

@@ -48,6 +48,8 @@ static bool take_message(struct pcc_link *link, const struct pcc_message *messag
     case PCC_MSG_END:
         pcc_link_take_end(link, message);
         return true;
+    case PCC_MSG_RETIRE:
+        return pcc_link_take_retire(link, message);
     default:
         return false;
     }
@@ -133,9 +135,10 @@ void *pcc_link_run(void *argument)
         if (!pcc_link_take_grants(link) || !take_messages(link))
             break;
         const int worked = pcc_link_work(link);
-        if (worked < 0)
+        const int retired = worked < 0 ? -1 : pcc_link_retire(link); /* it adds to `polling` */
+        if (retired < 0)
             break;
-        if (worked > 0) {
+        if (worked > 0 || retired > 0) {
             poll_ns = POLL_NS_MIN;
             continue;
         }

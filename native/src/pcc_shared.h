@@ -7,10 +7,10 @@
  *
  *   struct pcc_page | ring to_client | ring to_daemon | checksum table
  *
- * Both rings are single producer, single consumer, with room for every chunk plus the loads, so
- * that an honest peer never finds one full. Bells are futex words: the side that produced something
- * increments the other's bell and wakes it (FUTEX_WAKE, shared); a waiter reads the bell, looks for
- * work, and sleeps only on the value it read. */
+ * Both rings are single producer, single consumer, with room for every chunk, every segment and the
+ * loads, so that an honest peer never finds one full. Bells are futex words: the side that produced
+ * something increments the other's bell and wakes it (FUTEX_WAKE, shared); a waiter reads the bell,
+ * looks for work, and sleeps only on the value it read. */
 #ifndef PCC_SHARED_H
 #define PCC_SHARED_H
 
@@ -19,7 +19,7 @@
 #include "pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 3u
+#define PCC_PAGE_VERSION 4u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 
@@ -80,11 +80,13 @@ struct pcc_ring_index { /* own cache lines for producer and consumer; free-runni
 };
 
 enum pcc_message_kind {
-    PCC_MSG_FREE = 1,  /* to client: this chunk is yours to fill */
-    PCC_MSG_FULL = 2,  /* to daemon: chunk holds payload [offset, +length) of snapshot id */
-    PCC_MSG_DATA = 3,  /* to client: chunk holds checked payload of load id; give it back */
-    PCC_MSG_TAKEN = 4, /* to daemon: load data copied out; also FREE chunks handed back unused */
-    PCC_MSG_END = 5,   /* to client: load id has ended; result holds 0 or a negative code */
+    PCC_MSG_FREE = 1,     /* to client: this chunk is yours to fill */
+    PCC_MSG_FULL = 2,     /* to daemon: chunk holds payload [offset, +length) of snapshot id */
+    PCC_MSG_DATA = 3,     /* to client: chunk holds checked payload of load id; give it back */
+    PCC_MSG_TAKEN = 4,    /* to daemon: load data copied out; also FREE chunks handed back unused */
+    PCC_MSG_END = 5,      /* to client: load id has ended; result holds 0 or a negative code */
+    PCC_MSG_RETIRE = 6,   /* to client: segment id, whose first chunk this is, has to go */
+    PCC_MSG_RETURNED = 7, /* to daemon: it is unmapped, and none of its chunks is held */
 };
 
 struct pcc_message {
@@ -115,13 +117,19 @@ struct pcc_page {
 };
 
 /* Segments come over the attach socket (SOCK_SEQPACKET) in packets of their own, daemon to client,
- * one descriptor each. Told from the msgpack handshake by the magic. */
+ * one descriptor each. Told from the msgpack handshake by the magic.
+ *
+ * They go through the rings, where order is: RETIRE is behind every FREE and DATA that names a
+ * chunk of the segment, and nothing names one afterwards. The client gives the chunks back that it
+ * has not begun to fill (TAKEN), hands over those that it has, unmaps, and says RETURNED. Only then
+ * the daemon uses the chunk numbers again, for other memory; segment numbers are never used again.
+ */
 #define PCC_GRANT_MAGIC 0x31544e5247434350ull /* "PCCGRNT1" */
 enum pcc_grant_kind { PCC_GRANT_ADD = 1 };
 struct pcc_grant {
     uint64_t magic;
     uint32_t kind;
-    uint32_t segment;
+    uint32_t segment; /* its number: 1, 2, ... within a channel */
     uint32_t first_chunk;
     uint32_t chunk_count;
     uint64_t bytes; /* chunk_count * chunk_bytes */

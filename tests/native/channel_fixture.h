@@ -39,6 +39,7 @@ struct fixture {
 struct settings {
     uint64_t payload_capacity;
     uint64_t memory_bytes;
+    uint64_t segment_bytes; /* 0: all in one */
     uint64_t bytes_per_second;
     struct pcc_gpus *gpus;
 };
@@ -115,6 +116,21 @@ static inline void detach(struct fixture *f)
     ends_close(f);
 }
 
+/* Up to `bytes`, in segments of that length. */
+static inline void grow(struct fixture *f, uint64_t bytes, uint64_t segment_bytes)
+{
+    struct pcc_channel_usage usage;
+    uint64_t granted;
+
+    pcc_channel_usage(f->channel, &usage);
+    for (granted = usage.bytes; granted < bytes;) {
+        const uint64_t next = granted + segment_bytes;
+        const uint64_t step = segment_bytes == 0 || next > bytes ? bytes : next;
+        CHECK(pcc_channel_grow(f->channel, step, &granted) == 0);
+        CHECK(granted == step);
+    }
+}
+
 static inline void fixture_open(struct fixture *f, const struct settings *settings)
 {
     const struct pcc_volume_spec volume = {.payload_capacity_bytes = settings->payload_capacity,
@@ -132,7 +148,6 @@ static inline void fixture_open(struct fixture *f, const struct settings *settin
                                              .lanes = 3,
                                              .writers_per_lane = 2};
     const char *base = getenv("TMPDIR");
-    uint64_t granted;
 
     memset(f, 0, sizeof(*f));
     (void)snprintf(f->directory, sizeof(f->directory), "%s/pcc-channel-XXXXXX",
@@ -145,8 +160,7 @@ static inline void fixture_open(struct fixture *f, const struct settings *settin
     CHECK(pcc_events_open(1024, &f->events) == 0);
     CHECK(pcc_channel_open(f->pool, f->events, settings->gpus, &channel, &f->channel) == 0);
     CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
-    CHECK(pcc_channel_grow(f->channel, settings->memory_bytes, &granted) == 0);
-    CHECK(granted == settings->memory_bytes);
+    grow(f, settings->memory_bytes, settings->segment_bytes);
 }
 
 static inline void fixture_close(struct fixture *f)

@@ -202,7 +202,9 @@ struct daemon {
     struct pcc_link *link;
     uint8_t *payload; /* what was handed over */
     uint64_t handed_bytes;
-    uint32_t taken; /* chunks that came back */
+    uint32_t taken;    /* chunks that came back */
+    uint32_t returned; /* segments that did */
+    bool retiring;     /* full chunks are not the client's again */
 };
 
 static inline void *sealed(uint64_t length, int *fd_out)
@@ -215,12 +217,14 @@ static inline void *sealed(uint64_t length, int *fd_out)
     return bytes;
 }
 
-static inline void grant(struct daemon *d, int fd)
+static inline void grant(struct daemon *d, int fd, uint32_t number, uint32_t first, uint32_t count)
 {
     struct pcc_grant told = {.magic = PCC_GRANT_MAGIC,
                              .kind = PCC_GRANT_ADD,
-                             .chunk_count = CHUNKS,
-                             .bytes = (uint64_t)CHUNKS * CHUNK};
+                             .segment = number,
+                             .first_chunk = first,
+                             .chunk_count = count,
+                             .bytes = (uint64_t)count * CHUNK};
     struct iovec part = {.iov_base = &told, .iov_len = sizeof(told)};
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
@@ -264,7 +268,7 @@ static inline void daemon_open(struct daemon *d, uint32_t granted)
     d->payload = calloc(CHUNKS, CHUNK);
     CHECK(d->payload != NULL);
     CHECK(pcc_link_open(d->sockets[1], page_fd, &d->link) == 0);
-    grant(d, segment_fd);
+    grant(d, segment_fd, 1, 0, CHUNKS);
     free_chunks(d, 0, granted);
     CHECK(close(page_fd) == 0 && close(segment_fd) == 0);
 }
@@ -333,7 +337,10 @@ static inline void listen_to(struct daemon *d)
     while ((result = pcc_ring_pop(&d->view.to_daemon, &message)) > 0) {
         if (message.kind == PCC_MSG_FULL) {
             take_full(d, &message);
-            free_chunks(d, message.chunk, 1);
+            if (!d->retiring)
+                free_chunks(d, message.chunk, 1);
+        } else if (message.kind == PCC_MSG_RETURNED) {
+            d->returned++;
         } else {
             CHECK(message.kind == PCC_MSG_TAKEN);
             d->taken++;

@@ -270,10 +270,88 @@ static void test_a_lying_client(void)
     pull_close(&p);
 }
 
+/* The client's answer to what it was asked for; the chunk that it is to fill goes back with it. */
+static void give_back(struct pull *p)
+{
+    struct pcc_message message;
+    uint32_t chunk = UINT32_MAX;
+
+    while (message_next(p, &message)) {
+        if (message.kind == PCC_MSG_FREE) {
+            chunk = message.chunk;
+            continue;
+        }
+        CHECK(message.kind == PCC_MSG_RETIRE);
+        if (chunk >= message.chunk && chunk < message.chunk + 2) {
+            const struct pcc_message taken = {.kind = PCC_MSG_TAKEN, .chunk = chunk};
+            CHECK(pcc_ring_push(&p->f.page.to_daemon, &taken) == 0);
+        }
+        message.kind = PCC_MSG_RETURNED;
+        CHECK(pcc_ring_push(&p->f.page.to_daemon, &message) == 0);
+    }
+    pcc_bell_ring(&p->f.page.page->daemon_bell);
+}
+
+/* Memory that a GPU is copying to stays until it has ended, and is unpinned before it goes. */
+static void test_segments_taken_back(void)
+{
+    struct pull p;
+    struct pcc_channel_holding holding;
+    struct pcc_event event;
+    uint64_t sequence, granted;
+
+    pull_open(&p, 12 * CHUNK);
+    detach(&p.f);
+    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
+    grow(&p.f, 12 * CHUNK, 2 * CHUNK);
+    page_open(&p.f);
+    CHECK(pcc_channel_grow(p.f.channel, 0, &granted) == 0);
+    usual_layout(&p);
+    expose(&p);
+    copies_hold(&p, 0);
+    CHECK(admit(&p, 1, &sequence) == 0);
+    ready_set(&p, 1, 0);
+    wait_for(&p.control->held_copies, 1);
+    pcc_channel_shrink(p.f.channel, 2 * CHUNK, &holding);
+    CHECK(holding.lasting_bytes == 2 * CHUNK && holding.asked == 5);
+    give_back(&p);
+    const uint64_t deadline = soon();
+    do {
+        CHECK(pcc_now_ns() < deadline);
+        pcc_channel_shrink(p.f.channel, 2 * CHUNK, &holding);
+    } while (holding.asked > 0);
+    CHECK(holding.bytes > 2 * CHUNK); /* the chunks that are being copied to */
+    copies_go_on(&p);
+    push_tree(&p, 1);
+    do
+        event = event_next(&p.f);
+    while (event.kind != PCC_EVENT_DURABLE && event.kind != PCC_EVENT_FAILED);
+    CHECK(event.kind == PCC_EVENT_DURABLE && event.sequence == sequence);
+    uint8_t *expected = payload_expected(&p, 1);
+    saved_equals(&p, sequence, expected);
+    free(expected);
+    do {
+        CHECK(pcc_now_ns() < deadline);
+        pcc_channel_shrink(p.f.channel, 2 * CHUNK, &holding);
+    } while (holding.bytes > 2 * CHUNK);
+    CHECK_EQUAL(peek(&p.control->registered_bytes), 2 * CHUNK);
+    fill(&p, 2);
+    checkpoint(&p, 2); /* through two chunks, and through more again */
+    CHECK(pcc_channel_grow(p.f.channel, 8 * CHUNK, &granted) == 0 && granted == 8 * CHUNK);
+    CHECK_EQUAL(peek(&p.control->registered_bytes), 8 * CHUNK);
+    fill(&p, 3);
+    checkpoint(&p, 3);
+    pull_close(&p);
+}
+
 static const struct test tests[] = {
-    {"test_abandoned", test_abandoned},           {"test_copies_fail", test_copies_fail},
-    {"test_trainer_killed", test_trainer_killed}, {"test_context_lost", test_context_lost},
-    {"test_never_answers", test_never_answers},   {"test_a_lying_client", test_a_lying_client},
+    {"test_abandoned", test_abandoned},
+    {"test_copies_fail", test_copies_fail},
+    {"test_trainer_killed", test_trainer_killed},
+    {"test_context_lost", test_context_lost},
+    {"test_never_answers", test_never_answers},
+    {"test_a_lying_client", test_a_lying_client},
+    {"test_segments_taken_back", test_segments_taken_back},
 };
 
 int main(int argc, char **argv)

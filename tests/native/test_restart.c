@@ -3,107 +3,10 @@
  * service manager that keeps its descriptors is a thread of ours. */
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/un.h>
 
-#include "channel_fixture.h"
+#include "manager_fixture.h"
 
 #define LABEL "pccheck-0123456789abcdef"
-#define STORED_MAX 64u
-#define MESSAGE_FDS 16u
-
-/* -- the service manager -- */
-
-struct stored {
-    char name[PCC_STORE_NAME_MAX + 1];
-    int fd;
-};
-
-static struct {
-    pthread_mutex_t lock;
-    struct stored items[STORED_MAX];
-    uint32_t count;
-    int ears;
-    char address[64];
-} manager = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static void manager_drop(const char *name)
-{
-    for (uint32_t i = 0; i < manager.count; i++) {
-        if (strcmp(manager.items[i].name, name) != 0)
-            continue;
-        CHECK(close(manager.items[i].fd) == 0);
-        manager.items[i--] = manager.items[--manager.count];
-    }
-}
-
-static void manager_handle(char *text, const int *fds, uint32_t fd_count)
-{
-    char *name = strstr(text, "FDNAME=");
-
-    if (name != NULL) {
-        name += strlen("FDNAME=");
-        name[strcspn(name, "\n")] = '\0';
-    }
-    (void)pthread_mutex_lock(&manager.lock);
-    if (strncmp(text, "FDSTORE=1", 9) == 0) {
-        CHECK(name != NULL && fd_count == 1 && manager.count < STORED_MAX);
-        struct stored *item = &manager.items[manager.count++];
-        (void)snprintf(item->name, sizeof(item->name), "%s", name);
-        item->fd = fds[0];
-        fd_count = 0;
-    } else if (strncmp(text, "FDSTOREREMOVE=1", 15) == 0) {
-        CHECK(name != NULL);
-        manager_drop(name);
-    } else {
-        CHECK(strcmp(text, "BARRIER=1") == 0 && fd_count == 1);
-    }
-    (void)pthread_mutex_unlock(&manager.lock);
-    for (uint32_t i = 0; i < fd_count; i++)
-        CHECK(close(fds[i]) == 0);
-}
-
-static void *manager_run(void *unused)
-{
-    (void)unused;
-    for (;;) {
-        char text[1024];
-        struct iovec part = {.iov_base = text, .iov_len = sizeof(text) - 1};
-        union {
-            char bytes[CMSG_SPACE(MESSAGE_FDS * sizeof(int))];
-            struct cmsghdr align;
-        } control;
-        struct msghdr message = {.msg_iov = &part,
-                                 .msg_iovlen = 1,
-                                 .msg_control = control.bytes,
-                                 .msg_controllen = sizeof(control.bytes)};
-        const ssize_t length = recvmsg(manager.ears, &message, MSG_CMSG_CLOEXEC);
-        CHECK(length > 0);
-        text[length] = '\0';
-        if (strcmp(text, "END") == 0)
-            return NULL;
-        int fds[MESSAGE_FDS];
-        uint32_t count = 0;
-        const struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-        if (header != NULL) {
-            count = (uint32_t)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-            memcpy(fds, CMSG_DATA(header), count * sizeof(int));
-        }
-        manager_handle(text, fds, count);
-    }
-}
-
-static int manager_socket(bool listen)
-{
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-
-    memcpy(address.sun_path, manager.address, strlen(manager.address));
-    const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    CHECK(fd >= 0);
-    const int error = listen ? bind(fd, (struct sockaddr *)&address, sizeof(address))
-                             : connect(fd, (struct sockaddr *)&address, sizeof(address));
-    CHECK(error == 0);
-    return fd;
-}
 
 /* -- one life of the daemon -- */
 
@@ -146,6 +49,7 @@ struct trial {
     uint64_t memory_bytes;
     uint32_t snapshots;
     bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
+    bool shrinks;  /* memory comes and goes all the time */
 };
 
 static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
@@ -167,20 +71,34 @@ static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t b
     CHECK(pcc_channel_open(f->pool, f->events, NULL, &spec, &f->channel) == 0);
 }
 
+static void *shrink_run(void *argument)
+{
+    const struct fixture *f = argument;
+    struct pcc_channel_holding holding;
+    uint64_t granted;
+
+    for (;;) {
+        pcc_channel_shrink(f->channel, 2 * CHUNK, &holding);
+        if (holding.bytes == holding.lasting_bytes)
+            CHECK(pcc_channel_grow(f->channel, holding.bytes + CHUNK, &granted) == 0);
+    }
+}
+
 /* Says over the pipe which snapshot its client has heard is copied. Never returns. */
 static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, uint64_t kill_at,
                                   int pipe_fd)
 {
     uint8_t *bytes = malloc(trial->payload_bytes);
-    uint64_t granted;
+    pthread_t thread;
 
     CHECK(bytes != NULL);
     daemon_open(f, trial, 4u << 20); /* copied long before durable */
     CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
-    CHECK(pcc_channel_grow(f->channel, trial->memory_bytes, &granted) == 0);
+    grow(f, trial->memory_bytes, trial->shrinks ? CHUNK : 0);
     link_open(f);
     stores_left = kill_at;
     watched = f;
+    CHECK(!trial->shrinks || pthread_create(&thread, NULL, shrink_run, f) == 0);
     for (uint64_t snapshot = 1; snapshot <= trial->snapshots; snapshot++) {
         pattern(bytes, trial->payload_bytes, snapshot);
         submit(f, snapshot, bytes, trial->payload_bytes);
@@ -363,6 +281,14 @@ static void test_chunks_without_checksums(void)
                               .unhashed = true});
 }
 
+static void test_killed_while_memory_goes(void)
+{
+    enumerate(&(struct trial){.payload_bytes = 5 * CHUNK + 99,
+                              .memory_bytes = 8 * CHUNK,
+                              .snapshots = 2,
+                              .shrinks = true});
+}
+
 int main(void)
 {
     pthread_t thread;
@@ -375,6 +301,7 @@ int main(void)
     RUN(test_killed_after_every_store);
     RUN(test_killed_with_little_memory);
     RUN(test_chunks_without_checksums);
+    RUN(test_killed_while_memory_goes);
     const int voice = manager_socket(false);
     CHECK(send(voice, "END", 3, 0) == 3);
     CHECK(pthread_join(thread, NULL) == 0);
