@@ -30,10 +30,9 @@ static inline uint64_t word_get(struct fixture *f, uint64_t snapshot)
 static inline void admitted(struct fixture *f, uint64_t snapshot, uint32_t chunks[4])
 {
     struct pcc_message message;
-    uint64_t sequence;
 
     word_set(f, snapshot, PCC_WORD_REQUESTED);
-    CHECK(begin(f, snapshot, PAYLOAD, &sequence) == 0);
+    CHECK(begin_wait(f, snapshot, PAYLOAD) > 0);
     CHECK(word_get(f, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING));
     for (uint32_t i = 0; i < 4; i++) {
         CHECK(pcc_ring_pop(&f->page.to_client, &message) == 1);

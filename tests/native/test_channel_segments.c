@@ -216,10 +216,45 @@ static void test_content_in_flight_stays(void)
     fixture_close(&f);
 }
 
+/* The same of a save that cannot move any more, since a chunk of it had to be re-used: nothing is
+ * waited for, however long its copy takes. */
+static void test_content_that_cannot_move_goes(void)
+{
+    struct fixture f;
+    uint32_t chunks[4];
+    uint64_t number;
+    struct pcc_message message;
+
+    fixture_open(&f, &cut);
+    asked(&f, &number, chunks);
+    for (uint32_t part = 0; part < 4; part += 2) { /* into chunks 0, which lasts, and 2 */
+        message = full(&f, 1, chunks[part], part);
+        say(&f, &message);
+    }
+    taken(&f, 3);
+    for (uint32_t i = 1; i < 4; i++)
+        returned(&f, number + i, 2 * i);
+    ring(&f);
+    const uint64_t deadline = soon();
+    while (pcc_ring_pop(&f.page.to_client, &message) == 0) /* chunk 0 again, for want of others */
+        CHECK(pcc_now_ns() < deadline);
+    CHECK(message.kind == PCC_MSG_FREE && message.chunk == 0);
+    shrink_whole(&f);
+    message = full(&f, 1, 0, 1);
+    say(&f, &message);
+    message = full(&f, 1, 1, 3);
+    say(&f, &message);
+    ring(&f);
+    CHECK(event_until(&f, PCC_EVENT_DURABLE).id == 1);
+    detach(&f);
+    fixture_close(&f);
+}
+
 int main(void)
 {
     RUN(test_lies);
     RUN(test_no_answer);
     RUN(test_content_in_flight_stays);
+    RUN(test_content_that_cannot_move_goes);
     return 0;
 }
