@@ -51,6 +51,7 @@ def read(
     return [
         *_daemon(config, engine.io.running, health, warnings),
         *_memory(engine, ranks),
+        _users(registry),
         *_storage(config),
         *_gpus(engine.driver.info()),
         *_sessions(sessions.all()),
@@ -79,6 +80,14 @@ def _memory(engine: Engine, ranks: Iterable[Tenant]) -> Iterator[Family]:
     yield _one("pool_bytes", "DRAM that chunks may take (--dram)", budget)
     yield _one("pool_used_bytes", "DRAM that chunks take", used)
     yield _one("pool_pinned_bytes", "DRAM that is pinned for GPUs", pinned)
+
+
+def _users(registry: Registry) -> Family:
+    used = registry.memory.used_bytes()
+    return Family(
+        "user_dram_bytes", "DRAM that chunks of a user's jobs take",
+        [((str(uid),), nbytes) for uid, nbytes in sorted(used.items())], ("uid",),
+    )  # fmt: skip
 
 
 def _storage(config: Config) -> Iterator[Family]:

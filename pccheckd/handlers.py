@@ -151,7 +151,7 @@ class Handlers:
             case Open():
                 return await recovery.open_checkpoint(session, body)
             case Read():
-                await recovery.read(session, self._registry, body)
+                await recovery.read(session, self._sessions, body)
             case Restored():
                 assert session.tenant is not None
                 await session.tenant.retention.restored(session.tenant.owner)
@@ -184,9 +184,8 @@ class Handlers:
             raise UsageError(f"$.body.payload_bytes: {body.payload_bytes} cannot be")
         volume = await tenant.register(body.payload_bytes)
         wanted = tenant.wanted_bytes(body.payload_bytes)
-        granted = await self._registry.grow(port, tenant, wanted)
-        budget, used = self._engine.pool.usage()
-        expected = max(granted, min(wanted, granted + budget - used))
+        granted = await self._sessions.claim(session, wanted)
+        expected = max(granted, min(wanted, self._registry.memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
         return Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,

@@ -67,7 +67,7 @@ async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summar
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant, engine)
             usage = port.channel.usage()
-            port.granted_bytes = usage.bytes
+            port.adopted(usage.bytes)
             for state in list(left.states):
                 await _bind(state, left, tenant, summary)
             summary.nbytes += usage.bytes

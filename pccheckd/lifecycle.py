@@ -98,6 +98,7 @@ async def _serve(
     registry.inherited = await heir.inherit(left, engine, registry)
     observing.start()
     expiry.start()
+    registry.memory.start()
     server.start()
     reloader.start()
     LOG.info("ready: %s", describe(config))
@@ -112,7 +113,11 @@ async def _serve(
     LOG.info("stopping: draining what is copied, at most %g s", config.drain_limit_s)
     sessions.draining = True
     work = asyncio.create_task(
-        _drain((expiry.close, observing.settle, server.close, control.close), registry, engine)
+        _drain(
+            (expiry.close, observing.settle, server.close, registry.memory.close, control.close),
+            registry,
+            engine,
+        )
     )
     others = [
         asyncio.create_task(_is_set(hurry)),

@@ -52,6 +52,8 @@ class Config:
     writers: int = 2
     engine: str = "auto"
     max_storage_bytes: int = 0
+    max_dram_per_user_bytes: int = 0
+    max_storage_per_user_bytes: int = 0
     group: str = ""
     log_format: str = "auto"
     log_level: str = "info"
@@ -223,6 +225,11 @@ OPTIONS: tuple[Option, ...] = (
         zero="no limit", live=True, when="of volumes made from then on",
     ),
     Option(
+        "--max-storage-per-user", "max_storage_per_user_bytes", SIZE, Group.PLACES,
+        "most that the volumes of one user may take; a job that needs more is refused", "SIZE",
+        zero="no limit", live=True, when="of volumes made from then on",
+    ),
+    Option(
         "--expire-finished", "expire_finished_s", DURATION, Group.PLACES,
         "drop the volumes of a finished job, one that said close(done=True), that has been left "
         "alone for so long while pccheckd ran", "AGE", rule="at least 1h", zero="never", live=True,
@@ -247,6 +254,12 @@ OPTIONS: tuple[Option, ...] = (
         "for all ranks of the node, lets copying never wait for the disk", "SIZE",
         rule="at least two chunks, at most the RAM", default_text="a quarter of the RAM",
         example="64GiB",
+    ),
+    Option(
+        "--max-dram-per-user", "max_dram_per_user_bytes", SIZE, Group.ROOM,
+        "most of the memory that the jobs of one user may have together; at least two chunks for "
+        "each of his ranks", "SIZE", zero="no limit", live=True,
+        when="what is above it is taken back",
     ),
     Option(
         "--chunk", "chunk_bytes", SIZE, Group.ROOM,

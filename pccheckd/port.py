@@ -19,8 +19,13 @@ DETACH_LIMIT_S = 60.0
 #: A hang-up may be on its way while somebody else comes; looked for every STEP_S.
 GRACE_S = 1.0
 STEP_S = 0.02
-#: Memory is taken in steps of a segment, so that an end does not wait for minutes of page faults.
+#: Memory is taken in steps of a segment, so that an end does not wait for minutes of page faults;
+#: and in small ones of a small budget: what is given back is whole segments.
 GROW_STEP_BYTES = 256 << 20
+GROW_STEPS = 16  # that the budget is at least cut into
+CHUNKS_MIN = 2  # of a channel: one is filled while one is written
+#: A trainer that was asked for a segment and returns none for so long loses his session.
+BACK_LIMIT_S = 60.0
 _RETRY_S = 0.02
 
 
@@ -69,9 +74,14 @@ class Port:
         self.pulls = gpus is not None
         self.attached = False
         self.granted_bytes = 0
+        #: Without what is being taken back.
+        self.lasting_bytes = 0
+        #: It could not be brought below that: its first segment is so large.
+        self.floor_bytes = 0
         self._drained = asyncio.Event()
-        self._wanted_bytes = 0
-        self._growth: asyncio.Task[None] | None = None
+        self._aim_bytes = 0
+        self._resizing: asyncio.Task[None] | None = None
+        self._stopping = False
 
     async def attach(self, socket_fd: int, session: int, kernel_pid: int = 0) -> int:
         """The session page's descriptor, the caller's to send and close."""
@@ -112,49 +122,98 @@ class Port:
         except (OSError, _core.NativeError) as error:
             raise translated(error, "the GPU memory") from error
 
-    async def grow(self, wanted_bytes: int, *, least_bytes: int) -> int:
-        """Returns once the channel has `least_bytes` of DRAM, or all that is to be had; more, up to
-        `wanted_bytes`, follows in the background: touching new pages is slow."""
-        if self.granted_bytes < least_bytes:
-            try:
-                self.granted_bytes = await self._engine.call(
-                    self._uid, self.channel.grow, least_bytes
-                )
-            except (OSError, _core.NativeError) as error:
-                raise translated(error, "the session") from error
-        else:  # a session that has come back is sent its segments
-            await self._engine.call(self._uid, self.channel.grow, 0)
-        self._wanted_bytes = max(wanted_bytes, least_bytes)
-        if self._growth is None and self.granted_bytes < self._wanted_bytes:
-            self._growth = asyncio.get_running_loop().create_task(self._grow_on())
-        return self.granted_bytes
+    # -- its memory ----------------------------------------------------------------------------
 
-    async def _grow_on(self) -> None:
+    @property
+    def least_bytes(self) -> int:
+        return CHUNKS_MIN * self.chunk_bytes
+
+    @property
+    def aim_bytes(self) -> int:
+        """What it has, or will have when what goes on now is over."""
+        return self._aim_bytes if self._resizing is not None else self.granted_bytes
+
+    def adopted(self, nbytes: int) -> None:
+        """It has memory of a daemon before."""
+        self.granted_bytes = self.lasting_bytes = nbytes
+        self.floor_bytes = 0
+
+    async def send_segments(self) -> None:
+        """A session that has come back is sent what there is."""
+        await self._engine.call(self._uid, self.channel.grow, 0)
+
+    def resize(
+        self, aim_bytes: int, changed: Callable[[], None], stuck: Callable[[], None]
+    ) -> None:
+        """Begins to take memory, or to take it back, until it has `aim_bytes` or what is to be had;
+        `changed` is called after every step, `stuck` when the trainer does not give back what he
+        was asked for."""
+        self._aim_bytes = aim_bytes
+        settled = aim_bytes == self.granted_bytes == self.lasting_bytes
+        if self._resizing is None and not settled:
+            self._resizing = asyncio.get_running_loop().create_task(self._resize(changed, stuck))
+
+    async def _resize(self, changed: Callable[[], None], stuck: Callable[[], None]) -> None:
         try:
-            while self.granted_bytes < self._wanted_bytes:
-                step = min(self._wanted_bytes, self.granted_bytes + GROW_STEP_BYTES)
-                granted = await self._engine.grow(self.channel.grow, step)
-                if granted <= self.granted_bytes:
-                    return  # the budget is used up
-                self.granted_bytes = granted
-        except (OSError, _core.NativeError) as error:  # it goes on with what it has
-            LOG.warning("no more memory: %s", translated(error, "the session").message)
+            while await self._step(stuck):
+                changed()
+        except (OSError, ValueError, _core.NativeError) as error:  # it goes on with what it has
+            LOG.warning("memory stays as it is: %s", translated(error, "the session").message)
         finally:
-            self._growth = None
+            self._resizing = None
+            changed()
 
-    async def _stop_growing(self) -> None:
-        self._wanted_bytes = 0
-        if self._growth is not None:
-            await asyncio.wait([self._growth])
+    async def _step(self, stuck: Callable[[], None]) -> bool:
+        """Whether there is more to do."""
+        before = self.granted_bytes
+        if self._aim_bytes < before or self.lasting_bytes < before:
+            await self._take_back(stuck)
+            return self._aim_bytes > self.granted_bytes
+        if self._aim_bytes == before or self._stopping:
+            return False
+        if before < self.least_bytes:  # nobody waits for the page faults of others
+            grown = await self._engine.call(self._uid, self.channel.grow, self.least_bytes)
+        else:
+            step = self._engine.pool.usage()[0] // GROW_STEPS // self.chunk_bytes
+            step = min(max(step, CHUNKS_MIN) * self.chunk_bytes, GROW_STEP_BYTES)
+            step = max(step, self.chunk_bytes)
+            grown = await self._engine.grow(self.channel.grow, min(self._aim_bytes, before + step))
+        self.granted_bytes = self.lasting_bytes = grown
+        return before < grown < self._aim_bytes
+
+    async def _take_back(self, stuck: Callable[[], None]) -> None:
+        """Until what was asked for is there; stops only when the channel is to be closed."""
+        asked_since, asked_before = time.monotonic(), 0
+        while True:
+            aim = min(self._aim_bytes, self.lasting_bytes)
+            self.granted_bytes, self.lasting_bytes, asked = await self._engine.drive(
+                self._uid, self.channel.shrink, aim
+            )
+            if self.granted_bytes == self.lasting_bytes and self.granted_bytes > aim:
+                self.floor_bytes = self.granted_bytes
+            if self.granted_bytes == self.lasting_bytes or self._stopping:
+                return
+            if not asked or asked != asked_before:
+                asked_since, asked_before = time.monotonic(), asked
+            elif time.monotonic() - asked_since > BACK_LIMIT_S:
+                stuck()
+                asked_since = time.monotonic()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _stop_resizing(self) -> None:
+        self._stopping, self._aim_bytes = True, self.granted_bytes
+        if self._resizing is not None:
+            await asyncio.wait([self._resizing])
+        self._stopping = False
 
     async def release_memory(self) -> bool:
         """Gives the segments back when detached and idle; whether it did."""
-        await self._stop_growing()
+        await self._stop_resizing()
         try:
             await self._engine.call(self._uid, self.channel.release_memory)
         except OSError:
             return False
-        self.granted_bytes = 0
+        self.adopted(0)
         return True
 
     async def load(
@@ -185,7 +244,7 @@ class Port:
 
     async def close(self) -> None:
         """Drains sealed saves; the memory goes back to the pool."""
-        await self._stop_growing()
+        await self._stop_resizing()
         await self._engine.drive(self._uid, self.channel.close)
         self._engine.forget_channel(self.number)
 

@@ -13,8 +13,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Empty, Open, Opened, Read, Role, Skipped
 
 from .jobs import SETTLE_LIMIT_S, Job
-from .registry import Registry
-from .sessions import Session
+from .sessions import Session, Sessions
 from .tenants import Tenant
 
 
@@ -100,7 +99,7 @@ async def _in_dram(session: Session, tenant: Tenant, sequence: int) -> bool:
     return await tenant.engine.call(tenant.key.uid, port.channel.cached, sequence)
 
 
-async def read(session: Session, registry: Registry, body: Read) -> None:
+async def read(session: Session, sessions: Sessions, body: Read) -> None:
     """Starts sending payload through the page; its END says how it went."""
     _job, tenant = _place(session)
     port, volume = session.port, tenant.volumes.find(body.sequence)
@@ -118,7 +117,7 @@ async def read(session: Session, registry: Registry, body: Read) -> None:
     try:
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
-            await registry.grow(port, tenant, tenant.wanted_bytes(payload.payload_bytes))
+            await sessions.claim(session, tenant.wanted_bytes(payload.payload_bytes))
         await port.load(volume.volume, body.sequence, body.offset, body.length, body.load)
     except BaseException as error:
         if session.loads.pop(body.load, None) is not None:

@@ -1,4 +1,4 @@
-"""Which jobs and tenants are loaded, and whose memory may be taken back."""
+"""Which jobs and tenants are loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from .config import Config
 from .engine import Engine
 from .jobs import Job
 from .kept import Summary
-from .logs import LOG
-from .port import DETACH_LIMIT_S, GRACE_S, STEP_S, Port
+from .memory import Memory
+from .port import DETACH_LIMIT_S, GRACE_S, STEP_S
 from .tenants import Tenant
 from .volumes import Key
 
 #: Tenants without a trainer that stay loaded, for recovery from DRAM.
 IDLE_MAX = 64
-CHUNKS_MIN = 2  # of a channel: one is filled while one is written
 
 
 class Registry:
@@ -32,6 +31,7 @@ class Registry:
         self.engine = engine
         self.inherited = Summary()  # from the daemon before
         self.jobs: dict[tuple[int, str], Job] = {}
+        self.memory = Memory(config, engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
         self._group_work = Tasks("global steps")
 
@@ -73,32 +73,6 @@ class Registry:
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no readable volume", hint="see: pccheckctl list")
         return job, tenant
-
-    async def grow(self, port: Port, tenant: Tenant, wanted_bytes: int) -> int:
-        """DRAM for a channel, taken back from tenants without a trainer when the pool is short,
-        longest gone first; what it has now (more follows). Raises RefusedError below two chunks."""
-        budget, used = self.engine.pool.usage()
-        for other in sorted(self.tenants(), key=lambda t: t.last_used_ns):
-            if budget - used >= wanted_bytes - port.granted_bytes:
-                break
-            if other is tenant or not other.quiet or other.port is None:
-                continue
-            async with other.lock:
-                if other.owner is not None or other.port is None:
-                    continue  # somebody came, or it was closed, while we waited
-                if await other.port.release_memory():
-                    LOG.info("%s: its cached chunks made room for others", other.key)
-            budget, used = self.engine.pool.usage()
-        least = CHUNKS_MIN * port.chunk_bytes
-        granted = await port.grow(wanted_bytes, least_bytes=least)
-        if granted < least:
-            raise RefusedError(
-                f"{tenant.key} needs at least two chunks ({least} bytes) of DRAM and got "
-                f"{granted}: {used} of {budget} are used",
-                hint="raise --dram, or lower --chunk",
-                retryable=True,
-            )
-        return granted
 
     async def trim(self) -> None:
         """Closes the jobs longest without a trainer when too many are loaded."""

@@ -5,6 +5,7 @@ display."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import time
@@ -20,6 +21,7 @@ from . import VERSION
 from .checkpoint import Checkpoint
 from .config import Config
 from .engine import Engine
+from .memory import Memory
 from .registry import Registry
 from .sessions import Session
 from .tenants import Tenant
@@ -52,7 +54,8 @@ async def status(
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
     seen = [s for s in sessions if s.role is not Role.OBSERVER and may_see(asker_uid, s.uid)]
     rows = [await _aside(_session, session) for session in seen]
-    ranks = [await _aside(_rank, tenant) for tenant in tenants if _worth_showing(tenant)]
+    rank = functools.partial(_rank, memory=registry.memory)
+    ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
     gpus = engine.driver.info()
     warnings = troubles(engine, tenants)
     kept = _kept(asker_uid, engine, registry)
@@ -88,7 +91,13 @@ async def status(
             "total_bytes": disk.total,
             "free_bytes": disk.free,
             "max_storage_bytes": config.max_storage_bytes,
+            "max_storage_per_user_bytes": config.max_storage_per_user_bytes,
         },
+        "users": [
+            {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
+            for uid, nbytes in sorted(registry.memory.used_bytes().items())
+            if may_see(asker_uid, uid)
+        ],
         "scrub": scrub,
         "sessions": rows,
         "ranks": ranks,
@@ -265,7 +274,7 @@ def _session(session: Session) -> Document:
     }
 
 
-def _rank(tenant: Tenant) -> Document:
+def _rank(tenant: Tenant, memory: Memory) -> Document:
     owner, current = tenant.owner, tenant.volumes.current
     return {
         "uid": tenant.key.uid,
@@ -284,6 +293,10 @@ def _rank(tenant: Tenant) -> Document:
         "waiting": len(tenant.queue),
         "chunks": _chunks(tenant),
         "numa_node": _numa_node(tenant),
+        "dram": {
+            "bytes": tenant.port.granted_bytes if tenant.port else 0,
+            "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,
+        },
         "volume": _open_volume(current) if current else None,
         "checkpoints": [_state(item) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),

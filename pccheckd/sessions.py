@@ -24,7 +24,8 @@ from .exposing import UNFINISHED_BYTES_MAX, Exposing
 from .gpus import Offer
 from .jobs import Job
 from .logs import LOG
-from .port import DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
+from .memory import Claimant
+from .port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from .registry import Registry
 from .server import ControlServer
 from .tenants import Tenant
@@ -65,7 +66,16 @@ class Session:
     endpoint: str = ""  # for its requests; "" for an observer
     ending: bool = False
     loads: dict[int, int] = field(default_factory=dict)  # load id -> sequence
-    broken: asyncio.Event = field(default_factory=asyncio.Event)  # it broke the page's protocol
+    broken: asyncio.Event = field(default_factory=asyncio.Event)  # it has to end
+
+    def keeps_memory(self) -> None:
+        """It does not give back what it was asked for: others wait for that."""
+        LOG.warning(
+            "session %d (pid %d) has not given back DRAM for %g s and ends; its process is stopped "
+            "or its GPU hangs, and connects again at a later checkpoint",
+            self.number, self.pid, BACK_LIMIT_S,
+        )  # fmt: skip
+        self.broken.set()
 
 
 class Sessions:
@@ -106,6 +116,17 @@ class Sessions:
         if offer.transfer == "pull" and not session.kernel_pid:
             return Offer("push", "the daemon cannot see this process: another PID namespace")
         return offer
+
+    async def claim(self, session: Session, wanted_bytes: int) -> int:
+        """DRAM for a session: at least two chunks when this returns, then more, up to its fair
+        share. What it has now. Raises RefusedError."""
+        return await self.registry.memory.claim(self._claimant(session), wanted_bytes)
+
+    def _claimant(self, session: Session) -> Claimant:
+        port, tenant = session.port, session.tenant
+        if port is None or tenant is None or session.ending:
+            raise RefusedError("the session has ended")
+        return Claimant(session.number, session.uid, str(tenant.key), port, session.keeps_memory)
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
@@ -153,6 +174,7 @@ class Sessions:
                 await session.port.detach()
                 await session.port.close()
         finally:
+            self.registry.memory.gone(session.number)
             if session.tenant is not None:
                 session.tenant.reading -= len(session.loads)
                 session.tenant.readers -= session.role is Role.READER
@@ -199,6 +221,8 @@ class Sessions:
                 await job.update_global(session.world_size)
         session.port = tenant.port
         session.transfer, session.transfer_reason = "push", "CPU tensors"
+        if tenant.port is not None and tenant.port.granted_bytes:  # it is not a cache any more
+            self.registry.memory.enter(self._claimant(session), tenant.port.granted_bytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,
@@ -235,7 +259,7 @@ class Sessions:
         with ours:
             try:
                 page_fd = await session.port.attach(ours.fileno(), session.number)
-                await self.registry.grow(session.port, tenant, READER_CHUNKS * chunk)
+                await self.claim(session, READER_CHUNKS * chunk)
             except BaseException:
                 theirs.close()
                 raise

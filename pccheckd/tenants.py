@@ -55,6 +55,7 @@ class Tenant:
         self.readers = 0  # sessions that may load
         self.closed = False
         self.leaving = False  # the trainer has ended, and what it handed over is being drained
+        self.finished = False  # its trainer said that the job is done
         self.stalled = ""  # why its disk seems to hang; set by Progress
         self.stopped = False  # a commit record failed; reopened before the next save
         self.registered_in = -1  # incarnation whose beginning is on the disk
@@ -95,6 +96,7 @@ class Tenant:
             await self.retention.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
+            self.finished = False
             return page_fd
 
     async def detach(self, session: int) -> None:
@@ -166,7 +168,8 @@ class Tenant:
         """DRAM for two checkpoints, within this rank's share of the budget."""
         owner, port = self._present()
         chunk = port.chunk_bytes
-        share = self.config.dram_bytes // owner.local_world_size
+        limit = self.config.max_dram_per_user_bytes or self.config.dram_bytes
+        share = min(limit, self.config.dram_bytes) // owner.local_world_size
         wanted = -(-payload_bytes // chunk) * chunk * 2
         return max(2 * chunk, min(wanted, share // chunk * chunk))
 
@@ -174,6 +177,7 @@ class Tenant:
         """The job is done: only its newest checkpoint is kept."""
         async with self.lock:
             current = self.volumes.current
+            self.finished = True
             if current is None:
                 return
             try:

@@ -270,6 +270,15 @@ class VolumeSet:
                     hint=self._droppable(),
                 )
 
+        if config.max_storage_per_user_bytes:
+            uid, limit = self.key.uid, config.max_storage_per_user_bytes
+            used = sum(_size(path) for path in (config.storage / str(uid)).glob("*/*.pcc"))
+            if used + needed > limit:
+                raise StorageFullError(
+                    f"{numbers}, but uid {uid} uses {used} of --max-storage-per-user {limit}",
+                    hint=self._droppable(),
+                )
+
     def _droppable(self) -> str:
         """Other jobs of the same user, finished ones first, then the largest."""
         found: list[dropping.JobUse] = []

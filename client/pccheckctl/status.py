@@ -148,7 +148,7 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
     """One line per rank; what only a daemon knows is left out without one, and NUMA nodes where
     nothing is placed."""
     uids = {rank.get("uid") for rank in ranks}
-    headings = ("job", "rank", "pid", "run", "last durable step", "age", "in flight",
+    headings = ("job", "rank", "pid", "run", "last durable step", "age", "in flight", "DRAM",
                 "durable", "superseded", "skipped", "failed", "node")  # fmt: skip
     lines = []
     for rank in ranks:
@@ -161,7 +161,8 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
             newest.get("step"),
             render.age(age_s(newest, now_s)),
             rank.get("in_flight"),
-            *(counters.get(name) for name in headings[7:11]),
+            _dram(part(rank, "dram")),
+            *(counters.get(name) for name in headings[8:12]),
             rank.get("numa_node"),
         ))  # fmt: skip
     placed = any(rank.get("numa_node") is not None for rank in ranks)
@@ -169,6 +170,12 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
     return render.table(
         [headings[at] for at in shown], [[line[at] for at in shown] for line in lines]
     )
+
+
+def _dram(dram: Document) -> str:
+    """What a rank has, and what it would have if there were room for all."""
+    has, wanted = whole(dram, "bytes"), whole(dram, "wanted_bytes")
+    return f"{render.size(has)} of {render.size(wanted)}" if has < wanted else render.size(has)
 
 
 def _worth_a_line(session: Document) -> bool:

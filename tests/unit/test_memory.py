@@ -1,0 +1,222 @@
+"""What sessions have of the DRAM, over channels that are only numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pccheck_wire.errors import RefusedError
+from pccheckd import memory as memory_module
+from pccheckd import port as port_module
+from pccheckd.memory import Claimant, Memory
+from pccheckd.port import Port
+
+CHUNK = 10
+UID = 1000
+
+
+class Pool:
+    def __init__(self, budget: int) -> None:
+        self.budget, self.used = budget, 0
+
+    def usage(self) -> tuple[int, int]:
+        return self.budget, self.used
+
+
+class Channel:
+    """Segments as a channel has them; with `keeps` its client gives nothing back."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.segments: list[int] = []
+        self.going = 0
+        self.keeps = False
+
+    def grow(self, nbytes: int) -> int:
+        more = min(nbytes - sum(self.segments), self.pool.budget - self.pool.used)
+        if more > 0 and not self.going:
+            self.segments.append(more)
+            self.pool.used += more
+        return sum(self.segments)
+
+    def shrink(self, nbytes: int) -> tuple[int, int, int]:
+        lasting = self.segments[: len(self.segments) - self.going]
+        while len(lasting) > 1 and sum(lasting) > nbytes:
+            lasting.pop()
+            self.going += 1
+        if not self.keeps:
+            self.pool.used -= sum(self.segments[len(lasting) :])
+            self.segments, self.going = lasting, 0
+        return sum(self.segments), sum(lasting), self.going
+
+    def release_memory(self) -> None:
+        self.pool.used -= sum(self.segments)
+        self.segments, self.going = [], 0
+
+
+class Engine:
+    """Calls are made at once, after the loop has turned."""
+
+    def __init__(self, budget: int) -> None:
+        self.pool = Pool(budget)
+
+    async def call(self, _uid: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*arguments)
+
+    drive = call
+
+    async def grow(self, function: Callable[[int], int], nbytes: int) -> int:
+        return int(await self.call(0, function, nbytes))
+
+    def open_channel(self, _listener: object, **_options: object) -> tuple[int, Channel]:
+        return 1, Channel(self.pool)
+
+
+class Node:
+    def __init__(self, chunks: int, limit_chunks: int = 0) -> None:
+        self.engine: Any = Engine(chunks * CHUNK)
+        self.config: Any = SimpleNamespace(max_dram_per_user_bytes=limit_chunks * CHUNK)
+        self.tenants: list[Any] = []
+        self.memory = Memory(self.config, self.engine, lambda: self.tenants)
+        self.stuck: list[int] = []
+
+    def tenant(self) -> Any:
+        port = Port(
+            self.engine, UID, lambda _event: None, chunk_bytes=CHUNK, block_bytes=1,
+            chunk_capacity=99, lanes=1, writers=1,
+        )  # fmt: skip
+        tenant = SimpleNamespace(
+            port=port, owner=object(), quiet=False, finished=False, last_used_ns=0,
+            lock=asyncio.Lock(), key=SimpleNamespace(uid=UID), ledger=SimpleNamespace(live=list),
+        )  # fmt: skip
+        self.tenants.append(tenant)
+        return tenant
+
+    async def claim(self, session: int, tenant: Any, chunks: int) -> int:
+        by = Claimant(session, UID, f"s{session}", tenant.port, lambda: self.stuck.append(session))
+        return await self.memory.claim(by, chunks * CHUNK) // CHUNK
+
+    def leaves(self, session: int, tenant: Any, *, ago_s: float = 0.0) -> None:
+        self.memory.gone(session)
+        tenant.owner, tenant.quiet = None, True
+        tenant.last_used_ns = memory_module.time.monotonic_ns() - int(ago_s * 1e9)
+
+    async def settled(self, *chunks: int) -> None:
+        """Until the tenants have so many."""
+        for _ in range(2000):
+            self.memory.balance()
+            await asyncio.sleep(0.001)
+            if self.has() == list(chunks):
+                return
+        raise AssertionError(self.has())
+
+    def has(self) -> list[int]:
+        return [tenant.port.granted_bytes // CHUNK for tenant in self.tenants]
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_a_newcomer_gets_its_share_and_it_goes_back() -> None:
+    async def work() -> None:
+        node = Node(16)
+        first, second = node.tenant(), node.tenant()
+        await node.claim(1, first, 20)
+        await node.settled(16, 0)
+        assert await node.claim(2, second, 6) >= 2
+        await node.settled(10, 6)
+        node.leaves(2, second, ago_s=10)
+        for _ in range(50):  # it may come back, and finds what it had
+            node.memory.balance()
+            await asyncio.sleep(0)
+        assert node.has() == [10, 6]
+        second.last_used_ns -= int(memory_module.LEFT_ALONE_S * 1e9)
+        await node.settled(16, 0)
+
+    run(work())
+
+
+def test_a_newcomer_takes_what_was_left_a_moment_ago() -> None:
+    async def work() -> None:
+        node = Node(16)
+        tenants = [node.tenant() for _ in range(3)]
+        await node.claim(1, tenants[0], 8)
+        await node.claim(2, tenants[1], 8)
+        await node.settled(8, 8, 0)
+        node.leaves(2, tenants[1])
+        await node.claim(3, tenants[2], 8)
+        await node.settled(8, 0, 8)
+
+    run(work())
+
+
+def test_nothing_moves_while_the_same_sessions_are_there() -> None:
+    async def work() -> None:
+        node = Node(17)
+        tenants = [node.tenant() for _ in range(3)]
+        for session, tenant in enumerate(tenants):
+            await node.claim(session, tenant, 9 + session)
+        await node.settled(6, 6, 5)
+        for _ in range(50):
+            node.memory.balance()
+            await asyncio.sleep(0)
+            assert all(tenant.port.aim_bytes == tenant.port.granted_bytes for tenant in tenants)
+            assert node.has() == [6, 6, 5]
+
+    run(work())
+
+
+def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        node = Node(8)
+        first, second = node.tenant(), node.tenant()
+        await node.claim(1, first, 8)
+        await node.settled(8, 0)
+        first.port.channel.keeps = True
+        with pytest.raises(RefusedError, match="on their way back") as refused:
+            await node.claim(2, second, 8)
+        assert refused.value.retryable and "80 of 80 are used" in refused.value.message
+        assert node.stuck and set(node.stuck) == {1}
+        first.port.channel.keeps = False  # its session was ended
+        await node.settled(4, 4)
+
+    monkeypatch.setattr(port_module, "BACK_LIMIT_S", 0.05)
+    monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
+    run(work())
+
+
+def test_a_limit_that_is_lowered() -> None:
+    async def work() -> None:
+        node = Node(32)
+        first, second = node.tenant(), node.tenant()
+        await node.claim(1, first, 10)
+        await node.claim(2, second, 10)
+        await node.settled(10, 10)
+        node.config.max_dram_per_user_bytes = 8 * CHUNK
+        await node.settled(4, 4)
+        node.leaves(2, second)
+        await node.settled(8, 0)  # one's own limit is not filled with what nobody uses
+        third = node.tenant()
+        await node.claim(3, third, 3)
+        await node.settled(5, 0, 3)
+
+    run(work())
+
+
+def test_two_chunks_each_or_a_reason() -> None:
+    async def work() -> None:
+        node = Node(5)
+        tenants = [node.tenant() for _ in range(3)]
+        await node.claim(1, tenants[0], 5)
+        await node.claim(2, tenants[1], 5)
+        with pytest.raises(RefusedError, match="two for each of 3 sessions"):
+            await node.claim(3, tenants[2], 5)
+        await node.settled(3, 2, 0)  # the refused one is not waited for
+
+    run(work())
