@@ -170,3 +170,35 @@ def test_a_rank_that_dies_takes_nothing_of_the_other(start_node: Start) -> None:
     again = ranks(node, "1")
     assert [trainer.restore()["step"] for trainer in again] == [1, 1]
     assert [trainer.check(1) for trainer in again] == ["", ""]
+
+
+LARGE = (Part(1_300_000), Part(200_000), Part(3_000, device=HOST))
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_jobs_share_little_memory(start_node: Start, transfer: str) -> None:
+    """What one has pinned goes to the other while both go on."""
+    node = start_node("--dram", "12MiB")
+    first = node.ready(LARGE, transfer=transfer)
+    second = node.ready(LARGE, transfer=transfer, job="other")
+    for _ in range(3):
+        handles = []
+        for trainer in (first, second):
+            trainer.step()
+            handles.append(trainer.checkpoint())
+        for trainer, handle in zip((first, second), handles, strict=True):
+            trainer.step()
+            assert trainer.wait_durable(handle) == "durable"
+    for trainer in (first, second):
+        found = trainer.recover()
+        assert (found["step"], found["wrong"]) == (7, "")
+    assert {rank["job"]: rank["dram"]["bytes"] >> 20 for rank in node.status()["ranks"]} == {
+        "job": 6, "other": 6,
+    }  # fmt: skip
+    third = node.ready(LARGE, transfer=transfer, job="third")  # after segments were read through
+    assert {rank["dram"]["bytes"] >> 20 for rank in node.status()["ranks"]} <= {2, 3, 4, 5}
+    for trainer, step in ((first, 8), (third, 2)):
+        handle = trainer.checkpoint()
+        trainer.step()
+        assert trainer.wait_durable(handle) == "durable"
+        assert trainer.recover()["step"] == step
