@@ -163,12 +163,12 @@ static bool unused_go(struct pcc_link *link, const struct pcc_link_segment *segm
     return true;
 }
 
-/* What a GPU fills, or has filled, is handed over first; and while a stream waits for the daemon
- * the driver is not called (pcc_link_push.c). */
+/* What a GPU fills, or has filled, is handed over first, and what one reads is read to its end; and
+ * while a stream waits for the daemon the driver is not called (pcc_link_push.c). */
 static bool may_go(const struct pcc_link *link, const struct pcc_link_segment *segment)
 {
-    for (uint32_t i = 0; i < segment->chunk_count; i++)
-        if (link->held[segment->first_chunk + i])
+    for (uint32_t i = segment->first_chunk; is_of(segment, i); i++)
+        if (link->held[i] || link->flights[i].loading)
             return false;
     return segment->pinned_by == PCC_HOST ||
            !atomic_load_explicit(&link->armed, memory_order_relaxed);
