@@ -137,6 +137,44 @@ static void test_copies_under_way(void)
     gpu_free(0, memory);
 }
 
+/* What a GPU reads for a restore is read to its end. */
+static void test_load_under_way(void)
+{
+    struct daemon d;
+    const CUdeviceptr memory = gpu_alloc(0, 2 * CHUNK);
+    const struct pcc_device_range range = on_gpu(0, memory, 0, 2 * CHUNK);
+    const uint64_t queued = seen(&control->to_device_queued);
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    pattern(d.chunks, 2 * CHUNK, 6);
+    set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
+    CHECK(pcc_link_load_start(d.link, 1, NULL, 0, &range, 1) == 0);
+    for (uint32_t i = 0; i < 2; i++)
+        say(&d, &(struct pcc_message){.kind = PCC_MSG_DATA,
+                                      .chunk = i,
+                                      .id = 1,
+                                      .offset_bytes = (uint64_t)i * CHUNK,
+                                      .length_bytes = CHUNK});
+    UNTIL(seen(&control->to_device_queued) == queued + 2 * CHUNK);
+    retire(&d, 1, 0);
+    for (uint32_t turn = 1; turn <= 3; turn++) { /* of the thread: a chunk of the other segment */
+        free_chunks(&d, CHUNKS / 2, 1);
+        UNTIL((listen_to(&d), d.taken == turn));
+    }
+    CHECK_EQUAL(d.returned, 0);
+    CHECK_EQUAL(mappings(), 2);
+    set(&control->copy_hold_kinds, 0);
+    say(&d, &(struct pcc_message){.kind = PCC_MSG_END, .id = 1});
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, soon()), 0);
+    CHECK(memcmp(at(memory), d.chunks, 2 * CHUNK) == 0);
+    UNTIL((listen_to(&d), d.returned == 1));
+    CHECK_EQUAL(d.taken, 5);
+    CHECK_EQUAL(mappings(), 1);
+    daemon_close(&d);
+    gpu_free(0, memory);
+}
+
 /* While a stream waits for the daemon the driver is left alone. */
 static void test_armed(void)
 {
@@ -199,6 +237,7 @@ int main(void)
     standin_open();
     RUN(test_idle);
     RUN(test_copies_under_way);
+    RUN(test_load_under_way);
     RUN(test_armed);
     RUN(test_nonsense);
     standin_close();
