@@ -92,6 +92,12 @@ def test_they_agree_with_the_daemon() -> None:
     assert storage == [str(Path("/var/lib") / setting("pccheckd.service", "StateDirectory"))]
 
 
+def test_the_descriptor_store_is_told_to_the_daemon() -> None:
+    """systemd before 254 sets no $FDSTORE; without it the daemon stores nothing."""
+    told = setting("pccheckd.service", "Environment").split("FDSTORE=")
+    assert told == ["", setting("pccheckd.service", "FileDescriptorStoreMax")]
+
+
 def test_sections_are_those_of_units() -> None:
     for name, sections in {
         "pccheckd.service": ["Unit", "Service", "Install"],
