@@ -38,7 +38,8 @@ struct piece {
     uint64_t offset;
     uint32_t length;
     uint32_t tries;
-    bool busy; /* in the ring or with the kernel */
+    bool busy;     /* in the ring or with the kernel */
+    bool may_wait; /* it was tried without, and could not be done so */
 };
 
 struct transfer {
@@ -95,6 +96,7 @@ static void queue_piece(struct transfer *transfer, struct piece *piece)
 
     PCC_ASSERT(request); /* the ring has room for as many as there are pieces */
     request->opcode = transfer->opcode;
+    request->flags = piece->may_wait ? PCC_URING_MAY_WAIT : 0;
     request->fd = transfer->fd;
     request->address = (uint64_t)(uintptr_t)piece->bytes;
     request->length = piece->length;
@@ -110,7 +112,8 @@ static void cut_pieces(struct transfer *transfer)
             continue;
         const uint32_t length =
             transfer->length < PIECE_BYTES ? (uint32_t)transfer->length : PIECE_BYTES;
-        *piece = (struct piece){transfer->bytes, transfer->offset, length, 0, true};
+        *piece = (struct piece){
+            .bytes = transfer->bytes, .offset = transfer->offset, .length = length, .busy = true};
         transfer->bytes += length;
         transfer->offset += length;
         transfer->length -= length;
@@ -125,7 +128,11 @@ static bool is_passing(int error)
 }
 
 /* The rest of a short piece, or all of an interrupted one, goes again; after an error of another
- * piece nothing does. */
+ * piece nothing does.
+ *
+ * -EAGAIN is what the kernel says where it issued the piece on condition that nobody waits, and the
+ * device cannot promise that: always so with some device-mapper targets on Linux 6.1, now and then
+ * when a request is split. Asked in the same way again, it may say so for ever. */
 static void finish_piece(struct transfer *transfer, const struct pcc_uring_done *done)
 {
     struct piece *piece = &transfer->pieces[done->tag];
@@ -137,6 +144,7 @@ static void finish_piece(struct transfer *transfer, const struct pcc_uring_done 
     piece->offset += moved;
     piece->length -= moved;
     piece->tries = moved > 0 ? 0 : piece->tries + 1;
+    piece->may_wait = piece->may_wait || done->result == -EAGAIN;
     if (transfer->error == 0 && done->result < 0 &&
         (!is_passing(done->result) || piece->tries == TRIES_MAX))
         transfer->error = done->result;

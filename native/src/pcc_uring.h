@@ -23,6 +23,8 @@ struct pcc_uring_request { /* struct io_uring_sqe, as far as reads and writes ne
 _Static_assert(sizeof(struct pcc_uring_request) == 64, "struct io_uring_sqe");
 
 enum { PCC_URING_NOP = 0, PCC_URING_READ = 22, PCC_URING_WRITE = 23 };
+/* A flag of a request (IOSQE_ASYNC): a thread of the kernel issues it, and may wait for that. */
+#define PCC_URING_MAY_WAIT 16u
 
 struct pcc_uring_done { /* struct io_uring_cqe */
     uint64_t tag;

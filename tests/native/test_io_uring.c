@@ -21,6 +21,7 @@ enum fault {
     DONE_SHORT,        /* a completion moved `moved` bytes */
     ENTER_ERROR,       /* the call is `error` and takes nothing */
     ENTER_ERROR_TAKES, /* the call is `error` though it took everything */
+    NO_NOWAIT,         /* the device says -EAGAIN to what the kernel issues without waiting */
     FAULTS,
 };
 
@@ -33,6 +34,7 @@ static struct {
     uint32_t seen, hits;
     bool reverse; /* completions come in the wrong order */
     const struct pcc_uring *ring;
+    bool may_wait[64]; /* of the last request with that tag */
 } kernel;
 
 /* What the kernel took and has not finished. */
@@ -63,12 +65,25 @@ static struct pcc_uring_done *done_at(const struct pcc_uring *ring, uint32_t ind
     return (struct pcc_uring_done *)(uintptr_t)&ring->done[index & (ring->done_entries - 1)];
 }
 
+static void note_requests(const struct pcc_uring *ring, uint32_t submit)
+{
+    const uint32_t head = atomic_load(ring->queue_head);
+
+    for (uint32_t i = head; i != head + submit; i++) {
+        const struct pcc_uring_request *request = &ring->requests[i & (ring->queue_entries - 1)];
+        CHECK(request->tag < sizeof kernel.may_wait);
+        kernel.may_wait[request->tag] = (request->flags & PCC_URING_MAY_WAIT) != 0;
+    }
+}
+
 static void change_completions(const struct pcc_uring *ring, uint32_t from, uint32_t to)
 {
     for (uint32_t i = from; i != to; i++) {
         struct pcc_uring_done *done = done_at(ring, i);
         if (strikes(kernel.fault == DONE_ERROR || kernel.fault == DONE_SHORT))
             done->result = kernel.fault == DONE_ERROR ? kernel.error : kernel.moved;
+        if (kernel.fault == NO_NOWAIT && !kernel.may_wait[done->tag])
+            done->result = -EAGAIN;
     }
     for (uint32_t i = from, j = to; kernel.reverse && j - i > 1 && j - i < 1u << 31; i++) {
         const struct pcc_uring_done first = *done_at(ring, i);
@@ -82,6 +97,7 @@ int __wrap_pcc_uring_enter(struct pcc_uring *ring, uint32_t submit, uint32_t wai
     kernel.ring = ring;
     if (kernel.fault == ENTER_ERROR && strikes(true))
         return kernel.error;
+    note_requests(ring, submit);
     int result = __real_pcc_uring_enter(ring, submit, wait);
     /* Everything under way has to be waited for before completions may change places. */
     while (kernel.reverse && result == 0 && under_way() > 0)
@@ -166,6 +182,14 @@ static void test_what_passes_is_tried_again(void)
     strike_everywhere(DONE_ERROR, -EAGAIN, 0, UINT32_MAX / 2, -EAGAIN);
 }
 
+/* As Linux 6.1 with device-mapper targets and other drivers that do not know REQ_NOWAIT. */
+static void test_a_device_that_cannot_but_wait(void)
+{
+    kernel.fault = NO_NOWAIT;
+    CHECK_EQUAL(write_and_read(), 0);
+    kernel.fault = NONE;
+}
+
 static void test_short_pieces_are_resumed(void)
 {
     strike_everywhere(DONE_SHORT, 0, 4096, 1, 0);
@@ -220,6 +244,7 @@ int main(void)
     RUN(test_errors_of_a_piece);
     length = 5 * MIB + 8192; /* the rest with less to write */
     RUN(test_what_passes_is_tried_again);
+    RUN(test_a_device_that_cannot_but_wait);
     RUN(test_short_pieces_are_resumed);
     RUN(test_a_ring_that_takes_nothing);
     RUN(test_a_ring_that_refuses_for_good);
