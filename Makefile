@@ -13,7 +13,7 @@ PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples doc
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign reference gpu-probe gpu-check clean
+.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign guest reference gpu-probe gpu-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS 
 	$(BIN)/python -m tests.integration.gpu_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.gpu_restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 
+guest: $(READY) ## systemd, DAX, two NUMA nodes, power cuts: virtual machines, see CONTRIBUTING.md
+	$(BIN)/python -m tests.guest $(SCENARIO)
+
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/man/make.py
@@ -89,7 +92,7 @@ gpu-check: ## on a GPU: probe, tests, benches; see bench/gpu/check.py
 	$(PYTHON) bench/gpu/check.py
 
 clean: ## removes what the other targets made
-	rm -rf $(VENV) build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .guest build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

@@ -34,8 +34,9 @@ from pccheck_wire.messages import (
     Restored,
     Role,
 )
+from tests.support.daemon import PATIENCE
 
-LIMIT_S = 30.0
+LIMIT_S = 30.0 * PATIENCE
 
 
 def payload_of(seed: int, size: int) -> bytes:
