@@ -68,7 +68,7 @@ gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS 
 	$(BIN)/python -m tests.integration.gpu_restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 guest: $(READY) ## systemd, DAX, two NUMA nodes, power cuts: virtual machines, see CONTRIBUTING.md
-	$(BIN)/python -m tests.guest $(SCENARIO)
+	$(BIN)/python -m tests.guest --seed $(SEED) $(SCENARIO)
 
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py

@@ -26,6 +26,7 @@ SCENARIOS = (
             "-numa", "node,cpus=0,memdev=near", "-numa", "node,cpus=1,memdev=far",
         ),
     ),
+    Scenario("powercut", minutes=60),
 )  # fmt: skip
 
 
@@ -36,7 +37,9 @@ def main() -> int:
     )  # fmt: skip
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("scenario", nargs="*", help=f"of {', '.join(names)}; all without any")
-    wanted = parser.parse_args().scenario or names
+    parser.add_argument("--seed", type=int, default=1, help="of the power cuts")
+    options = parser.parse_args()
+    wanted = options.scenario or names
     if unknown := set(wanted) - set(names):
         parser.error(f"there is no scenario {', '.join(sorted(unknown))}")
     if lacking := image.missing():
@@ -49,7 +52,7 @@ def main() -> int:
         for scenario in SCENARIOS:
             if scenario.name in wanted:
                 print(f"== {scenario.name}", flush=True)
-                outcome = machine.run(scenario, debian, payload, Path(place))
+                outcome = machine.run(scenario, debian, payload, Path(place), options.seed)
                 passed, failed = passed + outcome.passed, failed + outcome.failed
     print(f"guest: {passed} passed, {failed} failed")
     return 1 if failed or not passed else 0

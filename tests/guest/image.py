@@ -18,8 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".guest"
-SUITE = os.environ.get("GUEST_SUITE", "bookworm")
-PYTHON = {"bookworm": "3.11", "trixie": "3.13"}
+SUITE, PYTHON = "bookworm", "3.11"
 PACKAGES = (
     "linux-image-amd64,initramfs-tools,systemd,systemd-sysv,udev,dbus,kmod,procps,python3,"
     "python3-venv,e2fsprogs,xfsprogs,dmsetup,numactl"
@@ -124,12 +123,12 @@ def make() -> Image:
 
 def _wheels() -> list[Path]:
     """For the guest's Python, which may not be the one that runs here."""
-    place = CACHE / f"wheels-{PYTHON[SUITE]}"
+    place = CACHE / f"wheels-{PYTHON}"
     if not place.exists():
         fresh = place.with_suffix(f".{os.getpid()}")
         _run(
             sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "-d", fresh,
-            "-c", ROOT / "constraints.txt", "--python-version", PYTHON[SUITE],
+            "-c", ROOT / "constraints.txt", "--python-version", PYTHON,
             "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux2014_x86_64", *WHEELS,
         )  # fmt: skip
         fresh.rename(place)

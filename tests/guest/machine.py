@@ -1,7 +1,7 @@
 """One boot of qemu: a scenario runs in the guest, what it prints comes out here.
 
-The guest's processor is emulated (TCG), so that no /dev/kvm is needed; GUEST_ACCEL=kvm is faster
-where there is one. It has no network. Whatever it writes to its disks is gone with it.
+The guest's processor is emulated, so that no /dev/kvm is needed. It has no network. Whatever it
+writes to its disks is gone with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from .image import Image
 
-ACCEL = os.environ.get("GUEST_ACCEL", "tcg")
 DISK_BYTES = 4 << 30  # sparse
 TAIL_LINES = 40  #: of the console, shown when a guest says nothing more
 
@@ -39,15 +38,14 @@ class Outcome:
     failed: int
 
 
-def run(scenario: Scenario, image: Image, payload: Path, place: Path) -> Outcome:
+def run(scenario: Scenario, image: Image, payload: Path, place: Path, seed: int) -> Outcome:
     """Prints what the scenario prints, as it comes. A guest that hangs counts as one failure."""
-    console, said = place / f"{scenario.name}.console", place / f"{scenario.name}.log"
-    disk = place / "disk.img"
+    console, said, disk = _files(scenario, place)
     with disk.open("wb") as file:
         file.truncate(DISK_BYTES)
     said.touch()
     process = subprocess.Popen(
-        _command(scenario, image, payload, disk, console, said), stdin=subprocess.DEVNULL,
+        _command(scenario, image, payload, place, seed), stdin=subprocess.DEVNULL,
         env=os.environ | {"TMPDIR": str(place)},
     )  # fmt: skip
     try:
@@ -64,12 +62,16 @@ def run(scenario: Scenario, image: Image, payload: Path, place: Path) -> Outcome
     return Outcome(_count("passed", text), _count("(?:failed|error|errors)", text))
 
 
-def _command(
-    scenario: Scenario, image: Image, payload: Path, disk: Path, console: Path, said: Path
-) -> list[str]:
-    kernel = f"root=/dev/vda rw console=ttyS0 panic=-1 quiet scenario={scenario.name}"
+def _files(scenario: Scenario, place: Path) -> tuple[Path, Path, Path]:
+    """The console's text, the scenario's, and a disk of its own."""
+    return place / f"{scenario.name}.console", place / f"{scenario.name}.log", place / "disk.img"
+
+
+def _command(scenario: Scenario, image: Image, payload: Path, place: Path, seed: int) -> list[str]:
+    console, said, disk = _files(scenario, place)
+    kernel = f"root=/dev/vda rw console=ttyS0 panic=-1 quiet scenario={scenario.name} seed={seed}"
     return [
-        "qemu-system-x86_64", "-accel", ACCEL, "-cpu", "host" if ACCEL == "kvm" else "max",
+        "qemu-system-x86_64", "-accel", "tcg", "-cpu", "max",
         "-smp", "2", "-m", str(scenario.memory_mib), "-nodefaults", "-display", "none",
         "-no-reboot", "-device", "virtio-rng-pci", "-serial", f"file:{console}",
         "-serial", f"file:{said}", "-kernel", str(image.kernel), "-initrd", str(image.initrd),
