@@ -288,8 +288,8 @@ static int settle_chunk(struct pcc_channel *channel, struct pcc_channel_save *sa
     int error = 0;
 
     pcc_channel_unlock(channel);
-    if (index < 0)
-        error = pcc_save_found(saved, tag, position, buffer);
+    if (index < 0) /* only then memory is needed that may not be had */
+        error = buffer != NULL ? pcc_save_found(saved, tag, position, buffer) : -ENOMEM;
     else if (!pcc_save_matches(saved, position, channel->chunks[index].bytes,
                                channel->chunks[index].length_bytes))
         error = -PCC_E_DAMAGED;
@@ -328,14 +328,8 @@ void pcc_channel_settle(struct pcc_channel *channel)
     void *buffer = aligned_alloc(PCC_IO_ALIGN, channel->spec.chunk_bytes);
 
     pcc_channel_lock(channel);
-    while ((save = unsettled_oldest(channel)) != NULL) {
-        if (buffer != NULL) {
-            settle(channel, save, buffer);
-        } else {
-            save->unsettled = false;
-            pcc_save_abort(save->save, -ENOMEM);
-        }
-    }
+    while ((save = unsettled_oldest(channel)) != NULL)
+        settle(channel, save, buffer);
     pcc_channel_unlock(channel);
     free(buffer);
 }

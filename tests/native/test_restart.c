@@ -1,12 +1,10 @@
 /* A daemon that is killed after every single store to its state memfd, at each in turn, and what
  * the next one makes of it. The daemon is a child with channel, volume and client in one; the
  * service manager that keeps its descriptors is a thread of ours. */
-#include <fcntl.h>
 #include <signal.h>
 
-#include "manager_fixture.h"
-
-#define LABEL "pccheck-0123456789abcdef"
+#include "channel_fixture.h"
+#include "store_fixture.h"
 
 /* -- one life of the daemon -- */
 
@@ -233,17 +231,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     }
     daemon_end(&f);
     CHECK(unlink(f.path) == 0);
-    /* The removals are in the manager's queue; a put and its barrier come behind them. */
-    struct pcc_store *store;
-    const int any = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
-    CHECK(pcc_store_put(store, any, "last") == 0);
-    (void)pthread_mutex_lock(&manager.lock);
-    CHECK(manager.count == 1);
-    manager_drop("last");
-    (void)pthread_mutex_unlock(&manager.lock);
-    pcc_store_close(store);
-    CHECK(close(any) == 0);
+    CHECK_EQUAL(manager_count(), 0);
     return WIFSIGNALED(status);
 }
 
@@ -291,21 +279,11 @@ static void test_killed_while_memory_goes(void)
 
 int main(void)
 {
-    pthread_t thread;
-    char directory[] = "/tmp/pcc-restart-XXXXXX";
-
-    CHECK(mkdtemp(directory) != NULL);
-    (void)snprintf(manager.address, sizeof(manager.address), "%s/notify", directory);
-    manager.ears = manager_socket(true);
-    CHECK(pthread_create(&thread, NULL, manager_run, NULL) == 0);
+    manager_start();
     RUN(test_killed_after_every_store);
     RUN(test_killed_with_little_memory);
     RUN(test_chunks_without_checksums);
     RUN(test_killed_while_memory_goes);
-    const int voice = manager_socket(false);
-    CHECK(send(voice, "END", 3, 0) == 3);
-    CHECK(pthread_join(thread, NULL) == 0);
-    CHECK(close(voice) == 0 && close(manager.ears) == 0);
-    CHECK(unlink(manager.address) == 0 && rmdir(directory) == 0);
+    manager_end();
     return 0;
 }

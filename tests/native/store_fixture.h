@@ -1,11 +1,20 @@
-/* The service manager that keeps a daemon's descriptors: a thread of the test's. */
-#ifndef MANAGER_FIXTURE_H
-#define MANAGER_FIXTURE_H
+/* The service manager's end of a descriptor store: a thread of ours that keeps what daemons put. */
+#ifndef STORE_FIXTURE_H
+#define STORE_FIXTURE_H
 
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
-#include "channel_fixture.h"
+#include "check.h"
+#include "pcc_store.h"
 
+#define LABEL "pccheck-0123456789abcdef"
 #define STORED_MAX 64u
 #define MESSAGE_FDS 16u
 
@@ -20,6 +29,7 @@ static struct {
     uint32_t count;
     int ears;
     char address[64];
+    pthread_t thread;
 } manager = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static inline void manager_drop(const char *name)
@@ -99,6 +109,46 @@ static inline int manager_socket(bool listen)
                              : connect(fd, (struct sockaddr *)&address, sizeof(address));
     CHECK(error == 0);
     return fd;
+}
+
+static inline void manager_start(void)
+{
+    char directory[] = "/tmp/pcc-restart-XXXXXX";
+
+    CHECK(mkdtemp(directory) != NULL);
+    (void)snprintf(manager.address, sizeof(manager.address), "%s/notify", directory);
+    manager.ears = manager_socket(true);
+    CHECK(pthread_create(&manager.thread, NULL, manager_run, NULL) == 0);
+}
+
+static inline void manager_end(void)
+{
+    const int voice = manager_socket(false);
+
+    CHECK(send(voice, "END", 3, 0) == 3);
+    CHECK(pthread_join(manager.thread, NULL) == 0);
+    CHECK(close(voice) == 0 && close(manager.ears) == 0);
+    CHECK(unlink(manager.address) == 0);
+    *strrchr(manager.address, '/') = '\0';
+    CHECK(rmdir(manager.address) == 0);
+}
+
+/* What is in the store when everything that was said so far has been heard: a put and its barrier
+ * come behind it. */
+static inline uint32_t manager_count(void)
+{
+    struct pcc_store *store;
+    const int any = open("/dev/null", O_RDONLY | O_CLOEXEC);
+
+    CHECK(any >= 0 && pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
+    CHECK(pcc_store_put(store, any, "last") == 0);
+    (void)pthread_mutex_lock(&manager.lock);
+    manager_drop("last");
+    const uint32_t count = manager.count;
+    (void)pthread_mutex_unlock(&manager.lock);
+    pcc_store_close(store);
+    CHECK(close(any) == 0);
+    return count;
 }
 
 #endif
