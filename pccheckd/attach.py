@@ -25,7 +25,9 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello
 
+from . import shortage
 from .background import Background
+from .engine import translated
 from .handlers import Handlers, failure, readable
 from .logs import LOG
 from .sessions import Peer, Session, Sessions
@@ -151,8 +153,9 @@ class AttachServer(Background):
             await self._until_gone(connection, session)
         except PccheckError as error:
             await self._refuse(connection, error)
-        except (OSError, TimeoutError):
-            pass  # the peer went away, or never said hello
+        except (OSError, TimeoutError) as error:
+            if shortage.told(error):  # else the peer went away, or never said hello
+                await self._refuse(connection, translated(error, "the session"))
         except Exception as error:  # the edge of this connection
             LOG.exception("a connection of uid %d failed", uid)
             await self._refuse(connection, error)

@@ -28,6 +28,7 @@ from pccheck_wire.errors import (
     UnreadableError,
 )
 
+from . import shortage
 from .config import Config
 from .gpus import Driver
 from .io_engine import IoEngine
@@ -78,6 +79,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
     if isinstance(error, _core.NativeError):
         kind, text, hint = _NATIVE.get(error.code_name, (InternalError, error.code_name, ""))
         return kind(f"{what} {text}", hint=hint)
+    if words := shortage.told(error):
+        return CheckpointFailedError(f"{what}: {words}", hint=shortage.HINT)
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFullError(f"{what}: no room left on the disk")
@@ -95,11 +98,26 @@ def _open_pool(dram_bytes: int, store: str, limit: int, stored: int) -> _core.Po
         return _core.Pool(dram_bytes)
 
 
+class _Threads(ThreadPoolExecutor):
+    """Has a thread from the start on, and does with those it has when the machine refuses more:
+    what would not be run could be the end of a session, which then nobody could take up again."""
+
+    def begin(self) -> None:
+        self.submit(int)
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:
+            if not self._threads:
+                raise
+
+
 class _Turns:
     """Threads for work of one kind, of which a user has a few at a time."""
 
     def __init__(self, name: str, threads: int, per_uid: int) -> None:
-        self.threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self.threads = _Threads(threads, thread_name_prefix=name)
         self._per_uid = per_uid
         self._limits: dict[int, asyncio.Semaphore] = {}
 
@@ -142,7 +160,7 @@ class Engine:
         self._scans = _Turns("scan", SCANS, 1)
         self._looks = _Turns("look", LOOKS, 1)
         self._documents = _Turns("document", DOCUMENTS, 1)
-        self._growers = ThreadPoolExecutor(GROWERS, thread_name_prefix="grow")
+        self._growers = _Threads(GROWERS, thread_name_prefix="grow")
         self.making_volumes = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[object, tuple[int, float]] = {}
@@ -151,6 +169,8 @@ class Engine:
     def start(self) -> None:
         """Begins to deliver events on the running loop, and to load the CUDA driver beside it."""
         self._loop = asyncio.get_running_loop()
+        for threads in self._pools():
+            threads.begin()
         self._loop.add_reader(self._events.fileno(), self._deliver)
         self.driver.start()
 
@@ -164,9 +184,12 @@ class Engine:
         """After every channel is closed."""
         if self._loop is not None:
             self._loop.remove_reader(self._events.fileno())
-        turns = (self._calls, self._drivers, self._scans, self._looks, self._documents)
-        for threads in (self._growers, *(one.threads for one in turns)):
+        for threads in self._pools():
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def _pools(self) -> list[_Threads]:
+        turns = (self._calls, self._drivers, self._scans, self._looks, self._documents)
+        return [self._growers, *(one.threads for one in turns)]
 
     async def call(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs

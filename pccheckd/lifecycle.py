@@ -10,14 +10,15 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 import uvloop
 
 from pccheck_native import layout
+from pccheck_wire.errors import RefusedError
 
-from . import activation, attach, heir, kept, storage, survey
+from . import activation, attach, heir, kept, shortage, storage, survey
 from .chronicle import Chronicle
 from .config import Sources, describe
 from .engine import Engine
@@ -58,7 +59,7 @@ def run(config: Config, sources: Sources) -> int:
         if listener is None:
             listener = attach.listen(config.socket, config.group)
             held.callback(config.socket.unlink, missing_ok=True)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with _shortages(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             drained = runner.run(_serve(config, sources, listener, left))
     if not drained:
         # Threads may hang in a wedged disk; nothing in memory can be saved by waiting for them.
@@ -169,6 +170,19 @@ def _signals(reloader: Reloader) -> tuple[asyncio.Event, asyncio.Event]:
         loop.add_signal_handler(number, arrived)
     on_hangup(reloader.request, arrived)
     return stop, hurry
+
+
+@contextlib.contextmanager
+def _shortages() -> Iterator[None]:
+    """A machine that refuses what the daemon cannot do without ends it with words."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        words = shortage.told(error)
+        if not words:
+            raise
+        LOG.debug("the daemon ends", exc_info=True)
+        raise RefusedError(words, hint=shortage.HINT) from error
 
 
 def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:

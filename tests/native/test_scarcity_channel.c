@@ -1,6 +1,7 @@
 /* A daemon's channel with its client, and the next daemon that goes on with what was copied, on a
  * machine that has run out. */
 #include "channel_fixture.h"
+#include "pcc_numa.h"
 #include "scarcity.h"
 #include "store_fixture.h"
 
@@ -460,6 +461,7 @@ static void test_next_daemon(void)
 
 int main(void)
 {
+    (void)pcc_numa_count(); /* once for each process, and nothing depends on it: test_numa.c */
     scarcity_begin(directory);
     RUN(test_events);
     RUN(test_channel);

@@ -1,0 +1,128 @@
+"""A machine that refuses the daemon memory, threads or descriptors, or kills it for its memory. The
+core's own calls: tests/native/test_scarcity_*.c."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pccheck_wire.errors import PccheckError
+from tests.support.daemon import Daemon
+from tests.support.rank import Rank, payload_of
+from tests.support.trainer import Trainer
+
+MIB = 1 << 20
+NOBODY = 4321
+GROUPS = Path("/sys/fs/cgroup/memory")
+REFUSALS = ("the machine refuses the daemon", "needs at least two chunks")
+LIMITED = """
+import os, resource, sys
+name, limit = sys.argv[1], int(sys.argv[2])
+resource.setrlimit(getattr(resource, name), (limit, limit))
+os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
+"""
+
+
+class Limited(Daemon):
+    """A daemon under a limit of the kernel's."""
+
+    limit = ("RLIMIT_MEMLOCK", 0)
+
+    def command(self, *flags: str) -> list[str]:
+        name, limit = self.limit
+        return [sys.executable, "-c", LIMITED, name, str(limit), *super().command(*flags)[1:]]
+
+
+@pytest.mark.parametrize("limit", [("RLIMIT_MEMLOCK", 0), ("RLIMIT_AS", 700 * MIB)])
+def test_what_the_limits_leave_is_used(limit: tuple[str, int]) -> None:
+    """A checkpoint becomes durable, or is refused in words; the daemon goes on."""
+    daemon = Limited("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "1GiB")
+    daemon.limit = limit
+    with daemon:
+        daemon.start()
+        for attempt in range(3):
+            try:
+                with Rank(daemon.socket, job=f"job-{attempt}") as rank:
+                    rank.register(20 * MIB)
+                    data = payload_of(attempt, 20 * MIB)
+                    rank.save(attempt, data)
+                    assert rank.restore()[1] == data
+            except PccheckError as error:
+                assert limit[0] == "RLIMIT_AS", error
+                assert any(words in error.message for words in REFUSALS) and error.hint, error
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log.read_text()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")
+def test_a_refused_thread_is_told_in_words() -> None:
+    with tempfile.TemporaryDirectory(prefix="pcc-") as root:
+        os.chown(root, NOBODY, NOBODY)
+        storage = Path(root) / "storage"
+        storage.mkdir()
+        os.chown(storage, NOBODY, NOBODY)
+        ran = subprocess.run(
+            [sys.executable, "-c", LIMITED, "RLIMIT_NPROC", "1", "-m", "tests.support.as_user",
+             str(NOBODY), "pccheckd.cli", "--storage", str(storage), "--allow-any-filesystem",
+             "--socket", f"{root}/run/attach.sock"],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert ran.returncode == 1
+    assert "the machine refuses the daemon a thread (raise its limits" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory cgroup of its own."""
+    made = GROUPS / f"pccheck-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / "memory.limit_in_bytes").write_text(str(1 << 40))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup to be had: {error}")
+    yield made
+    made.rmdir()
+
+
+def test_killed_for_its_memory(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], group: Path
+) -> None:
+    """The kernel kills the daemon as its memory grows: the trainer goes on, what was durable is
+    there for the next daemon, and the trainer connects to it by itself."""
+    daemon = start_daemon("--dram", "256MiB")
+    trainer = start_trainer(daemon, [12_000_000])  # 48 MB
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    (group / "cgroup.procs").write_text(str(daemon.pid))
+    (group / "memory.limit_in_bytes").write_text(str(16 * MIB))
+    with ExitStack() as stack:
+        for number in range(4):  # what is new counts against the limit: pages of the pool do
+            try:
+                rank = Rank(daemon.socket, job=f"other-{number}")
+                stack.callback(rank.close)
+                rank.register(40 * MIB)
+                rank.save(1, payload_of(number, 40 * MIB))
+            except (AssertionError, OSError, PccheckError):
+                break
+    assert daemon.wait_end(60) == -9
+    trainer.step(3)
+    trainer.checkpoint()  # skipped, with a warning
+    daemon.start()
+    for _ in range(200):
+        trainer.step()
+        handle = trainer.checkpoint()
+        if trainer.state(handle) not in ("skipped", "failed"):
+            break
+    assert trainer.wait_durable(handle) == "durable"
+    trainer.kill()
+    again = start_trainer(daemon, [12_000_000])
+    step = again.restore()["step"]
+    assert step > 1 and again.check(step) == ""
