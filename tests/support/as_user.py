@@ -59,11 +59,12 @@ def main() -> int:
     uid, target, *arguments = sys.argv[1:]
     package = target.split(".")[0]
     import_all(package)
+    module = importlib.import_module(target)
     os.setgroups([])
     os.setgid(int(uid))
     os.setuid(int(uid))
     sys.argv = [package, *arguments]
-    return int(importlib.import_module(target).main() or 0)
+    return int(module.main() or 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""Row 9 of the fault plan: clients of another user that mean harm. While each attacks, an innocent
+trainer's checkpoints become durable, and the daemon's own memory stays within a bound. Latencies
+are printed, not judged. What ZeroMQ itself does with hostile peers is tested beside its process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import Daemon
+from tests.support.hostile import ATTACKS
+from tests.support.rank import Rank, payload_of
+
+ATTACKER = 4322
+SIZE = 300_000
+CHECKPOINTS = 8
+#: Above what the daemon has without an attack: queues that are full, and the heap's slack.
+GROWTH_KIB_MAX = 128 << 10
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root, for a user to attack another")
+
+
+def own_memory_kib(pid: int) -> int:
+    """Without the pool, which is shared memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise AssertionError("no RssAnon")
+
+
+def save(rank: Rank, step: int) -> float:
+    began_s = time.monotonic()
+    rank.save(step, payload_of(step, SIZE))
+    return time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("attack", sorted(ATTACKS))
+def test_the_others_go_on(start_daemon: Callable[..., Daemon], attack: str) -> None:
+    daemon = start_daemon("--max-storage", "96MiB")
+    daemon.root.chmod(0o755)
+    daemon.socket.parent.chmod(0o755)
+    daemon.socket.chmod(0o666)
+    with Rank(daemon.socket, job="late") as late:
+        late.register(SIZE)
+        late.save(1, payload_of(1, SIZE))
+    with Rank(daemon.socket, job="innocent") as rank:
+        rank.register(SIZE)
+        calm_s = [save(rank, step) for step in range(1, 4)]
+        before_kib = own_memory_kib(daemon.pid)
+        victim = {"endpoint": rank.welcome.endpoint, "token": rank.welcome.token.hex(),
+                  "job": "innocent"}  # fmt: skip
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.support.as_user", str(ATTACKER), "tests.support.hostile",
+             attack, str(daemon.socket), json.dumps(victim)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as attacker:  # fmt: skip
+            assert attacker.stdout is not None and attacker.stdin is not None
+            most_kib = before_kib
+            attacked_s = []
+            step, left = 3, CHECKPOINTS  # after the attack has got going
+            while left > 0:
+                step += 1
+                attacked_s.append(save(rank, step))
+                most_kib = max(most_kib, own_memory_kib(daemon.pid))
+                if left < CHECKPOINTS:
+                    left -= 1
+                elif select.select([attacker.stdout], [], [], 0.02)[0]:
+                    assert attacker.stdout.readline() == "enough\n"
+                    left -= 1
+            attacker.stdin.close()
+            steps = int(attacker.stdout.readline())
+        assert attacker.returncode == 0
+        assert most_kib - before_kib < GROWTH_KIB_MAX, (before_kib, most_kib)
+        with Rank(daemon.socket, job="late", launch="again") as late:  # sessions can be had again
+            assert late.restore()[1] == payload_of(1, SIZE)
+            late.register(SIZE)
+            late.save(2, payload_of(2, SIZE))
+        _opened, data = rank.restore()
+        assert data == payload_of(step, SIZE)
+    print(
+        f"{attack}: {steps} steps; a checkpoint took {max(calm_s):.3f} s at most, under attack "
+        f"{max(attacked_s):.3f} s; memory {before_kib >> 10} MiB, at most {most_kib >> 10} MiB"
+    )
+    assert daemon.stop() == 0
+    assert "Traceback" not in daemon.log.read_text()
+
+
+def test_there_are_enough_attacks() -> None:
+    assert len(ATTACKS) >= 12

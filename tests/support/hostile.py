@@ -1,0 +1,292 @@
+"""Clients that mean harm, one attack for each name in ATTACKS, run as another uid beside a daemon:
+
+    python -m tests.support.as_user UID tests.support.hostile ATTACK SOCKET JSON
+
+JSON is what it knows of its victim. Says "enough" after some steps, goes on until its input ends,
+and then says how many there were. What the daemon answers is of no interest to it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import zmq
+
+from pccheck_wire import attach, codec
+from pccheck_wire.errors import PccheckError
+from pccheck_wire.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    Describe,
+    Drop,
+    Expose,
+    Hello,
+    ListVolumes,
+    Open,
+    Read,
+    Register,
+    Request,
+    RequestBody,
+    Role,
+    Status,
+    Trace,
+    Verify,
+)
+
+ENOUGH = 15
+LIFE_S = 120  # it ends by itself, whatever becomes of the test
+Step = Iterator[None]
+
+
+class Attacker:
+    def __init__(self, path: str, victim: dict[str, Any]) -> None:
+        self.path, self.victim = path, victim
+        self.chance = random.Random(1)
+        self.numbers = itertools.count(1)
+
+    def hello(self, **fields: Any) -> Hello:
+        fields = {"job": "evil", "rank": 0, "world_size": 1, "local_world_size": 1} | fields
+        return Hello(PROTOCOL_VERSION, Role.TRAINER, "test", os.getpid(), **fields)
+
+    def attach(self, **fields: Any) -> attach.Attachment:
+        return attach.connect(self.hello(**fields), self.path)
+
+    def connection(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(0.5)
+        peer.connect(self.path)
+        return peer
+
+    def control(self, endpoint: str) -> zmq.Socket[bytes]:
+        dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(endpoint)
+        return dealer
+
+    def request(self, token: bytes, body: RequestBody) -> bytes:
+        return codec.encode(Request(next(self.numbers), token, body))
+
+    # -- the attach socket
+
+    def connection_flood(self) -> Step:
+        held: list[socket.socket] = []
+        while True:
+            with contextlib.suppress(OSError):
+                held.append(self.connection())
+            if len(held) > 400:
+                for peer in held:
+                    peer.close()
+                held.clear()
+            yield
+
+    def fd_flood(self) -> Step:
+        files = array.array("i", [os.open("/dev/null", os.O_RDONLY) for _ in range(200)])
+        packet = codec.encode(self.hello())
+        while True:
+            with contextlib.suppress(OSError), self.connection() as peer:
+                for data in (packet, b"x", packet):
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
+                    peer.sendmsg([data], rights)
+            yield
+
+    def half_handshakes(self) -> Step:
+        whole = codec.encode(self.hello())
+        held: list[socket.socket] = []
+        while True:
+            with contextlib.suppress(OSError):
+                peer = self.connection()
+                peer.send(self.chance.choice([whole[: len(whole) // 2], b"\0", b"\xc1", whole]))
+                held.append(peer)
+            while len(held) > 100:
+                held.pop(0).close()
+            yield
+
+    def slow_reader(self) -> Step:
+        session = self.attach()
+        bodies = (Status(), ListVolumes(), Trace(60.0))
+        session.socket.setblocking(False)
+        while True:
+            try:
+                body = self.chance.choice(bodies)
+                session.socket.send(self.request(session.welcome.token, body))
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # let go
+                session.close()
+                with contextlib.suppress(PccheckError):
+                    session = self.attach()
+                    session.socket.setblocking(False)
+            yield
+
+    def nonsense(self) -> Step:
+        """Oversized, deep, doubled keys, extension types; before and after the handshake."""
+        deep: object = 1
+        for _ in range(200):
+            deep = [deep]
+        twice = b"\x82\xa1t\xa5hello\xa1t\xa5hello"
+        packets = [
+            b"x" * 200_000, msgpack.packb(deep), twice, msgpack.packb(msgpack.ExtType(5, b"x" * 9)),
+            msgpack.packb([{}] * 60_000), b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff",
+            msgpack.packb({"t": "hello", "protocol": PROTOCOL_VERSION, "role": [1] * 10_000}),
+        ]  # fmt: skip
+        while True:
+            for packet in packets:
+                with contextlib.suppress(OSError), self.connection() as peer:
+                    peer.send(packet[: self.chance.choice([len(packet), 60_000])])
+                    peer.recv(65536)
+                with contextlib.suppress(OSError, PccheckError), self.attach() as session:
+                    session.socket.send(packet[:60_000])
+                    session.socket.settimeout(0.2)
+                    session.socket.recv(65536)
+            yield
+
+    def sessions(self) -> Step:
+        """As many as there can be, each with memory and a volume."""
+        held: list[attach.Attachment] = []
+        for number in itertools.count():
+            try:
+                session = self.attach(rank=number % 300, world_size=300, local_world_size=300)
+                held.append(session)
+                session.request(Register(1 << 20), timeout_s=5)
+            except (PccheckError, OSError):
+                time.sleep(0.01)
+            yield
+
+    def names(self) -> Step:
+        """A new job each time, with a volume as large as can be had."""
+        for number in itertools.count():
+            job = f"evil-{number}"
+            with contextlib.suppress(PccheckError, OSError), self.attach(job=job) as session:
+                session.request(Register(1 << (18 + number % 20)), timeout_s=5)
+            yield
+
+    def page_garbage(self) -> Step:
+        while True:
+            with contextlib.suppress(PccheckError, OSError), self.attach() as session:
+                session.request(Register(1 << 20), timeout_s=5)
+                with mmap.mmap(session.page_fd, 0) as page:
+                    for _ in range(200):
+                        at = self.chance.randrange(min(len(page), 1 << 16))
+                        page[at : at + 1] = bytes([self.chance.randrange(256)])
+                    for snapshot in range(1, 20):
+                        body = Begin(snapshot, snapshot, 1 << 20, 0, 8)
+                        session.socket.send(self.request(session.welcome.token, body))
+                    for _ in range(50):
+                        at = self.chance.randrange(len(page) - 64)
+                        page[at : at + 64] = self.chance.randbytes(64)
+            yield
+
+    # -- control
+
+    def frame_flood(self) -> Step:
+        session = self.attach()
+        dealer = self.control(session.welcome.endpoint)
+        while True:
+            for _ in range(50):
+                frames = [self.chance.randbytes(self.chance.choice([0, 1, 60_000]))]
+                with contextlib.suppress(zmq.Again):
+                    dealer.send_multipart(frames * self.chance.randrange(1, 4), zmq.NOBLOCK)
+            yield
+
+    def begin_flood(self) -> Step:
+        session = self.attach()
+        dealer = self.control(session.welcome.endpoint)
+        session.request(Register(1 << 20), timeout_s=20)
+        for number in itertools.count(1):
+            with contextlib.suppress(zmq.Again):
+                body = Begin(number % 3000, number, 1 << 20, 0, 8, "wait")
+                dealer.send(self.request(session.welcome.token, body), zmq.NOBLOCK)
+            yield
+
+    def exposures(self) -> Step:
+        session = self.attach()
+        dealer = self.control(session.welcome.endpoint)
+        for number in itertools.count(1):
+            data = [self.chance.randbytes(codec.PIECE_BYTES)] * codec.PIECES_MAX
+            with contextlib.suppress(zmq.Again):
+                body = Expose(1 + number // 50, data, more=True)
+                dealer.send(self.request(session.welcome.token, body), zmq.NOBLOCK)
+            yield
+
+    def wrong_endpoint(self) -> Step:
+        """The victim's own address, which the attacker cannot have guessed."""
+        while True:
+            dealer = self.control(self.victim["endpoint"])
+            for _ in range(20):
+                with contextlib.suppress(zmq.Again):
+                    token = bytes.fromhex(self.victim["token"])
+                    dealer.send(self.request(token, Drop(self.victim["job"], uid=0)), zmq.NOBLOCK)
+            assert not dealer.poll(20), "the victim's endpoint answers another uid"
+            dealer.close()
+            yield
+
+    def stolen_token(self) -> Step:
+        session = self.attach()
+        dealer = self.control(session.welcome.endpoint)
+        token = bytes.fromhex(self.victim["token"])
+        bodies: list[RequestBody] = [
+            Register(1 << 20), Begin(1000, 1, 1 << 20, 0, 8), Describe(1), Open(), Read(1, 1, 0, 1),
+            Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
+            Verify(self.victim["job"], uid=0),
+        ]  # fmt: skip
+        while True:
+            for body in bodies:
+                dealer.send(self.request(token, body))
+                if isinstance(body, Begin):
+                    continue  # one way
+                assert dealer.poll(20_000), f"no answer to {body}"
+                answer = msgpack.unpackb(dealer.recv())
+                assert answer["body"]["t"] == "failure", answer
+            yield
+
+    def others_snapshots(self) -> Step:
+        """What belongs to other ranks and users, asked for by its number."""
+        fields = {"world_size": 2, "local_world_size": 2, "launch": "one"}
+        mine, other = self.attach(rank=0, **fields), self.attach(rank=1, **fields)
+        mine.request(Register(1 << 20), timeout_s=20)
+        while True:
+            for session in (mine, other):
+                for number in (0, 1, 2, 3, 2**62):
+                    for body in (Describe(number), Read(number, number, 0, 8), Open(number)):
+                        with contextlib.suppress(PccheckError):
+                            session.request(body, timeout_s=20)
+                for uid in (0, -1):
+                    with contextlib.suppress(PccheckError):
+                        session.request(Drop(self.victim["job"], uid=uid), timeout_s=20)
+            yield
+
+
+ATTACKS: dict[str, Callable[[Attacker], Step]] = {
+    name: attack for name, attack in vars(Attacker).items()
+    if callable(attack) and attack.__annotations__.get("return") == "Step"
+}  # fmt: skip
+
+
+def main() -> int:
+    name, path, victim = sys.argv[1:]
+    signal.alarm(LIFE_S)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 4096), limit))
+    steps = 0
+    for _ in ATTACKS[name](Attacker(path, json.loads(victim))):
+        steps += 1
+        if steps == ENOUGH:
+            print("enough", flush=True)
+        if select.select([sys.stdin], [], [], 0)[0]:
+            break
+    print(steps, flush=True)
+    os._exit(0)
