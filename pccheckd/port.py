@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_native import _core
+from pccheck_wire.errors import RefusedError
 
 from .engine import Engine, translated
 from .logs import LOG
@@ -223,6 +224,12 @@ class Port:
             await self._engine.call(
                 self._uid, self.channel.load, volume, sequence, offset, length, load
             )
+        except ValueError as error:  # a volume that could not be opened again after an error
+            raise RefusedError(
+                f"checkpoint {sequence}: its volume could not be read again after an I/O error",
+                hint="check the disk and the kernel's log",
+                retryable=True,
+            ) from error
         except (OSError, _core.NativeError) as error:
             raise translated(error, f"checkpoint {sequence}") from error
 

@@ -19,10 +19,10 @@ STOP_LIMIT_S = 90.0 * PATIENCE
 _HERE = Path(__file__).parent
 
 
-def build_shim() -> Path:
-    """Compiles the fault shim once per checkout and returns it."""
-    source = _HERE / "faultshim.c"
-    target = _HERE / "build" / "faultshim.so"
+def build(name: str) -> Path:
+    """Compiles a library to preload once per checkout and returns it."""
+    source = _HERE / f"{name}.c"
+    target = _HERE / "build" / f"{name}.so"
     if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
         target.parent.mkdir(exist_ok=True)
         fresh = target.with_suffix(f".{os.getpid()}.so")
@@ -70,7 +70,7 @@ class Daemon:
         keep = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
         keep["PCCHECK_CONFIG"] = os.devnull  # not this machine's own
         if self.shim:
-            keep |= {"LD_PRELOAD": str(build_shim()), "PCC_SHIM": self.shim}
+            keep |= {"LD_PRELOAD": str(build("faultshim")), "PCC_SHIM": self.shim}
             keep["PCC_SHIM_ARM"] = str(self.armed)
         return keep
 

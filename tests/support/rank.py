@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -14,7 +15,7 @@ import zmq
 
 from pccheck_native import Link, LinkState
 from pccheck_wire import attach, codec
-from pccheck_wire.errors import error_from_wire
+from pccheck_wire.errors import PccheckError, error_from_wire
 from pccheck_wire.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -139,7 +140,12 @@ class Rank:
         buffer = ctypes.create_string_buffer(opened.payload_bytes)
         ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, opened.payload_bytes)
         self.link.load_start(load, ranges)
-        self.ask(Read(load, opened.sequence, 0, opened.payload_bytes))
+        try:
+            self.ask(Read(load, opened.sequence, 0, opened.payload_bytes))
+        except PccheckError:
+            with contextlib.suppress(TimeoutError):  # it is closed all the same
+                self.link.load_wait(load, 0)
+            raise
         code = self.link.load_wait(load, time.monotonic_ns() + int(LIMIT_S * 1e9))
         return code, buffer.raw
 
