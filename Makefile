@@ -13,7 +13,8 @@ PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples doc
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign guest reference gpu-probe gpu-check clean
+.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign guest faults fuzz reference gpu-probe \
+	gpu-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +70,15 @@ gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS 
 
 guest: $(READY) ## systemd, DAX, two NUMA nodes, power cuts: virtual machines, see CONTRIBUTING.md
 	$(BIN)/python -m tests.guest --seed $(SEED) $(SCENARIO)
+
+CASES ?= 144
+faults: $(READY) ## as root: CASES (default 144) of a device that fails under ext4 and xfs, with SEED
+	$(BIN)/python -m tests.integration.fault_campaign --cases $(CASES) --seed $(SEED)
+
+DECODED ?= 3000000
+PACKETS ?= 100000
+fuzz: $(READY) ## mutated messages for the decoder (DECODED) and for a daemon's attach socket (PACKETS), with SEED
+	$(BIN)/python -m tests.integration.fuzz_campaign --decoded $(DECODED) --packets $(PACKETS) --seed $(SEED)
 
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py
