@@ -77,8 +77,10 @@ faults: $(READY) ## as root: CASES (default 144) of a device that fails under ex
 
 DECODED ?= 3000000
 PACKETS ?= 100000
-fuzz: $(READY) ## mutated messages for the decoder (DECODED) and for a daemon's attach socket (PACKETS), with SEED
+EXAMPLES ?= 400
+fuzz: $(READY) ## DECODED mutated messages, PACKETS for a daemon, EXAMPLES of 25 random steps against an oracle
 	$(BIN)/python -m tests.integration.fuzz_campaign --decoded $(DECODED) --packets $(PACKETS) --seed $(SEED)
+	PCC_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/integration/test_stateful.py
 
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py
