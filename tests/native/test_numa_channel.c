@@ -38,7 +38,7 @@ static void attach_again(struct pull *p)
     page_open(&p->f);
 }
 
-static void grow(struct pull *p)
+static void memory_take(struct pull *p)
 {
     uint64_t granted;
 
@@ -60,7 +60,7 @@ static void test_near_the_trainer(void)
 
     bind_to(&tree, p.trainer.pid, 1);
     attach_again(&p);
-    grow(&p);
+    memory_take(&p);
     CHECK_EQUAL(node_of(&p), 1);
     CHECK_EQUAL(threads_near(&tree, "pcc-write", -1), 3 * 2); /* until there is work */
     expose(&p);
@@ -74,7 +74,7 @@ static void test_near_the_trainer(void)
     page_open(&p.f);
     CHECK_EQUAL(node_of(&p), 1);
     attach_again(&p);
-    grow(&p);
+    memory_take(&p);
     CHECK_EQUAL(node_of(&p), 0);
     expose(&p);
     checkpoint(&p, 3);
@@ -107,7 +107,7 @@ static void test_near_the_gpu(void)
     attach_again(&p);
     expose(&p);
     wait_near("pcc-gpu", 0);
-    grow(&p);
+    memory_take(&p);
     CHECK_EQUAL(node_of(&p), 0); /* not the trainer's */
     checkpoint(&p, 1);
     CHECK(threads_near(&tree, "pcc-write", 0) >= 1);

@@ -61,7 +61,7 @@ static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t b
                                           .label = LABEL};
     struct pcc_store *store;
 
-    CHECK(pcc_volume_open(f->path, true, true, bytes_per_second, &f->volume) == 0);
+    CHECK_EQUAL(pcc_volume_open(f->path, true, true, bytes_per_second, &f->volume), 0);
     CHECK(pcc_pool_open(trial->memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
     pcc_pool_keep(f->pool, store);
@@ -214,6 +214,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     while (read(ends[0], &told, 1) == 1)
         copied = told;
     CHECK(close(ends[0]) == 0);
+    (void)manager_count(); /* what the dead one said last has been heard */
 
     daemon_open(&f, trial, 0);
     *going_on_out = take_over(&f, trial->unhashed);
