@@ -171,7 +171,8 @@ int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume)
         error = -EBUSY;
     } else if (index < PCC_CHANNEL_VOLUMES) {
         struct pcc_channel_binding *binding = &channel->bindings[index];
-        if (binding->active > 0) {
+        const struct pcc_channel_save *settling = channel->settling;
+        if (binding->active > 0 || (settling != NULL && settling->binding == index)) {
             error = -EBUSY;
         } else {
             saver = binding->saver;

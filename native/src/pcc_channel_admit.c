@@ -19,7 +19,8 @@ struct pcc_channel_save *pcc_channel_save_take(struct pcc_channel *channel, uint
 
     for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {
         struct pcc_channel_save *save = &channel->saves[i];
-        if (save->save == NULL && save->pulls == 0 && (best == NULL || save->tag < best->tag))
+        if (save->save == NULL && save->pulls == 0 && save != channel->settling &&
+            (best == NULL || save->tag < best->tag))
             best = save;
     }
     if (best == NULL)

@@ -287,6 +287,8 @@ static int settle_chunk(struct pcc_channel *channel, struct pcc_channel_save *sa
     const int64_t index = chunk_find(channel, pcc_kept_piece(kept, save->kept_place, position));
     int error = 0;
 
+    if (index >= 0)
+        channel->chunks[index].settling = true;
     pcc_channel_unlock(channel);
     if (index < 0) /* only then memory is needed that may not be had */
         error = buffer != NULL ? pcc_save_found(saved, tag, position, buffer) : -ENOMEM;
@@ -294,6 +296,8 @@ static int settle_chunk(struct pcc_channel *channel, struct pcc_channel_save *sa
                                channel->chunks[index].length_bytes))
         error = -PCC_E_DAMAGED;
     pcc_channel_lock(channel);
+    if (index >= 0)
+        channel->chunks[index].settling = false;
     if (error != 0 || index < 0 || save->save == NULL)
         return error;
     const struct pcc_segment *segment = &channel->segments[channel->chunks[index].segment].memory;
@@ -311,8 +315,10 @@ static void settle(struct pcc_channel *channel, struct pcc_channel_save *save, v
 {
     int error = 0;
 
+    channel->settling = save;
     for (uint32_t i = 0; error == 0 && save->save != NULL && i < save->chunk_count; i++)
         error = settle_chunk(channel, save, i, buffer);
+    channel->settling = NULL;
     save->unsettled = false;
     if (save->save == NULL)
         return; /* a write has failed, and its end was told */

@@ -121,7 +121,7 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
     (void)pthread_mutex_lock(&channel->control);
     (void)pthread_mutex_lock(&channel->growing);
     pcc_channel_lock(channel);
-    busy = channel->attached || channel->load.active;
+    busy = channel->attached || channel->load.active || channel->settling != NULL;
     for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++)
         busy = busy || channel->bindings[i].active > 0;
     if (!busy) {

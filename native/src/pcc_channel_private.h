@@ -42,6 +42,7 @@ struct pcc_channel_chunk {
     uint32_t segment;
     enum pcc_chunk_state state;
     bool lent_cached;      /* READING, LENT: it is CACHED again when it comes back */
+    bool settling;         /* its bytes are being checked, whatever becomes of its save */
     uint64_t tag;          /* of the save it belongs to; FULL and cached ones */
     uint64_t sequence;     /* of cached content; 0 = none */
     uint64_t offset_bytes; /* of cached content within its payload */
@@ -170,7 +171,8 @@ struct pcc_channel {
 
     struct pcc_channel_save saves[PCC_CHANNEL_SAVES];
     uint64_t serial;
-    uint64_t missing; /* chunks that admitted, incomplete snapshots still need */
+    uint64_t missing;                  /* chunks that admitted, incomplete snapshots still need */
+    struct pcc_channel_save *settling; /* stays, with its saver, when it ends meanwhile; or NULL */
     struct pcc_channel_binding bindings[PCC_CHANNEL_VOLUMES];
     uint32_t bound; /* index; PCC_CHANNEL_VOLUMES = none */
 

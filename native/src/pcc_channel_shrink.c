@@ -6,7 +6,7 @@
  *   told       the client was asked (RETIRE), behind everything that named its chunks; one that it
  *              never got, or that went with its session, counts as returned
  *   returned   the client has unmapped it (RETURNED)
- *   empty      no saver, load or GPU uses a chunk; it is unpinned, unmapped and leaves the
+ *   empty      no saver, load, check or GPU uses a chunk; it is unpinned, unmapped and leaves the
  *              descriptor store. The state memfd does not name it: who drops content says so there
  *              first, and of ended saves nothing is read.
  *
@@ -107,6 +107,8 @@ static bool empty(struct pcc_channel *channel, const struct pcc_channel_segment 
     for (uint32_t i = 0; i < segment->memory.chunk_count; i++) {
         const uint32_t index = segment->memory.first_chunk + i;
         const enum pcc_chunk_state state = channel->chunks[index].state;
+        if (channel->chunks[index].settling)
+            is_empty = false;
         if (state == PCC_CHUNK_FREE || state == PCC_CHUNK_LOST)
             continue;
         if (state != PCC_CHUNK_CACHED || !pcc_channel_uncache(channel, index))

@@ -1,0 +1,220 @@
+/* What a restarted daemon checks while the save that it belongs to ends: memory, saver and entry
+ * stay until that chunk has been looked at, whoever wants them meanwhile. */
+#include <signal.h>
+
+#include "channel_fixture.h"
+#include "pcc_hash.h"
+#include "store_fixture.h"
+
+#define PAYLOAD (5 * CHUNK + 99)
+#define MEMORY (8 * CHUNK)
+
+static struct fixture *settling; /* by this thread */
+static _Thread_local bool is_settler;
+static uint32_t stops;
+
+uint64_t __real_pcc_hash_bytes(const void *bytes, uint64_t length_bytes);
+uint64_t __wrap_pcc_hash_bytes(const void *bytes, uint64_t length_bytes);
+
+/* The chunk is being checked. Its save ends, and then everybody wants what it has. */
+static void stop(struct fixture *f, uint32_t chunk)
+{
+    struct pcc_channel_holding holding;
+
+    CHECK(event_until(f, PCC_EVENT_FAILED).error == -EIO);
+    pcc_channel_shrink(f->channel, 0, &holding);
+    CHECK_EQUAL(holding.lasting_bytes, 2 * CHUNK);
+    CHECK_EQUAL(holding.bytes, (chunk + 1) * CHUNK); /* those behind it go first, and are gone */
+    CHECK(pcc_channel_unbind(f->channel, f->volume) == -EBUSY);
+    CHECK(pcc_channel_release_memory(f->channel) == -EBUSY);
+    stops++;
+}
+
+uint64_t __wrap_pcc_hash_bytes(const void *bytes, uint64_t length_bytes)
+{
+    const struct pcc_channel *channel = is_settler && stops == 0 ? settling->channel : NULL;
+
+    /* One that can go, when another was handed over already. */
+    for (uint32_t i = 2; channel != NULL && i < channel->chunk_count; i++)
+        if (channel->chunks[i].bytes == bytes && channel->chunks[i].offset_bytes > 0) {
+            stop(settling, i);
+            break;
+        }
+    return __real_pcc_hash_bytes(bytes, length_bytes);
+}
+
+/* -- a disk that takes records and nothing else -- */
+
+struct sick_io {
+    struct pcc_io io; /* first member */
+    struct pcc_io *inner;
+};
+
+static struct pcc_io *inner_of(struct pcc_io *io)
+{
+    return ((struct sick_io *)io)->inner;
+}
+
+static int64_t sick_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
+{
+    (void)io, (void)bytes, (void)length, (void)offset;
+    return -EIO;
+}
+
+static int64_t sick_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
+{
+    return inner_of(io)->ops->read(inner_of(io), bytes, length, offset);
+}
+
+static int64_t sick_durable(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
+{
+    return inner_of(io)->ops->write_durable(inner_of(io), bytes, length, offset);
+}
+
+static int sick_flush(struct pcc_io *io)
+{
+    return pcc_io_flush(inner_of(io));
+}
+
+static void sick_close(struct pcc_io *io)
+{
+    pcc_io_close(inner_of(io));
+}
+
+static struct pcc_io *sick_open(const char *path, struct sick_io *self)
+{
+    static const struct pcc_io_ops ops = {.name = "sick",
+                                          .write = sick_write,
+                                          .read = sick_read,
+                                          .write_durable = sick_durable,
+                                          .flush = sick_flush,
+                                          .close = sick_close};
+    const int fd = open(path, O_RDWR | O_CLOEXEC);
+
+    CHECK(fd >= 0 && pcc_io_pwrite_open(fd, true, &self->inner) == 0);
+    self->io = (struct pcc_io){.ops = &ops, .size_bytes = self->inner->size_bytes};
+    return &self->io;
+}
+
+/* -- two daemons -- */
+
+static void daemon_open(struct fixture *f)
+{
+    const struct pcc_channel_spec spec = {.id = 7,
+                                          .chunk_bytes = CHUNK,
+                                          .block_bytes = BLOCK,
+                                          .chunk_capacity = 256,
+                                          .lanes = 3,
+                                          .writers_per_lane = 2,
+                                          .label = LABEL};
+    struct pcc_store *store;
+
+    CHECK(pcc_pool_open(MEMORY, &f->pool) == 0);
+    CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
+    pcc_pool_keep(f->pool, store);
+    CHECK(pcc_events_open(1024, &f->events) == 0);
+    CHECK(pcc_channel_open(f->pool, f->events, NULL, &spec, &f->channel) == 0);
+}
+
+/* One that is killed when a checkpoint is copied and nothing of it is written. */
+static _Noreturn void daemon_live(struct fixture *f)
+{
+    static uint8_t bytes[PAYLOAD];
+
+    CHECK(pcc_volume_open(f->path, true, true, 0, &f->volume) == 0);
+    daemon_open(f);
+    CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
+    grow(f, MEMORY, CHUNK);
+    link_open(f);
+    pcc_io_limit(pcc_volume_io(f->volume), 1);
+    pattern(bytes, sizeof(bytes), 1);
+    submit(f, 1, bytes, sizeof(bytes));
+    CHECK(begin_wait(f, 1, sizeof(bytes)) == 1);
+    CHECK(pcc_link_wait(f->link, 1, PCC_WAIT_COPIED, soon()) == 0);
+    (void)kill(getpid(), SIGKILL);
+    abort();
+}
+
+/* What the manager has, in the order in which it came; nobody puts anything now. */
+static int adopt(struct fixture *f, uint64_t *state_id)
+{
+    unsigned long long id;
+    int state_fd = -1;
+
+    for (uint32_t i = 0; i < manager.count; i++) {
+        const int fd = dup(manager.items[i].fd);
+        CHECK(fd >= 0);
+        if (sscanf(manager.items[i].name, LABEL "-segment-%llx", &id) == 1) {
+            CHECK(pcc_channel_adopt(f->channel, fd, id) == 0);
+        } else {
+            CHECK(sscanf(manager.items[i].name, LABEL "-state-%llx", &id) == 1);
+            state_fd = fd;
+            *state_id = id;
+        }
+    }
+    return state_fd;
+}
+
+static void *settle_run(void *argument)
+{
+    settling = argument;
+    is_settler = true;
+    pcc_channel_settle(settling->channel);
+    return NULL;
+}
+
+static void test_its_save_ends(void)
+{
+    const struct pcc_volume_spec volume = {.payload_capacity_bytes = PAYLOAD,
+                                           .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
+                                           .slot_count = 4,
+                                           .keep = 1,
+                                           .block_bytes = BLOCK,
+                                           .world_size = 1,
+                                           .job = "test",
+                                           .next_sequence = 1};
+    struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
+    struct pcc_channel_holding holding;
+    struct fixture f = {0};
+    struct sick_io disk;
+    uint64_t state_id = 0;
+    uint32_t count = 0;
+    pthread_t thread;
+    int status;
+
+    (void)snprintf(f.path, sizeof(f.path), "%s.volume", manager.address);
+    CHECK(pcc_volume_create(f.path, &volume, true) == 0);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0)
+        daemon_live(&f);
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+    CHECK(WTERMSIG(status) == SIGKILL && manager_count() == 9);
+
+    daemon_open(&f);
+    CHECK(pcc_volume_open_io(sick_open(f.path, &disk), true, &f.volume) == 0);
+    const int state_fd = adopt(&f, &state_id);
+    CHECK(pcc_channel_bind_kept(f.channel, f.volume, state_fd, state_id, outcomes, &count) == 0);
+    CHECK(close(state_fd) == 0 && count == 1 && outcomes[0].error == 0);
+    CHECK(pthread_create(&thread, NULL, settle_run, &f) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK_EQUAL(stops, 1);
+    pcc_channel_shrink(f.channel, 0, &holding);
+    CHECK_EQUAL(holding.bytes, 2 * CHUNK);
+    CHECK(pcc_channel_unbind(f.channel, f.volume) == 0);
+    CHECK(pcc_channel_release_memory(f.channel) == 0);
+    pcc_channel_close(f.channel);
+    pcc_events_close(f.events);
+    pcc_pool_close(f.pool);
+    pcc_volume_close(f.volume);
+    CHECK(unlink(f.path) == 0);
+    CHECK_EQUAL(manager_count(), 0);
+}
+
+int main(void)
+{
+    manager_start();
+    RUN(test_its_save_ends);
+    manager_end();
+    return 0;
+}
