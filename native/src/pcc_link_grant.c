@@ -174,16 +174,27 @@ static bool may_go(const struct pcc_link *link, const struct pcc_link_segment *s
            !atomic_load_explicit(&link->armed, memory_order_relaxed);
 }
 
-static bool segment_go(struct pcc_link *link, struct pcc_link_segment *segment)
+static void segment_unmap(struct pcc_link *link, struct pcc_link_segment *segment)
 {
-    const struct pcc_message message = {
-        .kind = PCC_MSG_RETURNED, .chunk = segment->first_chunk, .id = segment->number};
+    const struct pcc_link_device *pinner = pcc_link_device(link, segment->pinned_by);
 
+    /* A dead GPU may read on, and its driver would wait for that, while we have the deadlines of
+     * the others to keep. It has the pages until the process ends. */
+    if (pinner != NULL && atomic_load_explicit(&pinner->broken, memory_order_relaxed))
+        return;
     if (pcc_link_unpin_one(link, segment))
         (void)munmap(segment->bytes, segment->length_bytes);
     else /* the driver still has the addresses: nothing else comes there, and the pages go */
         (void)mmap(segment->bytes, segment->length_bytes, PROT_NONE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+static bool segment_go(struct pcc_link *link, struct pcc_link_segment *segment)
+{
+    const struct pcc_message message = {
+        .kind = PCC_MSG_RETURNED, .chunk = segment->first_chunk, .id = segment->number};
+
+    segment_unmap(link, segment);
     for (uint32_t i = 0; i < segment->chunk_count; i++)
         link->chunk_at[segment->first_chunk + i] = NULL;
     *segment = link->segments[--link->segment_count];

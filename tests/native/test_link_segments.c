@@ -1,6 +1,7 @@
 /* Segments that the daemon wants back: the client lets go of what it does not use, and of nothing
  * that it does. */
 #include "link_fixture.h"
+#include "pcc_link_private.h"
 
 static void retire(struct daemon *d, uint64_t number, uint32_t first)
 {
@@ -213,6 +214,34 @@ static void test_armed(void)
     gpu_free(0, memory);
 }
 
+/* A GPU that never ends its copies: its driver would wait for them, and the thread has the
+ * deadlines of the other GPUs to keep. */
+static void test_dead_gpu(void)
+{
+    struct daemon d;
+    const CUdeviceptr memory = gpu_alloc(0, CHUNK);
+    const struct pcc_device_range range = on_gpu(0, memory, 0, CHUNK);
+
+    daemon_open(&d, 0);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    atomic_store(&d.link->patience_ns, SECOND / 50);
+    set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
+    CHECK(pcc_link_load_start(d.link, 1, NULL, 0, &range, 1) == 0);
+    say(&d,
+        &(struct pcc_message){
+            .kind = PCC_MSG_DATA, .chunk = 0, .id = 1, .offset_bytes = 0, .length_bytes = CHUNK});
+    CHECK_EQUAL(pcc_link_load_wait(d.link, 1, soon()), -PCC_E_DEVICE_LOST);
+    const uint64_t pinned = seen(&control->registered_bytes);
+    retire(&d, 1, 0);
+    UNTIL((listen_to(&d), d.returned == 1));
+    CHECK_EQUAL(seen(&control->registered_bytes), pinned);
+    set(&control->copy_hold_kinds, 0); /* should it go on after all, it may read to the end */
+    pcc_link_close(d.link);            /* its memory is never seen again */
+    CHECK(close(d.sockets[0]) == 0 && close(d.sockets[1]) == 0);
+    free(d.payload);
+    gpu_free(0, memory);
+}
+
 /* What no daemon of ours says ends the link. */
 static void test_nonsense(void)
 {
@@ -240,6 +269,7 @@ int main(void)
     RUN(test_load_under_way);
     RUN(test_armed);
     RUN(test_nonsense);
+    RUN(test_dead_gpu);
     standin_close();
     return 0;
 }
