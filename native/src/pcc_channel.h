@@ -74,7 +74,8 @@ void pcc_channel_close(struct pcc_channel *channel); /* drains sealed saves; ret
 
 /* New saves go to `volume`; saves in flight on the volume before go on. Borrows volume. */
 PCC_MUST_CHECK int pcc_channel_bind(struct pcc_channel *channel, struct pcc_volume *volume);
-/* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves. */
+/* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves, or
+ * one of them is being settled. */
 PCC_MUST_CHECK int pcc_channel_unbind(struct pcc_channel *channel, struct pcc_volume *volume);
 
 /* -- what a daemon that was killed has left in the descriptor store; before the first session -- */
