@@ -59,7 +59,7 @@ int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id)
         if (error == 0)
             pcc_channel_segment_add(channel, &segment);
         else
-            pcc_pool_return(channel->pool, channel->label, &segment.memory);
+            pcc_pool_unadopt(channel->pool, &segment.memory);
     }
     (void)pthread_mutex_unlock(&channel->growing);
     (void)pthread_mutex_unlock(&channel->control);

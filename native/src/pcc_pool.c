@@ -261,6 +261,13 @@ int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label
     return 0;
 }
 
+void pcc_pool_unadopt(struct pcc_pool *pool, struct pcc_segment *segment)
+{
+    (void)munmap(segment->bytes, segment->length_bytes);
+    budget_return(pool, segment->length_bytes);
+    *segment = (struct pcc_segment){.fd = -1};
+}
+
 static void room_back(struct pcc_pool *pool, const char *label, struct pcc_segment *segment)
 {
     forget(pool, label, "segment", segment->id);

@@ -44,6 +44,8 @@ PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, i
  * -EINVAL when it is none of ours: not sealed, not whole, too large; -PCC_E_NO_MEMORY. */
 PCC_MUST_CHECK int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label,
                                   struct pcc_segment *out);
+/* It is not used after all: the descriptor is the caller's again, and stays in the store. */
+void pcc_pool_unadopt(struct pcc_pool *pool, struct pcc_segment *segment);
 /* Something in the store that nobody wants. */
 void pcc_pool_unstore(struct pcc_pool *pool, const char *name);
 /* A state memfd, outside of the budget. *id_out is 0, and nothing is made, without a store or when

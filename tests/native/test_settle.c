@@ -1,5 +1,5 @@
-/* What a restarted daemon checks while the save that it belongs to ends: memory, saver and entry
- * stay until that chunk has been looked at, whoever wants them meanwhile. */
+/* A restarted daemon looks at what it takes over. When a save ends while a chunk of it is being
+ * checked, memory, saver and entry stay until that is over, whoever wants them meanwhile. */
 #include <signal.h>
 
 #include "channel_fixture.h"
@@ -98,7 +98,7 @@ static struct pcc_io *sick_open(const char *path, struct sick_io *self)
 
 /* -- two daemons -- */
 
-static void daemon_open(struct fixture *f)
+static void daemon_open(struct fixture *f, uint64_t memory_bytes)
 {
     const struct pcc_channel_spec spec = {.id = 7,
                                           .chunk_bytes = CHUNK,
@@ -109,11 +109,18 @@ static void daemon_open(struct fixture *f)
                                           .label = LABEL};
     struct pcc_store *store;
 
-    CHECK(pcc_pool_open(MEMORY, &f->pool) == 0);
+    CHECK(pcc_pool_open(memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
     pcc_pool_keep(f->pool, store);
     CHECK(pcc_events_open(1024, &f->events) == 0);
     CHECK(pcc_channel_open(f->pool, f->events, NULL, &spec, &f->channel) == 0);
+}
+
+static void daemon_close(struct fixture *f)
+{
+    pcc_channel_close(f->channel);
+    pcc_events_close(f->events);
+    pcc_pool_close(f->pool);
 }
 
 /* One that is killed when a checkpoint is copied and nothing of it is written. */
@@ -122,7 +129,7 @@ static _Noreturn void daemon_live(struct fixture *f)
     static uint8_t bytes[PAYLOAD];
 
     CHECK(pcc_volume_open(f->path, true, true, 0, &f->volume) == 0);
-    daemon_open(f);
+    daemon_open(f, MEMORY);
     CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
     grow(f, MEMORY, CHUNK);
     link_open(f);
@@ -191,7 +198,7 @@ static void test_its_save_ends(void)
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
     CHECK(WTERMSIG(status) == SIGKILL && manager_count() == 9);
 
-    daemon_open(&f);
+    daemon_open(&f, MEMORY);
     CHECK(pcc_volume_open_io(sick_open(f.path, &disk), true, &f.volume) == 0);
     const int state_fd = adopt(&f, &state_id);
     CHECK(pcc_channel_bind_kept(f.channel, f.volume, state_fd, state_id, outcomes, &count) == 0);
@@ -203,17 +210,40 @@ static void test_its_save_ends(void)
     CHECK_EQUAL(holding.bytes, 2 * CHUNK);
     CHECK(pcc_channel_unbind(f.channel, f.volume) == 0);
     CHECK(pcc_channel_release_memory(f.channel) == 0);
-    pcc_channel_close(f.channel);
-    pcc_events_close(f.events);
-    pcc_pool_close(f.pool);
+    daemon_close(&f);
     pcc_volume_close(f.volume);
     CHECK(unlink(f.path) == 0);
     CHECK_EQUAL(manager_count(), 0);
 }
 
+/* It stays its owner's, who closes it. */
+static void test_a_segment_that_does_not_fit(void)
+{
+    static const struct {
+        uint64_t length_bytes;
+        int error;
+    } unfit[] = {{CHUNK + CHUNK / 2, -EINVAL}, {257 * CHUNK, -ENOSPC}};
+    struct fixture f = {0};
+    uint64_t budget, used;
+
+    daemon_open(&f, 300 * CHUNK);
+    for (uint32_t i = 0; i < 2; i++) {
+        void *bytes;
+        int fd;
+        CHECK(pcc_memfd_make("test", unfit[i].length_bytes, &fd, &bytes) == 0);
+        CHECK_EQUAL(pcc_channel_adopt(f.channel, fd, 1 + i), unfit[i].error);
+        CHECK(close(fd) == 0);
+        CHECK(munmap(bytes, unfit[i].length_bytes) == 0);
+        pcc_pool_usage(f.pool, &budget, &used);
+        CHECK_EQUAL(used, 0);
+    }
+    daemon_close(&f);
+}
+
 int main(void)
 {
     manager_start();
+    RUN(test_a_segment_that_does_not_fit);
     RUN(test_its_save_ends);
     manager_end();
     return 0;
