@@ -14,7 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pccheck_wire.errors import RefusedError
+
+from . import shortage
 from .fronts import Handle, Keeper, listen
+from .logs import LOG
 
 #: A front without a session: so that a job that is started again finds it.
 IDLE_S = 60.0
@@ -50,8 +54,13 @@ class ControlServer:
 
     async def join(self, uid: int, gid: int) -> str:
         """The address for a session's requests, until `leave`. Raises RefusedError when there can
-        be none, OSError when the endpoint cannot be made."""
-        keeper = self._keepers.get(uid) or self._open(uid, gid)
+        be none."""
+        keeper = self._keepers.get(uid)
+        if keeper is None or not self._path(uid).exists():
+            try:
+                keeper = self._open(uid, gid)
+            except OSError as error:
+                raise _not_made(self._path(uid), error) from error
         keeper.sessions += 1
         if keeper.idle is not None:
             keeper.idle.cancel()
@@ -83,30 +92,48 @@ class ControlServer:
         self._note.unlink(missing_ok=True)
 
     def _open(self, uid: int, gid: int) -> Keeper:
+        """Where somebody has removed the endpoint (a cleaner of /tmp), another one takes its place:
+        the sessions there are lose their way to the old one, and find it."""
         if not self._directory.exists():
             _write_note(self._note, self._directory.name)
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
-        keeper = self._keepers[uid] = Keeper(
+        keeper = Keeper(
             uid, gid, listen(self._path(uid), uid), self._threads, self._handle,
             lambda: self.interrupted(uid),
         )  # fmt: skip
+        if uid in self._keepers:
+            LOG.warning("uid %d: %s was removed, and is made anew", uid, self._path(uid))
+            keeper.sessions = self._keepers[uid].sessions
+            self._end(uid)
+        self._keepers[uid] = keeper
         keeper.start()
         return keeper
 
     def _retire(self, uid: int) -> None:
         """A session that comes from now on gets an endpoint and a front of its own."""
+        self._end(uid)
+        self._path(uid).unlink(missing_ok=True)
+
+    def _end(self, uid: int) -> None:
         keeper = self._keepers.pop(uid)
         if keeper.idle is not None:
             keeper.idle.cancel()
         self._restarts += keeper.restarts
-        self._path(uid).unlink(missing_ok=True)
         task = asyncio.get_running_loop().create_task(keeper.close())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     def _path(self, uid: int) -> Path:
         return self._directory / f"{uid}.sock"
+
+
+def _not_made(path: Path, error: OSError) -> RefusedError:
+    return RefusedError(
+        f"your endpoint {path} cannot be made: {shortage.told(error) or error.strerror}",
+        hint=shortage.HINT if shortage.told(error) else "look at the directory of pccheckd's "
+        "socket: is it there, has it room, is it pccheckd's own?", retryable=True,
+    )  # fmt: skip
 
 
 def _write_note(note: Path, text: str) -> None:

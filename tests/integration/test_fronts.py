@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import struct
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from pccheck_wire import attach
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Status
 from pccheckd import framing, front
 from tests.support.as_user import fork_as
@@ -256,6 +257,38 @@ def test_a_client_does_not_wait_for_an_answer_that_is_lost(
         raise AssertionError("no request was lost")
     trainer.restore()
     trains_on(trainer)
+
+
+def test_an_endpoint_that_was_removed_is_made_anew(start_daemon: Start) -> None:
+    """With the next session; those there are find it, too, once the way they had is gone."""
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+        for made in daemon.socket.parent.glob("ctl-*"):
+            shutil.rmtree(made)
+        rank.save(2, payload_of(2, SIZE))
+        with Rank(daemon.socket, job="other") as other:
+            other.register(SIZE)
+            other.save(1, payload_of(1, SIZE))
+            saves_again(rank, 3)
+        saves_again(rank, 4)
+    assert daemon.stop() == 0
+    assert not list(daemon.socket.parent.glob("ctl-*"))
+
+
+def test_an_endpoint_that_cannot_be_made_is_told(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket):
+        (made,) = daemon.socket.parent.glob("ctl-*")
+        shutil.rmtree(made)
+        made.touch()
+        with pytest.raises(RefusedError, match=f"{made}.* cannot be made: Not a directory"):
+            Rank(daemon.socket, job="other")
+        made.unlink()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
 
 
 def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
