@@ -11,7 +11,6 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
@@ -29,6 +28,7 @@ from pccheck_wire.errors import (
 )
 
 from . import shortage
+from .background import Threads
 from .config import Config
 from .gpus import Driver
 from .io_engine import IoEngine
@@ -98,26 +98,11 @@ def _open_pool(dram_bytes: int, store: str, limit: int, stored: int) -> _core.Po
         return _core.Pool(dram_bytes)
 
 
-class _Threads(ThreadPoolExecutor):
-    """Has a thread from the start on, and does with those it has when the machine refuses more:
-    what would not be run could be the end of a session, which then nobody could take up again."""
-
-    def begin(self) -> None:
-        self.submit(int)
-
-    def _adjust_thread_count(self) -> None:
-        try:
-            super()._adjust_thread_count()
-        except RuntimeError:
-            if not self._threads:
-                raise
-
-
 class _Turns:
     """Threads for work of one kind, of which a user has a few at a time."""
 
     def __init__(self, name: str, threads: int, per_uid: int) -> None:
-        self.threads = _Threads(threads, thread_name_prefix=name)
+        self.threads = Threads(threads, thread_name_prefix=name)
         self._per_uid = per_uid
         self._limits: dict[int, asyncio.Semaphore] = {}
 
@@ -160,7 +145,7 @@ class Engine:
         self._scans = _Turns("scan", SCANS, 1)
         self._looks = _Turns("look", LOOKS, 1)
         self._documents = _Turns("document", DOCUMENTS, 1)
-        self._growers = _Threads(GROWERS, thread_name_prefix="grow")
+        self._growers = Threads(GROWERS, thread_name_prefix="grow")
         self.making_volumes = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[object, tuple[int, float]] = {}
@@ -187,7 +172,7 @@ class Engine:
         for threads in self._pools():
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _pools(self) -> list[_Threads]:
+    def _pools(self) -> list[Threads]:
         turns = (self._calls, self._drivers, self._scans, self._looks, self._documents)
         return [self._growers, *(one.threads for one in turns)]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
-from .background import Background
+from .background import Background, Threads
 from .engine import Engine
 from .logs import LOG
 from .port import Port
@@ -33,9 +33,13 @@ class Health(Background):
         self._engine = engine
         self._registry = registry
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="health")
+        self._thread = Threads(1, thread_name_prefix="health")
         self._asked: Future[None] | None = None
         self._asked_at = 0.0
+
+    def start(self) -> None:
+        self._thread.begin()
+        super().start()
 
     async def close(self) -> None:
         await super().close()

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -20,7 +19,7 @@ from pccheck_native import _core, catalog, layout
 from pccheck_wire.errors import NoCheckpointError, PccheckError
 
 from . import scrub_state
-from .background import Background
+from .background import Background, Threads
 from .chronicle import size
 from .config import Config
 from .logs import LOG
@@ -92,7 +91,11 @@ class Scrubber(Background):
         self._wall = wall
         self._state = scrub_state.State()
         self._changed = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, "scrub", initializer=stand_back)
+        self._thread = Threads(1, "scrub", initializer=stand_back)
+
+    def start(self) -> None:
+        self._thread.begin()
+        super().start()
 
     async def close(self) -> None:
         await super().close()

@@ -11,12 +11,12 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
 
 from . import shortage
+from .background import Tasks, Threads
 from .fronts import Handle, Keeper, listen
 from .logs import LOG
 
@@ -38,8 +38,9 @@ class ControlServer:
         self._note = socket_path.with_name(socket_path.name + ".ctl")
         _remove_noted(self._note)
         self._keepers: dict[int, Keeper] = {}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="fronts")
-        self._ending: set[asyncio.Task[None]] = set()
+        self._threads = Threads(1, thread_name_prefix="fronts")
+        self._threads.begin()
+        self._ending = Tasks("fronts")
         self._restarts = 0  # of those that are gone
 
     @property
@@ -86,8 +87,8 @@ class ControlServer:
         """Ends the fronts; requests in progress are dropped."""
         for uid in list(self._keepers):
             self._retire(uid)
-        await asyncio.gather(*self._ending, return_exceptions=True)
-        await asyncio.to_thread(self._threads.shutdown)
+        await self._ending.settle()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._note.unlink(missing_ok=True)
 
@@ -120,9 +121,7 @@ class ControlServer:
         if keeper.idle is not None:
             keeper.idle.cancel()
         self._restarts += keeper.restarts
-        task = asyncio.get_running_loop().create_task(keeper.close())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._ending.spawn(keeper.close())
 
     def _path(self, uid: int) -> Path:
         return self._directory / f"{uid}.sock"

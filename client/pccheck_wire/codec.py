@@ -25,6 +25,9 @@ STRING_BYTES_MAX = 4096
 #: Of `Expose.data`: pieces of so many bytes, so many in one message, fit with room to spare.
 PIECE_BYTES = STRING_BYTES_MAX
 PIECES_MAX = 15
+#: What a message is packed into at first. msgpack's own size is that of a large allocation, for
+#: every message: where memory is short, that alone would leave a peer without its refusal.
+BUFFER_BYTES = 4096
 ITEMS_MAX = 65536
 DEPTH_MAX = 24
 
@@ -55,9 +58,10 @@ _Convert = Callable[[object, str], object]
 def encode(message: Message) -> bytes:
     """The msgpack map of a message; enums by value, nested messages with their tags."""
     plain = _to_plain(message)
+    packer = msgpack.Packer(use_bin_type=True, buf_size=BUFFER_BYTES)
     if isinstance(message, messages.Reply) and isinstance(message.body, messages.Report):
-        return b"".join(_pieces(plain, msgpack.Packer(use_bin_type=True)))
-    return typing.cast(bytes, msgpack.packb(plain, use_bin_type=True))
+        return b"".join(_pieces(plain, packer))
+    return typing.cast(bytes, packer.pack(plain))
 
 
 def _pieces(plain: object, packer: msgpack.Packer) -> Iterator[bytes]:

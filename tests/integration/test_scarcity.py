@@ -3,6 +3,7 @@ core's own calls: tests/native/test_scarcity_*.c."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -59,6 +60,26 @@ def test_what_the_limits_leave_is_used(limit: tuple[str, int]) -> None:
                 assert any(words in error.message for words in REFUSALS) and error.hint, error
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log.read_text()
+
+
+def test_too_little_address_space_is_told_in_words() -> None:
+    """At the start, or to each client: nobody is hung up on, and no part of the daemon is missing
+    while the rest goes on."""
+    for limit in range(200, 300, 12):
+        daemon = Limited("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB")
+        daemon.limit = ("RLIMIT_AS", limit * MIB)
+        with daemon:
+            try:
+                daemon.start()
+            except AssertionError as error:
+                assert REFUSALS[0] in str(error)
+            else:
+                for attempt in range(3):
+                    with contextlib.suppress(PccheckError), Rank(daemon.socket) as rank:
+                        rank.register(MIB)
+                        rank.save(attempt, payload_of(attempt, MIB))
+                assert daemon.stop() == 0
+            assert "Traceback" not in daemon.log.read_text(), limit
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")

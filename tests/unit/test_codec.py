@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import tracemalloc
 import types
 import typing
 
@@ -188,6 +189,18 @@ def test_a_reply_ends_where_its_map_ends() -> None:
     assembler = codec.Reassembler()
     with pytest.raises(ProtocolError, match="behind the end"):
         assembler.feed(codec.encode(messages.Done()) + b"\xc0")
+
+
+def test_a_short_message_needs_little_memory() -> None:
+    """So that a refusal for want of memory can still be told."""
+    refusal = messages.Failure("refused", "no memory", "raise a limit", True)
+    codec.encode(refusal)
+    tracemalloc.start()
+    try:
+        codec.encode(refusal)
+        assert tracemalloc.get_traced_memory()[1] < 4 * codec.BUFFER_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_reply_has_a_limit() -> None:
