@@ -166,7 +166,7 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
     def verified(_volume: object, item: SimpleNamespace, _part: object) -> Document:
         if item.sequence == 2:
             gone.set()
-        return {"sequence": item.sequence, "valid": True}
+        return {"sequence": item.sequence, "valid": True, "problem": ""}
 
     monkeypatch.setattr(report, "_verified", verified)
     volumes = [("path", cast(Volume, None))]
