@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -10,6 +12,7 @@ from pathlib import Path
 from pccheck_native import layout, mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
 
+from . import shortage
 from .config import Config
 from .logs import LOG
 
@@ -22,8 +25,9 @@ def check(config: Config) -> None:
     except OSError as error:
         raise NoStoreError(
             f"the storage directory {place} cannot be used: {error.strerror}",
-            hint=f"make it: mkdir -p {place}",
-        ) from error
+            hint=_fix(error, f"let uid {os.geteuid()} into the directories above it")
+            if error.errno != errno.ENOENT else f"make it: mkdir -p {place}",
+        ) from error  # fmt: skip
     if not stat.S_ISDIR(mode):
         raise NoStoreError(f"{place} is not a directory", hint="--storage takes a directory")
     if not os.access(place, os.R_OK | os.W_OK | os.X_OK) or _read_only(place):
@@ -58,7 +62,7 @@ def lock(path: Path, purpose: str) -> int:
     except OSError as error:
         raise NoStoreError(
             f"{path} cannot be opened: {error.strerror}",
-            hint="give the directory to the user that runs pccheckd",
+            hint=_fix(error, "give the directory to the user that runs pccheckd"),
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,14 +73,33 @@ def lock(path: Path, purpose: str) -> int:
             f"another pccheckd (pid {holder}) {purpose}",
             hint=f"use that one, or stop it first: kill {holder}",
         ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk: the lock counts, the note is a courtesy
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
 
 
 def sweep(place: Path) -> int:
-    """Removes what an interrupted creation left; how many files. Needs the lock."""
-    left = layout.list_temporary(place)
-    for path in left:
-        path.unlink(missing_ok=True)
+    """Removes what an interrupted creation left; how many files. Needs the lock. Raises
+    NoStoreError when the directory cannot be read."""
+    try:
+        left = layout.list_temporary(place)
+        for path in left:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise NoStoreError(
+            f"what is in the storage directory {place} cannot be listed: {error.strerror}",
+            hint=_fix(error, "give all of it to the user that runs pccheckd"),
+        ) from error
     return len(left)
+
+
+def _fix(error: OSError, of_rights: str) -> str:
+    """What to do about an error, `of_rights` where a right is missing."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return of_rights
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some room on that disk"
+    if error.errno == errno.ENOTDIR:
+        return "choose another place: a file is in its way"
+    return shortage.HINT if shortage.told(error) else "look at the disk: dmesg"

@@ -29,6 +29,26 @@ def test_a_full_disk_is_named_and_what_fits_goes_on(
     assert [path.name for path in disk.rglob("*.tmp")] == []
 
 
+def test_a_daemon_starts_on_a_disk_without_a_block_left(
+    start_daemon: Callable[..., Daemon], disk: Path
+) -> None:
+    """What is on it may be all that a job can resume from."""
+    daemon = start_daemon("--allow-any-filesystem", storage=disk)
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        client.checkpoint([3]).wait_durable(30)
+    assert daemon.stop() == 0
+    for made in disk.glob(".pccheckd*"):
+        made.unlink()
+    with (disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="space"):
+        while True:
+            filler.write(bytes(4096))
+    daemon.start()
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        assert client.recover().state == [3]
+        client.checkpoint([4]).wait_durable(30)
+    assert daemon.stop() == 0
+
+
 def test_a_read_only_disk_is_refused_and_can_be_read(
     start_daemon: Callable[..., Daemon], disk: Path
 ) -> None:

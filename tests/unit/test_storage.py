@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -56,6 +57,37 @@ def test_unfit_file_systems_are_refused_with_the_override_named(
 def test_a_missing_directory_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(NoStoreError, match=r"mkdir -p .*gone"):
         storage.check(Config(tmp_path / "gone", tmp_path / "a.sock"))
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EIO, "look at the disk: dmesg"), (errno.ENOENT, "mkdir -p"),
+        (errno.EACCES, "into the directories above it"), (errno.ENOTDIR, "a file is in its way"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_directory_decides_the_fix(
+    number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_arguments: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "stat", fails)
+    with pytest.raises(NoStoreError, match=os.strerror(number)) as told:
+        storage.check(Config(tmp_path, tmp_path / "a.sock"))
+    monkeypatch.undo()
+    assert fix in told.value.hint
+
+
+def test_a_directory_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(storage.layout, "list_temporary", fails)
+    with pytest.raises(NoStoreError, match=r"cannot be listed: Input/output error.*dmesg"):
+        storage.sweep(tmp_path)
 
 
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
