@@ -25,7 +25,8 @@ STEP_S = 0.02
 GROW_STEP_BYTES = 256 << 20
 GROW_STEPS = 16  # that the budget is at least cut into
 CHUNKS_MIN = 2  # of a channel: one is filled while one is written
-#: A trainer that was asked for a segment and returns none for so long loses his session.
+#: A trainer that was asked for a segment and returns none for so long loses his session. Between
+#: two looks half of it passes at most: while we are stopped, or the machine is, he may be, too.
 BACK_LIMIT_S = 60.0
 _RETRY_S = 0.02
 
@@ -184,7 +185,7 @@ class Port:
 
     async def _take_back(self, stuck: Callable[[], None]) -> None:
         """Until what was asked for is there; stops only when the channel is to be closed."""
-        asked_since, asked_before = time.monotonic(), 0
+        looked, waited_s, asked_before = time.monotonic(), 0.0, 0
         while True:
             aim = min(self._aim_bytes, self.lasting_bytes)
             self.granted_bytes, self.lasting_bytes, asked = await self._engine.drive(
@@ -194,11 +195,13 @@ class Port:
                 self.floor_bytes = self.granted_bytes
             if self.granted_bytes == self.lasting_bytes or self._stopping:
                 return
-            if not asked or asked != asked_before:
-                asked_since, asked_before = time.monotonic(), asked
-            elif time.monotonic() - asked_since > BACK_LIMIT_S:
+            before, looked = looked, time.monotonic()
+            passed_s = min(looked - before, BACK_LIMIT_S / 2)
+            waited_s = waited_s + passed_s if asked == asked_before else 0.0
+            asked_before = asked
+            if asked and waited_s > BACK_LIMIT_S:
                 stuck()
-                asked_since = time.monotonic()
+                waited_s = 0.0
             await asyncio.sleep(_RETRY_S)
 
     async def _stop_resizing(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,33 @@ def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPa
         await node.settled(4, 4)
 
     monkeypatch.setattr(port_module, "BACK_LIMIT_S", 0.05)
+    monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
+    run(work())
+
+
+def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that was paused for minutes: nobody could give anything back meanwhile."""
+    paused_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s)
+
+    async def work() -> None:
+        nonlocal paused_s
+        node = Node(8)
+        first, second = node.tenant(), node.tenant()
+        await node.claim(1, first, 8)
+        await node.settled(8, 0)
+        first.port.channel.keeps = True
+        with pytest.raises(RefusedError, match="on their way back"):
+            await node.claim(2, second, 8)
+        paused_s = 1000.0
+        await asyncio.sleep(10 * port_module._RETRY_S)
+        assert not node.stuck
+        first.port.channel.keeps = False
+        await node.settled(4, 4)
+
+    monkeypatch.setattr(port_module, "time", clock)
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
     run(work())
 
