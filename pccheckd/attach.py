@@ -26,7 +26,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello
 
 from . import shortage
-from .background import Background
+from .background import Background, Tasks
 from .engine import translated
 from .handlers import Handlers, failure, readable
 from .logs import LOG
@@ -106,15 +106,13 @@ class AttachServer(Background):
         self._sessions = sessions
         self._handlers = handlers
         self._count: Counter[int] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections = Tasks("connections")
 
     async def close(self) -> None:
         """Stops accepting and ends every session, which drains what it handed over."""
         await super().close()
         self._listener.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._connections.cancel()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -127,9 +125,7 @@ class AttachServer(Background):
                 await asyncio.sleep(0.05)
                 continue
             connection.setblocking(False)
-            task = loop.create_task(self._serve(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._connections.spawn(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:
         session: Session | None = None

@@ -17,6 +17,7 @@ class Background:
     """One task on the loop, from `start` to `close`. Subclasses say in `_run` what goes on; it is
     cancelled at the end, and begun anew when it fails before."""
 
+    restart_s = RESTART_S
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -34,7 +35,7 @@ class Background:
                 return
             except Exception:
                 LOG.exception("%s failed; it begins anew", type(self).__name__)
-            await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(self.restart_s)
 
     async def _run(self) -> None:
         raise NotImplementedError
@@ -52,6 +53,12 @@ class Tasks:
         task = asyncio.get_running_loop().create_task(work)
         self._going.add(task)
         task.add_done_callback(self._ended)
+
+    async def cancel(self) -> None:
+        """Ends those of this moment; they are over on return."""
+        for task in self._going:
+            task.cancel()
+        await self.settle()
 
     async def settle(self) -> None:
         """Waits until those of this moment have ended."""

@@ -108,10 +108,6 @@ class Expiry(Background):
         """The age may have changed."""
         self._changed.set()
 
-    async def close(self) -> None:
-        """Begins nothing any more; what an end of the daemon interrupts is swept when it starts."""
-        await super().close()
-
     async def look(self) -> list[dropping.JobUse]:
         """Counts, says what is due, and drops what was said to be; which jobs that were. One that
         is in use is left alone."""

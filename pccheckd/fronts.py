@@ -19,7 +19,7 @@ from pccheck_wire.codec import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from pccheck_wire.errors import RefusedError
 
 from . import framing
-from .background import Background
+from .background import Background, Tasks
 from .logs import LOG
 
 REQUESTS_IN_PROGRESS_MAX = 256
@@ -174,7 +174,7 @@ class Keeper(Background):
         self._decided = asyncio.Event()  # whether there can be one
         self._front: Front | None = None
         self._room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
-        self._work: set[asyncio.Task[None]] = set()
+        self._work = Tasks(f"requests of uid {uid}")
 
     @property
     def serves(self) -> bool:
@@ -198,9 +198,7 @@ class Keeper(Background):
         """Ends the front; requests in progress are dropped."""
         self._listener.close()
         await super().close()
-        for task in self._work:
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._work.cancel()
 
     async def _run(self) -> None:
         pause_s = PAUSE_FIRST_S
@@ -270,15 +268,15 @@ class Keeper(Background):
     async def _take(self, front: Front, identity: bytes, request: bytes) -> None:
         """Waits for room: the front is not read meanwhile, and takes nothing from its peers."""
         await self._room.acquire()
-        task = asyncio.create_task(self._answer(front, identity, request))
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        task.add_done_callback(lambda _: self._room.release())
+        self._work.spawn(self._answer(front, identity, request))
 
     async def _answer(self, front: Front, identity: bytes, request: bytes) -> None:
-        answer = await self._handle(self._uid, request)
-        if answer is not None:
-            await front.answer(identity, answer)
+        try:
+            answer = await self._handle(self._uid, request)
+            if answer is not None:
+                await front.answer(identity, answer)
+        finally:
+            self._room.release()
 
 
 def _spawn(

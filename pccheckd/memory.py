@@ -153,10 +153,7 @@ class Memory(Background):
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PAUSE_S)
-            try:
-                self.balance()
-            except Exception:  # the next one may do better
-                LOG.exception("the DRAM could not be divided")
+            self.balance()
 
     def balance(self) -> None:
         """Decides, and begins what follows from it."""

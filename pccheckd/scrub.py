@@ -76,6 +76,8 @@ class TurnedOffError(Exception):
 class Scrubber(Background):
     """Started and stopped by the daemon's start and stop; only the loop touches it."""
 
+    restart_s = WAIT_STEP_S
+
     def __init__(
         self, config: Config, registry: Registry, *, wall: Callable[[], float] = time.time
     ) -> None:
@@ -157,9 +159,6 @@ class Scrubber(Background):
                 await self._pass()
             except (OSError, PccheckError, _core.NativeError) as error:
                 LOG.warning("the background check cannot go on: %s; it tries again", error)
-                await self._pause(WAIT_STEP_S)
-            except Exception:  # the edge of this task: it must not end
-                LOG.exception("the background check failed; it tries again")
                 await self._pause(WAIT_STEP_S)
 
     def _due_in_s(self) -> float:
