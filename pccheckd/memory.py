@@ -90,6 +90,8 @@ class Memory(Background):
         self._claims: dict[int, Claim] = {}  # by session
         self._releasing: dict[Port, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._stale = True  # something has changed since the last balance
+        self._balanced_s = 0.0
 
     # -- who wants what ------------------------------------------------------------------------
 
@@ -99,6 +101,7 @@ class Memory(Background):
         claim = self.enter(by, wanted_bytes)
         claim.settled = claim.settled and wanted_bytes <= claim.wanted_bytes
         claim.wanted_bytes = max(wanted_bytes, by.port.least_bytes)
+        self._stale = True
         deadline = time.monotonic() + CLAIM_LIMIT_S
         if by.port.granted_bytes:
             await by.port.send_segments()
@@ -106,7 +109,9 @@ class Memory(Background):
             self._changed.clear()
             if self._claims.get(by.session) is not claim:
                 raise RefusedError("the session has ended")
-            self.balance()
+            # However many wait: once for all of them.
+            if self._stale or time.monotonic() - self._balanced_s >= _RETRY_S:
+                self.balance()
             if not claim.starves:
                 return by.port.granted_bytes
             self._require_room(claim)
@@ -157,6 +162,7 @@ class Memory(Background):
 
     def balance(self) -> None:
         """Decides, and begins what follows from it."""
+        self._stale, self._balanced_s = False, time.monotonic()
         if self._claims:
             self._divide()
             self._make_room()
@@ -195,7 +201,7 @@ class Memory(Background):
                 break
             if not tenant.quiet:  # as its checkpoints are written
                 short -= port.aim_bytes - _least(tenant, port)
-                port.resize(_least(tenant, port), self._changed.set, _nobody)
+                port.resize(_least(tenant, port), self._moved, _nobody)
             elif urgent or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
                 short -= port.granted_bytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
@@ -229,7 +235,7 @@ class Memory(Background):
             claim.settled = claim.settled or enough
 
     def _resize(self, claim: Claim, aim_bytes: int) -> None:
-        claim.port.resize(aim_bytes, self._changed.set, claim.by.stuck)
+        claim.port.resize(aim_bytes, self._moved, claim.by.stuck)
 
     # -- small ---------------------------------------------------------------------------------
 
@@ -268,7 +274,12 @@ class Memory(Background):
                     LOG.info("%s: its cached chunks made room for others", tenant.key)
         finally:
             del self._releasing[port]
-            self._changed.set()
+            self._moved()
+
+    def _moved(self) -> None:
+        """There is more or less than there was."""
+        self._stale = True
+        self._changed.set()
 
     def _ports(self) -> Iterator[tuple[int, Port]]:
         """Whatever has memory, and whose it is."""

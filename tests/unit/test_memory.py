@@ -219,6 +219,37 @@ def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     run(work())
 
 
+def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whose claims wait must not keep the loop from the others."""
+    sessions, waited_s = 40, 0.5
+
+    async def work() -> None:
+        node = Node(8 * sessions)
+        tenants = [node.tenant() for _ in range(sessions)]
+        await node.claim(0, tenants[0], 8 * sessions)
+        await node.settled(8 * sessions, *([0] * (sessions - 1)))
+        tenants[0].port.channel.keeps = True
+        divided, balance = 0, node.memory.balance
+
+        def counted() -> None:
+            nonlocal divided
+            divided += 1
+            balance()
+
+        monkeypatch.setattr(node.memory, "balance", counted)
+        began = time.monotonic()
+        claims = [node.claim(number, tenants[number], 8) for number in range(1, sessions)]
+        results = await asyncio.gather(*claims, return_exceptions=True)
+        assert all(isinstance(result, RefusedError) for result in results)
+        looks = (time.monotonic() - began) / memory_module._RETRY_S
+        assert divided <= 2 * sessions + 2 * looks
+        tenants[0].port.channel.keeps = False
+        await node.settled(*([8] * sessions))
+
+    monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", waited_s)
+    run(work())
+
+
 def test_a_limit_that_is_lowered() -> None:
     async def work() -> None:
         node = Node(32)
