@@ -206,7 +206,7 @@ def _check(config: Config) -> None:
         )  # fmt: skip
     if len(os.fsencode(config.socket.parent)) > SOCKET_DIRECTORY_BYTES_MAX:
         _refuse(
-            config, "socket", f"a directory of so long a name as that of {config.socket}",
+            config, "socket", f"{config.socket}, whose directory has too long a name,",
             f"use at most {SOCKET_DIRECTORY_BYTES_MAX} bytes",
         )  # fmt: skip
 
