@@ -147,7 +147,7 @@ class PCcheckClient:
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
-        with self._lock:
+        with self._lock, self._alone.call():
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
             if self._options.gate == "auto":
@@ -180,7 +180,8 @@ class PCcheckClient:
             self._warner.once(
                 "graph", f"{what} while a CUDA graph was recorded; replays will not: {then}{hint}"
             )
-        with self._lock:  # what another thread is about to hand over is waited for, too
+        # What another thread is about to hand over is waited for, too.
+        with self._lock, self._alone.call():
             self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
@@ -317,7 +318,7 @@ class PCcheckClient:
         """
         if step is not None:
             step = check_step(step)
-        with self._lock:
+        with self._lock, self._alone.call():
             connection = self._connection()
             found = read_newest(connection, step, whole_state(connection))
             if isinstance(found, list):

@@ -18,7 +18,7 @@ from .transport import Connection
 _BACKOFF_DOUBLINGS_MAX = 6
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Pending:
     checkpoint: Checkpoint
     connection: Connection
@@ -146,19 +146,18 @@ class Gate:
             return
         since_ns = time.monotonic_ns()
         deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
-        waited: list[_Pending] = []
+        waiting = list(self._pending)
         try:
-            # Some may be added meanwhile: signal handlers take checkpoints, too.
-            while waiting := [item for item in self._pending if item not in waited]:
+            while waiting:
                 item = waiting[0]
-                in_streams = item.devices and not on_cpu
-                if not (item.hold(deadline_ns) if in_streams else self._wait(item, deadline_ns)):
+                in_streams = bool(item.devices) and not on_cpu
+                in_time, deadline_ns = self._wait(item, deadline_ns, in_streams=in_streams)
+                if not in_time:
                     self._expire(item)
-                waited.append(item)
+                waiting.pop(0)
         except BaseException:  # Ctrl-C: nobody asks again before the tensors change
-            for item in self._pending:
-                if item not in waited:
-                    abandon(item.checkpoint, item.connection, self._stall_limit_s)
+            for item in waiting:
+                abandon(item.checkpoint, item.connection, self._stall_limit_s)
             raise
         finally:
             self.held.add(since_ns)
@@ -179,22 +178,25 @@ class Gate:
                 continue
             if skip:
                 raise CheckpointFailedError("the snapshot before still is in staging memory")
-            if not self._wait(item, self._deadline_ns()):
+            if not self._wait(item, self._deadline_ns())[0]:
                 self._expire(item)
                 raise CheckpointFailedError(
                     f"staging memory was not read within stall_limit_s={self._stall_limit_s:g} s"
                 )
 
-    def _wait(self, item: _Pending, deadline_ns: int) -> bool:
-        """On the CPU. The limit is for the daemon: a GPU that has not come to the snapshot, for all
-        the work that was enqueued before it, is no stall."""
-        while True:
-            reached = item.reached()
-            if item.wait(deadline_ns):
-                return True
-            if reached:
-                return False
+    def _wait(
+        self, item: _Pending, deadline_ns: int, *, in_streams: bool = False
+    ) -> tuple[bool, int]:
+        """Whether its source was read in time, or its streams wait; and the deadline of the next.
+        The limit is for the daemon: a GPU that has not come to the snapshot, for all the work that
+        was enqueued before it, is no stall."""
+        wait = item.hold if in_streams else item.wait
+        while not item.reached():
+            in_time = wait(deadline_ns)
             deadline_ns = self._deadline_ns()
+            if in_time:
+                return True, deadline_ns
+        return wait(deadline_ns), deadline_ns
 
     def release(self) -> None:
         """Forgets everything; only for a link that is closed or about to be."""

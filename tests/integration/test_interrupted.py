@@ -165,6 +165,20 @@ def test_a_handler_in_the_middle_of_restoring_gets_none_either(
     assert [handle.state for handle in handles] == [CheckpointState.SKIPPED]
 
 
+def test_a_handler_at_the_end_of_a_gate_gets_none_either(
+    client: PCcheckClient, on_signal: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it handed over would be torn by the update that the gate lets go."""
+    handles: list[Any] = []
+    Kit(client)
+    gate = client._saver.gate
+    monkeypatch.setattr(client._saver, "gate", lambda **how: (gate(**how), arrive()))
+    on_signal(lambda: handles.append(client.checkpoint()))
+    with pytest.warns(PccheckWarning, match="in the middle of another call"):
+        client.gate()
+    assert [handle.state for handle in handles] == [CheckpointState.SKIPPED]
+
+
 def test_a_handler_that_closes_does_not_break_the_call_it_came_in(
     client: PCcheckClient, on_signal: Callable[..., None]
 ) -> None:

@@ -154,6 +154,38 @@ def test_the_cpu_waits_for_what_the_gpu_has_to_do_first(kit: Kit) -> None:
     assert kit.expired == [1]
 
 
+def test_the_next_one_has_its_own_time_after_a_busy_gpu(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was waited for beyond the limit, with nobody to blame; the second may be copied."""
+    now_s, deadlines = 0.0, {}
+
+    def wait_read(snapshot: int, deadline_ns: int, **_: bool) -> bool:
+        nonlocal now_s
+        now_s += 60
+        deadlines[snapshot] = deadline_ns / 1e9
+        return True
+
+    monkeypatch.setattr("pccheck.gate.time.monotonic_ns", lambda: int(now_s * 1e9))
+    kit.link.wait_read = wait_read  # type: ignore[method-assign]
+    kit.add(part(0))
+    kit.add(part(0))
+    kit.link.behind[1] = 1
+    kit.gate.wait(on_cpu=True)
+    assert deadlines == {1: 5, 2: 65}
+
+
+def test_pushed_behind_a_busy_gpu_is_no_stall(kit: Kit) -> None:
+    """The CPU waits until all copies are enqueued; memory for them may come free by those only that
+    the GPU has not begun."""
+    kit.add(part(0))
+    kit.link.behind[1] = 2
+    kit.link.unholdable.add(1)
+    kit.gate.wait()
+    assert len(kit.link.named("hold")) == 3
+    assert kit.expired == [1]
+
+
 def test_a_failing_gpu_is_no_stall(kit: Kit) -> None:
     made = kit.add(part(0))
     kit.gate.wait()
@@ -196,23 +228,6 @@ def test_interrupted_it_abandons_what_nothing_waits_for(kit: Kit) -> None:
     assert first.state is not CheckpointState.FAILED  # the stream waits for it
     assert second.state is third.state is CheckpointState.FAILED
     assert not kit.expired
-
-
-def test_what_is_added_while_it_waits_is_waited_for_too(kit: Kit) -> None:
-    """By a signal handler: the update that follows would tear it else."""
-    kit.add(host=True)
-    wait = kit.link.wait_read
-
-    def arrives(snapshot: int, deadline_ns: int, **options: bool) -> bool:
-        kit.link.wait_read = wait  # type: ignore[method-assign]
-        kit.add(host=True)
-        return wait(snapshot, deadline_ns, **options)
-
-    kit.link.wait_read = arrives  # type: ignore[method-assign, assignment]
-    kit.link.read |= {1, 2}
-    kit.gate.wait()
-    assert [call[1] for call in kit.link.named("wait_read")] == [1, 2]
-    assert kit.gate.idle
 
 
 def test_memory_is_kept_until_it_was_read(kit: Kit) -> None:
