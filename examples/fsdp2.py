@@ -1,6 +1,7 @@
 """FSDP2 with PCcheck: each rank saves the shards that it holds, and gets them back.
 
-    torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --steps 40
+    export PCCHECK_STORAGE=checkpoints   # with a pccheckd on this node leave it and --autostart out
+    torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --autostart --steps 40
 
 PCcheck stores plain tensors and refuses DTensors. `Shards` stands between: what a rank holds goes
 in as it lies in memory, with a note of how it was cut. It comes back into the very same cut only:
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--kill-at", type=int, default=0, help="the step at which all ranks die")
     parser.add_argument("--losses", type=Path, help="a directory: every loss, one file per rank")
-    parser.add_argument("--autostart", action="store_true", help="with a private daemon")
+    parser.add_argument("--autostart", action="store_true", help="a private daemon on PCCHECK_STORAGE")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     train(options, dist.get_rank())

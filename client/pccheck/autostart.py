@@ -81,8 +81,9 @@ class PrivateDaemon:
             if self._answers():
                 (self.directory / "pid").write_text(str(process.pid))
                 LOG.warning(
-                    "started a private pccheckd (pid %d, log %s); it ends with this container or "
-                    "job step, and what is not durable by then is lost", process.pid, log,
+                    "started a private pccheckd (pid %d, socket %s, log %s); it ends with this "
+                    "container or job step, and what is not durable by then is lost",
+                    process.pid, self.socket, log,
                 )  # fmt: skip
                 # Not a child to wait for: it outlives us. Tell Popen so, or it warns at exit.
                 process.returncode = 0

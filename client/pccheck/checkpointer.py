@@ -61,7 +61,8 @@ class PCcheckClient:
         stall_limit_s: the longest that anything here holds training up.
         fresh: this is a new beginning; checkpoints of an earlier run may be overwritten.
         solo: only this rank saves, whatever the world size (plain DDP, rank 0).
-        autostart, storage: start a private daemon on this directory when none runs.
+        autostart, storage: start a private daemon on this directory (default PCCHECK_STORAGE)
+            unless that runs; PCCHECK_SOCKET is not asked.
 
     Everything but waiting on handles is meant for one thread, the one that trains. In a forked
     child (a data loader's worker) a client does nothing. A signal handler had better set a flag: a
@@ -180,8 +181,7 @@ class PCcheckClient:
             self._warner.once(
                 "graph", f"{what} while a CUDA graph was recorded; replays will not: {then}{hint}"
             )
-        # What another thread is about to hand over is waited for, too.
-        with self._lock, self._alone.call():
+        with self._lock, self._alone.call():  # also waits for what another thread hands over now
             self._saver.gate(on_cpu=capturing)
 
     def checkpoint(

@@ -305,6 +305,7 @@ def run(storage: Path, end: str, runtime: Path) -> list[str]:
         capture_output=True, text=True, timeout=90, env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
     )  # fmt: skip
     assert ran.returncode in (0, -9), ran.stderr
+    assert "started a private" not in ran.stderr or f"socket {runtime}/" in ran.stderr
     return ran.stdout.split()
 
 
