@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--kill-at", type=int, default=0, help="the step at which all ranks die")
     parser.add_argument("--losses", type=Path, help="a directory: every loss, one file per rank")
-    parser.add_argument("--autostart", action="store_true", help="a private daemon on PCCHECK_STORAGE")
+    parser.add_argument("--autostart", action="store_true", help="a private daemon")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     train(options, dist.get_rank())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ OPEN_LIMIT_S = 120.0
 _READ_LIMIT_S = 60.0
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
+#: How often others may be durable, and the one that was opened be gone, before it was read.
+_ATTEMPTS = 8
+_GONE = -errno.ENOENT
 _DAMAGED, _UNREADABLE = -10001, -10018  # -PCC_E_DAMAGED, -PCC_E_UNREADABLE
 _DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: a copy of the link's own
 
@@ -59,17 +63,23 @@ class Found(RestoreResult):
     state: Any = None
 
 
+class _GoneError(NoCheckpointError):
+    """Newer ones became durable, and its slot was given away."""
+
+
 def read_newest(
     connection: Connection, step: int | None, use: Callable[[Opened, tree.Tree], Any]
 ) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
     """Opens checkpoints, newest first, until `use` got through one without meeting damage or what
     cannot be read.
 
-    Returns what was used and what was passed over; a list alone when the volume holds nothing.
-    Raises NoCheckpointError when there are some, but none that is valid.
+    One that newer ones replace before it is read is no loss: they are opened. Returns what was used
+    and what was passed over; a list alone when the volume holds nothing. Raises NoCheckpointError
+    when there are some, but none that is valid.
     """
     skipped: dict[int, Skipped] = {}
     before: int | None = None
+    attempts = _ATTEMPTS
     failed: DamagedError | UnreadableError | None = None
     while True:
         try:
@@ -90,6 +100,11 @@ def read_newest(
         try:
             described = _read_tree(connection, opened)
             used = use(opened, described)
+        except _GoneError:
+            attempts -= 1
+            if not attempts:
+                raise
+            continue
         except (DamagedError, UnreadableError) as error:
             skipped[opened.sequence] = Skipped(opened.sequence, opened.step, error.message)
             before, failed = opened.sequence, error
@@ -143,7 +158,7 @@ def _read(
     device_ranges: bytes = b"",
 ) -> None:
     """Raises DamagedError when a block does not fit its checksum, UnreadableError when the disk
-    does not give it, DeviceError when a GPU fails."""
+    does not give it, DeviceError when a GPU fails, _GoneError when it was replaced."""
     load = connection.next_load()
     limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
     deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
@@ -165,10 +180,17 @@ def _read(
         raise WaitTimeoutError(
             f"reading {length} bytes took longer than {limit_s:.0f} s"
         ) from error
+    except NoCheckpointError:
+        code = _GONE
     except NativeError as error:
         raise DeviceError(f"the checkpoint could not be put on a GPU: {error}") from error
     except (ConnectionError, ValueError) as error:
         raise connection.gone() from error
+    if code == _GONE:
+        raise _GoneError(
+            f"the checkpoint of step {opened.step} was replaced by newer ones while it was read",
+            hint="try again when fewer are being saved",
+        )
     if code == _DAMAGED:
         raise DamagedError(f"the data of step {opened.step} does not fit its checksums")
     if code == _UNREADABLE:

@@ -4,6 +4,7 @@ there comes from its list, the bytes come as they do to a trainer, checked by th
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 import time
@@ -122,7 +123,10 @@ class DaemonReader:
         self._transfer(ranges, first, sum(places[-1]) - first)
 
     def verify(self, part: Subset | None = None) -> int:
-        return verified(self._path, self.checkpoint, part)[0]
+        try:
+            return verified(self._path, self.checkpoint, part)[0]
+        except NoCheckpointError as error:
+            raise recycled(self.checkpoint) from error
 
     def close(self) -> None:
         self._link.close()
@@ -148,13 +152,18 @@ class DaemonReader:
         self._load += 1
         deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
         self._link.load_start(self._load, ranges)
-        self._attachment.request(Read(self._load, self.checkpoint.sequence, offset, length))
+        try:
+            self._attachment.request(Read(self._load, self.checkpoint.sequence, offset, length))
+        except NoCheckpointError as error:
+            raise recycled(self.checkpoint) from error
         try:
             result = self._link.load_wait(self._load, deadline_ns)
         except TimeoutError as error:
             raise WaitTimeoutError(f"no data for {LOAD_LIMIT_S:g} s") from error
         except OSError as error:
             raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
+        if result == -errno.ENOENT:
+            raise recycled(self.checkpoint)
         if result != 0:
             raise invalid(
                 self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"

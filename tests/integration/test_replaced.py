@@ -1,0 +1,67 @@
+"""Checkpoints that newer ones replace between two reads of them: readers take the newest instead,
+or say what happened; nobody calls it damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck import PCcheckClient
+from pccheck.rebuild import state_of_tree
+from pccheck.restore import payload_loader, read_newest
+from pccheck_wire import tree
+from pccheck_wire.messages import Opened
+from pccheckctl import verify
+from pccheckctl.reading import RecycledError
+from pccheckctl.remote import DaemonStore
+from tests.support.daemon import Daemon
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon()
+
+
+def save(client: PCcheckClient, *steps: int) -> None:
+    for step in steps:
+        client.checkpoint({"at": torch.full((9,), step)}, step=step).wait_durable(30)
+
+
+def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:
+    opened_steps: list[int] = []
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        connection = client._connection()
+        save(client, 1, 2)
+
+        def use(opened: Opened, described: tree.Tree) -> Any:
+            if not opened_steps:
+                save(client, 3, 4)
+            opened_steps.append(opened.step)
+            return state_of_tree(described, payload_loader(connection, opened))
+
+        found = read_newest(connection, None, use)
+    assert isinstance(found, tuple)
+    opened, _described, state, skipped = found
+    assert (opened_steps, opened.step, skipped) == ([2, 4], 4, [])
+    assert state["at"].tolist() == [4] * 9
+
+
+@pytest.mark.parametrize("read", ["read", "read_into", "verify"])
+def test_a_reader_is_told_so(daemon: Daemon, read: str) -> None:
+    store = DaemonStore(str(daemon.socket), daemon.storage)
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        save(client, 1, 2)
+        (one,) = (item for item in store.scan().checkpoints if item.step == 2)
+        with store.reader(one) as reader:
+            save(client, 3, 4)
+            calls: dict[str, Callable[[], object]] = {
+                "read": lambda: reader.read(*reader.tree_place),
+                "read_into": lambda: reader.read_into(bytes(24)),
+                "verify": lambda: reader.verify(None),
+            }
+            with pytest.raises(RecycledError, match="replaced by a newer one"):
+                calls[read]()
+        assert verify.check(store, one, None).result == "recycled"
