@@ -5,6 +5,7 @@ display."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import shutil
@@ -161,7 +162,8 @@ def verify(
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):
             if sequence in (0, item.sequence) and not gone():
-                results.append(_verified(volume, item, part))
+                with contextlib.suppress(FileNotFoundError):  # newer ones have replaced it
+                    results.append(_verified(volume, item, part))
     return {
         "schema": SCHEMA,
         "checkpoints": results,
@@ -181,6 +183,8 @@ def _verified(volume: _core.Volume, item: catalog.Checkpoint, part: Subset | Non
             read = verify_part(volume, item, part)
     except _core.NativeError as error:
         problem = error.code_name
+    except FileNotFoundError:
+        raise
     except OSError as error:
         problem = catalog.errno_name(error)
     return catalog.checkpoint_document(item) | {

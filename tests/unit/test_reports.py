@@ -174,6 +174,22 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
     assert [row["sequence"] for row in rows(document, "checkpoints")] == [1, 2]
 
 
+def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there to be good or bad."""
+    found = [SimpleNamespace(sequence=number, payload_bytes=1) for number in (1, 2)]
+    monkeypatch.setattr(report.catalog, "checkpoints_of", lambda *_: iter(found))
+    monkeypatch.setattr(report.catalog, "checkpoint_document", lambda item: vars(item))
+
+    class Replacing:
+        def verify(self, sequence: int) -> None:
+            if sequence == 1:
+                raise FileNotFoundError(2, "there is no such checkpoint")
+
+    document = report.verify([("path", cast(Volume, Replacing()))], 0)
+    assert [row["sequence"] for row in rows(document, "checkpoints")] == [2]
+    assert document["damaged"] == 0
+
+
 # -- what they are made of ---------------------------------------------------------------------
 
 
