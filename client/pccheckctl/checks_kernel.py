@@ -19,7 +19,7 @@ from .findings import Finding, ok, read, warning
 FILES_WANTED = 65536
 #: Descriptors of the daemon's: sockets, page, segment, watches, volume; one ring per transfer at a
 #: time; the process that reads a user's messages. A test counts them.
-FILES_OF_A_TRAINER, FILES_OF_RINGS, FILES_OF_A_USER = 7, 8, 6
+FILES_OF_A_TRAINER, FILES_OF_RINGS, FILES_OF_A_USER = 6, 8, 3
 MEMLOCK_WANTED = 64 << 20
 _IO_URING_SETUP = 425  # the same number on x86-64 and arm64
 MADV_COLLAPSE = 25
@@ -133,8 +133,9 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
         yield warning(
             "open files", f"{whose} may open {files}",
             costs=f"a trainer takes {FILES_OF_A_TRAINER}, with the engine uring up to "
-            f"{FILES_OF_A_TRAINER + FILES_OF_RINGS}, and one more for every further 256 MiB of "
-            f"DRAM; the first of each user {FILES_OF_A_USER} more; the one too many is refused",
+            f"{FILES_OF_A_TRAINER + FILES_OF_RINGS}, and one more for every further segment of "
+            f"DRAM (256 MiB, or a sixteenth of --dram if that is less); the first of each user "
+            f"{FILES_OF_A_USER} more; the one too many is refused",
             mend=f"ulimit -Hn {FILES_WANTED}; as a service: LimitNOFILE={FILES_WANTED}",
         )  # fmt: skip
 
