@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from pccheckctl import bench, checks_kernel, cli, disk
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
+
+
+LIMIT_S = 30.0
 
 
 @pytest.fixture
@@ -90,18 +94,20 @@ def test_a_trainer_takes_as_many_files_as_doctor_says(
     def files() -> int:
         return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
 
-    before, taken = files(), []
-    for job in ("first", "second"):
+    rings = checks_kernel.FILES_OF_RINGS if engine == "uring" else 0
+    before, trainers = files(), 0
+    for job in ("first", "second", "third"):
         trainer = start_trainer(daemon, job=job)
         for _ in range(3):
             trainer.step()
             trainer.wait_durable(trainer.checkpoint())
-        taken.append(files() - before)
-        before += taken[-1]
-    rings = checks_kernel.FILES_OF_RINGS if engine == "uring" else 0
-    second = range(checks_kernel.FILES_OF_A_TRAINER, checks_kernel.FILES_OF_A_TRAINER + rings + 1)
-    assert taken[1] in second
-    assert taken[0] - taken[1] == pytest.approx(checks_kernel.FILES_OF_A_USER, abs=rings)
+        trainers += 1
+        least = checks_kernel.FILES_OF_A_USER + trainers * checks_kernel.FILES_OF_A_TRAINER
+        allowed = range(least - 1, least + trainers * rings + 2)  # one may come or go at any time
+        deadline = time.monotonic() + LIMIT_S
+        while files() - before not in allowed:  # memory still comes, and a hang-up is on its way
+            assert time.monotonic() < deadline, (files() - before, allowed)
+            time.sleep(0.02)
 
 
 @pytest.mark.usefixtures("_quick")
