@@ -49,7 +49,7 @@ from pccheck_wire.messages import (
     Verify,
 )
 
-from . import config_text, expiry, exposing, recovery, report, trace
+from . import config_text, expiry, exposing, recovery, report, trace, verification
 from .config import Config
 from .engine import Engine, translated
 from .logs import LOG
@@ -280,7 +280,7 @@ class Handlers:
         reports = tenant.retention.reports
         try:
             document = await self._engine.scan(
-                session.uid, report.verify, volumes, body.sequence, part, gone=gone.is_set
+                session.uid, verification.verify, volumes, body.sequence, part, gone=gone.is_set
             )
             if part is None:
                 await _judge(tenant, document, reports)

@@ -14,7 +14,6 @@ from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 
-
 LIMIT_S = 30.0
 
 
@@ -95,13 +94,12 @@ def test_a_trainer_takes_as_many_files_as_doctor_says(
         return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
 
     rings = checks_kernel.FILES_OF_RINGS if engine == "uring" else 0
-    before, trainers = files(), 0
-    for job in ("first", "second", "third"):
+    before = files()
+    for trainers, job in enumerate(("first", "second", "third"), start=1):
         trainer = start_trainer(daemon, job=job)
         for _ in range(3):
             trainer.step()
             trainer.wait_durable(trainer.checkpoint())
-        trainers += 1
         least = checks_kernel.FILES_OF_A_USER + trainers * checks_kernel.FILES_OF_A_TRAINER
         allowed = range(least - 1, least + trainers * rings + 2)  # one may come or go at any time
         deadline = time.monotonic() + LIMIT_S

@@ -18,7 +18,7 @@ from pccheck_wire import codec
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
 from pccheckctl.output import rows
-from pccheckd import report, trace
+from pccheckd import report, trace, verification
 from pccheckd.checkpoint import Checkpoint
 from pccheckd.config import Config
 from pccheckd.engine import Engine
@@ -168,9 +168,9 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
             gone.set()
         return {"sequence": item.sequence, "valid": True, "problem": ""}
 
-    monkeypatch.setattr(report, "_verified", verified)
+    monkeypatch.setattr(verification, "_verified", verified)
     volumes = [("path", cast(Volume, None))]
-    document = report.verify(volumes, 0, gone=gone.is_set)
+    document = verification.verify(volumes, 0, gone=gone.is_set)
     assert [row["sequence"] for row in rows(document, "checkpoints")] == [1, 2]
 
 
@@ -185,7 +185,7 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
             if sequence == 1:
                 raise FileNotFoundError(2, "there is no such checkpoint")
 
-    document = report.verify([("path", cast(Volume, Replacing()))], 0)
+    document = verification.verify([("path", cast(Volume, Replacing()))], 0)
     assert [row["sequence"] for row in rows(document, "checkpoints")] == [2]
     assert document["damaged"] == 0
 
