@@ -13,6 +13,8 @@ from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
 from . import render
 from .output import Document, note, part, print_json, rows, text, texts
 
+#: What pccheckd says when it was told nothing at all: then it is the daemon that is missing.
+STORAGE_MISSING = "--storage is missing"
 LIMIT_S = 30.0
 
 
@@ -40,6 +42,8 @@ def _ask(arguments: argparse.Namespace) -> Document:
     try:
         document = _from_files(arguments)
     except UsageError as error:
+        if error.message != STORAGE_MISSING:
+            raise  # what is wrong in a file is wrong whether a daemon runs or not
         raise DaemonUnreachableError(
             f"{unreachable.message}; one started from this shell would refuse: {error.message}",
             hint=unreachable.hint,

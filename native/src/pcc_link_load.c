@@ -124,17 +124,18 @@ static bool load_over(struct pcc_link *link, uint64_t load_id, uint64_t deadline
 
     (void)pthread_mutex_lock(&link->lock);
     struct pcc_link_load *load = &link->load;
-    if (!load->active || load->id != load_id)
+    const bool ours = load->active && load->id == load_id;
+    if (!ours)
         *result = -ENOENT;
     else if (load->ended)
-        *result = load->result;
+        *result = load->result; /* also -ENOENT: the checkpoint is gone */
     else if (atomic_load_explicit(&link->dead, memory_order_relaxed))
         *result = -ECONNRESET;
     else if (late)
         *result = -ETIMEDOUT;
     else
         is_over = false;
-    if (is_over && *result != -ENOENT) {
+    if (is_over && ours) {
         load->ended = true;
         while (load->busy || load->flying > 0)
             (void)pthread_cond_wait(&link->idle, &link->lock);

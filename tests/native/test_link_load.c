@@ -230,10 +230,26 @@ static void test_dead_gpu(void)
     gpu_free(3, memory);
 }
 
+/* Whatever the daemon says at the end, the next load can begin. */
+static void test_every_end_is_one(void)
+{
+    struct daemon d;
+    const int results[] = {0, -ENOENT, -PCC_E_DAMAGED, -EIO, -EBUSY};
+
+    daemon_open(&d, 0);
+    for (uint64_t i = 0; i < sizeof(results) / sizeof(results[0]); i++) {
+        CHECK_EQUAL(pcc_link_load_start(d.link, i + 1, NULL, 0, NULL, 0), 0);
+        say(&d, &(struct pcc_message){.kind = PCC_MSG_END, .id = i + 1, .result = results[i]});
+        CHECK_EQUAL(pcc_link_load_wait(d.link, i + 1, soon()), results[i]);
+    }
+    daemon_close(&d);
+}
+
 int main(void)
 {
     standin_open();
     RUN(test_load);
+    RUN(test_every_end_is_one);
     RUN(test_many_in_flight);
     RUN(test_many_pieces);
     RUN(test_broken_off);
