@@ -62,29 +62,6 @@ def test_what_the_limits_leave_is_used(limit: tuple[str, int]) -> None:
         assert "Traceback" not in daemon.log.read_text()
 
 
-def test_too_little_address_space_is_told_in_words() -> None:
-    """At the start, or to each client: nobody is hung up on, and no part of the daemon is missing
-    while the rest goes on. (Where the interpreter itself gets no memory, it only ends.)"""
-    told = 0
-    for limit in range(200, 300, 12):
-        daemon = Limited("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB")
-        daemon.limit = ("RLIMIT_AS", limit * MIB)
-        with daemon:
-            try:
-                daemon.start()
-            except AssertionError as error:
-                assert daemon.wait_end() != 0
-                told += REFUSALS[0] in str(error)
-            else:
-                for attempt in range(3):
-                    with contextlib.suppress(PccheckError), Rank(daemon.socket) as rank:
-                        rank.register(MIB)
-                        rank.save(attempt, payload_of(attempt, MIB))
-                assert daemon.stop() == 0
-                assert "Traceback" not in daemon.log.read_text(), limit
-    assert told
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")
 def test_a_refused_thread_is_told_in_words() -> None:
     with tempfile.TemporaryDirectory(prefix="pcc-") as root:
