@@ -3,7 +3,6 @@ core's own calls: tests/native/test_scarcity_*.c."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys

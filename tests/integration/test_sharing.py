@@ -16,6 +16,7 @@ import pytest
 
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 from pccheck_wire.messages import CheckpointState
+from tests.support.as_user import import_all
 from tests.support.daemon import Daemon
 from tests.support.manager import ServedDaemon
 from tests.support.rank import Rank, payload_of
@@ -60,6 +61,7 @@ def has(daemon: Daemon, **expected: int) -> None:
 def become_nobody(_trainer: Any) -> int:
     os.setgroups([])
     os.setgid(NOBODY)
+    import_all("pccheck")  # it may lie where that user cannot go
     os.setuid(NOBODY)
     return os.getuid()
 
