@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pccheck_wire.basics import STORAGE_MISSING
 from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, MIB
@@ -102,7 +103,7 @@ class Sources:
             given[option.field] = _parse(option, text, origins[option.field])
         if "storage" not in given:
             raise UsageError(
-                "--storage is missing",
+                STORAGE_MISSING,
                 hint=f"name a directory on a local disk, by flag, PCCHECK_STORAGE or in "
                 f"{file or self.default_file}",
             )

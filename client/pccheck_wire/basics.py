@@ -15,6 +15,8 @@ DEFAULT_SOCKET = "/run/pccheck/attach.sock"
 VARIABLES = ("PCCHECK_SOCKET", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG")
 
 START_HINT = "start it with: pccheckd --storage DIR"
+#: Of a daemon that was told nothing at all; pccheckctl tells it from what is wrong in a file.
+STORAGE_MISSING = "--storage is missing"
 SAME_VERSION_HINT = "install the same version of pccheck on both sides"
 
 

@@ -8,13 +8,12 @@ import json
 import subprocess
 import sys
 
+from pccheck_wire.basics import STORAGE_MISSING
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
 
 from . import render
 from .output import Document, note, part, print_json, rows, text, texts
 
-#: What pccheckd says when it was told nothing at all: then it is the daemon that is missing.
-STORAGE_MISSING = "--storage is missing"
 LIMIT_S = 30.0
 
 

@@ -293,14 +293,38 @@ static int fill_one(struct pcc_link *link)
     return taken ? 2 : result != 0;
 }
 
+/* What each GPU has filled and read by now. As pcc_link_work. */
+static int devices_land(struct pcc_link *link)
+{
+    int result = 0;
+
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_link_device *device = pcc_link_device(link, i);
+        if (device == NULL ||
+            (device->flying.first == PCC_NO_CHUNK && device->loading.first == PCC_NO_CHUNK))
+            continue;
+        link->polling = true;
+        if (atomic_load_explicit(&link->armed, memory_order_relaxed)) { /* it is not asked */
+            device->progress_ns = device->load_progress_ns = pcc_now_ns();
+            continue;
+        }
+        const int filled = device->flying.first != PCC_NO_CHUNK ? pcc_link_land(link, device) : 0;
+        if (filled < 0)
+            return -1;
+        const int read =
+            device->loading.first != PCC_NO_CHUNK ? pcc_link_load_land(link, device) : 0;
+        if (read < 0)
+            return -1;
+        result |= filled | read;
+    }
+    return result;
+}
+
 int pcc_link_work(struct pcc_link *link)
 {
     link->polling = false;
-    const int landed = pcc_link_land(link);
+    const int landed = devices_land(link);
     if (landed < 0)
-        return -1;
-    const int loaded = pcc_link_load_land(link);
-    if (loaded < 0)
         return -1;
     const int filled = fill_one(link);
     if (filled < 0)
@@ -310,5 +334,5 @@ int pcc_link_work(struct pcc_link *link)
     const int finished = finish_one(link);
     if (finished < 0)
         return -1;
-    return landed > 0 || loaded > 0 || filled > 0 || finished > 0;
+    return landed > 0 || filled > 0 || finished > 0;
 }

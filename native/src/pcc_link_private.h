@@ -266,8 +266,9 @@ void pcc_link_job_note(struct pcc_link *link, struct pcc_job *job);
  * the chunk is the GPU's now, whatever the result. */
 PCC_MUST_CHECK int pcc_link_enqueue(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
                                     const struct pcc_part *part, bool *taken_out);
-/* Moves what is filled from the GPUs' lists to `landed`. As pcc_link_work. */
-PCC_MUST_CHECK int pcc_link_land(struct pcc_link *link);
+/* Moves what is filled from a GPU's list to `landed`. 1 = something; 0 = nothing; -1 = the GPU is
+ * dead. */
+PCC_MUST_CHECK int pcc_link_land(struct pcc_link *link, struct pcc_link_device *device);
 /* The event of a chunk, for copies on that GPU. Within enter/leave. */
 PCC_MUST_CHECK CUresult pcc_link_event_ready(struct pcc_link *link, uint32_t chunk,
                                              uint32_t device);
@@ -329,8 +330,8 @@ void pcc_link_load_note(struct pcc_link *link, int error);
 /* -- pcc_link_scatter.c; called by the thread -- */
 /* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */
 PCC_MUST_CHECK bool pcc_link_take_data(struct pcc_link *link, const struct pcc_message *message);
-/* Gives the chunks back that GPUs have read. As pcc_link_work. */
-PCC_MUST_CHECK int pcc_link_load_land(struct pcc_link *link);
+/* Gives the chunks back that a GPU has read. As pcc_link_work. */
+PCC_MUST_CHECK int pcc_link_load_land(struct pcc_link *link, struct pcc_link_device *device);
 /* Waits for all of them, and gives nothing back. Bounded. Streams that waited were let go. */
 void pcc_link_load_drain(struct pcc_link *link);
 

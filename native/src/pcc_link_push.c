@@ -203,8 +203,7 @@ static bool is_dead(struct pcc_link *link, struct pcc_link_device *device)
            atomic_load_explicit(&link->patience_ns, memory_order_relaxed);
 }
 
-/* 1 = some landed; 0 = none; -1 = the GPU is dead. */
-static int device_land(struct pcc_link *link, struct pcc_link_device *device)
+int pcc_link_land(struct pcc_link *link, struct pcc_link_device *device)
 {
     int mode, result = 0;
 
@@ -230,26 +229,5 @@ static int device_land(struct pcc_link *link, struct pcc_link_device *device)
         }
     }
     pcc_link_gpu_leave(device, mode);
-    return result;
-}
-
-int pcc_link_land(struct pcc_link *link)
-{
-    int result = 0;
-
-    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
-        struct pcc_link_device *device = pcc_link_device(link, i);
-        if (device == NULL || device->flying.first == PCC_NO_CHUNK)
-            continue;
-        link->polling = true;
-        if (atomic_load_explicit(&link->armed, memory_order_relaxed)) {
-            device->progress_ns = pcc_now_ns(); /* it was not asked */
-            continue;
-        }
-        const int some = device_land(link, device);
-        if (some < 0)
-            return -1;
-        result |= some;
-    }
     return result;
 }

@@ -128,8 +128,7 @@ static bool give_back(struct pcc_link *link, struct pcc_link_device *device, int
     return pcc_link_tell(link, &message);
 }
 
-/* Gives back what the GPU has read by now. As pcc_link_work. */
-static int device_land(struct pcc_link *link, struct pcc_link_device *device)
+int pcc_link_load_land(struct pcc_link *link, struct pcc_link_device *device)
 {
     int mode, error = 0, result = 0;
     const bool entered = pcc_link_gpu_enter(device, &mode) == 0;
@@ -140,27 +139,6 @@ static int device_land(struct pcc_link *link, struct pcc_link_device *device)
         result = give_back(link, device, error) ? 1 : -1;
     if (entered)
         pcc_link_gpu_leave(device, mode);
-    return result;
-}
-
-int pcc_link_load_land(struct pcc_link *link)
-{
-    int result = 0;
-
-    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
-        struct pcc_link_device *device = pcc_link_device(link, i);
-        if (device == NULL || device->loading.first == PCC_NO_CHUNK)
-            continue;
-        link->polling = true;
-        if (atomic_load_explicit(&link->armed, memory_order_relaxed)) {
-            device->load_progress_ns = pcc_now_ns(); /* it was not asked */
-            continue;
-        }
-        const int some = device_land(link, device);
-        if (some < 0)
-            return -1;
-        result |= some;
-    }
     return result;
 }
 
