@@ -55,6 +55,15 @@ class Tally:
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     violations: list[str] = field(default_factory=list)
 
+    def told(self, rounds: int, seed: int) -> int:
+        """Prints them; the exit code."""
+        print(f"seed {seed}: {rounds} rounds, {len(self.violations)} violations")
+        for name, count in sorted((self.kinds + self.outcomes).items()):
+            print(f"  {name:34} {count}")
+        for violation in self.violations:
+            print("VIOLATION", violation)
+        return 1 if self.violations else 0
+
 
 @dataclass
 class Scene:
@@ -304,12 +313,7 @@ def main() -> int:
     options = parser.parse_args()
     tally = run(options.rounds, options.seed)
     played = sum(count for kind, count in tally.kinds.items() if kind.startswith("killed"))
-    print(f"seed {options.seed}: {played} rounds, {len(tally.violations)} violations")
-    for name, count in sorted((tally.kinds + tally.outcomes).items()):
-        print(f"  {name:34} {count}")
-    for violation in tally.violations:
-        print("VIOLATION", violation)
-    return 1 if tally.violations else 0
+    return tally.told(played, options.seed)
 
 
 if __name__ == "__main__":

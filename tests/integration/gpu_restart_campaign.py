@@ -117,13 +117,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    tally = run(options.rounds, options.seed)
-    print(f"seed {options.seed}: {options.rounds} rounds, {len(tally.violations)} violations")
-    for name, count in sorted((tally.kinds + tally.outcomes).items()):
-        print(f"  {name:34} {count}")
-    for violation in tally.violations:
-        print("VIOLATION", violation)
-    return 1 if tally.violations else 0
+    return run(options.rounds, options.seed).told(options.rounds, options.seed)
 
 
 if __name__ == "__main__":

@@ -138,9 +138,7 @@ def test_nobody_drops_anothers(
     uid: int | None, told: str, start_daemon: Callable[..., Daemon], storage: Path, tmp_path: Path
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
-    daemon.root.chmod(0o755)
-    daemon.socket.parent.chmod(0o755)
-    daemon.socket.chmod(0o666)
+    daemon.open_to_everybody()
     said = (tmp_path / "said").open("w+")
     arguments = ["--socket", str(daemon.socket), "drop", "job", "--yes"]
     pid = os.fork()

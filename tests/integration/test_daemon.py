@@ -312,9 +312,7 @@ def test_memory_of_ranks_that_are_gone_makes_room(start_daemon: Start) -> None:
 def test_users_are_apart(start_daemon: Start) -> None:
     daemon = start_daemon()
     saved(daemon, 1)
-    daemon.root.chmod(0o755)
-    daemon.socket.parent.chmod(0o711)
-    daemon.socket.chmod(0o666)
+    daemon.open_to_everybody()
 
     def others() -> str:
         assert not document(daemon, ListVolumes())["checkpoints"]

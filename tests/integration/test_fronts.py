@@ -131,9 +131,7 @@ def test_the_daemon_has_no_libzmq(start_daemon: Start) -> None:
 @needs_root
 def test_a_front_is_its_users_own_process(start_daemon: Start) -> None:
     daemon = start_daemon()
-    daemon.root.chmod(0o755)
-    daemon.socket.parent.chmod(0o711)
-    daemon.socket.chmod(0o666)
+    daemon.open_to_everybody()
 
     def saves() -> str:
         with Rank(daemon.socket) as rank:
@@ -164,9 +162,7 @@ def test_connections_without_end_harm_their_user_only(
 @needs_root
 def test_another_user_notices_nothing(start_daemon: Start) -> None:
     daemon = start_daemon()
-    daemon.root.chmod(0o755)
-    daemon.socket.parent.chmod(0o711)
-    daemon.socket.chmod(0o666)
+    daemon.open_to_everybody()
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         ours = front_of(daemon)

@@ -79,9 +79,7 @@ def test_a_daemon_without_a_driver(start_node: Start) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 def test_another_users_memory(start_node: Start) -> None:
     node = start_node()
-    node.daemon.root.chmod(0o755)
-    node.daemon.socket.parent.chmod(0o711)
-    node.daemon.socket.chmod(0o666)
+    node.daemon.open_to_everybody()
     saves(node.connect(uid=65534))
     assert node.transfer()[0] == "push"
     assert "runs as uid 0" in node.transfer()[1]  # root asks no driver whether it may

@@ -45,9 +45,7 @@ def save(rank: Rank, step: int) -> float:
 @pytest.mark.parametrize("attack", sorted(ATTACKS))
 def test_the_others_go_on(start_daemon: Callable[..., Daemon], attack: str) -> None:
     daemon = start_daemon("--max-storage", "96MiB")
-    daemon.root.chmod(0o755)
-    daemon.socket.parent.chmod(0o755)
-    daemon.socket.chmod(0o666)
+    daemon.open_to_everybody()
     with Rank(daemon.socket, job="late") as late:
         late.register(SIZE)
         late.save(1, payload_of(1, SIZE))

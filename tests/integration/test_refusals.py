@@ -256,9 +256,7 @@ def _crc32c(data: bytes) -> int:
 def test_another_uid_sees_and_gets_nothing(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon()
     make_checkpoint(daemon, start_trainer)
-    daemon.root.chmod(0o755)
-    daemon.socket.parent.chmod(0o755)
-    daemon.socket.chmod(0o666)
+    daemon.open_to_everybody()
     ran = subprocess.run(
         as_user(NOBODY, "pccheckctl.cli", "--socket", str(daemon.socket), "list", "--json"),
         capture_output=True, text=True, check=False,

@@ -73,9 +73,7 @@ def start_stranger(stack: ExitStack) -> Connect:
     def start(daemon: Daemon, counts: list[int], **options: object) -> Trainer:
         if os.getuid() != 0:
             pytest.skip("needs root")
-        daemon.root.chmod(0o755)
-        daemon.socket.parent.chmod(0o755)
-        daemon.socket.chmod(0o666)
+        daemon.open_to_everybody()
         trainer = stack.enter_context(Trainer())
         assert trainer.evaluate(become_nobody) == NOBODY
         trainer.open(counts, socket=str(daemon.socket), **options)

@@ -2,8 +2,10 @@
 #ifndef CHECK_H
 #define CHECK_H
 
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
@@ -29,5 +31,19 @@
         (void)fflush(stdout);                                                                      \
         test();                                                                                    \
     } while (0)
+
+/* Mappings of this process whose file's name has `name` in it. */
+static inline uint32_t check_mappings(const char *name)
+{
+    char line[512];
+    uint32_t count = 0;
+    FILE *maps = fopen("/proc/self/maps", "re");
+
+    CHECK(maps != NULL);
+    while (fgets(line, sizeof(line), maps) != NULL)
+        count += strstr(line, name) != NULL;
+    CHECK(fclose(maps) == 0);
+    return count;
+}
 
 #endif

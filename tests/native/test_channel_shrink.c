@@ -38,15 +38,7 @@ static void shrink(struct fixture *f, uint64_t bytes, uint64_t expected)
 /* Mappings of segments in this process, which is daemon and client. */
 static uint32_t mappings(void)
 {
-    char line[512];
-    uint32_t count = 0;
-    FILE *maps = fopen("/proc/self/maps", "re");
-
-    CHECK(maps != NULL);
-    while (fgets(line, sizeof(line), maps) != NULL)
-        count += strstr(line, "pccheck-segment") != NULL;
-    CHECK(fclose(maps) == 0);
-    return count;
+    return check_mappings("pccheck-segment");
 }
 
 /* An idle trainer gives back what it cached, and grows again later, under the same chunk numbers.

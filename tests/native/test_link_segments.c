@@ -9,18 +9,10 @@ static void retire(struct daemon *d, uint64_t number, uint32_t first)
     say(d, &(struct pcc_message){.kind = PCC_MSG_RETIRE, .chunk = first, .id = number});
 }
 
-/* Mappings of segments in this process: the test's own, and the link's. The page is there twice. */
+/* Mappings of segments: the test's own, and the link's. The page is there twice. */
 static uint32_t mappings(void)
 {
-    char line[512];
-    uint32_t count = 0;
-    FILE *maps = fopen("/proc/self/maps", "re");
-
-    CHECK(maps != NULL);
-    while (fgets(line, sizeof(line), maps) != NULL)
-        count += strstr(line, "memfd:test") != NULL;
-    CHECK(fclose(maps) == 0);
-    return count - 2;
+    return check_mappings("memfd:test") - 2;
 }
 
 /* Other memory at the same chunk numbers. */

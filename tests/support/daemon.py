@@ -55,6 +55,12 @@ class Daemon:
         assert self.process is not None
         return self.process.pid
 
+    def open_to_everybody(self) -> None:
+        """Users of any uid may connect, as with --group in a directory of the service."""
+        self.root.chmod(0o755)
+        self.socket.parent.chmod(0o711)
+        self.socket.chmod(0o666)
+
     @property
     def armed(self) -> Path:
         """The shim acts once this file exists."""
