@@ -59,9 +59,10 @@ native: ## the C core's own tests
 crash: ## crash images, rot, faults and mutants against the C core (also part of test)
 	$(MAKE) --no-print-directory -C tests/crash run
 
-campaign: $(READY) ## kills daemon and trainer ROUNDS times (default 1000), with SEED
+campaign: $(READY) ## kills daemon, trainer and groups of ranks ROUNDS times (default 1000), with SEED
 	$(BIN)/python -m tests.integration.kill_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.restart_campaign --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.integration.group_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)
@@ -95,6 +96,7 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 	$(BIN)/python -m bench.call_overhead
 	$(BIN)/python -m bench.recover
 	$(BIN)/python -m bench.observability
+	$(BIN)/python -m bench.ranks
 
 # Neither needs network nor .venv: PYTHON is the GPU machine's own, with its torch.
 gpu-probe: ## what this machine's GPU and driver do; one JSON document

@@ -10,10 +10,10 @@ from pccheck_wire.messages import CheckpointState as State
 #: pipelined), but WRITING as a state comes after COPIED: it says that only the disk is waited for.
 MOVES: dict[State, frozenset[State]] = {
     State.REQUESTED: frozenset({State.COPYING, State.SKIPPED, State.FAILED}),
-    State.COPYING: frozenset({State.COPIED, State.SUPERSEDED, State.FAILED}),
-    State.COPIED: frozenset({State.WRITING, State.SUPERSEDED, State.FAILED}),
-    State.WRITING: frozenset({State.DURABLE, State.SUPERSEDED, State.FAILED}),
-    State.DURABLE: frozenset({State.GLOBAL}),
+    State.COPYING: frozenset({State.COPIED, State.SUPERSEDED, State.SKIPPED, State.FAILED}),
+    State.COPIED: frozenset({State.WRITING, State.SUPERSEDED, State.SKIPPED, State.FAILED}),
+    State.WRITING: frozenset({State.DURABLE, State.SUPERSEDED, State.SKIPPED, State.FAILED}),
+    State.DURABLE: frozenset({State.GLOBAL, State.SUPERSEDED}),
     State.GLOBAL: frozenset(),
     State.SUPERSEDED: frozenset(),
     State.SKIPPED: frozenset(),
@@ -22,6 +22,9 @@ MOVES: dict[State, frozenset[State]] = {
 
 #: States in which a checkpoint occupies a lane or waits for one.
 LIVE = frozenset({State.REQUESTED, State.COPYING, State.COPIED, State.WRITING})
+
+#: `error` of a checkpoint that another rank of the job will never have.
+GIVEN_UP = "GIVEN_UP"
 
 _PATH = (State.REQUESTED, State.COPYING, State.COPIED, State.WRITING, State.DURABLE)
 
@@ -47,7 +50,7 @@ class Checkpoint:
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     held_at_ns: int = 0  # when the gate last held the trainer, as the trainer says ...
     held_ns: int = 0  # ... and how long it did since the request before
-    sequence: int = 0
+    sequence: int = 0  # the same on every rank of a group, from the request on
     slot: int | None = None
     state: State = State.REQUESTED
     reason: str = ""

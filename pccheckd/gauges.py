@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from pccheck_native import _core
 
-from . import VERSION
+from . import VERSION, standing
 from .config import Config
 from .engine import Engine
 from .health import Health
+from .jobs import Job
 from .registry import Registry
 from .report import gpu_uuid, troubles
 from .scrub import Scrubber
@@ -47,7 +48,7 @@ def read(
     scrubber: Scrubber,
 ) -> list[Family]:
     ranks = list(registry.tenants())
-    warnings = len(troubles(engine, ranks))
+    warnings = len(troubles(engine, ranks, registry.jobs.values()))
     return [
         *_daemon(config, engine.io.running, health, warnings),
         *_memory(engine, ranks),
@@ -56,6 +57,7 @@ def read(
         *_gpus(engine.driver.info()),
         *_sessions(sessions.all()),
         *_fronts(sessions.control),
+        *_groups(registry.jobs.values(), config.stall_limit_s),
         *_ranks(ranks),
         *_scrub(scrubber),
     ]
@@ -123,6 +125,36 @@ def _fronts(control: ControlServer) -> Iterator[Family]:
     yield _one(
         "front_restarts", "Times that one of them ended by itself", control.restarts, counts=True
     )
+
+
+def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
+    """Of jobs with several ranks: what all of them have."""
+    found = [
+        ((str(job.uid), job.name), one)
+        for job in jobs
+        if (one := standing.of(job, stall_limit_s)) is not None
+    ]
+
+    def family(name: str, text: str, samples: Iterable[Sample], *more: str) -> Family:
+        return Family(f"group_{name}", text, list(samples), (*RANK[:2], *more))
+
+    yield family(
+        "global_step", "Step of the newest checkpoint that every rank has durable",
+        ((k, one.step) for k, one in found if one.step is not None),
+    )  # fmt: skip
+    yield family(
+        "global_timestamp_seconds", "When the last rank had it durable, by the wall clock",
+        ((k, one.wall_ns / 1e9) for k, one in found if one.wall_ns is not None),
+    )  # fmt: skip
+    yield family(
+        "late", "1 while ranks ask for checkpoints and none becomes global for long",
+        ((k, one.is_late) for k, one in found),
+    )  # fmt: skip
+    yield family(
+        "behind", "Durable checkpoints of other ranks, newer than the global one, that it lacks",
+        (((*k, str(rank)), count) for k, one in found for rank, count in one.behind.items()),
+        "rank",
+    )  # fmt: skip
 
 
 def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:

@@ -153,8 +153,8 @@ class Handlers:
             case Read():
                 await recovery.read(session, self._sessions, body)
             case Restored():
-                assert session.tenant is not None
-                await session.tenant.retention.restored(session.tenant.owner)
+                assert session.job is not None
+                await session.job.restored(session.rank, body.sequence)
             case Goodbye():
                 await self._goodbye(session, body)
             case Status():
@@ -178,8 +178,8 @@ class Handlers:
         return Done()
 
     async def _register(self, session: Session, body: Register) -> Registered:
-        tenant, port = session.tenant, session.port
-        assert tenant is not None and port is not None
+        job, tenant, port = session.job, session.tenant, session.port
+        assert job is not None and tenant is not None and port is not None
         if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
             raise UsageError(f"$.body.payload_bytes: {body.payload_bytes} cannot be")
         volume = await tenant.register(body.payload_bytes)
@@ -190,6 +190,7 @@ class Handlers:
         return Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
             granted_bytes=granted, volume=str(volume.path),
+            absent=job.absent(), incarnation=job.registered(session.rank, session.process),
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
@@ -240,7 +241,7 @@ class Handlers:
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
         tenant = session.tenant
         assert tenant is not None
-        if not await tenant.ledger.settled(GOODBYE_LIMIT_S):
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, tenant.asked):
             raise WaitTimeoutError(f"checkpoints still go on after {GOODBYE_LIMIT_S:g} s")
         if body.done:
             await tenant.finish()

@@ -115,6 +115,7 @@ async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
         sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
         outcomes.append((sequence, step, why))
         ledger.last_sequence = max(ledger.last_sequence, sequence)
+        tenant.group.passed(sequence)
         if why:
             continue
         ledger.inherit(Checkpoint(

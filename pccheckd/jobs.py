@@ -1,39 +1,51 @@
-"""A job: the ranks of one user's training run. It numbers incarnations and decides for the group:
-which step all ranks recover, which step is global."""
+"""A job: the ranks of one user's training run. It gives `group.py`, which decides, what the volumes
+and sessions say, and makes the ranks' volumes, queues and pages obey."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
 
-from pccheck_native import catalog
-from pccheck_wire.errors import NoCheckpointError, RefusedError, WaitTimeoutError
+from pccheck_native import group
+from pccheck_native.group import Agreement, Held, Rank, Refused
+from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError, WaitTimeoutError
+from pccheck_wire.messages import Begin
 
-from .logs import LOG
+from .checkpoint import GIVEN_UP, Checkpoint
+from .config import Config
+from .port import Owner
+from .starts import Start, Starts
 from .tenants import Tenant
-from .volumes import GLOBAL
 
 SETTLE_LIMIT_S = 600.0
+NAMED_MAX = 8
+ASKED_MAX = 512  # requests whose time is remembered until they are common
 
-#: (incarnation, step): what ranks have in common.
-Common = tuple[int, int]
+_FENCED = (
+    "another start of the job has begun since this process restored its state",
+    "call restore() here, or end this process",
+)
 
 
 class Job:
     """Owned by the registry; its tenants come and go, its incarnations only grow."""
 
-    def __init__(self, uid: int, name: str) -> None:
+    def __init__(self, uid: int, name: str, config: Config) -> None:
         self.uid = uid
         self.name = name
-        self.incarnation = 0
-        self.launch = ""
         self.tenants: dict[int, Tenant] = {}
-        self.lock = asyncio.Lock()
         self.joining = asyncio.Lock()  # held while a rank becomes a member
-        self._joined: set[int] = set()
-        self._decisions: dict[int | None, Common | None] = {}
-        self._global: Common | None = None
-        self._global_lock = asyncio.Lock()
+        self.starts = Starts()
+        self.agreement = Agreement(0, 0, frozenset())
+        self.common: Held | None = None  # the newest checkpoint that all ranks have
+        self._config = config
+        self._numbers = group.Numbers()
+        self._given_up = 0  # the newest sequence that ever was
+        self._short: set[int] = set()  # ranks without a slot for the next checkpoint
+        self._due: asyncio.Handle | None = None
+        self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
+        self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
+        self.longest_s = 0.0  # from a request to the common checkpoint
 
     @property
     def idle(self) -> bool:
@@ -45,105 +57,293 @@ class Job:
         """A rank's trainer has ended, and is being drained."""
         return any(tenant.leaving for tenant in self.tenants.values())
 
-    def join(self, rank: int, launch: str) -> int:
-        """The incarnation of a rank that connects.
+    @property
+    def world_size(self) -> int:
+        """Of the current start, else of the run that saved last."""
+        start = self.starts.current
+        if start is not None:
+            return start.world_size
+        newest = [
+            t.volumes.checkpoints()[0] for t in self.tenants.values() if t.volumes.checkpoints()
+        ]
+        return max(newest, key=lambda one: one.sequence).world_size if newest else 1
 
-        Ranks that say the same launch share one; without a launch a rank that connects a second
-        time starts the next, and the others join it.
-        """
+    def loaded(self, tenant: Tenant) -> None:
+        """A rank whose volumes have been opened belongs to the job now."""
+        self.tenants[tenant.key.rank] = tenant
+        self._numbers.passed(tenant.volumes.last_sequence())
+        self._numbers.passed(tenant.ledger.last_sequence)
+        self.settle()
+
+    def passed(self, sequence: int) -> None:
+        """A daemon before this one has given it out."""
+        self._numbers.passed(sequence)
+
+    def common_checkpoints(self) -> list[Held]:
+        """Newest first."""
+        return group.common(self.ranks())
+
+    # -- who belongs to it ---------------------------------------------------------------------
+
+    def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool = False) -> int:
+        """The incarnation of a process that connects; `moved`: the one that it had, `was`, is of
+        another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
-        again = launch != self.launch if launch else rank in self._joined
-        if not self._joined or again:
-            self.incarnation = max(self.incarnation, known) + 1
-            self.launch = launch
-            self._joined.clear()
-            self._decisions.clear()
-            self._global = None  # said again, in case the flags were lost or let go
-        self._joined.add(rank)
-        return self.incarnation
+        start = self.starts.join(
+            rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
+            known=known, moved=moved,
+        )  # fmt: skip
+        self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
+        self._catch_up(rank, owner.process)
+        return start.incarnation
 
-    async def decide(
-        self, world_size: int, step: int | None, incarnation: int, *, memoise: bool
-    ) -> Common | None:
-        """What every rank of the group recovers in this incarnation; None when no rank has
-        anything. With `memoise` decided once, so that ranks that ask later get the same.
+    def registered(self, rank: int, process: bytes) -> int:
+        """A process is about to save: one that has asked for nothing in an older start moves along
+        to the newest. Its incarnation."""
+        start = self.starts.of(rank, process)
+        if start is not None and not start.members[rank].begun:
+            start = self.starts.follow(rank, process)
+            self._catch_up()
+        return start.incarnation if start is not None else 0
 
-        Raises NoCheckpointError with the numbers when ranks have nothing in common.
-        """
-        async with self.lock:
-            if memoise and incarnation != self.incarnation:
-                raise RefusedError(
-                    "another rank has started the job anew", hint="restart all ranks of the job"
-                )
-            if memoise and step in self._decisions:
-                return self._decisions[step]
-            for tenant in list(self.tenants.values()):
-                if not await tenant.ledger.settled(SETTLE_LIMIT_S, before_incarnation=incarnation):
-                    raise WaitTimeoutError(
-                        f"{tenant.key}: checkpoints of the run before are still being written"
-                    )
-                await tenant.volumes.refresh()
-            decision = self._common(world_size, step)
-            if memoise:
-                await self.update_global(world_size)  # or a faster rank recycles it
-                self._decisions[step] = decision
-            LOG.info("job %r of uid %d recovers (run, step) %s", self.name, self.uid, decision)
-            return decision
+    def _catch_up(self, newcomer: int = -1, process: bytes = b"") -> None:
+        """A process that becomes a member of the newest start asks for what came after its
+        beginning, so that it can still bring what the others have saved by now; but for nothing
+        that was given up while nobody waited for it."""
+        current = self.starts.current
+        if current is None:
+            return
+        if current.above is None:
+            current.above = self._numbers.last
+        for rank, tenant in self.tenants.items():
+            owner = tenant.owner
+            who = process if rank == newcomer else owner.process if owner else b""
+            start = self.starts.of(rank, who) if who else None
+            if start is current and tenant.asked_in != start.incarnation:
+                tenant.asked = max(tenant.asked, current.above, self._given_up)
+                tenant.asked_in = start.incarnation
 
-    def _common(self, world_size: int, step: int | None) -> Common | None:
-        having = self._checkpoints(world_size)
-        if not any(having.values()):
-            return None
-        wanted = {
-            rank: [found for found in checkpoints if step in (None, found.step)]
-            for rank, checkpoints in having.items()
-        }
-        shared = catalog.common_step(wanted, world_size)
-        if shared is None:
-            missing = [rank for rank, checkpoints in wanted.items() if not checkpoints]
-            what = "no step" if step is None else f"step {step} is not one"
-            raise NoCheckpointError(
-                f"{what} that all {world_size} ranks of job {self.name!r} have durable "
-                f"(ranks without: {missing or 'none'}; newest steps: {_newest(having)})",
-                hint="start as many ranks as in the run before, on this node, or with fresh=True",
+    def require_no_other(self, rank: int, *, solo: bool) -> None:
+        """Raises RefusedError when another rank saves beside one that says that it saves alone."""
+        for other, tenant in sorted(self.tenants.items()):
+            owner = tenant.owner
+            if other == rank or owner is None or not (solo or owner.solo):
+                continue
+            one, its = (rank, "this process") if solo else (other, f"pid {owner.pid}")
+            raise RefusedError(
+                f"rank {one} ({its}) says that it alone saves job {self.name!r} (solo=True), but "
+                f"rank {rank if one == other else other} saves as well",
+                hint="solo=True is for one rank, and only that rank makes a client: "
+                "if rank == 0: client = PCcheckClient(solo=True)",
             )
-        return shared.incarnation, shared.step
 
-    def sequence_of(self, rank: int, common: Common) -> int:
-        """The newest checkpoint of a rank with this incarnation and step; 0 without one."""
-        tenant = self.tenants.get(rank)
-        for found in tenant.volumes.checkpoints() if tenant else []:
-            if (found.incarnation, found.step) == common:
-                return found.sequence
-        return 0
+    def left(self, rank: int, process: bytes) -> None:
+        """A session has ended."""
+        self.starts.left(rank, process)
+        self._catch_up()
+        self.settle()
 
-    async def update_global(self, world_size: int) -> None:
-        """Flags the newest step that every rank has durable, so that no rank recycles it.
+    def follow(self, rank: int, process: bytes) -> int:
+        """A process restores: it belongs to the newest start from now on. Its incarnation."""
+        start = self.starts.follow(rank, process)
+        self._catch_up()
+        return start.incarnation
 
-        The one before loses its flag only when every rank has the new one flagged.
-        """
-        async with self._global_lock:
-            if len(self.tenants) < world_size:
-                return
-            shared = catalog.common_step(self._checkpoints(world_size), world_size)
-            if shared is None or (shared.incarnation, shared.step) == self._global:
-                return
-            newest = shared.incarnation, shared.step
-            for rank in range(world_size):
-                sequence = self.sequence_of(rank, newest)
-                if not await self.tenants[rank].retention.flag(sequence, set_=GLOBAL):
-                    return  # recycled meanwhile: the older one stays the global one
-            self._global = newest
-            for rank in range(world_size):
-                await self.tenants[rank].became_global(self.sequence_of(rank, newest))
+    def is_current(self, owner: Owner, rank: int) -> bool:
+        start = self.starts.of(rank, owner.process)
+        return start is not None and start is self.starts.current
 
-    def _checkpoints(self, world_size: int) -> dict[int, list[catalog.Checkpoint]]:
-        return {
-            rank: self.tenants[rank].readable() if rank in self.tenants else []
-            for rank in range(world_size)
+    def absent(self) -> list[int]:
+        """Ranks of the current start without a live process."""
+        start = self.starts.current
+        return start.missing() if start is not None else []
+
+    # -- one checkpoint ------------------------------------------------------------------------
+
+    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
+        """Gives a checkpoint that is asked for its incarnation and sequence. Returns why not, and a
+        hint; ("", "") on success."""
+        owner, rank = tenant.owner, tenant.key.rank
+        start: Start | None = self.starts.may_ask(rank, owner.process) if owner else None
+        if start is None:
+            return _FENCED
+        self._catch_up()
+        checkpoint.incarnation = start.incarnation
+        member = start.members[rank]
+        if member.branch is None:
+            member.branch = body.branch
+        again = (start.incarnation, body.step, body.branch - member.branch, body.repeat)
+        what = again if start.world_size > 1 else object()
+        above = max(tenant.asked, tenant.volumes.last_sequence())
+        checkpoint.sequence = tenant.asked = self._numbers.take(what, above)
+        if start.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
+            self._asked_ns.setdefault(checkpoint.sequence, checkpoint.requested_ns)
+        return "", ""
+
+    def waits_s(self) -> float:
+        """Since when the oldest request above the newest common checkpoint waits to become one;
+        0.0: there is none."""
+        oldest_ns = min(self._asked_ns.values(), default=0)
+        return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
+
+    def gives_up(self, sequence: int) -> bool:
+        return sequence in self.agreement.given_up
+
+    def why_given_up(self, sequence: int) -> str:
+        """Which rank will never have a checkpoint, and why, in words."""
+        for rank, tenant in sorted(self.tenants.items()):
+            found = tenant.ledger.of_sequence(sequence)
+            if found is not None and found.error != GIVEN_UP and not found.live and found.reason:
+                return f"rank {rank} does not have it: {found.reason}"
+        lacking = [
+            rank
+            for rank in range(self.world_size)
+            if rank not in self.tenants or self.tenants[rank].ledger.of_sequence(sequence) is None
+        ]
+        return f"rank {lacking[0]} never asked for it" if lacking else "not all ranks have it"
+
+    # -- what the group decides ----------------------------------------------------------------
+
+    def ranks(self) -> dict[int, Rank]:
+        """What is known now, for `group.py`."""
+        return {rank: self._rank(tenant) for rank, tenant in self.tenants.items()}
+
+    def _rank(self, tenant: Tenant) -> Rank:
+        owner = tenant.owner
+        live = owner is not None and not tenant.leaving and self.is_current(owner, tenant.key.rank)
+        return Rank(
+            held=frozenset(
+                Held(one.sequence, one.step, one.incarnation, one.world_size, tenant.is_usable(one))
+                for one in tenant.volumes.checkpoints()
+            ),
+            pending=tenant.pending(),
+            asked=tenant.asked if live else None,
+        )
+
+    def moved(self) -> None:
+        """Something that the decision depends on may have changed. Decided once per turn of the
+        loop; a rank alone has nothing to decide."""
+        if self._due is None and self.world_size > 1:
+            self._due = asyncio.get_running_loop().call_soon(self.settle)
+
+    def settle(self) -> None:
+        """Decides, and has every rank obey. Waits for no disk."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        ranks, world_size = self.ranks(), self.world_size
+        if world_size < 2:
+            return
+        self.agreement = group.agree(ranks, world_size, self._keep(), self._short)
+        self._given_up = max(self._given_up, *self.agreement.given_up, 0)
+        self._note_common(ranks)
+        for tenant in self.tenants.values():
+            tenant.obey(self.agreement)
+
+    def _keep(self) -> int:
+        """Of the volumes that are there, else as configured."""
+        there = [t.volumes.current.info.keep for t in self.tenants.values() if t.volumes.current]
+        return min(there, default=self._config.keep)
+
+    def _note_common(self, ranks: dict[int, Rank]) -> None:
+        shared = group.common(ranks)
+        if not shared:
+            self.common = None
+        elif self.common != shared[0]:
+            now_ns, newest = time.monotonic_ns(), shared[0].sequence
+            self.common = shared[0]
+            asked_ns = self._asked_ns.get(newest, now_ns)
+            self.longest_s = max(self.longest_s, (now_ns - asked_ns) / 1e9)
+            self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
+            for tenant in self.tenants.values():
+                tenant.became_global(shared[0].sequence, {one.sequence for one in shared})
+
+    @property
+    def newest_common(self) -> int:
+        return self.agreement.newest
+
+    def needs(self, sequence: int) -> bool:
+        """Whether a durable checkpoint must not go with its volume."""
+        agreed = self.agreement
+        return self.world_size > 1 and sequence >= agreed.oldest and sequence not in agreed.given_up
+
+    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
+        """What a trainer that has restored nothing newer must leave alone (P7)."""
+        current = tenant.volumes.current
+        if current is None:
+            return set()
+        return group.pins(
+            self.ranks(), tenant.key.rank, owner.incarnation, pinned=tenant.retention.pinned,
+            after=owner.restored or 0, slots=current.info.slots,
+        )  # fmt: skip
+
+    def wants_slot(self, rank: int) -> str:
+        """A rank of a group has no slot for its next checkpoint: what can be given up is. Names the
+        ranks that are waited for although they have asked for nothing; "" otherwise."""
+        self._short.add(rank)
+        try:
+            self.settle()
+        finally:
+            self._short.discard(rank)
+        late = group.lagging(self.ranks(), self.world_size, rank, self.agreement)
+        return ", ".join(str(one) for one in late[:NAMED_MAX])
+
+    # -- recovery ------------------------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Returns when every checkpoint that any rank has asked for so far has ended. Raises
+        WaitTimeoutError."""
+        last = self._numbers.last
+        for tenant in list(self.tenants.values()):
+            if not await tenant.ledger.settled(SETTLE_LIMIT_S, last):
+                raise WaitTimeoutError(f"{tenant.key}: checkpoints are still being written")
+            await tenant.volumes.refresh()
+        self.settle()
+
+    def choose(
+        self,
+        rank: int,
+        process: bytes,
+        world_size: int,
+        step: int | None,
+        *,
+        replicated: bool = False,
+    ) -> Held | None:
+        """What a rank restores; None when no volume of the job holds a checkpoint. Raises
+        NoCheckpointError with the numbers, or why a volume could not be read."""
+        own = self.starts.before(rank, process)
+        ranks = {
+            one: known._replace(held=[h for h in known.held if h.incarnation != own])
+            for one, known in self.ranks().items()
         }
+        found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)
+        broken = self._unreadable()
+        if isinstance(found, Held):
+            return found
+        if found is None and broken is not None:
+            raise broken
+        if isinstance(found, Refused):
+            also = f"; {broken.message}" if broken is not None else ""
+            raise NoCheckpointError(f"job {self.name!r}: {found.reason}{also}", hint=found.hint)
+        return None
 
+    def _unreadable(self) -> PccheckError | None:
+        """Of any rank's volumes."""
+        every = (e for _, t in sorted(self.tenants.items()) for e in t.volumes.unreadable.values())
+        return next(every, None)
 
-def _newest(having: Mapping[int, list[catalog.Checkpoint]]) -> str:
-    newest = [f"rank {rank}: {found[0].step}" for rank, found in having.items() if found]
-    return ", ".join(newest[:8]) or "none"
+    async def restored(self, rank: int, sequence: int) -> None:
+        """A rank has taken over `sequence` (0: it found nothing)."""
+        self.tenants[rank].retention.restored_to(sequence)
+        await self.release()
+
+    async def release(self) -> None:
+        """Ends the protection of what the run before left, once no rank needs it any longer."""
+        start = self.starts.current
+        members = (
+            [self.tenants[one] for one in start.members if one in self.tenants] if start else []
+        )
+        if start is None or start.missing() or any(m.retention.unrestored for m in members):
+            return
+        for tenant in members:
+            await tenant.retention.release()

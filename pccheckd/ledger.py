@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
 
-from .checkpoint import Checkpoint
+from .checkpoint import GIVEN_UP, Checkpoint
 
 HISTORY = 256
 REQUESTS = 16  # that the interval is averaged over
@@ -31,7 +31,7 @@ _COPY_FAILED = {
         "the next checkpoint shares it anew",
     ),
 }  # fmt: skip
-_ENDED = ("durable", "superseded", "failed")
+_ENDED = ("durable", "superseded", "given_up", "failed")
 _WAIT_STEP_S = 0.25
 
 
@@ -77,10 +77,9 @@ class Ledger:
         checkpoint.advance(State.COPIED, time.monotonic_ns())
         self.add(checkpoint)
 
-    def sequences(self, session: int, *, below: int) -> set[int]:
+    def sequences(self, session: int) -> set[int]:
         """Those of one session's checkpoints."""
-        every = (c.sequence for (number, _), c in self.checkpoints.items() if number == session)
-        return {sequence for sequence in every if sequence < below}
+        return {found.sequence for (one, _), found in self.checkpoints.items() if one == session}
 
     @property
     def last_request_ns(self) -> int:
@@ -101,22 +100,27 @@ class Ledger:
     def find(self, session: int, snapshot: int) -> Checkpoint | None:
         return self.checkpoints.get((session, snapshot))
 
-    def live(self, before_incarnation: int | None = None) -> list[Checkpoint]:
-        """Checkpoints that have not ended, of incarnations before the given one. Asked often, of
-        many ranks: what has ended is not looked at."""
+    def of_sequence(self, sequence: int) -> Checkpoint | None:
+        """The one that was asked for last with this sequence, if it is remembered."""
+        every = reversed(self.checkpoints.values())
+        return next((found for found in every if found.sequence == sequence), None)
+
+    def live(self) -> list[Checkpoint]:
+        """Checkpoints that have not ended. Asked often, of many ranks: what has ended is not
+        looked at."""
         self._moving = [checkpoint for checkpoint in self._moving if checkpoint.live]
-        if before_incarnation is None:
-            return list(self._moving)
-        return [c for c in self._moving if c.incarnation < before_incarnation]
+        return list(self._moving)
 
     @property
     def in_flight(self) -> bool:
         """Some have a slot and have not ended."""
-        return any(checkpoint.sequence for checkpoint in self.live())
+        return any(checkpoint.state is not State.REQUESTED for checkpoint in self.live())
 
-    async def settled(self, limit_s: float, *, before_incarnation: int | None = None) -> bool:
-        """Waits until none is live (of the incarnations before); False at the limit."""
-        return await self.until(lambda: not self.live(before_incarnation), limit_s)
+    async def settled(self, limit_s: float, up_to: int) -> bool:
+        """Waits until none with a sequence up to `up_to` is live; False at the limit."""
+        return await self.until(
+            lambda: not any(found.sequence <= up_to for found in self.live()), limit_s
+        )
 
     async def until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         """Waits for a condition, looked at after every event; False at the limit."""
@@ -136,13 +140,18 @@ class Ledger:
         finally:
             self._waiters.discard(moved)
 
+    def give_up(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Another rank of the job will never have it."""
+        checkpoint.error = GIVEN_UP
+        self.refuse(checkpoint, State.SKIPPED, f"given up by the job's ranks: {reason}", "")
+
     def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
         """The end of one that was never admitted."""
         checkpoint.end(to, time.monotonic_ns(), reason, hint)
         self.counters[to.name.lower()] += 1
         self._tell()
 
-    def apply(self, event: _core.Event) -> Checkpoint | None:
+    def apply(self, event: _core.Event, why_given_up: Callable[[int], str]) -> Checkpoint | None:
         """Moves the checkpoint that an event is about; None when it has ended or is not known."""
         checkpoint = self.find(event.session, event.id)
         if checkpoint is None or not checkpoint.live:
@@ -170,21 +179,30 @@ class Ledger:
             checkpoint.end(State.SUPERSEDED, now_ns, "a newer checkpoint became durable first")
             checkpoint.newer_sequence, checkpoint.newer_step = self.newest or (0, None)
             self.counters["superseded"] += 1
+        elif event.kind == "given_up":
+            self.give_up(checkpoint, why_given_up(checkpoint.sequence))
         elif event.kind == "failed":
             checkpoint.end(State.FAILED, now_ns, *failure_text(event))
             self.counters["failed"] += 1
         self._tell()
         return checkpoint
 
-    def became_global(self, sequence: int) -> list[Checkpoint]:
-        """Every rank has it durable; the ones that moved."""
+    def became_global(self, newest: int, common: Collection[int]) -> list[Checkpoint]:
+        """All ranks have the sequences in `common`, up to `newest`; the checkpoints that moved. One
+        that this rank alone has durable is superseded."""
+        now_ns = time.monotonic_ns()
         moved = [
-            checkpoint
-            for checkpoint in self.checkpoints.values()
-            if checkpoint.sequence == sequence and checkpoint.state is State.DURABLE
+            found
+            for found in self.checkpoints.values()
+            if found.state is State.DURABLE and found.sequence <= newest
         ]
-        for checkpoint in moved:
-            checkpoint.move(State.GLOBAL, time.monotonic_ns())
+        for found in moved:
+            if found.sequence in common:
+                found.move(State.GLOBAL, now_ns)
+                continue
+            found.end(State.SUPERSEDED, now_ns, "a newer checkpoint became global first")
+            newer = self.of_sequence(newest)
+            found.newer_sequence, found.newer_step = newest, newer.step if newer else None
         return moved
 
     def _tell(self) -> None:

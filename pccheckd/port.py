@@ -41,6 +41,9 @@ class Owner:
     world_size: int  # 1 for a job that saves on rank 0 only
     local_world_size: int
     fresh: bool
+    process: bytes  # random, of its own; its reconnects say the same
+    solo: bool
+    restored: int | None  # what its state was restored from; 0: from nothing; None: not yet
     on_event: Callable[[_core.Event], None]  # load_ended, bad_peer
     #: As the kernel names it in our own PID namespace; 0 = it is in none of ours.
     kernel_pid: int = 0
@@ -221,11 +224,19 @@ class Port:
         return True
 
     async def load(
-        self, volume: _core.Volume, sequence: int, offset: int, length: int, load: int
+        self,
+        volume: _core.Volume,
+        sequence: int,
+        offset: int,
+        length: int,
+        load: int,
+        *,
+        own: bool = True,
     ) -> None:
+        """`own`: of the rank that saves through this channel."""
         try:
             await self._engine.call(
-                self._uid, self.channel.load, volume, sequence, offset, length, load
+                self._uid, self.channel.load, volume, sequence, offset, length, load, own
             )
         except ValueError as error:  # a volume that could not be opened again after an error
             raise RefusedError(

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from pccheck_wire.messages import CheckpointState as State
 
+from . import standing
 from .engine import Engine
+from .jobs import Job
 from .logs import LOG
 from .options import Config
 from .registry import Registry
@@ -57,12 +59,26 @@ class Progress:
                 )
         for key in self._seen.keys() - present:
             del self._seen[key]
+        for job in self._registry.jobs.values():
+            self._look_at(job)
         uid, waited_s = self._engine.longest_call()
         self._engine.stalled = (
             f"a call to the storage for uid {uid} has not returned for {waited_s:.0f} s"
             if waited_s > limit_s
             else ""
         )
+
+    def _look_at(self, job: Job) -> None:
+        """Tells once when a job's ranks have no common checkpoint for long, and when they do."""
+        found = standing.of(job, self._config.stall_limit_s)
+        late = str(found) if found is not None and found.is_late else ""
+        if bool(late) != bool(job.late):
+            LOG.warning(
+                "job %r of uid %d: %s", job.name, job.uid,
+                late or "all ranks have a common checkpoint again",
+                extra={"fields": {"event": "group-late" if late else "group-again"}},
+            )  # fmt: skip
+        job.late = late
 
     def _allowance_s(self) -> float:
         """What --max-bandwidth may keep all the writers of a volume waiting."""
@@ -81,7 +97,7 @@ class Progress:
 def _mark(tenant: Tenant) -> object:
     """What changes with every write that ends; None when the disk has nothing to do."""
     usage = tenant.port.usage() if tenant.port is not None else None
-    admitted = [one for one in tenant.ledger.live() if one.sequence]
+    admitted = [one for one in tenant.ledger.live() if one.state is not State.REQUESTED]
     if usage is None or not admitted:
         return None
     if not usage.full_chunks and not any(

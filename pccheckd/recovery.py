@@ -8,11 +8,11 @@ from pccheck_wire.errors import (
     NoCheckpointError,
     RefusedError,
     UsageError,
-    WaitTimeoutError,
 )
-from pccheck_wire.messages import Empty, Open, Opened, Read, Role, Skipped
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped
 
-from .jobs import SETTLE_LIMIT_S, Job
+from .jobs import Job
+from .logs import LOG
 from .sessions import Session, Sessions
 from .tenants import Tenant
 
@@ -24,29 +24,58 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty:
     Raises NoCheckpointError when there are some but none that will do.
     """
     job, tenant = _place(session)
-    if session.role is Role.TRAINER and not await tenant.ledger.settled(
-        SETTLE_LIMIT_S, before_incarnation=session.incarnation
-    ):
-        raise WaitTimeoutError("checkpoints of the run before are still being written")
-    await tenant.volumes.refresh()
-    skipped = [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
-    if session.world_size > 1:
-        chosen = await _of_group(session, job, tenant, body)
+    skipped: list[Skipped] = []
+    if session.role is Role.TRAINER:
+        session.incarnation = job.follow(session.rank, session.process)
+        await job.settled()
+        skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
+        chosen = _of_job(session, job, tenant, body, skipped)
     else:
-        chosen = _newest(tenant, body, skipped)
+        await tenant.volumes.refresh()
+        skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
+        chosen = _newest(tenant, body, skipped, tenant.volumes.checkpoints())
     if chosen is None:
         return Empty(skipped)
     return Opened(
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
-        tree_bytes=chosen.tree_bytes, skipped=skipped,
-        source="dram" if await _in_dram(session, tenant, chosen.sequence) else "volume",
+        tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
+        rank=chosen.rank, parts=_parts(job, chosen),
+        source="dram" if await _in_dram(session, tenant, chosen) else "volume",
     )  # fmt: skip
 
 
-def _newest(tenant: Tenant, body: Open, skipped: list[Skipped]) -> catalog.Checkpoint | None:
-    """Newest first; damaged ones are passed over and named in `skipped`."""
+def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
+    """Where the other ranks' payloads of the same checkpoint are."""
+    if chosen.world_size < 2:
+        return []
+    return [
+        Part(rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
+        for rank, tenant in sorted(job.tenants.items())
+        for one in tenant.volumes.checkpoints()
+        if one.sequence == chosen.sequence
+    ]
+
+
+def _of_job(
+    session: Session, job: Job, tenant: Tenant, body: Open, skipped: list[Skipped]
+) -> catalog.Checkpoint | None:
+    """What this rank of the job recovers."""
     found = tenant.volumes.checkpoints()
+    if session.solo:
+        return _newest(tenant, body, skipped, found)
+    if session.world_size == 1:
+        alone = [one for one in found if one.world_size == 1]
+        newer = (one for one in job.common_checkpoints() if one.world_size > 1)
+        if alone and all(one.sequence < alone[0].sequence for one in newer):
+            return _newest(tenant, body, skipped, alone)
+    return _of_group(session, job, tenant, body)
+
+
+def _newest(
+    tenant: Tenant, body: Open, skipped: list[Skipped], found: list[catalog.Checkpoint]
+) -> catalog.Checkpoint | None:
+    """Newest first; damaged ones are passed over and named in `skipped`."""
     for item in found:
         if body.before is not None and item.sequence >= body.before:
             continue
@@ -66,10 +95,8 @@ def _newest(tenant: Tenant, body: Open, skipped: list[Skipped]) -> catalog.Check
     )
 
 
-async def _of_group(
-    session: Session, job: Job, tenant: Tenant, body: Open
-) -> catalog.Checkpoint | None:
-    """This rank's copy of what the group agreed on. Never mixes steps: one that is damaged, or
+def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog.Checkpoint | None:
+    """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
     could not be read, fails."""
     again = "restart all ranks: they will agree on the step before"
     if body.before is not None:
@@ -77,31 +104,41 @@ async def _of_group(
             f"{tenant.key}: its copy of the step that the group recovers cannot be used",
             hint=again,
         )
-    common = await job.decide(
-        session.world_size, body.step, session.incarnation, memoise=session.role is Role.TRAINER
+    common = job.choose(
+        session.rank, session.process, session.world_size, body.step, replicated=body.replicated
     )
     if common is None:
         return None
-    for item in tenant.volumes.checkpoints():
-        if (item.incarnation, item.step) == common and tenant.is_usable(item):
-            return item
+    LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
+    # A rank that was not there when it was saved takes what rank 0, or who saved alone, has.
+    for holder in (tenant, *(other for _, other in sorted(job.tenants.items()))):
+        for item in holder.volumes.checkpoints():
+            if item.sequence == common.sequence and holder.is_usable(item):
+                return item
+        if session.rank < common.world_size and not body.replicated:
+            break
     raise DamagedError(
-        f"{tenant.key}: its copy of step {common[1]}, which the group recovers, cannot be used "
+        f"{tenant.key}: its copy of step {common.step}, which the group recovers, cannot be used "
         "or is gone",
         hint=again,
     )
 
 
-async def _in_dram(session: Session, tenant: Tenant, sequence: int) -> bool:
+async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint) -> bool:
     port = tenant.port
-    if session.role is not Role.TRAINER or port is None:
+    if session.role is not Role.TRAINER or port is None or chosen.rank != tenant.key.rank:
         return False
-    return await tenant.engine.call(tenant.key.uid, port.channel.cached, sequence)
+    return await tenant.engine.call(tenant.key.uid, port.channel.cached, chosen.sequence)
 
 
 async def read(session: Session, sessions: Sessions, body: Read) -> None:
     """Starts sending payload through the page; its END says how it went."""
-    _job, tenant = _place(session)
+    job, own = _place(session)
+    tenant = (
+        own if body.rank is None else job.tenants.get(body.rank)
+    )  # the same user's, in any case
+    if tenant is None:
+        raise NoCheckpointError(f"job {job.name!r} has no rank {body.rank}")
     port, volume = session.port, tenant.volumes.find(body.sequence)
     if port is None:
         raise RefusedError("the session has ended")
@@ -112,13 +149,15 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
         )
     if body.load in session.loads:
         raise UsageError(f"load {body.load} is in progress")
-    session.loads[body.load] = body.sequence
+    session.loads[body.load] = tenant, body.sequence
     tenant.reading += 1
     try:
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
-            await sessions.claim(session, tenant.wanted_bytes(payload.payload_bytes))
-        await port.load(volume.volume, body.sequence, body.offset, body.length, body.load)
+            await sessions.claim(session, own.wanted_bytes(payload.payload_bytes))
+        await port.load(
+            volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
+        )
     except BaseException as error:
         if session.loads.pop(body.load, None) is not None:
             tenant.reading -= 1

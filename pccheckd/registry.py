@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 from pccheck_native import layout
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
-from .background import Tasks
 from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine
@@ -33,7 +32,6 @@ class Registry:
         self.jobs: dict[tuple[int, str], Job] = {}
         self.memory = Memory(config, engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
-        self._group_work = Tasks("global steps")
 
     def tenants(self) -> Iterator[Tenant]:
         for job in self.jobs.values():
@@ -140,7 +138,7 @@ class Registry:
         """With the lock held: a job is loaded and closed under it."""
         job = self.jobs.get((uid, name))
         if job is None:
-            job = Job(uid, name)
+            job = Job(uid, name, self.config)
             files = await self.engine.call(
                 uid, layout.list_volumes, self.config.storage, uid=uid, job=name
             )
@@ -160,19 +158,9 @@ class Registry:
         return self._locks.setdefault(uid, asyncio.Lock())
 
     async def _load(self, job: Job, rank: int) -> None:
-        tenant = Tenant(
-            Key(job.uid, job.name, rank), self.config, self.engine, self._on_durable,
-            self.chronicle,
-        )  # fmt: skip
+        tenant = Tenant(Key(job.uid, job.name, rank), self.config, self.engine, job, self.chronicle)
         await tenant.open()
-        job.tenants[rank] = tenant
-
-    def _on_durable(self, tenant: Tenant) -> None:
-        job, found = self.jobs.get((tenant.key.uid, tenant.key.job)), tenant.volumes.checkpoints()
-        world_size = found[0].world_size if found else 1  # its ranks may all be gone by now
-        if job is None or world_size < 2:
-            return
-        self._group_work.spawn(job.update_global(world_size))
+        job.loaded(tenant)
 
 
 def _users(job: Job) -> str:

@@ -16,13 +16,15 @@ from pccheck_native import _core, catalog
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
 
-from . import VERSION
+from . import VERSION, standing
 from .checkpoint import Checkpoint
 from .config import Config
 from .engine import Engine
+from .jobs import Job
 from .memory import Memory
 from .registry import Registry
 from .sessions import Session
+from .standing import Standing
 from .tenants import Tenant
 from .trace import Taken, record, take
 from .volumes import OpenVolume
@@ -56,7 +58,8 @@ async def status(
     rank = functools.partial(_rank, memory=registry.memory)
     ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
     gpus = engine.driver.info()
-    warnings = troubles(engine, tenants)
+    jobs = [job for job in registry.jobs.values() if may_see(asker_uid, job.uid)]
+    warnings = troubles(engine, tenants, jobs)
     kept = _kept(asker_uid, engine, registry)
     budget, used = engine.pool.usage()
     ports = [t.port for t in registry.tenants() if t.port is not None]
@@ -99,6 +102,11 @@ async def status(
         ],
         "scrub": scrub,
         "sessions": rows,
+        "groups": [
+            _group(job, found)
+            for job in jobs
+            if (found := standing.of(job, config.stall_limit_s)) is not None
+        ],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -139,7 +147,7 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
         "volumes": [
             catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
         ],
-        "checkpoints": [catalog.checkpoint_document(item) for item in found.checkpoints],
+        "checkpoints": catalog.checkpoint_documents(found.checkpoints),
         "unreadable": [
             {"path": str(item.file.path), "code": item.code_name, "reason": item.reason}
             for item in found.unreadable
@@ -325,9 +333,28 @@ def _state(item: Checkpoint) -> Document:
     }
 
 
-def troubles(engine: Engine, tenants: Iterable[Tenant]) -> list[str]:
-    """What makes this daemon `degraded`, as far as these tenants' users may know."""
+def _group(job: Job, found: Standing) -> Document:
+    """The ranks of a job together; what one rank has durable is not the job's."""
+    return {
+        "uid": job.uid,
+        "job": job.name,
+        "world_size": found.world_size,
+        "global": {"sequence": found.sequence, "step": found.step, "wall_ns": found.wall_ns}
+        if found.sequence
+        else None,
+        "waits_s": round(found.waits_s, 4),
+        "lost": found.lost,
+        "slowest_rank": found.slowest,
+        "behind": {str(rank): count for rank, count in found.behind.items() if count},
+        "absent": found.absent,
+        "late": found.is_late,
+    }
+
+
+def troubles(engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job]) -> list[str]:
+    """What makes this daemon `degraded`, as far as the users of these may know."""
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
+    found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
     found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
     return [engine.stalled, *found] if engine.stalled else found
 

@@ -7,31 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
-from pccheck_native import _core, catalog
+from pccheck_native import _core
 
 from .engine import Engine
 from .logs import LOG
-from .port import Owner
-from .volumes import DAMAGED, GLOBAL, PINNED, OpenVolume, VolumeSet
-
-PINS_SLOTS_MIN = 4
-
-
-def pins(
-    found: list[catalog.Checkpoint], pinned: set[int], incarnation: int, slots: int
-) -> set[int]:
-    """Which sequences a run that has not restored yet must leave alone (P7); `found` is newest
-    first, `pinned` what is pinned already.
-
-    The newest good one of the run before; and one that an earlier run, which did not restore
-    either, had to leave alone: it is worth more than the few steps since. Small volumes have room
-    for one pin.
-    """
-    before = [i.sequence for i in found if i.incarnation < incarnation and not i.is_damaged]
-    if not before:
-        return set()
-    wanted = {min((s for s in before if s in pinned), default=before[0])}
-    return wanted | {before[0]} if slots >= PINS_SLOTS_MIN else wanted
+from .volumes import DAMAGED, PINNED, VolumeSet
 
 
 class Retention:
@@ -41,22 +21,17 @@ class Retention:
         self._volumes = volumes
         self._engine = engine
         self.protected: set[int] = set()  # sequences pinned until Restored or fresh (P7)
-        self._unrestored = False  # the trainer has neither restored nor said fresh
-        self.global_sequence = 0  # flagged GLOBAL: every rank of the group has its step
+        self.unrestored = False  # the trainer has neither restored nor said fresh
         #: What the disk could not read when it was last tried. Not on the disk: it may heal.
         self.unreadable: set[int] = set()
         self.reports = 0  # of damage, by readers
         self._judging = asyncio.Lock()  # damage is flagged, or the flag taken away
 
-    def load(self) -> None:
-        """Takes over what the media say."""
-        found = self._volumes.checkpoints()
-        self.global_sequence = max((f.sequence for f in found if f.is_global), default=0)
-
-    def needs(self, item: OpenVolume) -> bool:
-        """Whether a volume has what must not go with it."""
-        return bool(
-            {*self.protected, self.global_sequence} & {f.sequence for f in item.checkpoints}
+    @property
+    def pinned(self) -> set[int]:
+        """What is flagged, or meant to be."""
+        return {one.sequence for one in self._volumes.checkpoints() if one.is_pinned} | (
+            self.protected
         )
 
     async def flag(
@@ -108,59 +83,29 @@ class Retention:
         )  # fmt: skip
         return True
 
-    async def protect(self, owner: Owner) -> None:
-        """P7: the newest checkpoint of the run before is kept until restored or `fresh`."""
-        found, current = self._volumes.checkpoints(), self._volumes.current
-        pinned = {item.sequence for item in found if item.is_pinned} | self.protected
-        wanted = (
-            set()
-            if owner.fresh or current is None
-            else pins(found, pinned, owner.incarnation, current.info.slots)
-        )
+    async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
+        """P7: `wanted` is kept until the job's ranks have restored, or say `fresh`."""
+        pinned = self.pinned
         for sequence in pinned - wanted:
             await self.flag(sequence, clear=PINNED)
         for sequence in wanted - pinned:
             await self.flag(sequence, set_=PINNED)
         self.protected = wanted
-        self._unrestored = not owner.fresh
-        if owner.fresh:
-            await self._leave_group(owner)
+        self.unrestored = unrestored
 
-    async def found_later(self, owner: Owner | None, sequence: int, older: set[int]) -> None:
-        """One that a daemon before us had copied became durable, pinned, perhaps after the run that
-        follows had connected; it stands for the `older` ones of its kind."""
-        self.protected -= older
-        for one in older:
-            await self.flag(one, clear=PINNED)
-        if owner is not None and self._unrestored:
-            await self.protect(owner)
-        elif owner is not None:
-            await self.flag(sequence, clear=PINNED)
+    def restored_to(self, sequence: int) -> None:
+        """The trainer has taken over `sequence`. One that found nothing, because its disk was away
+        for example, does not count as having read what is there now."""
+        if not self.protected or max(self.protected) <= sequence:
+            self.unrestored = False
 
-    async def restored(self, owner: Owner | None) -> None:
-        """The trainer's checkpoints may recycle what it restored from."""
-        for sequence in self.protected:
+    async def release(self) -> None:
+        """The job's ranks have restored: what they restored from may be recycled."""
+        for sequence in self.pinned:
             await self.flag(sequence, clear=PINNED)
         self.protected = set()
-        self._unrestored = False
-        await self._leave_group(owner)
-
-    async def became_global(self, sequence: int) -> None:
-        """Every rank has it durable and flagged: older flags go, also those of a daemon that was
-        killed before their going was written."""
-        before, self.global_sequence = self.global_sequence, sequence
-        flagged = {f.sequence for f in self._volumes.checkpoints() if f.is_global}
-        for old in ({before} | flagged) - {0, sequence}:
-            await self.flag(old, clear=GLOBAL)
 
     async def stage_again(self) -> None:
         """After a volume was read from the media again: what was staged only is gone."""
         for sequence in self.protected:
             await self.flag(sequence, set_=PINNED)
-        if self.global_sequence:
-            await self.flag(self.global_sequence, set_=GLOBAL)
-
-    async def _leave_group(self, owner: Owner | None) -> None:
-        """A rank that goes on alone has no step in common with anybody to be kept."""
-        if owner is not None and owner.world_size < 2:
-            await self.became_global(0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from pccheck_wire.messages import CheckpointState as State
 
@@ -20,6 +21,15 @@ RETRY_MAX_S = 0.032  # many that wait long must not keep the threads busy
 #: Answers of an attempt that may change by waiting.
 BUSY = frozenset({"NO_LANE", "NO_SLOT"})
 
+
+class End(NamedTuple):
+    """How a checkpoint that was never admitted ends."""
+
+    to: State
+    reason: str
+    hint: str
+
+
 Attempt = Callable[[Checkpoint], Awaitable[str]]
 Refuse = Callable[[Checkpoint, State, str, str], None]
 
@@ -28,14 +38,14 @@ class Scheduler:
     """The queue of one tenant.
 
     `attempt` tries to begin a checkpoint and returns "" or the native code's name; `refuse` ends
-    one; `hopeless` gives the reason why no slot can ever come free, or "".
+    one; `hopeless` says how one ends for which no slot will come free, or None.
     """
 
     def __init__(
         self,
         attempt: Attempt,
         refuse: Refuse,
-        hopeless: Callable[[], Awaitable[tuple[str, str]]],
+        hopeless: Callable[[], Awaitable[End | None]],
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -89,12 +99,12 @@ class Scheduler:
         if answer not in BUSY:
             self._pending.popleft()
             return False
-        reason, hint = await self._hopeless() if answer == "NO_SLOT" else ("", "")
-        if reason:
-            self._take(checkpoint, State.FAILED, reason, hint)
-        elif checkpoint.skip_when_busy:
-            self._take(checkpoint, State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
-        return not reason and not checkpoint.skip_when_busy
+        end = await self._hopeless() if answer == "NO_SLOT" else None
+        if end is None and checkpoint.skip_when_busy:
+            end = End(State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
+        if end is not None:
+            self._take(checkpoint, *end)
+        return end is None
 
     async def close(self) -> None:
         self._pending.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import os
 import re
@@ -16,7 +17,7 @@ from pccheck_native import _core
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, Welcome
 
-from . import VERSION
+from . import VERSION, storage
 from .background import Tasks
 from .config import Config
 from .engine import Engine
@@ -54,8 +55,11 @@ class Session:
     connected_ns: int
     job_name: str = ""
     rank: int = 0
-    world_size: int = 1  # 1 when rank 0 alone saves
+    world_size: int = 1  # 1 when this rank alone saves
+    solo: bool = False
+    process: bytes = b""
     incarnation: int = 0
+    storage: str = ""  # which directory its volumes are in
     #: How its tensors come here, and why so: what it said last.
     transfer: str = ""
     transfer_reason: str = ""
@@ -65,7 +69,8 @@ class Session:
     port: Port | None = None
     endpoint: str = ""  # for its requests; "" for an observer
     ending: bool = False
-    loads: dict[int, int] = field(default_factory=dict)  # load id -> sequence
+    #: By load id: whose checkpoint is read, and its sequence.
+    loads: dict[int, tuple[Tenant, int]] = field(default_factory=dict)
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # it has to end
 
     def keeps_memory(self) -> None:
@@ -153,6 +158,8 @@ class Sessions:
                 _check_names(hello)
                 session.job_name, session.rank = hello.job, hello.rank
                 session.world_size = 1 if hello.solo else hello.world_size
+                session.solo = hello.solo
+                session.process = hello.process or session.token
                 session.endpoint = await self.control.join(peer.uid, peer.gid)
                 attach = self._attach_trainer if hello.role is Role.TRAINER else self._attach_reader
                 self._sessions[session.number] = session
@@ -169,15 +176,16 @@ class Sessions:
         session.exposing.drop()
         try:
             if session.role is Role.TRAINER and session.tenant is not None:
-                await session.tenant.detach(session.number)
+                await self._detach(session, session.tenant)
             elif session.port is not None:
                 await session.port.detach()
                 await session.port.close()
         finally:
             self.registry.memory.gone(session.number)
             if session.tenant is not None:
-                session.tenant.reading -= len(session.loads)
                 session.tenant.readers -= session.role is Role.READER
+            for tenant, _ in session.loads.values():
+                tenant.reading -= 1
             session.loads.clear()
             self._sessions.pop(session.number, None)
             if session.endpoint:
@@ -185,40 +193,59 @@ class Sessions:
         if session.role is not Role.OBSERVER and not self.draining:
             await self.registry.trim()
 
+    async def _detach(self, session: Session, tenant: Tenant) -> None:
+        owner = tenant.owner
+        try:
+            await tenant.detach(session.number)
+        finally:
+            mine = owner is not None and owner.session == session.number
+            if session.job is not None and mine:
+                session.job.left(tenant.key.rank, session.process)
+
     def _welcome(self, session: Session) -> Welcome:
         newest = session.tenant.ledger.newest if session.tenant else None
         offer = self.offer(session)
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
             token=session.token, endpoint=session.endpoint, pid=os.getpid(),
-            incarnation=session.incarnation,
+            incarnation=session.incarnation, storage=session.storage,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
             transfer=offer.transfer, transfer_reason=offer.reason,
             newest_step=newest[1] if newest else None,
+            protected_step=session.tenant.protected_step() if session.tenant else None,
         )  # fmt: skip
 
     async def _attach_trainer(self, session: Session, hello: Hello) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        session.storage = await self.engine.call(session.uid, storage.identity, self.config.storage)
         async with job.joining:
             await self._wait_for_predecessor(tenant)
-            if tenant.owner is None:  # else attach() refuses
-                session.incarnation = job.join(hello.rank, hello.launch)
             session.job, session.tenant = job, tenant
             owner = Owner(
-                session=session.number, pid=session.pid, incarnation=session.incarnation,
+                session=session.number, pid=session.pid, incarnation=0,
                 world_size=session.world_size, local_world_size=hello.local_world_size,
-                fresh=hello.fresh, on_event=lambda event: self._hear(session, event),
-                kernel_pid=session.kernel_pid,
+                fresh=hello.fresh, process=session.process, solo=hello.solo,
+                restored=hello.restored,
+                on_event=lambda event: self._hear(session, event), kernel_pid=session.kernel_pid,
             )  # fmt: skip
+            if tenant.owner is None:  # else attach() refuses
+                job.require_no_other(hello.rank, solo=hello.solo)
+                session.incarnation = job.join(
+                    hello.rank, owner, launch=hello.launch, was=hello.incarnation,
+                    moved=hello.storage not in ("", session.storage),
+                )  # fmt: skip
+                owner = dataclasses.replace(owner, incarnation=session.incarnation)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:
                 try:
                     page_fd = await tenant.attach(owner, ours.fileno())
                 except BaseException:
                     theirs.close()
+                    if owner.incarnation:  # it had joined
+                        job.left(hello.rank, session.process)
                     raise
-            if session.world_size > 1:
-                await job.update_global(session.world_size)
+            job.moved()
+            await job.release()
         session.port = tenant.port
         session.transfer, session.transfer_reason = "push", "CPU tensors"
         if tenant.port is not None and tenant.port.granted_bytes:  # it is not a cache any more
@@ -272,9 +299,7 @@ class Sessions:
             session.broken.set()
         if event.kind != "load_ended" or event.id not in session.loads:
             return
-        sequence, tenant = session.loads.pop(event.id), session.tenant
-        if tenant is None:
-            return
+        tenant, sequence = session.loads.pop(event.id)
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
 
     def _interrupted(self, uid: int) -> None:
@@ -288,7 +313,8 @@ class Sessions:
     ) -> None:
         item = tenant.volumes.find(sequence)
         try:
-            if session.role is Role.READER and session.port is not None and item is not None:
+            foreign = tenant is not session.tenant or session.role is Role.READER
+            if foreign and session.port is not None and item is not None:
                 with contextlib.suppress(ValueError):  # it has ended
                     await session.port.unbind(item.volume, 0)  # it could not be reopened else
         finally:
@@ -310,3 +336,11 @@ def _check_names(hello: Hello) -> None:
         raise UsageError(f"rank {hello.rank} is not below the world size {hello.world_size}")
     if hello.local_world_size > hello.world_size:
         raise UsageError("the local world size is larger than the world size")
+    if hello.role is Role.TRAINER and hello.local_world_size < hello.world_size and not hello.solo:
+        raise RefusedError(
+            f"{hello.local_world_size} of the job's {hello.world_size} ranks are on this node; "
+            "this version agrees on a common step for ranks of one node only, so nothing that it "
+            "saved could be restored",
+            hint="run the job on one node; or, if every rank holds all of the state (plain DDP), "
+            "save on rank 0 alone: PCcheckClient(solo=True) there, no client elsewhere",
+        )

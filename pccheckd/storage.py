@@ -79,6 +79,13 @@ def lock(path: Path, purpose: str) -> int:
     return descriptor
 
 
+def identity(place: Path) -> str:
+    """What tells this directory from another one that is mounted in its place: equal for as long as
+    a training process can live, since that ends with the boot."""
+    found = place.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
 def sweep(place: Path) -> int:
     """Removes what an interrupted creation left; how many files. Needs the lock. Raises
     NoStoreError when the directory cannot be read."""

@@ -68,7 +68,10 @@ class Supervisor(Background):
 
     def line(self) -> str:
         """For `systemctl status`: troubles first."""
-        warnings = [*self._faults(), *report.troubles(self._engine, self._registry.tenants())]
+        warnings = [
+            *self._faults(),
+            *report.troubles(self._engine, self._registry.tenants(), self._registry.jobs.values()),
+        ]
         if self.survey.unreadable or not self.survey.complete:
             warnings.append(f"at the start: {self.survey}")
         trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)

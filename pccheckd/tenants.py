@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Collection
+from typing import Protocol
 
 from pccheck_native import _core, catalog
+from pccheck_native.group import Agreement
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin
 from pccheck_wire.messages import CheckpointState as State
@@ -15,7 +17,7 @@ from pccheck_wire.messages import CheckpointState as State
 from . import kept
 from .admission import Admission
 from .background import Tasks
-from .checkpoint import Checkpoint
+from .checkpoint import GIVEN_UP, Checkpoint
 from .chronicle import Chronicle
 from .config import Config
 from .engine import Engine, translated
@@ -25,12 +27,44 @@ from .logs import LOG
 from .port import Owner, Port
 from .retention import Retention
 from .scheduler import Scheduler
-from .volumes import Key, OpenVolume, VolumeSet
+from .volumes import PINNED, Key, OpenVolume, VolumeSet
 
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
 BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
 INHERITED = 0  # the session of checkpoints that a daemon before us had copied
+
+
+class Group(Protocol):
+    """What a rank asks of its job (jobs.py)."""
+
+    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
+        """Gives it incarnation and sequence; why not, and a hint, or ("", "")."""
+
+    @property
+    def newest_common(self) -> int:
+        """The newest sequence that all ranks have; 0: there is none."""
+
+    def moved(self) -> None:
+        """What the job decides on has changed."""
+
+    def passed(self, sequence: int) -> None:
+        """A sequence was given out by a daemon before this one."""
+
+    def gives_up(self, sequence: int) -> bool:
+        """Whether another rank will never have it."""
+
+    def why_given_up(self, sequence: int) -> str:
+        """Which rank will never have it, and why, in words."""
+
+    def wants_slot(self, rank: int) -> str:
+        """Makes room if it can; the ranks that are waited for although they asked for nothing."""
+
+    def needs(self, sequence: int) -> bool:
+        """Whether a durable checkpoint must not go with its volume."""
+
+    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
+        """Which checkpoints a new trainer must leave alone until it restores (P7)."""
 
 
 class Tenant:
@@ -39,7 +73,7 @@ class Tenant:
         key: Key,
         config: Config,
         engine: Engine,
-        on_durable: Callable[[Tenant], None],
+        group: Group,
         chronicle: Chronicle,
     ) -> None:
         self.key = key
@@ -48,6 +82,9 @@ class Tenant:
         self.volumes = VolumeSet(key, config, engine)
         self.port: Port | None = None
         self.owner: Owner | None = None
+        self.group = group
+        self.asked = 0  # the newest sequence that its trainer has asked for, or found here ...
+        self.asked_in = 0  # ... as a member of the start with this incarnation
         self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
@@ -63,7 +100,7 @@ class Tenant:
         self.admission = Admission(self)
         self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
         self._pulling = Pulling()
-        self._on_durable = on_durable
+        self._appearing: set[int] = set()  # durable, and not yet read from the volume
         self._chronicle = chronicle
         self._tasks = Tasks(key)
         self.spawn = self._tasks.spawn
@@ -76,7 +113,6 @@ class Tenant:
         found = self.volumes.checkpoints()
         if found:
             self.ledger.newest = found[0].sequence, found[0].step
-        self.retention.load()
 
     async def attach(self, owner: Owner, socket_fd: int) -> int:
         """Makes `owner` the tenant's trainer; the page's descriptor. Raises PccheckError."""
@@ -93,11 +129,26 @@ class Tenant:
             if self.port is None:
                 await self._open_port()
             assert self.port is not None
-            await self.retention.protect(owner)
+            await self.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
             self.finished = False
             return page_fd
+
+    async def protect(self, owner: Owner) -> None:
+        """P7: a trainer that neither restored nor said fresh overwrites nothing of before."""
+        wanted = set() if owner.fresh else self.group.pins(self, owner)
+        unread = owner.restored is None and not owner.fresh
+        await self.retention.protect(wanted, unrestored=unread or bool(wanted))
+
+    def protected_step(self) -> int | None:
+        """The newest step that is kept for a trainer that has not restored."""
+        if not self.retention.unrestored:
+            return None
+        there = (
+            one for one in self.volumes.checkpoints() if one.sequence in self.retention.protected
+        )
+        return next((one.step for one in there), None)
 
     async def detach(self, session: int) -> None:
         """The trainer is gone: what was copied goes on, the rest fails."""
@@ -139,10 +190,13 @@ class Tenant:
         """Neither flagged nor, when it was last tried, unreadable."""
         return not found.is_damaged and found.sequence not in self.retention.unreadable
 
-    def readable(self) -> list[catalog.Checkpoint]:
-        """Newest first. What a group agrees on is read by each rank once, without a second try."""
-        found = self.volumes.checkpoints()
-        return [one for one in found if one.sequence not in self.retention.unreadable]
+    def pending(self) -> frozenset[int]:
+        """Sequences that were asked for and are neither durable, as the volume says, nor over."""
+        return frozenset(found.sequence for found in self.ledger.live()) | self._appearing
+
+    def obey(self, agreement: Agreement) -> None:
+        """What the ranks of the job have decided. Waits for no disk."""
+        self.volumes.obey(agreement, self.pending())
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -218,16 +272,26 @@ class Tenant:
         if not self.ledger.add(checkpoint):
             return  # said twice: the first one counts
         self._chronicle.requested(self.key, checkpoint)
-        if refused or self.volumes.current is None:
-            self.refuse(checkpoint, State.FAILED, refused or "it was not registered", "")
+        hint = ""
+        if not refused and self.volumes.current is None:
+            refused = "it was not registered"
+        if not refused:
+            refused, hint = self.group.number(self, checkpoint, body)
+        if refused:
+            self.refuse(checkpoint, State.FAILED, refused, hint)
         else:
             self.queue.submit(checkpoint)
+        self.group.moved()
 
     def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
         """Ends a checkpoint that was never admitted, on the page and in the table."""
         if checkpoint.state is not State.REQUESTED:
             return
-        self.ledger.refuse(checkpoint, to, reason, hint)
+        if checkpoint.error == GIVEN_UP:
+            self.ledger.give_up(checkpoint, reason)
+        else:
+            self.ledger.refuse(checkpoint, to, reason, hint)
+        self.group.moved()
         owner, port = self.owner, self.port
         if port is not None and owner is not None and owner.session == checkpoint.session:
             port.channel.refuse(checkpoint.snapshot, int(to))
@@ -252,35 +316,50 @@ class Tenant:
             if self.owner is not None and self.owner.session == event.session:
                 self.owner.on_event(event)
             return
-        checkpoint = self.ledger.apply(event)
+        checkpoint = self.ledger.apply(event, self.group.why_given_up)
         if checkpoint is None:
             return
         self._pulling.note(checkpoint, event)
         if event.kind == "durable":
+            self._appearing.add(checkpoint.sequence)
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
         if not checkpoint.live:
             self._chronicle.ended(self.key, checkpoint)
-        if event.kind in ("failed", "superseded"):
+        if event.kind in ("failed", "superseded", "given_up"):
+            self.group.moved()
             self.spawn(self._retire())
 
-    async def became_global(self, sequence: int) -> None:
-        """Every rank has it durable and flagged: says so on the page; the older flag goes."""
-        await self.retention.became_global(sequence)
-        for checkpoint in self.ledger.became_global(sequence):
-            owner, port = self.owner, self.port
-            if port is not None and owner is not None and owner.session == checkpoint.session:
-                port.channel.set_outcome(checkpoint.snapshot, int(State.GLOBAL), sequence)
-        await self._retire()
+    def became_global(self, newest: int, common: Collection[int]) -> None:
+        """Every rank has the sequences `common`, up to `newest`: says so on the page."""
+        owner, port = self.owner, self.port
+        for found in self.ledger.became_global(newest, common):
+            if port is not None and owner is not None and owner.session == found.session:
+                sequence = found.newer_sequence or found.sequence
+                port.channel.set_outcome(found.snapshot, int(found.state), sequence)
+        self.spawn(self._retire())
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
-        await self.volumes.refresh()
+        try:
+            await self.volumes.refresh()
+        finally:
+            self._appearing.discard(checkpoint.sequence)
+        self.group.moved()
         await self._retire()
         if checkpoint.session == INHERITED:
-            older = self.ledger.sequences(INHERITED, below=checkpoint.sequence)
-            await self.retention.found_later(self.owner, checkpoint.sequence, older)
-        self._on_durable(self)
+            await self._after_inherited()
+
+    async def _after_inherited(self) -> None:
+        """What a daemon before us had copied is durable, pinned by its record: of several the
+        newest stands for all, until the trainer restores."""
+        there = {found.sequence for found in self.volumes.checkpoints()}
+        inherited = sorted(self.ledger.sequences(INHERITED) & there)
+        restored = self.owner is not None and not self.retention.unrestored
+        for sequence in inherited if restored else inherited[:-1]:
+            await self.retention.flag(sequence, clear=PINNED)
+        if self.owner is not None and self.retention.unrestored:
+            await self.protect(self.owner)
 
     async def _retire(self) -> None:
         """Drops outgrown volumes once the current one has what recovery needs."""
@@ -294,12 +373,17 @@ class Tenant:
         good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
         follower = max((index for index, has in enumerate(good) if has), default=0)
         for item in volumes[:follower]:
-            if self.reading or self.retention.needs(item):
+            if self.reading or self._needs(item):
                 continue
             if self.port is not None and not await self.port.unbind(item.volume, 0):
                 continue  # looked at again when its last save has ended
             if not self.reading:  # nobody began to meanwhile
                 await self.volumes.drop(item)
+
+    def _needs(self, item: OpenVolume) -> bool:
+        """Whether a volume has what must not go with it."""
+        held = {found.sequence for found in item.checkpoints}
+        return bool(held & self.retention.protected) or any(map(self.group.needs, held))
 
     # -- volumes under the lock ----------------------------------------------------------------
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccheck_native import _core, catalog, dropping, layout
+from pccheck_native.group import Agreement
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 
 from .engine import Engine, translated
@@ -18,9 +20,10 @@ from .io_engine import PWRITE
 from .logs import LOG
 from .options import Config
 
-GLOBAL, PINNED = _core.SLOT_GLOBAL, _core.SLOT_PINNED
+PINNED = _core.SLOT_PINNED
 QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
 PAYLOAD_BYTES_MAX = 1 << 50
+GIVEN_UP_MAX = 128  # PCC_GIVEN_UP_MAX
 SEQUENCE_BITS = 32  # more than any volume gives out
 
 
@@ -74,6 +77,7 @@ class VolumeSet:
         self._config = config
         self._engine = engine
         self.open: list[OpenVolume] = []
+        self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks
         #: Files that could not be opened, and why.
         self.unreadable: dict[Path, PccheckError] = {}
 
@@ -93,8 +97,29 @@ class VolumeSet:
         return None
 
     def newest_incarnation(self) -> int:
-        """The newest that ever opened one of the files."""
-        return max((v.info.incarnation for v in self.open), default=0)
+        """The newest that ever opened one of the files, or saved in one."""
+        saved = (found.incarnation for found in self.checkpoints())
+        return max((*(item.info.incarnation for item in self.open), *saved), default=0)
+
+    def last_sequence(self) -> int:
+        """What comes next is above it, in every file."""
+        return max((item.info.next_sequence - 1 for item in self.open), default=0)
+
+    def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
+        """What the ranks of the job have agreed on, for every open file; `pending` is what this
+        rank has in flight. Waits for no disk."""
+        self._agreement = agreement
+        for item in self.open:
+            self._instruct(item, pending)
+
+    def _instruct(self, item: OpenVolume, pending: Collection[int] = ()) -> None:
+        mine = {*pending, *(found.sequence for found in item.checkpoints)}
+        given_up = sorted(mine & self._agreement.given_up)
+        with contextlib.suppress(ValueError):  # closed, and about to be reopened
+            item.volume.set_group(
+                oldest=self._agreement.oldest, newest=self._agreement.newest,
+                given_up=given_up[-GIVEN_UP_MAX:],
+            )  # fmt: skip
 
     async def load(self) -> None:
         """Opens what is on the disk. Files that cannot be opened go to `unreadable`."""
@@ -250,6 +275,7 @@ class VolumeSet:
         item = await self._engine.call(self.key.uid, open_it)
         # On the loop, as every change of it: none can be missed from here to `open`.
         item.volume.limit(config.max_bandwidth_bytes)
+        self._instruct(item)
         if writable:
             self._engine.io.opened(item.engine)
         return item

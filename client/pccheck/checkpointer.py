@@ -13,6 +13,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import (
     CheckpointFailedError,
     PccheckError,
+    StateMismatchError,
     UnsupportedStateError,
     UsageError,
 )
@@ -26,10 +27,12 @@ from .exposure import NoStagingError
 from .handle import Checkpoint
 from .inplace import Placement
 from .naming import identify
+from .plan import RNG
 from .planner import Planner
 from .restore import Found, RestoreResult, payload_loader, read_newest, whole_state
 from .saver import Saver
 from .session import Session
+from .steps import steps_of
 from .transport import Connection
 from .warn import LOG, Warner
 
@@ -61,6 +64,9 @@ class PCcheckClient:
         stall_limit_s: the longest that anything here holds training up.
         fresh: this is a new beginning; checkpoints of an earlier run may be overwritten.
         solo: only this rank saves, whatever the world size (plain DDP, rank 0).
+        replicated: every rank has the same parameters and optimizer state (plain DDP), and all of
+            them make a client and save: each stores a part, all of them restore the whole, any
+            number of ranks can. Buffers of modules, generators and all else is each rank's own.
         autostart, storage: start a private daemon on this directory (default PCCHECK_STORAGE)
             unless that runs; PCCHECK_SOCKET is not asked.
 
@@ -84,6 +90,7 @@ class PCcheckClient:
         stall_limit_s: float = 30,
         fresh: bool = False,
         solo: bool = False,
+        replicated: bool = False,
         autostart: bool = False,
         storage: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -91,8 +98,16 @@ class PCcheckClient:
         identity = identify(job, rank, world_size)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._planner = Planner(self._options)
+        if solo and replicated:
+            raise UsageError(
+                "solo=True and replicated=True", hint="solo: one rank saves; replicated: all do"
+            )
+        self._replicated = replicated
+        self._planner = Planner(
+            self._options, identity.rank, identity.world_size if replicated else 0
+        )
         self._step = 0
+        self._steps = steps_of(identity.job, identity.rank, identity.world_size)
         self._torn = ""  # what is wrong with the attached state after a restore that broke off
         self._closed = False
         self._warner = Warner()
@@ -207,6 +222,7 @@ class PCcheckClient:
             return Checkpoint.ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
         with self._lock:
             number, closed = self._step + 1 if step is None else check_step(step), self._closed
+            self._steps.called(number)
             try:
                 self._alone.require()
                 with self._alone.call():
@@ -252,7 +268,7 @@ class PCcheckClient:
         self, connection: Connection, state: Any, step: int, metadata: tree.Node
     ) -> Checkpoint:
         snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
-        return self._saver.submit(connection, step, snapshot)
+        return self._saver.submit(connection, step, snapshot, self._steps)
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
         """Trouble with daemon or storage: an exception or one warning, as the user chose."""
@@ -287,7 +303,8 @@ class PCcheckClient:
             connection = self._connection()
 
             def use(opened: Opened, described: tree.Tree) -> bool:
-                placement = Placement(described, self._planner.attached)
+                self._require_whole(opened, described)
+                placement = Placement(described, self._planner.attached, self._left(opened))
                 self._torn = (
                     f"the attached state is a mix, because restoring step {opened.step} broke off"
                 )
@@ -295,7 +312,7 @@ class PCcheckClient:
                 self._torn = ""
                 return placement.on_gpu
 
-            found = read_newest(connection, None, use)
+            found = read_newest(connection, None, use, replicated=self._replicated)
             self._planner.forget()
             if isinstance(found, list):
                 self._session.took_over(connection, 0)
@@ -320,7 +337,9 @@ class PCcheckClient:
             step = check_step(step)
         with self._lock, self._alone.call():
             connection = self._connection()
-            found = read_newest(connection, step, whole_state(connection))
+            found = read_newest(
+                connection, step, whole_state(connection), replicated=self._replicated
+            )
             if isinstance(found, list):
                 return Found(skipped=found)
             opened, described, state, skipped = found
@@ -330,6 +349,31 @@ class PCcheckClient:
                 opened.step, opened.sequence, opened.source, skipped,
                 tree.plain(described.metadata), state,
             )  # fmt: skip
+
+    def _require_whole(self, opened: Opened, described: tree.Tree) -> None:
+        """Raises StateMismatchError for a part of a sharded state in a world of another size."""
+        size = self._session.identity.world_size
+        if opened.world_size not in (1, size) and not described.shared() and self._replicated:
+            raise StateMismatchError(
+                f"step {opened.step} was saved by {opened.world_size} ranks without "
+                f"replicated=True, each its own state; this start has {size}",
+                hint=f"start {opened.world_size} ranks, or say fresh=True",
+            )
+
+    def _left(self, opened: Opened) -> frozenset[str]:
+        """What is not restored on a rank that was not there when it was saved: it would draw the
+        same random numbers, and the same batches, as the rank whose copy it gets."""
+        rank = self._session.identity.rank
+        if opened.rank in (None, rank):
+            return frozenset()
+        left = frozenset((RNG, "loader")) & self._planner.attached.keys()
+        if left:
+            self._warner.once(
+                "left",
+                f"rank {rank} was not among the {opened.world_size} ranks that saved step "
+                f"{opened.step}: its own {' and '.join(sorted(left))} are as this start made them",
+            )
+        return left
 
     def _connection(self) -> Connection:
         if self._inert():

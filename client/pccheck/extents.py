@@ -42,6 +42,7 @@ class View:
     storage: int  # address of the memory that it is a view on
     owner: object  # keeps that memory
     volatile: bool = False
+    shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
     device: int = HOST  # CUDA ordinal of the GPU that the memory is on
 
 
@@ -58,6 +59,8 @@ class Shape(NamedTuple):
 
     chunk_bytes: int = 1 << 20  # of the session's page
     aside: bool = False  # snapshot="device": what is gated is staged, too, beside training
+    rank: int = 0
+    world_size: int = 0  # of replicated state: shared views are divided among so many ranks
 
 
 IN_PLACE = Shape()
@@ -162,6 +165,14 @@ class _Group(NamedTuple):
     first: int  # where the first of them is in the state
     views: list[View]  # by ascending address
 
+    @property
+    def is_shared(self) -> bool:
+        return all(view.shared for view in self.views)
+
+    @property
+    def nbytes(self) -> int:
+        return max(view.address + view.nbytes for view in self.views) - self.views[0].address
+
 
 def lay_out(
     views: list[View], shape: Shape = IN_PLACE, *, start: int = 0, first_extent: int = 0
@@ -176,29 +187,51 @@ def lay_out(
     by_device: dict[int, list[tuple[int, View]]] = {}
     for item in enumerate(views):
         by_device.setdefault(item[1].device, []).append(item)
-    host = by_device.pop(HOST, [])
-    if by_device:
+    groups = {device: _groups(items) for device, items in by_device.items()}
+    if shape.world_size:
+        groups = _divide(layout, groups, shape, first_extent)
+    host = groups.pop(HOST, [])
+    if groups:
         assert start == 0
-        _lay_out_devices(layout, by_device, shape)
-    for group in sorted(_groups(host), key=lambda group: group[:2]):
-        placed = _place(layout, group, first_extent)
+        _lay_out_devices(layout, groups, shape)
+    for group in sorted(host, key=lambda group: group[:2]):
+        placed = _place(layout, group, first_extent, shape)
         (layout.volatile if group.volatile else layout.gated).append(placed)
         layout.owners.extend(view.owner for view in group.views)
     return layout
 
 
-def _lay_out_devices(
-    layout: Layout, by_device: dict[int, list[tuple[int, View]]], shape: Shape
-) -> None:
+def _divide(
+    layout: Layout, groups: dict[int, list[_Group]], shape: Shape, first_extent: int
+) -> dict[int, list[_Group]]:
+    """Divides what every rank has among the ranks, by size, in the same way on each of them; what
+    is left for this one. The others' extents get no bytes here."""
+    shared = [group for some in groups.values() for group in some if group.is_shared]
+    loads = [0] * shape.world_size
+    elsewhere: set[int] = set()
+    for group in sorted(shared, key=lambda group: (-group.nbytes, group.first)):
+        owner = loads.index(min(loads))
+        loads[owner] += group.nbytes
+        if owner != shape.rank:
+            elsewhere.add(group.first)
+            _add_extent(layout, group, first_extent, tree.ELSEWHERE, owner)
+    left = {
+        device: [group for group in some if group.first not in elsewhere]
+        for device, some in groups.items()
+    }
+    return {device: some for device, some in left.items() if some}
+
+
+def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Shape) -> None:
     sections: list[Section] = []
     owners: list[object] = []
-    for device in sorted(by_device):
+    for device in sorted(groups):
         section = Section(device)
         gated = section.aside if shape.aside else section.in_place
-        for group in sorted(_groups(by_device[device]), key=lambda group: group.volatile):
+        for group in sorted(groups[device], key=lambda group: group.volatile):
             placed = section.staged if group.volatile else gated
             gap = _gap(placed, group) if placed else 0
-            placed.append(_place(layout, group, 0, gap))
+            placed.append(_place(layout, group, 0, shape, gap))
             owners.extend(view.owner for view in group.views)
         layout.end = -(-layout.end // shape.chunk_bytes) * shape.chunk_bytes
         sections.append(section)
@@ -231,17 +264,21 @@ def _gap(placed: list[Range], group: _Group) -> int:
     return gap if gap < GAP_MAX and (last.offset + last.nbytes + gap) % EXTENT_ALIGN == 0 else 0
 
 
-def _place(layout: Layout, group: _Group, first_extent: int, gap: int = 0) -> Range:
+def _place(layout: Layout, group: _Group, first_extent: int, shape: Shape, gap: int = 0) -> Range:
     """The next extent of the payload is the group's, `gap` bytes behind the one before."""
-    first = group.views[0]
-    nbytes = max(view.address + view.nbytes for view in group.views) - first.address
     offset = -(-(layout.end + gap) // EXTENT_ALIGN) * EXTENT_ALIGN
+    owner = shape.rank if shape.world_size and group.is_shared else -1
+    _add_extent(layout, group, first_extent, offset, owner)
+    layout.end = offset + group.nbytes
+    return Range(group.views[0].address, offset, group.nbytes)
+
+
+def _add_extent(layout: Layout, group: _Group, first_extent: int, offset: int, owner: int) -> None:
+    first = group.views[0]
     lead = (first.address - first.storage) % tree.LEAD_ALIGN
     for view in group.views:
         _tell(view, first_extent + len(layout.extents), view.address - first.address, lead)
-    layout.extents.append(tree.Extent(offset, nbytes, lead))
-    layout.end = offset + nbytes
-    return Range(first.address, offset, nbytes)
+    layout.extents.append(tree.Extent(offset, group.nbytes, lead, owner))
 
 
 def _tell(view: View, extent: int, offset: int, lead: int) -> None:

@@ -41,7 +41,10 @@ class Gating:
         return all(map(_REQUIRES_GRAD, self._trained))
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
-        """Sets `volatile`; without `promised` the views are of something that no gate guards."""
+        """Sets `volatile` and `shared`; without `promised` the views are of something that no gate
+        guards, and that each rank may have its own of."""
+        for view in views:
+            view.shared = promised and view.storage not in self._buffers
         if self.mode == "sync":
             return
         for view in views:

@@ -168,12 +168,36 @@ class Checkpoint:
             raise self._failed()
         raise WaitTimeoutError(f"the checkpoint of step {self.step} is not durable yet")
 
+    def wait_global(self, timeout: float | None = None) -> Durable:
+        """Returns once every rank of the job has it, or a newer one, durable: what a restore of the
+        job gives from then on. Says which. For a rank that saves alone it is `wait_durable`.
+
+        Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
+        `timeout` seconds; while another rank has not got it, it is waited for.
+        """
+        connection = self._connection
+        if connection is None or connection.saves_alone:
+            return self.wait_durable(timeout)
+        self._wait("wait_global", timeout)
+        if self._state is CheckpointState.DURABLE and self._settled:
+            self._described = False
+            self._describe()
+        if self._state is CheckpointState.DURABLE:
+            raise WaitTimeoutError(
+                f"the checkpoint of step {self.step} is durable on this rank, not yet on all",
+                hint="see: pccheckctl status",
+            )
+        return self.wait_durable(0)
+
     def _wait(self, what: str, timeout: float | None) -> None:
         deadline_ns = _FOREVER_NS
         if timeout is not None:
             deadline_ns = time.monotonic_ns() + int(min(timeout, _LONGEST_S) * 1e9)
         connection = self._connection
-        if connection is not None and self.state not in _FINAL:
+        if connection is not None and (
+            self.state not in _FINAL
+            or (what == "wait_global" and self._state is CheckpointState.DURABLE)
+        ):
             wait: _WaitCall = getattr(connection.link, what)
             with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
                 wait(self.snapshot, deadline_ns)
@@ -269,6 +293,8 @@ class Checkpoint:
             if answer.state not in _FINAL:
                 return  # the page tells before the daemon's records do
             self._described = True
+            if self._settled and answer.state in _SAFE:
+                self._state = answer.state  # it may have become global since
             self._reason = f"{answer.reason} ({answer.hint})" if answer.hint else answer.reason
             if answer.state is CheckpointState.SUPERSEDED:
                 self._newer = Durable(answer.newer_sequence, answer.newer_step)

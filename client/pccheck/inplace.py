@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -31,13 +31,21 @@ _SHOWN = 5
 class Placement:
     """Where each extent goes, and what is done when it is there."""
 
-    def __init__(self, described: tree.Tree, attached: Mapping[str, Any]) -> None:
-        """Compares. Raises StateMismatchError by path."""
+    def __init__(
+        self,
+        described: tree.Tree,
+        attached: Mapping[str, Any],
+        leave: Collection[str] = (),
+    ) -> None:
+        """Compares; what is attached under the names in `leave` stays as it is. Raises
+        StateMismatchError by path."""
         self._tree = described
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
         self._after: list[Callable[[Memory], None]] = []
         for name, node, thing in _named(described, attached):
+            if name in leave:
+                continue
             if isinstance(thing, torch.nn.Module) and ModuleWatch.loads_plainly(thing):
                 self._module(name, node, thing)
             elif isinstance(thing, torch.optim.Optimizer) and OptimizerWatch.loads_plainly(thing):

@@ -176,7 +176,8 @@ class _FastPlan:
         self._owners: list[object] = layout.owners
         self._end = layout.end
         self._extent_count = len(layout.extents)
-        self._extents = b"".join(map(_pack_extent, layout.extents))
+        self._extents = b"".join(map(tree.Extent.packed, layout.extents))
+        self._shared = any(extent.owner >= 0 for extent in layout.extents)
         self._extents_node = tree.encode_node(self._extents)
         spans = sorted((view.address, view.address + view.nbytes) for view in views)
         self._starts = [start for start, _ in spans]
@@ -208,13 +209,15 @@ class _FastPlan:
             self._gating.mark(flattener.views, promised=False)
             layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
             volatile += pack(layout.gated) + pack(layout.volatile)
-            extents = tree.encode_node(self._extents + b"".join(map(_pack_extent, layout.extents)))
+            extents = tree.encode_node(
+                self._extents + b"".join(map(tree.Extent.packed, layout.extents))
+            )
             end, owners = layout.end, [self._owners, layout.owners]
         root = [self._root_head]
         for key, encoder, name in self._parts:
             root.append(key)
             root.append(encoder() if encoder else tree.encode_node(nodes[name]))
-        data = tree.assemble(step, metadata, True, extents, root)
+        data = tree.assemble(step, metadata, True, extents, root, shared=self._shared)
         return Snapshot(self._gated, volatile, data, _aligned(end), owners, self._device)
 
     def _take_groups(self, flattener: Flattener) -> None:
@@ -226,12 +229,6 @@ class _FastPlan:
     def _overlaps(self, view: View) -> bool:
         before = bisect.bisect_left(self._starts, view.address + view.nbytes)
         return before > 0 and self._ends[before - 1] > view.address
-
-
-def _pack_extent(extent: tree.Extent) -> bytes:
-    return extent.offset.to_bytes(8, "little") + extent.nbytes.to_bytes(8, "little") + (
-        extent.lead.to_bytes(8, "little")
-    )  # fmt: skip
 
 
 _ROOT_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack

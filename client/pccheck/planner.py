@@ -18,11 +18,14 @@ from .plan import RNG, AttachedPlan, Snapshot, plan_state
 class Planner:
     """Makes snapshots of what is attached, or of a state that is given. Training thread only."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, rank: int = 0, world_size: int = 0) -> None:
+        """With a `world_size` what is attached is the same on so many ranks, and each saves a part
+        of it."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self.plain = False  #: nothing is staged on a GPU: there is no room
         self._options = options
+        self._parts = (rank, world_size)
         self._plan: AttachedPlan | None = None
 
     def attach(self, things: Mapping[str, Any], *, rng: bool) -> None:
@@ -58,7 +61,7 @@ class Planner:
         """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError."""
         wait = self.wait
         mode = "sync" if wait else self._options.gate
-        shape = Shape(chunk_bytes, aside=self._options.snapshot == "device" and not wait)
+        shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)
         if state is not None:
             gating = Gating(self.attached.values(), mode)
             made = plan_state(state, gating, step, metadata, shape)

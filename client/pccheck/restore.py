@@ -23,7 +23,8 @@ from pccheck_wire.errors import (
     UnreadableError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Empty, Open, Opened, Read, Restored, Skipped
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Restored, Skipped
+from pccheck_wire.parts import merge, split
 
 from .extents import devices_of
 from .rebuild import Loader, state_of_tree
@@ -68,7 +69,11 @@ class _GoneError(NoCheckpointError):
 
 
 def read_newest(
-    connection: Connection, step: int | None, use: Callable[[Opened, tree.Tree], Any]
+    connection: Connection,
+    step: int | None,
+    use: Callable[[Opened, tree.Tree], Any],
+    *,
+    replicated: bool = False,
 ) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
     """Opens checkpoints, newest first, until `use` got through one without meeting damage or what
     cannot be read.
@@ -83,7 +88,7 @@ def read_newest(
     failed: DamagedError | UnreadableError | None = None
     while True:
         try:
-            opened = connection.request(Open(step, before), timeout_s=OPEN_LIMIT_S)
+            opened = connection.request(Open(step, before, replicated), timeout_s=OPEN_LIMIT_S)
         except PccheckError as error:
             if failed is not None:
                 raise type(failed)(
@@ -126,32 +131,58 @@ def whole_state(connection: Connection) -> Callable[[Opened, tree.Tree], Any]:
 
 
 def payload_loader(connection: Connection, opened: Opened) -> Loader:
-    """Loads the payload in front of the tree into packed ranges of host and of device memory, in
-    one streaming pass."""
+    """Loads what lies in front of the trees into packed ranges of host and of device memory, in one
+    streaming pass for every rank that stores a part of it."""
 
     def load(ranges: bytes, device_ranges: bytes = b"") -> None:
-        if ranges or device_ranges:
-            _read(connection, opened, 0, opened.tree_offset, ranges, device_ranges)
+        if not opened.parts:
+            if ranges or device_ranges:
+                own = _part(opened, -1)
+                _read(connection, opened, own, 0, own.tree_offset, ranges, device_ranges)
+            return
+        for rank, (host, gpus) in sorted(split(ranges, device_ranges).items()):
+            part = _part(opened, rank)
+            _read(connection, opened, part, 0, part.tree_offset, host, gpus)
 
     return load
 
 
+def _part(opened: Opened, rank: int) -> Part:
+    """The payload of a rank; -1 is the opened one."""
+    if rank in (-1, opened.rank):
+        own = 0 if opened.rank is None else opened.rank
+        return Part(own, opened.payload_bytes, opened.tree_offset, opened.tree_bytes)
+    for part in opened.parts:
+        if part.rank == rank:
+            return part
+    raise DamagedError(f"step {opened.step}: the part that rank {rank} stores is gone")
+
+
 def _read_tree(connection: Connection, opened: Opened) -> tree.Tree:
-    end = opened.tree_offset + opened.tree_bytes
-    if not 0 < opened.tree_bytes <= tree.TREE_BYTES_MAX or end > opened.payload_bytes:
-        raise DamagedError(f"a tree of {opened.tree_bytes} bytes at {opened.tree_offset}")
-    room = torch.empty(opened.tree_bytes, dtype=torch.uint8, device="cpu")  # whatever the default
+    """With the places of what other ranks store."""
+    own = _tree_of(connection, opened, _part(opened, -1))
+    return merge(
+        own, opened.rank or 0, lambda rank: _tree_of(connection, opened, _part(opened, rank))
+    )
+
+
+def _tree_of(connection: Connection, opened: Opened, part: Part) -> tree.Tree:
+    end = part.tree_offset + part.tree_bytes
+    if not 0 < part.tree_bytes <= tree.TREE_BYTES_MAX or end > part.payload_bytes:
+        raise DamagedError(f"a tree of {part.tree_bytes} bytes at {part.tree_offset}")
+    room = torch.empty(part.tree_bytes, dtype=torch.uint8, device="cpu")  # whatever the default
     target = b"".join(
         number.to_bytes(8, "little")
-        for number in (room.data_ptr(), opened.tree_offset, opened.tree_bytes)
+        for number in (room.data_ptr(), part.tree_offset, part.tree_bytes)
     )
-    _read(connection, opened, opened.tree_offset, opened.tree_bytes, target)
-    return tree.decode(room.numpy().tobytes(), opened.tree_offset)
+    _read(connection, opened, part, part.tree_offset, part.tree_bytes, target)
+    return tree.decode(room.numpy().tobytes(), part.tree_offset)
 
 
 def _read(
     connection: Connection,
     opened: Opened,
+    part: Part,
     offset: int,
     length: int,
     ranges: bytes,
@@ -167,7 +198,7 @@ def _read(
             for device in devices_of(device_ranges):
                 connection.link.device_open(device)
             connection.link.load_start(load, ranges, device_ranges)
-            _ask(connection, Read(load, opened.sequence, offset, length))
+            _ask(connection, Read(load, opened.sequence, offset, length, part.rank))
             code = connection.link.load_wait(load, deadline_ns)
         except BaseException:
             connection.load_broken_off = True

@@ -21,6 +21,7 @@ from .gate import Breaker, Gate, abandon
 from .handle import Checkpoint
 from .plan import Snapshot
 from .session import Session
+from .steps import Steps
 from .transport import Connection
 from .warn import LOG, Warner
 
@@ -77,7 +78,9 @@ class Saver:
             )
         return connection
 
-    def submit(self, connection: Connection, step: int, snapshot: Snapshot) -> Checkpoint:
+    def submit(
+        self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps
+    ) -> Checkpoint:
         """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
         `wait` says, or when that has failed; otherwise at once, and the gate holds the next update
         back. Raises NoStagingError before anything has begun."""
@@ -98,6 +101,8 @@ class Saver:
                     self._on_busy,
                     handover.map if handover else 0,
                     *self._gate.held.take(),
+                    branch=steps.branch,
+                    repeat=steps.repeat,
                 )
             )
             _submit(connection.link, number, snapshot, handover, inline=not wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from pccheck_wire.errors import PccheckError
@@ -12,7 +13,6 @@ from pccheck_wire.messages import (
     Hello,
     Register,
     Registered,
-    Restored,
     Role,
 )
 
@@ -25,6 +25,17 @@ from .warn import LOG, Warner
 CONNECT_LIMIT_S = 10.0
 GOODBYE_LIMIT_S = 30.0
 _MIB = 1 << 20
+#: Of this process, by its id: a forked child is another one.
+_PROCESSES: dict[int, bytes] = {}
+
+
+def _process_of(identity: Identity, *, solo: bool) -> bytes:
+    """What tells a reconnect from a new start. Ranks of a group are told apart by process: a client
+    that is made anew in one of them belongs to the same start. A rank alone begins anew with every
+    client: a notebook runs its cell again."""
+    if identity.world_size == 1 or solo:
+        return secrets.token_bytes(16)
+    return _PROCESSES.setdefault(os.getpid(), secrets.token_bytes(16))
 
 
 class Session:
@@ -44,7 +55,10 @@ class Session:
         self._registered_bytes = 0
         self._restored: int | None = 0 if fresh else None  # sequence that counts as taken over
         self._met = False  # some daemon has been reached
-        self._newest_step: int | None = None
+        self._process = _process_of(identity, solo=solo)
+        self._incarnation = 0  # as the daemon that was reached last has said ...
+        self._storage = ""  # ... of this directory
+        self._protected_step: int | None = None  # of a run before, not restored
 
     @property
     def path(self) -> Path:
@@ -94,10 +108,25 @@ class Session:
         answer = connection.request(Register(rounded), timeout_s=self._stall_limit_s)
         assert isinstance(answer, Registered)
         self.registered, self._registered_bytes = answer, rounded
+        self._incarnation = answer.incarnation or self._incarnation
+        self._warn_if_alone(answer)
         LOG.info(
             "%d slots of %.1f MiB in %s, %.1f checkpoints in flight",
             answer.slots, rounded / _MIB, answer.volume, answer.effective_in_flight,
         )  # fmt: skip
+
+    def _warn_if_alone(self, answer: Registered) -> None:
+        """A group's checkpoint is one only when every rank has it."""
+        if answer.absent:
+            identity = self.identity
+            named = ", ".join(str(rank) for rank in answer.absent[:8])
+            self._warner.once(
+                "absent",
+                f"rank {identity.rank} of job {identity.job!r} saves a checkpoint, but of its "
+                f"{identity.world_size} ranks these are not connected: {named}. A checkpoint that "
+                "not every rank saves cannot be restored. If this rank alone saves, as rank 0 of "
+                "plain DDP does, make its client with PCcheckClient(solo=True).",
+            )
 
     def announce(self, connection: Connection, payload_bytes: int) -> None:
         """Has the daemon make room already, so that the first checkpoint need not wait for it."""
@@ -107,15 +136,16 @@ class Session:
         """The newest checkpoint is restored (0: there is none): its slot may be used again."""
         say_restored(connection, sequence)
         self._restored = sequence
+        self._protected_step = None
 
     def warn_if_unrestored(self) -> None:
         """P7: a job that has checkpoints goes on without having read them."""
-        if self._restored is None and self._newest_step is not None:
+        if self._protected_step is not None:
             identity = self.identity
             self._warner.once(
                 "unrestored",
                 f"job {identity.job!r} (rank {identity.rank}) has a checkpoint of step "
-                f"{self._newest_step} that was NOT restored; this run makes its own beside it. "
+                f"{self._protected_step} that was NOT restored; this run makes its own beside it. "
                 "Call restore() before training, or say fresh=True if this is a new beginning. "
                 "The old one is kept until you do.",
             )
@@ -136,13 +166,12 @@ class Session:
     def _greet(self, connection: Connection) -> None:
         self._registered_bytes = 0
         self.registered = None
-        if not self._met:
-            self._met = True
-            self._newest_step = connection.welcome.newest_step
-            if self._newest_step is None and self._restored is None:
-                self._restored = 0  # nothing was there: all that comes is ours
-        elif self._restored is not None:
-            connection.post(Restored(self._restored))
+        welcome = connection.welcome
+        if not self._met and welcome.newest_step is None and self._restored is None:
+            self._restored = 0  # nothing was there: all that comes is ours
+        self._met = True
+        self._incarnation, self._storage = welcome.incarnation, welcome.storage
+        self._protected_step = welcome.protected_step
         if self._warner.over("daemon"):
             LOG.warning("connected to pccheckd again (pid %d)", connection.welcome.pid)
 
@@ -152,5 +181,7 @@ class Session:
             protocol=PROTOCOL_VERSION, role=Role.TRAINER, version=VERSION, pid=os.getpid(),
             job=identity.job, rank=identity.rank, world_size=identity.world_size,
             local_world_size=identity.local_world_size, launch=identity.launch,
-            fresh=self._fresh, solo=self._solo,
+            fresh=self._fresh, solo=self._solo, process=self._process,
+            incarnation=self._incarnation, storage=self._storage,
+            restored=self._restored,
         )  # fmt: skip

@@ -53,10 +53,11 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 class Connection:
     """One session with one daemon. Its parts end together; methods are thread-safe."""
 
-    def __init__(self, attachment: attach.Attachment) -> None:
+    def __init__(self, attachment: attach.Attachment, *, saves_alone: bool = True) -> None:
         self.welcome = attachment.welcome
         self.path = attachment.path
         self.pid = os.getpid()
+        self.saves_alone = saves_alone  #: no other rank's checkpoint belongs to its own
         self.load_broken_off = False  #: by Ctrl-C; the daemon may still be at it
         self._attachment = attachment
         self._lock = threading.RLock()
@@ -231,8 +232,10 @@ class Transport:
         self.drop()
         try:
             _require_files()
+            hello = self._hello()
             self._connection = Connection(
-                attach.connect(self._hello(), self.path, timeout_s=timeout_s)
+                attach.connect(hello, self.path, timeout_s=timeout_s),
+                saves_alone=hello.solo or hello.world_size == 1,
             )
         except (PccheckError, OSError, zmq.ZMQError) as error:
             self.error = _as_ours(error)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"

@@ -64,6 +64,14 @@ class Hello:
     launch: str = ""
     fresh: bool = False
     solo: bool = False
+    #: Random, of the training process; its reconnects repeat it, no other process says the same.
+    process: bytes = b""
+    #: The `Welcome.incarnation` of the session before, when this is a reconnect; else 0.
+    incarnation: int = 0
+    #: The `Welcome.storage` of the session before; another directory's checkpoints are not its own.
+    storage: str = ""
+    #: The sequence that the state was restored from; 0: there was none, or `fresh`; None: not yet.
+    restored: int | None = None
     #: uid whose job a READER wants (root only); -1 = its own.
     uid: int = -1
 
@@ -84,8 +92,11 @@ class Welcome:
     #: How this daemon can take GPU tensors: "pull", or "push" and why.
     transfer: str = "push"
     transfer_reason: str = ""
-    #: The newest durable step of this volume, when it has one (P7).
+    storage: str = ""  # tells one storage directory from another, until the next boot
+    #: The newest durable step of this volume, when it has one.
     newest_step: int | None = None
+    #: The newest step of a run before that the peer has not restored, and that is kept for it (P7).
+    protected_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,8 @@ class Registered:
     granted_bytes: int  # DRAM of this session so far; more may follow
     effective_in_flight: float  # about 1 + M/m, at most N
     volume: str  # path, for the log
+    absent: list[int] = field(default_factory=list)  # ranks of this start without a live process
+    incarnation: int = 0  # of the start that the peer is a member of by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,10 @@ class Begin:
     #: long in all; for metrics and traces.
     held_at_ns: int = 0
     held_ns: int = 0
+    #: Which of this process's checkpoints of `step` it is, the same on every rank of a group: how
+    #: often steps have gone back so far, and how many calls before it named this very step.
+    branch: int = 0
+    repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +216,19 @@ class Open:
     TAG: ClassVar[str] = "open"
     step: int | None = None
     before: int | None = None
+    #: The state is the same on every rank: a checkpoint by another number of ranks will do.
+    replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's payload of a group's checkpoint."""
+
+    TAG: ClassVar[str] = "part"
+    rank: int
+    payload_bytes: int
+    tree_offset: int
+    tree_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +242,9 @@ class Opened:
     tree_bytes: int
     source: str  # "dram" or "volume"
     skipped: list[Skipped] = field(default_factory=list)
+    world_size: int = 1  # that saved it
+    rank: int | None = None  # whose payload this is; None: the peer's own
+    parts: list[Part] = field(default_factory=list)  # all ranks' payloads, of a group's
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +266,7 @@ class Read:
     sequence: int
     offset: int
     length: int
+    rank: int | None = None  # of the same job; None: the peer's own
 
 
 @dataclass(frozen=True, slots=True)

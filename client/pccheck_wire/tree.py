@@ -4,15 +4,17 @@ msgpack made by the client and opaque to the daemon; the last bytes of a payload
 torch nor NumPy, so that the command line can show a checkpoint on any machine. Equal states give
 equal bytes.
 
-    tree    = [MAGIC, VERSION, step, metadata, attached, extents, root]
-    extents = one packed (offset, bytes, lead) of little-endian u64 per extent
+    tree    = [MAGIC, version, step, metadata, attached, extents, root]
+    extents = one packed (offset, bytes, place) of little-endian u64 per extent
     node    = nil | bool | int | float | str | bin           the value itself
             | [tag, ...]                                      everything else, see `Tag`
 
-An extent is the union of all views on one piece of memory. `lead` (below 16) is how far the first
-byte lies behind a 16-byte boundary of its storage, so that views keep an address that suits their
-dtype. Maps, extension types, unknown tags, views outside of their extent and too deep nesting are
-refused.
+An extent is the union of all views on one piece of memory. The lowest byte of `place` is its `lead`
+(below 16): how far the first byte lies behind a 16-byte boundary of its storage, so that views keep
+an address that suits their dtype. The rest of `place` is 0, or in version 2, for replicated state,
+one more than the rank that stores this extent for all: on the other ranks its offset is ELSEWHERE,
+and what is shared appears in the state in the same order on every rank. Maps, extension types,
+unknown tags, views outside of their extent and too deep nesting are refused.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from .errors import UnsupportedStateError
 
 MAGIC = "pccheck-tree"
 VERSION = 1
+VERSION_SHARED = 2  # some extents are stored by one rank for all
+ELSEWHERE = 2**64 - 1  # the offset of an extent that another rank stores
 DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
 TREE_BYTES_MAX = 512 << 20
@@ -153,11 +157,15 @@ Node: TypeAlias = (
 
 
 class Extent(NamedTuple):
-    """`nbytes` of the payload at `offset`."""
+    """`nbytes` of the payload at `offset`; with an `owner`, of that rank's payload."""
 
     offset: int
     nbytes: int
     lead: int = 0
+    owner: int = -1  # the rank that stores it for all; -1: every rank stores its own
+
+    def packed(self) -> bytes:
+        return struct.pack("<QQQ", self.offset, self.nbytes, self.lead | self.owner + 1 << 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,16 @@ class Tree:
     extents: list[Extent]
     root: Node
 
+    def shared(self) -> list[int]:
+        """The extents that one rank stores for all, by their first appearance in the state: in the
+        same order on every rank."""
+        found: dict[int, None] = {}
+        for _, node in walk(self.root):
+            index = node.extent if isinstance(node, (Tensor, Array)) else -1
+            if index >= 0 and self.extents[index].owner >= 0:
+                found[index] = None
+        return list(found)
+
 
 # -- encoding ----------------------------------------------------------------------------------
 
@@ -180,18 +198,26 @@ _NATIVE = {type(None), bool, float, str, bytes}
 
 def encode(tree: Tree) -> bytes:
     """The bytes of a tree. Raises UnsupportedStateError when it is too deep or too large."""
-    packed = b"".join(struct.pack("<QQQ", *extent) for extent in tree.extents)
+    packed = b"".join(extent.packed() for extent in tree.extents)
     return assemble(
-        tree.step, tree.metadata, tree.attached, encode_node(packed), (encode_node(tree.root),)
-    )
+        tree.step, tree.metadata, tree.attached, encode_node(packed), (encode_node(tree.root),),
+        shared=any(extent.owner >= 0 for extent in tree.extents),
+    )  # fmt: skip
 
 
 def assemble(
-    step: int, metadata: Node, attached: bool, extents: bytes, root: Iterable[bytes]
+    step: int,
+    metadata: Node,
+    attached: bool,
+    extents: bytes,
+    root: Iterable[bytes],
+    *,
+    shared: bool = False,
 ) -> bytes:
     """A tree whose extents and root are encoded already (the fast path keeps what did not
     change); the root may come in pieces."""
-    head = _HEAD(7) + _PACK(MAGIC) + _PACK(VERSION) + _PACK(step)
+    version = VERSION_SHARED if shared else VERSION
+    head = _HEAD(7) + _PACK(MAGIC) + _PACK(version) + _PACK(step)
     data = b"".join((head, encode_node(metadata), _PACK(attached), extents, *root))
     if len(data) > TREE_BYTES_MAX:
         raise UnsupportedStateError(
@@ -300,7 +326,8 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
 
 
 class TensorEntry(NamedTuple):
-    """`offset`: of its first byte in the payload; `nbytes`: from its first to its last byte."""
+    """`offset`: of its first byte in the payload, 0 when another rank stores it; `nbytes`: from its
+    first to its last byte."""
 
     path: str
     dtype: str
@@ -335,7 +362,8 @@ def tensor_entries(tree: Tree) -> list[TensorEntry]:
             nbytes, dtype, strides = node.nbytes, f"numpy {node.dtype}", ()
         else:
             continue
-        offset = tree.extents[node.extent].offset + node.offset if node.extent >= 0 else 0
+        start = tree.extents[node.extent].offset if node.extent >= 0 else ELSEWHERE
+        offset = 0 if start == ELSEWHERE else start + node.offset
         entries.append(TensorEntry(path, dtype, tuple(node.shape), strides, offset, nbytes))
     return entries
 

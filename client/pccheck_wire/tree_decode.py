@@ -9,9 +9,11 @@ from collections.abc import Callable
 import msgpack  # type: ignore[import-untyped]
 
 from .errors import DamagedError, ProtocolError
+from .messages import RANKS_MAX
 from .tree import (
     DEPTH_MAX,
     DIMENSIONS_MAX,
+    ELSEWHERE,
     FACTORIES,
     FLAGS_MAX,
     ITEM_BYTES,
@@ -21,6 +23,7 @@ from .tree import (
     SEQUENCES,
     TREE_BYTES_MAX,
     VERSION,
+    VERSION_SHARED,
     Array,
     Extent,
     Mapping,
@@ -36,6 +39,7 @@ from .tree import (
 )
 
 _ELEMENTS_MAX = 2**62
+_SHARED_BYTES_MAX = 2**50
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -53,9 +57,10 @@ def decode_tree(data: bytes | memoryview, payload_bytes: int | None) -> Tree:
         raise _bad(f"not msgpack: {str(error)[:120] or type(error).__name__}") from error
     if type(top) is not list or len(top) < 2 or top[0] != MAGIC:
         raise _bad("it does not start like one")
-    if top[1] != VERSION or type(top[1]) is not int:
+    version = top[1]
+    if type(version) is not int or version not in (VERSION, VERSION_SHARED):
         raise ProtocolError(
-            f"the checkpoint's tree has version {top[1]!r}, this PCcheck reads {VERSION}",
+            f"the checkpoint's tree has version {version!r}, this PCcheck reads {VERSION_SHARED}",
             hint="install a newer PCcheck",
         )
     if len(top) != 7:
@@ -63,17 +68,26 @@ def decode_tree(data: bytes | memoryview, payload_bytes: int | None) -> Tree:
     step, metadata, attached, packed, root = top[2:]
     if type(step) is not int or type(attached) is not bool or type(packed) is not bytes:
         raise _bad("step, attached or extents have a wrong type")
-    extents = _extents(packed, payload_bytes)
+    extents = _extents(packed, payload_bytes, shared=version == VERSION_SHARED)
     reader = _Reader(extents)
     return Tree(step, reader.node(metadata, 0), attached, extents, reader.node(root, 0))
 
 
-def _extents(packed: bytes, payload_bytes: int | None) -> list[Extent]:
+def _extents(packed: bytes, payload_bytes: int | None, *, shared: bool) -> list[Extent]:
     if len(packed) % 24:
         raise _bad("its table of extents is cut off")
-    extents = [Extent(*triple) for triple in struct.iter_unpack("<QQQ", packed)]
+    extents = [
+        Extent(offset, nbytes, place & 0xFF, (place >> 8) - 1)
+        for offset, nbytes, place in struct.iter_unpack("<QQQ", packed)
+    ]
     end = 0
     for index, extent in enumerate(extents):
+        if extent.owner >= (RANKS_MAX if shared else 0):
+            raise _bad(f"extent {index} belongs to rank {extent.owner}")
+        if extent.offset == ELSEWHERE and extent.owner >= 0:
+            if not 0 < extent.nbytes <= _SHARED_BYTES_MAX or extent.lead >= LEAD_ALIGN:
+                raise _bad(f"extent {index} has {extent.nbytes} bytes")
+            continue
         if extent.offset < end or extent.nbytes == 0 or extent.lead >= LEAD_ALIGN:
             raise _bad(f"extent {index} overlaps or is empty")
         end = extent.offset + extent.nbytes

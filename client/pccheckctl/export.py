@@ -21,7 +21,7 @@ from . import offline, render, safetensors_file, subtree
 from .output import Document, note, print_json
 from .output_file import Output, OutputDirectory, OutputFile
 from .progress import Bar, Watched
-from .reading import RecycledError, Store, read_tree
+from .reading import RecycledError, Store, WholeReader
 from .source import files
 
 #: How often a running daemon may take a checkpoint away under our hands.
@@ -209,8 +209,8 @@ def _write_one(
     storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
 ) -> Written:
     made = Written(one, output.target, kind)
-    with Watched(storage.reader(one), bar) as reader:
-        content = read_tree(reader)
+    with WholeReader(storage, storage.reader(one)) as whole, Watched(whole, bar) as reader:
+        content = whole.tree()
         if only:
             content = subtree.only(content, only, one.job)
             bar.spare(subtree.spared_bytes(content))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pccheck_native import catalog, layout
+from pccheck_native import catalog, group, layout
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -91,7 +91,7 @@ class Storage:
             "volumes": [
                 catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
             ],
-            "checkpoints": [catalog.checkpoint_document(one) for one in found.checkpoints],
+            "checkpoints": catalog.checkpoint_documents(found.checkpoints),
             "unreadable": [
                 {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
                 for item in found.unreadable
@@ -118,6 +118,7 @@ class Storage:
                 "free_bytes": disk.f_bavail * disk.f_frsize,
             },
             "sessions": [],
+            "groups": _groups(found),
             "ranks": _ranks(found),
             "warnings": warnings,
         }
@@ -174,6 +175,41 @@ def _ranks(found: catalog.Catalog) -> list[Document]:
     return list(ranks.values())
 
 
+def _groups(found: catalog.Catalog) -> list[Document]:
+    """One entry per job of several ranks, with the newest checkpoint that all of them have."""
+    jobs: dict[tuple[int, str], list[catalog.Checkpoint]] = {}
+    for one in found.checkpoints:
+        jobs.setdefault((one.uid, one.job), []).append(one)
+    documents: list[Document] = []
+    for (uid, job), checkpoints in sorted(jobs.items()):
+        by_rank = catalog.by_rank(checkpoints)
+        world_size = ranks_of(by_rank)
+        if world_size < 2:
+            continue
+        shared = catalog.common_step(by_rank, world_size)
+        behind = group.behind(catalog.ranks_of(by_rank), world_size)
+        mine = list(shared.checkpoints.values()) if shared else []
+        documents.append({
+            "uid": uid,
+            "job": job,
+            "world_size": world_size,
+            "global": {
+                "sequence": mine[0].sequence,
+                "step": mine[0].step,
+                "wall_ns": max(one.wall_ns for one in mine),
+            }
+            if mine
+            else None,
+            "waits_s": 0.0,
+            "lost": 0,
+            "slowest_rank": None,
+            "behind": {str(rank): count for rank, count in behind.items() if count},
+            "absent": [],
+            "late": False,
+        })  # fmt: skip
+    return documents
+
+
 # -- choosing ----------------------------------------------------------------------------------
 
 
@@ -215,7 +251,4 @@ def missing(job: str, rank: int, *, step: int | None, sequence: int | None) -> P
 
 def ranks_of(by_rank: dict[int, list[catalog.Checkpoint]]) -> int:
     """The size of the group that made the newest checkpoints."""
-    newest = max(
-        (found[0] for found in by_rank.values()), key=lambda one: (one.incarnation, one.wall_ns)
-    )
-    return newest.world_size
+    return max((found[0] for found in by_rank.values()), key=lambda one: one.sequence).world_size

@@ -8,8 +8,13 @@ from typing import Protocol, Self
 
 from pccheck_native import _core, catalog
 from pccheck_native.subset import Subset, verify_part
-from pccheck_wire import tree
-from pccheck_wire.errors import DamagedError, PccheckError, UnreadableError
+from pccheck_wire import parts, tree
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    UnreadableError,
+)
 
 
 class RecycledError(PccheckError):
@@ -127,6 +132,59 @@ class FileReader:
         )
         why = "UNREADABLE" if cannot else str(error).removesuffix(": damaged (DAMAGED)")
         return invalid(one, why)
+
+
+class WholeReader:
+    """A checkpoint of replicated state: its own rank's payload, and what others store for it."""
+
+    def __init__(self, storage: Store, own: Reader) -> None:
+        self.checkpoint = own.checkpoint
+        self._storage = storage
+        self._readers = {own.checkpoint.rank: own}
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._readers[self.checkpoint.rank].tree_place
+
+    def tree(self) -> tree.Tree:
+        """With the place of every extent. Raises StateMismatchError, NoCheckpointError."""
+        own = read_tree(self._readers[self.checkpoint.rank])
+        return parts.merge(own, self.checkpoint.rank, lambda rank: read_tree(self._of(rank)))
+
+    def read(self, offset: int, length: int) -> bytes:
+        rank, offset = parts.placed(offset)
+        return self._of(rank).read(offset, length)
+
+    def read_into(self, ranges: bytes) -> None:
+        for rank, (mine, _) in parts.split(ranges).items():
+            self._of(rank).read_into(mine)
+
+    def verify(self, part: Subset | None = None) -> int:
+        return self._of(-1).verify(part)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _of(self, rank: int) -> Reader:
+        one = self.checkpoint
+        rank = one.rank if rank < 0 else rank
+        if rank not in self._readers:
+            found = self._storage.scan(uid=one.uid, job=one.job)
+            same = [c for c in found.checkpoints if (c.rank, c.sequence) == (rank, one.sequence)]
+            if not same:
+                raise NoCheckpointError(
+                    f"rank {rank} stores a part of step {one.step}, and its volume is not here",
+                    hint="bring the volumes of all ranks together",
+                )
+            self._readers[rank] = self._storage.reader(same[0])
+        return self._readers[rank]
 
 
 def recycled(one: catalog.Checkpoint) -> RecycledError:

@@ -66,7 +66,6 @@ class DaemonStore:
 def _checkpoint(item: Document) -> catalog.Checkpoint:
     """From the list; where the tree lies is said when it is opened."""
     flags = {
-        "global": _core.SLOT_GLOBAL,
         "pinned": _core.SLOT_PINNED,
         "damaged": _core.SLOT_DAMAGED,
     }

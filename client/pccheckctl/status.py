@@ -43,7 +43,9 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
     """The same for people; `now_s` is wall time."""
     now_s = time.time() if now_s is None else now_s
     blocks = ["\n".join(_head(document, now_s))]
-    ranks = rows(document, "ranks")
+    ranks, groups = rows(document, "ranks"), rows(document, "groups")
+    if groups:
+        blocks.append(_groups(groups, now_s))
     if ranks:
         blocks.append(_ranks(ranks, now_s, served=bool(part(document, "daemon"))))
     else:
@@ -142,6 +144,26 @@ def _gpu(gpu: Document) -> str:
         f"gpu      {text(gpu, 'name')}{place}: "
         f"{render.size(whole(gpu, 'copied_bytes'))} pulled{failed}{lost}"
     )
+
+
+def _groups(groups: list[Document], now_s: float) -> str:
+    """One line per job of several ranks: what all of them have, and who holds the next one back."""
+    uids = {one.get("uid") for one in groups}
+    headings = ("job", "ranks", "last step of all ranks", "age", "newer one waits", "slowest rank")
+    lines = []
+    for one in groups:
+        shared, behind, absent = part(one, "global"), part(one, "behind"), one.get("absent")
+        slowest, waits_s = one.get("slowest_rank"), number(one, "waits_s") or 0
+        by = f"{slowest}, behind by {behind.get(str(slowest))}" if slowest is not None else ""
+        lines.append((
+            text(one, "job") if len(uids) == 1 else f"{one.get('uid')}/{one.get('job')}",
+            one.get("world_size"),
+            shared.get("step") if shared else "none",
+            render.age(age_s(shared, now_s)),
+            render.duration(waits_s) if waits_s else "",
+            f"{slowest}, not connected" if absent else by,
+        ))  # fmt: skip
+    return render.table(headings, lines)
 
 
 def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:

@@ -11,6 +11,7 @@ may not use what its parent opened (ValueError).
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 _Path = str | bytes | os.PathLike[str]
@@ -27,7 +28,6 @@ JOB_BYTES_MAX: int
 BLOCK_BYTES_DEFAULT: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
-SLOT_GLOBAL: int
 SLOT_PINNED: int
 SLOT_QUARANTINED: int
 SLOT_DAMAGED: int
@@ -142,6 +142,8 @@ class Volume:
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
     def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...
     def finish(self, keep: int) -> None: ...
+    def set_group(self, *, oldest: int, newest: int, given_up: Sequence[int]) -> None: ...
+    def has_expendable(self) -> bool: ...
     def recycle(self) -> None: ...
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
@@ -284,6 +286,7 @@ class Channel:
         snapshot: int,
         *,
         map: int = 0,
+        sequence: int = 0,  # above all that the volume has given out; 0: its next one
         step: int,
         incarnation: int,
         world_size: int,
@@ -295,7 +298,13 @@ class Channel:
     def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's
     def set_outcome(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def load(
-        self, volume: Volume, sequence: int, offset: int, length: int, load_id: int
+        self,
+        volume: Volume,
+        sequence: int,
+        offset: int,
+        length: int,
+        load_id: int,
+        own: bool = True,  # what this channel has cached of the sequence is of this volume
     ) -> None: ...
     def cached(self, sequence: int) -> bool: ...
     def usage(self) -> ChannelUsage: ...
@@ -361,6 +370,7 @@ class Link:
         """False = deadline passed. `host_only`: what lies on GPUs may not have been read yet."""
 
     def wait_copied(self, snapshot: int, deadline_ns: int) -> bool: ...
+    def wait_global(self, snapshot: int, deadline_ns: int) -> bool: ...
     def wait_durable(self, snapshot: int, deadline_ns: int) -> bool: ...
     def abandon(self, snapshot: int) -> bool: ...
     def state(self, snapshot: int) -> LinkState | None: ...

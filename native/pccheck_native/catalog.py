@@ -1,9 +1,9 @@
-"""Which checkpoints exist, and which step a group of ranks recovers.
+"""Which checkpoints exist in a storage directory.
 
-Pure functions over the volumes' newest records; the daemon uses them and so does the command line
-without a daemon. Volumes are opened read-only here, which takes no lock: what a running daemon
-publishes meanwhile is simply not seen. Named tuples and no dataclasses: those would double the time
-in which the command line starts.
+Functions over the newest records of volumes; the daemon uses them and so does the command line
+without a daemon. What the ranks of a job have in common is decided in `group.py`. Volumes are
+opened read-only here, which takes no lock: what a running daemon publishes meanwhile is not seen.
+Named tuples and no dataclasses: those would double the time in which the command line starts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from pccheck_native._core import (
     SLOT_DAMAGED,
-    SLOT_GLOBAL,
     SLOT_PINNED,
     NativeError,
     SlotEntry,
     Volume,
     VolumeInfo,
 )
+from pccheck_native.group import Held, Rank, common
 from pccheck_native.layout import VolumeFile, list_volumes
 
 
@@ -49,11 +49,6 @@ class Checkpoint(NamedTuple):
     def is_damaged(self) -> bool:
         """A reader found it damaged."""
         return bool(self.flags & SLOT_DAMAGED)
-
-    @property
-    def is_global(self) -> bool:
-        """Every rank of the group had this step durable."""
-        return bool(self.flags & SLOT_GLOBAL)
 
     @property
     def is_pinned(self) -> bool:
@@ -179,36 +174,57 @@ def by_rank(checkpoints: Iterable[Checkpoint]) -> dict[int, list[Checkpoint]]:
     return {rank: newest_first(found) for rank, found in sorted(ranks.items())}
 
 
-def _usable(
-    checkpoints: Iterable[Checkpoint], world_size: int
-) -> dict[tuple[int, int], Checkpoint]:
-    """(incarnation, step) -> the newest undamaged checkpoint of it from a group of that size."""
-    usable: dict[tuple[int, int], Checkpoint] = {}
-    for checkpoint in newest_first(checkpoints):
-        if checkpoint.world_size == world_size and not checkpoint.is_damaged:
-            usable.setdefault((checkpoint.incarnation, checkpoint.step), checkpoint)
-    return usable
+def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]]) -> dict[int, Rank]:
+    """What one job's volumes hold, for `group.py`."""
+    return {
+        rank: Rank(
+            frozenset(
+                Held(one.sequence, one.step, one.incarnation, one.world_size, not one.is_damaged)
+                for one in checkpoints
+            )
+        )
+        for rank, checkpoints in checkpoints_by_rank.items()
+    }
 
 
 def common_step(
     checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]], world_size: int
 ) -> CommonStep | None:
-    """The newest (incarnation, step) that every rank 0..world_size-1 has undamaged; else None.
+    """The newest checkpoint that every rank 0..world_size-1 has undamaged; else None."""
+    ranks = {rank: list(checkpoints) for rank, checkpoints in checkpoints_by_rank.items()}
+    for held in common(ranks_of(ranks)):
+        if held.world_size == world_size:
+            found = {
+                rank: one
+                for rank in range(world_size)
+                for one in ranks.get(rank, ())
+                if one.sequence == held.sequence
+            }
+            return CommonStep(held.incarnation, held.step, found)
+    return None
 
-    Newest is by incarnation and then by the sequence on rank 0, for a step may be saved again with
-    a lower number. Never mixes steps: a rank without it rules a step out.
-    """
-    usable = {rank: _usable(checkpoints_by_rank.get(rank, ()), world_size)
-              for rank in range(world_size)}  # fmt: skip
-    common = set(usable[0]).intersection(*usable.values()) if world_size > 0 else set()
-    if not common:
-        return None
-    newest = max(common, key=lambda key: (key[0], usable[0][key].sequence))
-    return CommonStep(*newest, {rank: found[newest] for rank, found in usable.items()})
+
+def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, object]]:
+    """Checkpoints in the `--json` documents, with and without a daemon; those of one job are all
+    there, since only all of its ranks together say what is global."""
+    jobs: dict[tuple[int, str], dict[int, list[Checkpoint]]] = {}
+    every = list(checkpoints)
+    for one in every:
+        jobs.setdefault((one.uid, one.job), {}).setdefault(one.rank, []).append(one)
+    shared = {
+        (*key, held.sequence)
+        for key, ranks in jobs.items()
+        for held in common(ranks_of(ranks))
+        if held.world_size > 1
+    }
+    return [
+        checkpoint_document(one) | {"global": (one.uid, one.job, one.sequence) in shared}
+        for one in every
+    ]
 
 
 def checkpoint_document(item: Checkpoint) -> dict[str, object]:
-    """One checkpoint in the `--json` documents, with and without a daemon."""
+    """One checkpoint in the same documents; alone it cannot say whether it is global."""
     return {
         "uid": item.uid,
         "job": item.job,
@@ -219,7 +235,6 @@ def checkpoint_document(item: Checkpoint) -> dict[str, object]:
         "world_size": item.world_size,
         "payload_bytes": item.payload_bytes,
         "wall_ns": item.wall_ns,
-        "global": item.is_global,
         "pinned": item.is_pinned,
         "damaged": item.is_damaged,
         "volume": str(item.volume_path),

@@ -252,13 +252,14 @@ PyObject *pcc_py_channel_unbind(PyObject *self, PyObject *args, PyObject *kwargs
 
 PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"volume", "sequence", "offset", "length", "load_id", NULL};
+    static char *names[] = {"volume", "sequence", "offset", "length", "load_id", "own", NULL};
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     PyObject *volume;
     uint64_t sequence, offset_bytes, length_bytes, load_id;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&:load", names, state->volume_type,
+    int own = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&|p:load", names, state->volume_type,
                                      &volume, pcc_py_u64, &sequence, pcc_py_u64, &offset_bytes,
-                                     pcc_py_u64, &length_bytes, pcc_py_u64, &load_id)) {
+                                     pcc_py_u64, &length_bytes, pcc_py_u64, &load_id, &own)) {
         return NULL;
     }
     struct pcc_channel *channel = pcc_py_channel_enter(self);
@@ -272,8 +273,8 @@ PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
     int result;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
     ((struct pcc_py_channel *)self)->load_calls++;
-    PCC_PY_UNLOCKED(
-        result = pcc_channel_load(channel, handle, sequence, offset_bytes, length_bytes, load_id));
+    PCC_PY_UNLOCKED(result = pcc_channel_load(channel, handle, own != 0, sequence, offset_bytes,
+                                              length_bytes, load_id));
     ((struct pcc_py_channel *)self)->load_returns++;
     PyObject *unused = volume;
     if (result == 0) { /* one load at a time: the one before has ended */

@@ -209,6 +209,8 @@ static PyMethodDef methods[] = {
      "True once the source may change."},
     {"wait_copied", PCC_PY_METHOD(pcc_py_link_wait_copied), KEYWORDS,
      "True once the daemon vouches for it, or it ended otherwise."},
+    {"wait_global", PCC_PY_METHOD(pcc_py_link_wait_global), KEYWORDS,
+     "Until every rank of the group has it, or a newer one, or it ended otherwise."},
     {"wait_durable", PCC_PY_METHOD(pcc_py_link_wait_durable), KEYWORDS,
      "True once it or a newer one is durable, or it ended otherwise."},
     {"abandon", PCC_PY_METHOD(link_abandon), KEYWORDS, "True when this call gave it up."},

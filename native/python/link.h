@@ -18,6 +18,7 @@ uint64_t pcc_py_link_slice_end(uint64_t deadline_ns);
 PyObject *pcc_py_link_wait_read(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_wait_copied(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_wait_durable(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *pcc_py_link_wait_global(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_load_start(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs);
 

@@ -86,6 +86,13 @@ PyObject *pcc_py_link_wait_copied(PyObject *self, PyObject *args, PyObject *kwar
                                                            : NULL;
 }
 
+PyObject *pcc_py_link_wait_global(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    struct wait wait;
+    return wait_parse(args, kwargs, snapshot_names, &wait) ? wait_for(self, &wait, PCC_WAIT_GLOBAL)
+                                                           : NULL;
+}
+
 PyObject *pcc_py_link_wait_durable(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     struct wait wait;

@@ -161,6 +161,8 @@ static const char *kind_name(uint32_t kind)
         return "durable";
     case PCC_EVENT_SUPERSEDED:
         return "superseded";
+    case PCC_EVENT_GIVEN_UP:
+        return "given_up";
     case PCC_EVENT_FAILED:
         return "failed";
     case PCC_EVENT_LOAD_ENDED:

@@ -280,6 +280,59 @@ static PyObject *volume_recycle(PyObject *self, PyObject *unused)
     return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
 }
 
+/* Fills `group` from a sequence of integers; false with an exception set. */
+static bool given_up_from(PyObject *sequences, struct pcc_volume_group *group)
+{
+    PyObject *fast = PySequence_List(sequences);
+    if (fast == NULL) {
+        return false;
+    }
+    const Py_ssize_t count = PyList_Size(fast);
+    bool good = count <= (Py_ssize_t)PCC_GIVEN_UP_MAX;
+    if (!good) {
+        PyErr_Format(PyExc_ValueError, "more than %u sequences are given up", PCC_GIVEN_UP_MAX);
+    }
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        good = pcc_py_u64(PyList_GetItem(fast, i), &group->given_up[i]) != 0;
+    }
+    group->given_up_count = good ? (uint32_t)count : 0;
+    Py_DECREF(fast);
+    return good;
+}
+
+static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"oldest", "newest", "given_up", NULL};
+    struct pcc_volume_group group = {0};
+    PyObject *given_up;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$O&O&O:set_group", names, pcc_py_u64,
+                                     &group.oldest, pcc_py_u64, &group.newest, &given_up) ||
+        !pcc_py_require(kwargs, names, 3) || !given_up_from(given_up, &group)) {
+        return NULL;
+    }
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_volume_set_group(volume, &group));
+    pcc_py_leave((struct pcc_py_object *)self);
+    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+}
+
+static PyObject *volume_has_expendable(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    bool found;
+    PCC_PY_UNLOCKED(found = pcc_volume_has_expendable(volume));
+    pcc_py_leave((struct pcc_py_object *)self);
+    return PyBool_FromLong(found);
+}
+
 static PyObject *volume_engine(PyObject *self, void *unused)
 {
     (void)unused;
@@ -309,6 +362,9 @@ static PyMethodDef methods[] = {
      "Records a new start of the job; durable on return."},
     {"finish", PCC_PY_METHOD(volume_finish), METH_VARARGS | METH_KEYWORDS,
      "Keeps the newest checkpoints only and says done; durable on return."},
+    {"set_group", PCC_PY_METHOD(volume_set_group), METH_VARARGS | METH_KEYWORDS,
+     "What the ranks of a group have agreed on: which checkpoints the next record may let go."},
+    {"has_expendable", volume_has_expendable, METH_NOARGS, "Whether a slot may be recycled now."},
     {"recycle", volume_recycle, METH_NOARGS,
      "Lets go of what is no longer kept, durably, when no slot is free."},
     {"read", PCC_PY_METHOD(pcc_py_volume_read), METH_VARARGS | METH_KEYWORDS,

@@ -25,6 +25,7 @@ enum pcc_event_kind {
     PCC_EVENT_WRITING,    /* its first chunk went to the disk; told after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
+    PCC_EVENT_GIVEN_UP,   /* by the group of ranks */
     PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or let go;
                              "copy"/DEVICE, DEVICE_LOST: the GPU failed the copy */
     PCC_EVENT_LOAD_ENDED, /* id is the load id */
@@ -165,10 +166,11 @@ void pcc_channel_set_outcome(struct pcc_channel *channel, uint64_t snapshot,
 
 /* Sends checked payload [offset, +length) of `sequence` to the attached client as DATA messages,
  * from cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it.
- * One load at a time per channel (-EBUSY). Returns at once. */
+ * `own`: the volume is one that this channel saves to; what is cached of the same sequence is not
+ * another rank's. One load at a time per channel (-EBUSY). Returns at once. */
 PCC_MUST_CHECK int pcc_channel_load(struct pcc_channel *channel, struct pcc_volume *volume,
-                                    uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
-                                    uint64_t load_id);
+                                    bool own, uint64_t sequence, uint64_t offset_bytes,
+                                    uint64_t length_bytes, uint64_t load_id);
 /* True when every chunk of `sequence` is cached: it can be recovered from DRAM. */
 bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence);
 

@@ -341,6 +341,7 @@ static void ended_outcome(struct pcc_channel *channel, const struct pcc_channel_
     static const enum pcc_outcome outcomes[] = {
         [PCC_SAVE_DURABLE] = PCC_OUTCOME_DURABLE,
         [PCC_SAVE_SUPERSEDED] = PCC_OUTCOME_SUPERSEDED,
+        [PCC_SAVE_GIVEN_UP] = PCC_OUTCOME_SKIPPED,
         [PCC_SAVE_FAILED] = PCC_OUTCOME_FAILED,
     };
     struct pcc_snapshot *entry = pcc_page_snapshot(&channel->view, save->snapshot);
@@ -358,6 +359,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     static const enum pcc_event_kind kinds[] = {
         [PCC_SAVE_DURABLE] = PCC_EVENT_DURABLE,
         [PCC_SAVE_SUPERSEDED] = PCC_EVENT_SUPERSEDED,
+        [PCC_SAVE_GIVEN_UP] = PCC_EVENT_GIVEN_UP,
         [PCC_SAVE_FAILED] = PCC_EVENT_FAILED,
     };
     struct pcc_channel *channel = owner;

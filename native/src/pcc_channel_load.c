@@ -51,7 +51,7 @@ static int64_t cached_find(const struct pcc_channel *channel, uint64_t offset_by
 {
     for (uint32_t i = 0; i < channel->chunk_count; i++) {
         const struct pcc_channel_chunk *chunk = &channel->chunks[i];
-        if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == channel->load.sequence &&
+        if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == channel->load.cached_as &&
             chunk->offset_bytes == offset_bytes && !pcc_channel_retires(channel, chunk))
             return i;
     }
@@ -131,7 +131,7 @@ static int send_read(struct pcc_channel *channel, const struct piece *piece)
         if (over(channel))
             return 0;
         /* With nothing lent there is nothing to wait for but saves: take their chunks, too. */
-        found = pcc_channel_pick(channel, channel->load.sequence, channel->load.lent > 0);
+        found = pcc_channel_pick(channel, channel->load.cached_as, channel->load.lent > 0);
         if (found >= 0)
             break;
         wait_for_chunk(channel);
@@ -245,8 +245,9 @@ static void leader_join(struct pcc_channel *channel)
     channel->load.joinable = false;
 }
 
-int pcc_channel_load(struct pcc_channel *channel, struct pcc_volume *volume, uint64_t sequence,
-                     uint64_t offset_bytes, uint64_t length_bytes, uint64_t load_id)
+int pcc_channel_load(struct pcc_channel *channel, struct pcc_volume *volume, bool own,
+                     uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
+                     uint64_t load_id)
 {
     uint64_t end_bytes;
     int error = 0;
@@ -273,6 +274,7 @@ int pcc_channel_load(struct pcc_channel *channel, struct pcc_volume *volume, uin
     load->id = load_id;
     load->session = channel->session;
     load->sequence = sequence;
+    load->cached_as = own ? sequence : 0;
     load->next_bytes = offset_bytes;
     load->end_bytes = end_bytes;
     load->result = 0;

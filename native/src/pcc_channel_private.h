@@ -139,6 +139,7 @@ struct pcc_channel_load {
     uint64_t id;
     uint64_t session;
     uint64_t sequence;
+    uint64_t cached_as;  /* the sequence of chunks that hold it; 0: it is another rank's */
     uint64_t next_bytes; /* the next piece starts here */
     uint64_t end_bytes;
     uint32_t lent;    /* chunks READING or LENT */

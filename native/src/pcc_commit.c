@@ -48,8 +48,59 @@ static uint32_t rank_of(const struct pcc_record *record, uint32_t slot)
     return rank;
 }
 
+bool pcc_commit_is_grouped(const struct pcc_record *record)
+{
+    return record->world_size > 1;
+}
+
+bool pcc_commit_gives_up(const struct pcc_volume_group *group, uint64_t sequence)
+{
+    for (uint32_t i = 0; i < group->given_up_count; i++)
+        if (group->given_up[i] == sequence)
+            return true;
+    return false;
+}
+
+static bool is_kept(const struct pcc_record *record, uint32_t slot, uint32_t keep,
+                    const struct pcc_volume_group *group)
+{
+    const struct pcc_slot_entry *entry = &record->slots[slot];
+
+    if ((entry->flags & PCC_SLOT_PINNED) != 0)
+        return true;
+    if (pcc_commit_is_grouped(record))
+        return entry->sequence >= group->oldest && !pcc_commit_gives_up(group, entry->sequence);
+    return rank_of(record, slot) < keep;
+}
+
+/* With no slot left, the next checkpoint may have this one's. A lone rank never gives away its best
+ * one, and a group not its newest common one, nor what may yet become common. */
+static bool is_dispensable(const struct pcc_record *record, uint32_t slot,
+                           const struct pcc_volume_group *group)
+{
+    const struct pcc_slot_entry *entry = &record->slots[slot];
+
+    if ((entry->flags & PCC_SLOT_PINNED) != 0)
+        return false;
+    return pcc_commit_is_grouped(record) ? entry->sequence < group->newest
+                                         : rank_of(record, slot) > 0;
+}
+
+/* Something that is kept may yet become common: its slot comes free when the other ranks follow. */
+static bool is_waiting_for_ranks(const struct pcc_record *record, uint32_t expendable,
+                                 const struct pcc_volume_group *group)
+{
+    if (!pcc_commit_is_grouped(record))
+        return false;
+    for (uint32_t slot = 0; slot < record->slot_count; slot++)
+        if (record->slots[slot].state == PCC_SLOT_DURABLE && (expendable >> slot & 1u) == 0 &&
+            record->slots[slot].sequence > group->newest)
+            return true;
+    return false;
+}
+
 uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
-                               uint32_t keeping_flags)
+                               const struct pcc_volume_group *group)
 {
     uint32_t expendable = 0, kept = 0, usable = 0;
 
@@ -58,19 +109,20 @@ uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
         usable += (entry->flags & PCC_SLOT_QUARANTINED) == 0;
         if (entry->state != PCC_SLOT_DURABLE)
             continue;
-        if (rank_of(record, slot) < keep || (entry->flags & keeping_flags) != 0)
+        if (is_kept(record, slot, keep, group))
             kept++;
         else
             expendable |= 1u << slot;
     }
-    /* The next checkpoint needs a slot: of those without a flag the one worth least goes, but never
-     * the best one. */
+    if (is_waiting_for_ranks(record, expendable, group))
+        return expendable;
+    /* The next checkpoint needs a slot: the one worth least goes. */
     while (kept >= usable) {
         uint32_t worst = PCC_SLOTS_MAX;
         for (uint32_t slot = 0; slot < record->slot_count; slot++) {
             const struct pcc_slot_entry *entry = &record->slots[slot];
             if (entry->state != PCC_SLOT_DURABLE || (expendable >> slot & 1u) != 0 ||
-                (entry->flags & keeping_flags) != 0 || rank_of(record, slot) == 0)
+                !is_dispensable(record, slot, group))
                 continue;
             if (worst == PCC_SLOTS_MAX || is_worth_more(&record->slots[worst], entry))
                 worst = slot;
@@ -114,6 +166,15 @@ static void prepare(struct pcc_volume *volume)
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
+void pcc_commit_superseding(struct pcc_volume *volume)
+{
+    const uint64_t sequence = pcc_commit_is_grouped(&volume->durable)
+                                  ? volume->group.newest
+                                  : pcc_commit_newest(&volume->durable);
+    /* Release: pairs with the acquire in pcc_volume_superseding(). */
+    atomic_store_explicit(&volume->superseding, sequence, memory_order_release);
+}
+
 int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *context), void *context)
 {
     if (atomic_load_explicit(&volume->stopped, memory_order_acquire))
@@ -124,9 +185,7 @@ int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *contex
         return result;
     (void)pthread_mutex_lock(&volume->lock);
     volume->durable = *volume->buffer;
-    /* Release: pairs with the acquire in pcc_volume_newest(). */
-    atomic_store_explicit(&volume->newest, pcc_commit_newest(&volume->durable),
-                          memory_order_release);
+    pcc_commit_superseding(volume);
     (void)pthread_mutex_unlock(&volume->lock);
     if (on_durable)
         on_durable(context);

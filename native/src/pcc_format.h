@@ -34,7 +34,7 @@ enum pcc_slot_state_on_disk { /* stored as uint32_t */
 };
 
 /* Slot flags, stored as uint32_t. */
-#define PCC_SLOT_GLOBAL 1u      /* every rank of the group has this step durable: not recycled */
+#define PCC_SLOT_RESERVED 1u    /* early volumes may have it; nothing sets or reads it */
 #define PCC_SLOT_PINNED 2u      /* newest of an incarnation that nobody restored yet (P7) */
 #define PCC_SLOT_QUARANTINED 4u /* a write or flush failed here: not used again */
 #define PCC_SLOT_DAMAGED 8u     /* a reader found it damaged: passed over by recovery */

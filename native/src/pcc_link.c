@@ -285,7 +285,9 @@ static bool snapshot_over(struct pcc_link *link, const struct pcc_job *job, enum
         reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||
                   word == pcc_word(snapshot, PCC_WORD_REFUSED) ||
                   (word == pcc_word(snapshot, PCC_WORD_COPIED) &&
-                   (what == PCC_WAIT_COPIED || final(outcome_of(link, snapshot))));
+                   (what == PCC_WAIT_COPIED ||
+                    outcome_of(link, snapshot) >=
+                        (what == PCC_WAIT_GLOBAL ? PCC_OUTCOME_GLOBAL : PCC_OUTCOME_DURABLE)));
     }
     *result = (reached && job->hung_up) || (!reached && dead) ? -ECONNRESET : 0;
     return reached || (dead && what != PCC_WAIT_READ && what != PCC_WAIT_HOST_READ);

@@ -132,6 +132,7 @@ enum pcc_wait_for {
     PCC_WAIT_HOST_READ, /* the same for the host's part of the source */
     PCC_WAIT_COPIED,    /* the daemon vouches for it, or it ended otherwise */
     PCC_WAIT_DURABLE,   /* DURABLE, GLOBAL, SUPERSEDED, or it ended otherwise */
+    PCC_WAIT_GLOBAL,    /* GLOBAL, SUPERSEDED, or it ended otherwise */
 };
 /* 0, -ETIMEDOUT, -ECONNRESET (the daemon is gone). The caller reads the state afterwards. */
 PCC_MUST_CHECK int pcc_link_wait(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_for what,

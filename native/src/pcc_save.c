@@ -35,7 +35,8 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
            pcc_align_up(manifest_bytes, PCC_IO_ALIGN) - manifest_bytes);
     save->handed_over = save->written = save->uncached = save->pending = save->moves = 0;
     save->last_step = PCC_SAVE_STEP_NONE;
-    save->sealed = save->superseded = save->slot_failed = save->slot_doubtful = false;
+    save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_doubtful =
+        false;
     save->durable = save->quarantined = save->failed = false;
     save->error = 0;
     save->stage = NULL;
@@ -77,7 +78,13 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         pcc_save_leave_place(save);
         return result;
     }
-    const uint64_t sequence = pcc_volume_next_sequence(saver->volume);
+    const uint64_t sequence = pcc_volume_take_sequence(saver->volume, request->sequence);
+    if (sequence == 0) {
+        pcc_volume_return_slot(saver->volume, slot);
+        pcc_save_leave_lane(save);
+        pcc_save_leave_place(save);
+        return -EINVAL;
+    }
     pcc_save_reset(save, request, sequence, slot);
     pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, slot, save->piece_count);
     *out = save;

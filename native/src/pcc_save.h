@@ -14,7 +14,12 @@
 struct pcc_saver;
 struct pcc_save;
 
-enum pcc_save_end { PCC_SAVE_DURABLE, PCC_SAVE_SUPERSEDED, PCC_SAVE_FAILED };
+enum pcc_save_end {
+    PCC_SAVE_DURABLE,
+    PCC_SAVE_SUPERSEDED,
+    PCC_SAVE_GIVEN_UP, /* by the group: another rank will never have it */
+    PCC_SAVE_FAILED
+};
 
 struct pcc_save_times { /* CLOCK_MONOTONIC ns; 0 = never reached */
     uint64_t begin, first_write, sealed, written, flushed, durable;
@@ -70,7 +75,8 @@ PCC_MUST_CHECK int pcc_saver_open(struct pcc_volume *volume, const struct pcc_sa
 void pcc_saver_close(struct pcc_saver *saver);
 
 struct pcc_save_request {
-    uint64_t tag; /* the owner's name for it */
+    uint64_t tag;      /* the owner's name for it */
+    uint64_t sequence; /* above all that the volume has given out; 0: the volume's next one */
     int64_t step;
     uint64_t incarnation;
     uint32_t world_size;
@@ -109,7 +115,7 @@ bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void
                       uint32_t length_bytes);
 
 /* Takes a lane, a slot and a sequence. -PCC_E_NO_LANE, -PCC_E_NO_SLOT, -PCC_E_TOO_LARGE,
- * -PCC_E_STOPPED, -EINVAL. */
+ * -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
 PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
                                   struct pcc_save **out, uint64_t *sequence_out);
 /* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged

@@ -82,7 +82,7 @@ static bool is_durable(struct pcc_volume *volume, uint64_t sequence)
     struct pcc_slot_entry entry;
     uint32_t slot;
 
-    if (pcc_volume_newest(volume) >= sequence)
+    if (pcc_volume_superseding(volume) >= sequence)
         return true;
     if (pcc_volume_hold(volume, sequence, &slot, &entry) != 0)
         return false;

@@ -73,6 +73,7 @@ struct pcc_save {
     enum pcc_save_step last_step; /* the last step that succeeded in the present slot */
     bool sealed;
     bool superseded;
+    bool given_up;      /* superseded is set, too */
     bool slot_failed;   /* a write or flush failed here: the slot is not used again */
     bool slot_doubtful; /* another save's flush failed: written again from the start */
     bool durable;       /* replica A names it: whatever follows, it is durable */

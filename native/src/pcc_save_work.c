@@ -63,11 +63,17 @@ void pcc_save_advance(struct pcc_save *save)
         push(save, make_item(save, step, 0));
 }
 
-/* A newer checkpoint is durable: what is left of this one need not be written. Not before the seal,
- * because the copy goes on and its owner counts on its chunks coming back. */
+/* A newer checkpoint makes this one needless, or another rank will never have it: what is left of
+ * it need not be written. Not before the seal, because the copy goes on and its owner counts on its
+ * chunks coming back. */
 static void look_for_newer(struct pcc_save *save)
 {
-    if (save->sealed && pcc_volume_newest(save->lane->saver->volume) > save->sequence)
+    struct pcc_volume *volume = save->lane->saver->volume;
+
+    if (!save->sealed)
+        return;
+    save->given_up = pcc_volume_gives_up(volume, save->sequence);
+    if (save->given_up || pcc_volume_superseding(volume) > save->sequence)
         save->superseded = true;
 }
 
@@ -237,6 +243,7 @@ static void publish(struct pcc_save *save)
         save->failed = !save->durable;
     } else if (superseded) {
         save->superseded = true;
+        save->given_up = pcc_volume_gives_up(saver->volume, save->sequence);
     } else {
         PCC_ASSERT(save->durable);
     }
@@ -308,9 +315,10 @@ static void end(struct pcc_save *save)
     save->active = false;
     pcc_kept_end(saver->spec.kept, save->kept_place);
     result.end = save->durable      ? PCC_SAVE_DURABLE
+                 : save->given_up   ? PCC_SAVE_GIVEN_UP
                  : save->superseded ? PCC_SAVE_SUPERSEDED
                                     : PCC_SAVE_FAILED;
-    result.error = result.end == PCC_SAVE_SUPERSEDED ? 0 : save->error;
+    result.error = save->superseded && !save->durable ? 0 : save->error;
     result.stage = result.error == 0 ? NULL : save->stage;
     result.tag = save->request.tag;
     result.sequence = save->sequence;

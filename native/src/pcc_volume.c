@@ -41,7 +41,7 @@ int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out
     volume->health.valid_replicas = (uint32_t)found.good[0] + (uint32_t)found.good[1];
     volume->health.damaged_records = found.damaged_records;
     atomic_init(&volume->next_sequence, found.record.next_sequence);
-    atomic_init(&volume->newest, pcc_commit_newest(&found.record));
+    pcc_commit_superseding(volume);
     if (writable) {
         result = pcc_commit_opening(volume, &found);
         if (result != 0)
@@ -105,10 +105,21 @@ bool pcc_volume_stopped(struct pcc_volume *volume)
     return atomic_load_explicit(&volume->stopped, memory_order_acquire);
 }
 
-uint64_t pcc_volume_newest(struct pcc_volume *volume)
+uint64_t pcc_volume_superseding(struct pcc_volume *volume)
 {
-    /* Acquire: pairs with the release after replica A. */
-    return atomic_load_explicit(&volume->newest, memory_order_acquire);
+    /* Acquire: pairs with the release in pcc_commit_superseding(). */
+    return atomic_load_explicit(&volume->superseding, memory_order_acquire);
+}
+
+bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence)
+{
+    /* Relaxed: a save that misses what is being set meets it again before its record. */
+    if (atomic_load_explicit(&volume->given_up_count, memory_order_relaxed) == 0)
+        return false;
+    (void)pthread_mutex_lock(&volume->lock);
+    const bool found = pcc_commit_gives_up(&volume->group, sequence);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found;
 }
 
 static int find_sequence(const struct pcc_record *record, uint64_t sequence, uint32_t *slot_out)
@@ -138,7 +149,7 @@ int pcc_volume_publish_staged(struct pcc_volume *volume)
 int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, uint32_t clear,
                     bool now)
 {
-    const uint32_t allowed = PCC_SLOT_GLOBAL | PCC_SLOT_PINNED | PCC_SLOT_DAMAGED;
+    const uint32_t allowed = PCC_SLOT_PINNED | PCC_SLOT_DAMAGED;
     uint32_t slot, staged_slot;
 
     if (!volume->writable)
@@ -170,6 +181,29 @@ int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation
     volume->staged.done = 0;
     (void)pthread_mutex_unlock(&volume->lock);
     return pcc_volume_publish_staged(volume);
+}
+
+/* -- one of several ranks -- */
+
+int pcc_volume_set_group(struct pcc_volume *volume, const struct pcc_volume_group *group)
+{
+    if (group->oldest > group->newest || group->given_up_count > PCC_GIVEN_UP_MAX)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->group = *group;
+    pcc_commit_superseding(volume);
+    atomic_store_explicit(&volume->given_up_count, group->given_up_count, memory_order_relaxed);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return 0;
+}
+
+bool pcc_volume_has_expendable(struct pcc_volume *volume)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const uint32_t found =
+        pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found != 0;
 }
 
 /* -- slots -- */
@@ -216,8 +250,9 @@ int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
     (void)pthread_mutex_lock(&volume->lock);
     volume->staged.done = 1;
     /* A job that never read what the run before left does not throw it away by ending (P7). */
-    const uint32_t dropped =
-        pcc_commit_expendable(&volume->staged, keep, PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
+    struct pcc_volume_group last = volume->group;
+    last.oldest = last.newest;
+    const uint32_t dropped = pcc_commit_expendable(&volume->staged, keep, &last);
     drop(volume, dropped);
     (void)pthread_mutex_unlock(&volume->lock);
     const int result = pcc_commit_staged(volume, NULL, NULL);
@@ -235,8 +270,8 @@ int pcc_volume_recycle(struct pcc_volume *volume)
         return -EROFS;
     (void)pthread_mutex_lock(&volume->publishing);
     (void)pthread_mutex_lock(&volume->lock);
-    const uint32_t dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep,
-                                                   PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
+    const uint32_t dropped =
+        pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
     drop(volume, dropped);
     (void)pthread_mutex_unlock(&volume->lock);
     if (dropped != 0)
@@ -247,9 +282,18 @@ int pcc_volume_recycle(struct pcc_volume *volume)
     return result;
 }
 
-uint64_t pcc_volume_next_sequence(struct pcc_volume *volume)
+uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
 {
-    return atomic_fetch_add_explicit(&volume->next_sequence, 1, memory_order_relaxed);
+    uint64_t next = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
+    uint64_t taken;
+
+    do {
+        taken = wanted != 0 ? wanted : next;
+        if (taken < next)
+            return 0;
+    } while (!atomic_compare_exchange_weak_explicit(&volume->next_sequence, &next, taken + 1,
+                                                    memory_order_relaxed, memory_order_relaxed));
+    return taken;
 }
 
 int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
@@ -322,9 +366,12 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 /* -- the publisher -- */
 
 /* With both locks held. The tables hold the same checkpoints then, as no other record is under way,
- * but a damage flag may be in one of them only. */
+ * but a damage flag may be in one of them only. A group's checkpoints become durable in any order,
+ * for the others may not have the newest one of this rank. */
 static bool is_superseded(const struct pcc_volume *volume, uint64_t sequence)
 {
+    if (pcc_commit_is_grouped(&volume->staged))
+        return sequence < volume->group.newest || pcc_commit_gives_up(&volume->group, sequence);
     return pcc_commit_newest(&volume->durable) > sequence ||
            pcc_commit_newest(&volume->staged) > sequence;
 }
@@ -352,8 +399,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
         *place = *entry;
         place->wall_ns = pcc_wall_ns();
-        dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep,
-                                        PCC_SLOT_GLOBAL | PCC_SLOT_PINNED);
+        dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
         PCC_ASSERT((dropped >> slot & 1u) == 0);
         drop(volume, dropped);
         (void)pthread_mutex_unlock(&volume->lock);

@@ -75,12 +75,33 @@ PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);
  * without a free slot, where there will be none. Published at once when there is such a thing. */
 PCC_MUST_CHECK int pcc_volume_recycle(struct pcc_volume *volume);
 
+/* -- one of several ranks -- */
+#define PCC_GIVEN_UP_MAX 128u
+/* What a group of ranks has agreed on, in sequences, which are the same on every rank of the group.
+ * A common checkpoint is durable on all ranks. */
+struct pcc_volume_group {
+    uint64_t oldest; /* common, and kept: no checkpoint at or above it is recycled; 0: none is */
+    uint64_t newest; /* common: a checkpoint below it that is not durable yet is superseded */
+    uint32_t given_up_count;
+    uint64_t given_up[PCC_GIVEN_UP_MAX]; /* another rank will never have these: recycled first */
+};
+/* The publisher obeys it from the next record on; a save that is given up ends before its record.
+ * Waits for no disk. Until the first call nothing of a volume with world_size > 1 is recycled, and
+ * with world_size 1 `group` counts for nothing. -EINVAL: oldest is above newest. */
+PCC_MUST_CHECK int pcc_volume_set_group(struct pcc_volume *volume,
+                                        const struct pcc_volume_group *group);
+/* Whether a slot may be recycled now. */
+bool pcc_volume_has_expendable(struct pcc_volume *volume);
+
 /* -- used by pcc_save -- */
-/* The newest undamaged durable sequence; 0 when there is none. */
-uint64_t pcc_volume_newest(struct pcc_volume *volume);
+/* What is below this sequence and not durable yet is superseded: the newest undamaged durable one
+ * of a lone rank, the newest common one of a group; 0 when there is none. */
+uint64_t pcc_volume_superseding(struct pcc_volume *volume);
+bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence);
 /* Writes a record of what is staged (quarantine, flags). */
 PCC_MUST_CHECK int pcc_volume_publish_staged(struct pcc_volume *volume);
-uint64_t pcc_volume_next_sequence(struct pcc_volume *volume); /* takes one */
+/* Takes `wanted`, or the next one for 0; 0 when `wanted` is not above all that were taken. */
+uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted);
 /* -PCC_E_NO_SLOT or -PCC_E_STOPPED. */
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
 /* The same for one that a save had when the daemon before was killed; false when it is not free. */
@@ -90,8 +111,9 @@ void pcc_volume_sequence_taken(struct pcc_volume *volume, uint64_t sequence);
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);     /* never published */
 void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
 /* The publisher: newest wins. The data and the manifest in entry's slot must be flushed. On 0 the
- * record is durable in both replicas, superseded slots are free; *superseded_out says that a newer
- * sequence was durable before, nothing was written and the slot is free again. Any error is sticky
+ * record is durable in both replicas, superseded slots are free; *superseded_out says that the
+ * sequence was superseded or given up, nothing was written and the slot is free again. Any error is
+ * sticky
  * (the volume stops publishing). `on_durable` (may be NULL) is called between replica A and B. */
 PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
                                       const struct pcc_slot_entry *entry, bool *superseded_out,

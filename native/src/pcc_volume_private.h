@@ -29,9 +29,11 @@ struct pcc_volume {
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;
+    struct pcc_volume_group group;
 
     _Atomic uint64_t next_sequence;
-    _Atomic uint64_t newest; /* newest undamaged durable sequence; 0 = none */
+    _Atomic uint64_t superseding;    /* see pcc_volume_superseding() */
+    _Atomic uint32_t given_up_count; /* of `group`; read without the lock to skip the search */
     _Atomic bool stopped;
 };
 
@@ -52,10 +54,16 @@ PCC_MUST_CHECK int pcc_commit_opening(struct pcc_volume *volume,
 /* With `publishing` held: the staged table becomes the next record. on_durable may be NULL. */
 PCC_MUST_CHECK int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *context),
                                      void *context);
+/* With `lock` held: from the durable table, or what the group says. */
+void pcc_commit_superseding(struct pcc_volume *volume);
 /* The newest undamaged durable sequence of a table; 0 = none. */
 uint64_t pcc_commit_newest(const struct pcc_record *record);
-/* Bit s is set for each durable slot that a table with this keep rule lets go. */
+/* A volume of one of several ranks: what may go is decided for all of them together. */
+bool pcc_commit_is_grouped(const struct pcc_record *record);
+bool pcc_commit_gives_up(const struct pcc_volume_group *group, uint64_t sequence);
+/* Bit s is set for each durable slot that may be recycled. A lone rank keeps its newest `keep`;
+ * a rank of a group keeps what `group` says, whatever `keep` is. A pinned slot always stays. */
 uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
-                               uint32_t keeping_flags);
+                               const struct pcc_volume_group *group);
 
 #endif

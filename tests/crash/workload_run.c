@@ -104,7 +104,7 @@ static void change_flag(struct workload *workload)
     /* With less than two slots beside the flagged and the newest one, saves would only wait. */
     if (!entry || workload->spec.slots < workload->spec.keep + 2)
         return;
-    uint32_t flag = rng_chance(&workload->rng, 2) ? PCC_SLOT_GLOBAL : PCC_SLOT_PINNED;
+    uint32_t flag = PCC_SLOT_PINNED;
     if (pcc_volume_flag(workload->volume, entry->sequence, flag, 0, now) == 0) {
         workload->flagged = entry->sequence;
         workload->flagged_with = flag;

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pccheck_native import dropping
+from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
-from tests.support.trainer import RemoteError, Trainer
+from tests.support.trainer import RemoteError, Trainer, mismatch
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 COUNTS = [300_000, 11]
+LIMIT_S = 30.0
 
 
-def ranks(connect: Connect, daemon: Daemon, launch: str) -> list[Trainer]:
+def ranks(
+    connect: Connect, daemon: Daemon, launch: str, world: int = 2, only: int = 0, **options: object
+) -> list[Trainer]:
+    """`only` the first so many; launch "": none is named."""
+    named = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": launch}
     return [
         connect(
-            daemon, COUNTS, rank=rank, world_size=2,
-            environment={
-                "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": launch,
-                "LOCAL_WORLD_SIZE": "2",
-            },
+            daemon, COUNTS, rank=rank, world_size=world,
+            environment={**(named if launch else {}), "LOCAL_WORLD_SIZE": str(world)}, **options,
         )
-        for rank in range(2)
+        for rank in range(only or world)
     ]  # fmt: skip
+
+
+def save(group: list[Trainer], *, to: int = 0, **options: object) -> None:
+    """Every rank takes a step (or the steps up to `to`), and all have its checkpoint."""
+    for trainer in group:
+        while trainer.step() < to:
+            pass
+    handles = [trainer.checkpoint(**options) for trainer in group]
+    states = [trainer.wait_global(at) for trainer, at in zip(group, handles, strict=True)]
+    assert set(states) <= {"global", "durable"}, states
+
+
+def restored(group: list[Trainer]) -> list[int]:
+    """The steps, whose content is right."""
+    steps = [trainer.restore()["step"] for trainer in group]
+    assert [trainer.check(step) for trainer, step in zip(group, steps, strict=True)] == [
+        "" for _ in group
+    ]
+    return steps
+
+
+def end(group: list[Trainer]) -> None:
+    for trainer in group:
+        trainer.kill()
 
 
 def test_all_ranks_recover_the_newest_common_step(
@@ -52,9 +84,11 @@ def test_the_last_common_step_is_not_recycled(start_daemon: Start, start_trainer
         trainer.restore()
         trainer.step()
         trainer.wait_durable(trainer.checkpoint())
+    ends = []
     for _ in range(8):  # rank 0 runs ahead, far beyond its slots
         group[0].step()
-        group[0].wait_durable(group[0].checkpoint())
+        ends.append(group[0].ended(group[0].checkpoint()))
+    assert ends[0] == "durable" and ends[-1] == "skipped"
     for trainer in group:
         trainer.kill()
     again = ranks(start_trainer, daemon, "1")
@@ -74,3 +108,358 @@ def test_a_rank_without_checkpoints_is_refused_not_mixed(
     for trainer in again:
         with pytest.raises(RemoteError, match="rank"):
             trainer.restore()
+
+
+# -- which processes are one start -------------------------------------------------------------
+
+
+def test_the_same_launch_id_twice(start_daemon: Start, start_trainer: Connect) -> None:
+    """Launch ids come twice: in a loop of a batch script, for example."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    for step in (1, 2, 3):
+        save(group, to=step)
+    end(group)
+    again = ranks(start_trainer, daemon, "0")
+    assert restored(again) == [3, 3]
+    save(again)
+    end(again)
+    assert restored(ranks(start_trainer, daemon, "0")) == [4, 4]
+
+
+def test_the_same_launch_id_without_a_restore_keeps_what_was(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0", 1)
+    save(group, to=20)
+    end(group)
+    (forgetful,) = ranks(start_trainer, daemon, "0", 1)
+    for _ in range(8):
+        save([forgetful])
+    assert any("restore()" in warning for warning in forgetful.warnings)
+    assert forgetful.recover(step=20)["wrong"] == ""
+
+
+def _is_connected(trainer: Any) -> bool:
+    return bool(trainer.client.connected)
+
+
+def test_ranks_that_reconnect_stay_one_start(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=2)
+    daemon.kill()
+    daemon.start()
+    time.sleep(0.2)  # their back-off
+    for trainer in group:
+        trainer.step()
+    handles = [trainer.checkpoint() for trainer in group]
+    states = [trainer.ended(at) for trainer, at in zip(group, handles, strict=True)]
+    deadline = time.monotonic() + LIMIT_S
+    while not all(trainer.evaluate(_is_connected) for trainer in group):
+        assert time.monotonic() < deadline, states
+        for trainer in group:
+            trainer.step()
+            trainer.checkpoint()
+        time.sleep(0.1)
+    save(group)
+    step = group[0].evaluate(_now)
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "1")) == [step, step]
+
+
+def _now(trainer: Any) -> int:
+    return int(trainer.optimizer.now)
+
+
+def test_the_first_to_reconnect_does_not_split_the_step(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Rank 0 finds the new daemon and asks for a step before rank 1 is there."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    daemon.kill()
+    daemon.start()
+    handles = []
+    for trainer in group:
+        trainer.step()
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            at = trainer.checkpoint()
+            if trainer.evaluate(_is_connected):
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        handles.append(at)
+        trainer.wait_durable(at)
+    # Calls that reached no daemon count as well, and the ranks did not call alike.
+    save(group)
+    step = group[0].evaluate(_now)
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "1")) == [step, step]
+
+
+def renew(trainer: Trainer, daemon: Daemon, rank: int) -> None:
+    """Closes the client; a new one in the same process goes on with the same tensors."""
+    trainer.evaluate(_Renew(str(daemon.socket), rank))
+
+
+class _Renew:
+    def __init__(self, socket: str, rank: int) -> None:
+        self.socket = socket
+        self.rank = rank
+
+    def __call__(self, trainer: Any) -> None:
+        trainer.client.close()
+        trainer.client = type(trainer.client)("job", self.rank, 2, socket=self.socket)
+        trainer.client.attach(model=trainer.model, optimizer=trainer.optimizer)
+
+
+def test_a_new_client_in_a_rank_does_not_split_the_job(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    group[0].step()
+    first = group[0].checkpoint()  # before the other one's new client has connected
+    group[0].wait_durable(first)
+    renew(group[1], daemon, 1)
+    group[1].step()
+    second = group[1].checkpoint()
+    assert group[1].wait_global(second, 10) == "global"
+    assert group[0].wait_global(first, 10) == "global"
+    save(group)
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "1")) == [3, 3]
+
+
+def test_a_new_client_after_a_rollback_does_not_split_the_job(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, step=5)
+    save(group, step=3)
+    renew(group[1], daemon, 1)
+    for step in (4, 5, 6):
+        save(group, step=step)
+
+
+def test_a_start_killed_before_all_were_there(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=3)
+    end(group)
+    (alone,) = ranks(start_trainer, daemon, "0", only=1)
+    assert restored([alone]) == [3]
+    alone.step()
+    alone.checkpoint()
+    alone.kill()
+    second = start_trainer(daemon, COUNTS, rank=1, world_size=2)  # comes first this time
+    first = start_trainer(daemon, COUNTS, rank=0, world_size=2)
+    again = [first, second]
+    assert restored(again) == [3, 3]
+    save(again)
+    daemon.kill()  # what the daemon knows of who belongs together goes with it
+    daemon.start()
+    deadline = time.monotonic() + LIMIT_S
+    while not all(trainer.evaluate(_is_connected) for trainer in again):
+        assert time.monotonic() < deadline
+        for trainer in again:
+            trainer.step()
+            trainer.checkpoint()
+        time.sleep(0.1)
+    save(again)
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (2, 3), (4, 2)])
+def test_another_number_of_ranks_is_refused_with_the_numbers(
+    start_daemon: Start, start_trainer: Connect, before: int, now: int
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0", before)
+    save(group, to=2)
+    end(group)
+    others = ranks(start_trainer, daemon, "1", now)
+    for trainer in others:
+        with pytest.raises(RemoteError) as caught:
+            trainer.restore()
+        assert caught.value.kind == "NoCheckpointError"
+        assert f"{before} rank" in caught.value.message and f"{now} rank" in caught.value.message
+    end(others)
+    assert restored(ranks(start_trainer, daemon, "2", before)) == [2] * before
+
+
+def test_two_ranks_that_both_say_solo(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    start_trainer(daemon, COUNTS, rank=0, world_size=2, solo=True)
+    with pytest.raises(RemoteError, match=r"rank 1 .*solo=True.*rank 0") as caught:
+        start_trainer(daemon, COUNTS, rank=1, world_size=2, solo=True, on_error="raise")
+    assert caught.value.kind == "RefusedError"
+
+
+def test_ranks_on_other_nodes_are_refused(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    with pytest.raises(RemoteError, match=r"2 of the job's 4 ranks") as caught:
+        start_trainer(
+            daemon, COUNTS, rank=0, world_size=4, on_error="raise",
+            environment={"LOCAL_WORLD_SIZE": "2"},
+        )  # fmt: skip
+    assert caught.value.kind == "RefusedError"
+
+
+def test_unreadable_volumes_are_never_nothing(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon(shim="dead:read:1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=2)
+    end(group)
+    assert daemon.stop() == 0
+    daemon.armed.touch()
+    daemon.start()
+    for rank in range(2):
+        with pytest.raises(RemoteError) as caught:
+            start_trainer(daemon, COUNTS, rank=rank, world_size=2, on_error="raise").restore()
+        assert caught.value.kind in ("UnreadableError", "NoCheckpointError")
+    daemon.armed.unlink()
+    assert daemon.stop() == 0
+    daemon.start()
+    assert restored(ranks(start_trainer, daemon, "1")) == [2, 2]
+
+
+# -- ranks that do not keep up -----------------------------------------------------------------
+
+
+def test_a_rank_that_saves_alone_is_told_and_not_stalled(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    (alone,) = ranks(start_trainer, daemon, "0", only=1)
+    slow = []
+    for step in range(12):
+        since = time.monotonic()
+        alone.step()
+        alone.checkpoint()
+        if step:
+            slow.append(time.monotonic() - since)
+    assert any("solo=True" in warning for warning in alone.warnings), alone.warnings
+    assert max(slow) < 5 and sum(slow) < 10, slow
+
+
+def test_what_was_copied_is_waited_for(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--max-bandwidth", "2MiB")
+    group = ranks(start_trainer, daemon, "0")
+    save(group)
+    for trainer in group:
+        trainer.step()
+        trainer.wait_copied(trainer.checkpoint())
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "0")) == [2, 2]
+
+
+def test_a_job_that_was_done_is_not_finished_once_it_goes_on(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=2)
+    for trainer in group:
+        trainer.close(done=True)
+    assert [job.done for job in dropping.jobs(daemon.storage)] == [True]
+    again = ranks(start_trainer, daemon, "1")
+    assert restored(again) == [2, 2]
+    save(again)
+    assert [job.done for job in dropping.jobs(daemon.storage)] == [False]
+
+
+def test_wait_for_global(start_daemon: Start, start_trainer: Connect, ctl: Ctl) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, "0")
+    group[0].step(), group[1].step()
+    first = group[0].checkpoint()
+    assert group[0].wait_durable(first) == "durable"
+    with pytest.raises(RemoteError, match="not yet on all"):
+        group[0].wait_global(first, 0.2)
+    waiting = ("--socket", daemon.socket, "wait", "job", "--step", 1, "--for", "global")
+    assert ctl(None, *waiting, "--timeout", "0.3").code != 0
+    second = group[1].checkpoint()
+    assert group[1].wait_global(second) == "global"
+    assert group[0].wait_global(first) == "global"
+    assert ctl(None, *waiting, "--timeout", "10").code == 0
+
+
+def test_status_says_which_rank_holds_the_others_back(
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1", "--stall-limit", "1s")
+    group = ranks(start_trainer, daemon, "0", on_busy="skip")
+    save(group, to=1)
+    asked = ("--socket", daemon.socket, "status", "--json")
+    (told,) = ctl(None, *asked).json["groups"]
+    assert (told["global"]["step"], told["slowest_rank"], told["behind"]) == (1, None, {})
+    deadline = time.monotonic() + LIMIT_S
+    while (ran := ctl(None, *asked)).code == 0:
+        assert time.monotonic() < deadline, ran.out
+        step = group[0].step()
+        group[1].step()
+        group[0].checkpoint()
+        if step % 3 == 0:  # it keeps asking, and never for what the other one has
+            group[1].checkpoint(step=10_000 + step)
+        time.sleep(0.1)
+    assert ran.code == 3
+    (told,) = ran.json["groups"]
+    assert told["global"]["step"] == 1 and told["late"]
+    assert any("no checkpoint of all 2 ranks" in warning for warning in ran.json["warnings"])
+    assert "no checkpoint of all 2 ranks" in daemon.log.read_text()
+
+
+# -- a disk that was away ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_found_nothing_because_its_disk_was_away(
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl, tmp_path: Path, world: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0", world)
+    save(group, to=40)
+    end(group)
+    assert daemon.stop() == 0
+    away = daemon.root / "away"
+    daemon.storage.rename(away)
+    daemon.storage.mkdir()
+    daemon.start()
+    group = ranks(start_trainer, daemon, "1", world)
+    assert not any(trainer.restore()["found"] for trainer in group)
+    for _ in range(3):
+        save(group)
+    daemon.kill()
+    shutil.rmtree(daemon.storage)
+    away.rename(daemon.storage)
+    daemon.start()
+    deadline = time.monotonic() + LIMIT_S
+    while not all(trainer.evaluate(_is_connected) for trainer in group):
+        assert time.monotonic() < deadline
+        for trainer in group:
+            trainer.step()
+            trainer.checkpoint()
+        time.sleep(0.1)
+    for _ in range(8):
+        save(group)
+    end(group)
+    found = ctl(daemon.storage, "list", "--json").json["checkpoints"]
+    assert sorted(one["rank"] for one in found if one["step"] == 40) == list(range(world))
+    for rank in range(world):
+        target = tmp_path / f"{rank}.pt"
+        ran = ctl(daemon.storage, "export", "job", "--rank", rank, "--step", 40, "-o", target)
+        assert ran.code == 0, ran.err
+        state = torch.load(target)
+        assert mismatch(list(state["model"].values()), 40) == ""
+    for trainer in group:
+        assert any("NOT restored" in warning for warning in trainer.warnings), trainer.warnings

@@ -242,7 +242,7 @@ static inline int load(struct fixture *f, uint64_t sequence, uint64_t load_id,
                        uint64_t length)
 {
     CHECK(pcc_link_load_start(f->link, load_id, ranges, range_count, NULL, 0) == 0);
-    CHECK(pcc_channel_load(f->channel, f->volume, sequence, offset, length, load_id) == 0);
+    CHECK(pcc_channel_load(f->channel, f->volume, true, sequence, offset, length, load_id) == 0);
     const int result = pcc_link_load_wait(f->link, load_id, soon());
     const struct pcc_event event = event_until(f, PCC_EVENT_LOAD_ENDED);
     CHECK(event.id == load_id && event.error == result);

@@ -274,8 +274,8 @@ static void test_load_never_taken(void)
     const uint64_t sequence = save(&f, 1, bytes, count);
     detach(&f);
     page_open(&f);
-    CHECK(pcc_channel_load(f.channel, f.volume, sequence, 0, count, 5) == 0);
-    CHECK(pcc_channel_load(f.channel, f.volume, sequence, 0, count, 6) == -EBUSY);
+    CHECK(pcc_channel_load(f.channel, f.volume, true, sequence, 0, count, 5) == 0);
+    CHECK(pcc_channel_load(f.channel, f.volume, true, sequence, 0, count, 6) == -EBUSY);
     CHECK(pcc_channel_unbind(f.channel, f.volume) == -EBUSY);
     (void)usleep(20000);
     pcc_channel_detach(f.channel);

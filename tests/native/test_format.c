@@ -266,7 +266,7 @@ static void test_bounds_are_checked_behind_the_crc(void)
     BAD(slots[1].tree_offset_bytes = 100001);
     BAD(slots[1].tree_bytes = UINT64_MAX);
     BAD(slots[0].sequence = 3);
-    BAD(slots[3].flags = PCC_SLOT_GLOBAL);
+    BAD(slots[3].flags = PCC_SLOT_PINNED);
     BAD(slots[4].sequence = 3);
     BAD(slots[2] = good.slots[1]);
 #undef BAD

@@ -218,7 +218,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
 
     daemon_open(&f, trial, 0);
     *going_on_out = take_over(&f, trial->unhashed);
-    const uint64_t newest = pcc_volume_newest(f.volume);
+    const uint64_t newest = pcc_volume_superseding(f.volume);
     CHECK(newest >= copied);
     if (newest > 0) {
         uint8_t *bytes = malloc(trial->payload_bytes);

@@ -60,7 +60,7 @@ static void *storm_reader(void *argument)
     struct storm *storm = argument;
 
     while (!atomic_load(&storm->stop)) {
-        const uint64_t newest = pcc_volume_newest(storm->owner->volume);
+        const uint64_t newest = pcc_volume_superseding(storm->owner->volume);
         const int result = newest > 0 ? read_back(storm->owner->volume, newest, 0) : 0;
         CHECK(result == 0 || result == -ENOENT);
         (void)sched_yield();

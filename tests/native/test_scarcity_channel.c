@@ -149,7 +149,7 @@ static void judge(const char *path)
     uint8_t *got = malloc(sizeof(bytes));
 
     CHECK(got != NULL && pcc_volume_open(path, false, true, 0, &volume) == 0);
-    const uint64_t newest = pcc_volume_newest(volume);
+    const uint64_t newest = pcc_volume_superseding(volume);
     CHECK(newest >= durable);
     if (newest > 0) {
         CHECK(pcc_load_open(volume, newest, &load) == 0);
@@ -179,7 +179,7 @@ static void try_load(struct fixture *f, uint64_t load_id)
         CHECK(was_refused());
         return;
     }
-    const int told = pcc_channel_load(f->channel, f->volume, durable, 0, PAYLOAD, load_id);
+    const int told = pcc_channel_load(f->channel, f->volume, true, durable, 0, PAYLOAD, load_id);
     error = pcc_link_load_wait(f->link, load_id, told == 0 ? soon() : pcc_now_ns());
     CHECK((told == 0 && error == 0) || was_refused());
     CHECK(told != 0 || error != -ETIMEDOUT);

@@ -65,14 +65,14 @@ static uint64_t session(uint64_t before, bool must, uint64_t first_tag)
                                             .chunk_bytes = CHUNK,
                                             .events = &owner_events,
                                             .owner = owner};
-        CHECK(pcc_volume_newest(owner->volume) >= before);
+        CHECK(pcc_volume_superseding(owner->volume) >= before);
         const int result = pcc_saver_open(owner->volume, &spec, &owner->saver);
         CHECK(result == 0 || (!must && was_refused()));
         const uint64_t newest = result == 0 ? saves(owner, first_tag) : 0;
         durable = newest > durable ? newest : durable;
         CHECK(!must || newest > before);
         if (durable > 0) {
-            const int read = read_back(owner->volume, pcc_volume_newest(owner->volume), 2);
+            const int read = read_back(owner->volume, pcc_volume_superseding(owner->volume), 2);
             CHECK(read == 0 || (!must && read == -ENOMEM));
         }
         const int flagged = pcc_volume_begin_incarnation(owner->volume, first_tag, 1);

@@ -14,7 +14,7 @@ static void test_a_new_volume_is_empty_and_free(void)
     CHECK_EQUAL(record.boot_epoch, 1);
     CHECK_EQUAL(record.rank, 3);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 4);
-    CHECK_EQUAL(pcc_volume_newest(volume), 0);
+    CHECK_EQUAL(pcc_volume_superseding(volume), 0);
     CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 2);
     CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 0);
     CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 0);
@@ -40,7 +40,7 @@ static void test_every_stride_is_found_without_the_first_record(void)
         memset(media->bytes, 0xee, 4096);
         memset(media->bytes + stride, 0xee, 4096);
         volume = opened(media); /* record 3: generation 1; both heads are gone */
-        CHECK_EQUAL(pcc_volume_newest(volume), sequence);
+        CHECK_EQUAL(pcc_volume_superseding(volume), sequence);
         CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 1);
         CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 1);
         CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 2);
@@ -105,7 +105,7 @@ static void test_an_unreadable_newest_record_is_not_written_over(void)
     CHECK_EQUAL(media->durables, durables);
     media->fail_reads_after = 0;
     volume = opened(media);
-    CHECK_EQUAL(pcc_volume_newest(volume), sequence);
+    CHECK_EQUAL(pcc_volume_superseding(volume), sequence);
     pcc_volume_close(volume);
     memory_free(media);
 }
@@ -127,7 +127,7 @@ static void test_keep_newest_and_reuse_the_rest(void)
     pcc_volume_close(volume);
     volume = opened(media);
     CHECK(has(volume, sequence) && has(volume, sequence - 1));
-    CHECK_EQUAL(pcc_volume_next_sequence(volume), sequence + 1);
+    CHECK_EQUAL(pcc_volume_take_sequence(volume, 0), sequence + 1);
     pcc_volume_close(volume);
     memory_free(media);
 }
@@ -141,8 +141,8 @@ static void test_an_older_one_is_superseded(void)
 
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[0]), 0);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[1]), 0);
-    const struct pcc_slot_entry older = entry_of(pcc_volume_next_sequence(volume));
-    const struct pcc_slot_entry newer = entry_of(pcc_volume_next_sequence(volume));
+    const struct pcc_slot_entry older = entry_of(pcc_volume_take_sequence(volume, 0));
+    const struct pcc_slot_entry newer = entry_of(pcc_volume_take_sequence(volume, 0));
     CHECK_EQUAL(pcc_volume_publish(volume, slots[1], &newer, &superseded, NULL, NULL), 0);
     CHECK(!superseded);
     const int durables = media->durables;
@@ -161,9 +161,9 @@ static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
     uint64_t sequence, first;
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
-    CHECK_EQUAL(pcc_volume_flag(volume, 99, PCC_SLOT_GLOBAL, 0, false), -ENOENT);
+    CHECK_EQUAL(pcc_volume_flag(volume, 99, PCC_SLOT_PINNED, 0, false), -ENOENT);
     CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_QUARANTINED, 0, false), -EINVAL);
-    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_GLOBAL, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PINNED, 0, false), 0);
     for (int i = 0; i < 4; i++) {
         CHECK_EQUAL(publish_next(volume, &sequence), 0);
         CHECK(has(volume, first));
@@ -184,6 +184,107 @@ static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
     memory_free(media);
 }
 
+/* A rank of a group of two: nothing of it goes before the group has said so. */
+static struct pcc_volume *grouped(struct memory_io *media)
+{
+    struct pcc_volume *volume = opened(media);
+
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 1, 2), 0);
+    return volume;
+}
+
+static void agree(struct pcc_volume *volume, uint64_t oldest, uint64_t newest, uint64_t given_up)
+{
+    struct pcc_volume_group group = {.oldest = oldest, .newest = newest};
+
+    if (given_up != 0)
+        group.given_up[group.given_up_count++] = given_up;
+    CHECK_EQUAL(pcc_volume_set_group(volume, &group), 0);
+}
+
+static void test_a_group_keeps_what_the_others_may_still_need(void)
+{
+    struct memory_io *media = formatted(4, 1);
+    struct pcc_volume *volume = grouped(media);
+    uint64_t one, two, three, four;
+
+    CHECK_EQUAL(publish_next(volume, &one), 0);
+    CHECK_EQUAL(publish_next(volume, &two), 0);
+    CHECK_EQUAL(publish_next(volume, &three), 0);
+    CHECK_EQUAL(publish_next(volume, &four), 0);
+    CHECK_EQUAL(publish_next(volume, &four), -PCC_E_NO_SLOT);
+    CHECK_EQUAL(table_size(volume), 4);
+    CHECK(!pcc_volume_has_expendable(volume));
+    agree(volume, two, two, 0); /* the others have the second by now */
+    CHECK(pcc_volume_has_expendable(volume));
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK(!has(volume, one) && has(volume, two) && has(volume, three) && has(volume, four));
+    agree(volume, two, two, three); /* one of them has failed at the third */
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK(has(volume, two) && !has(volume, three) && has(volume, four));
+    CHECK_EQUAL(pcc_volume_finish(volume, 1), 0);
+    CHECK(has(volume, two) && has(volume, four));
+    CHECK_EQUAL(pcc_volume_set_group(volume, &(struct pcc_volume_group){.oldest = 2, .newest = 1}),
+                -EINVAL);
+    /* The next run is a single process: its newest `keep` count. */
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, 1), 0);
+    CHECK_EQUAL(publish_next(volume, &one), 0);
+    CHECK_EQUAL(table_size(volume), 1);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_a_group_publishes_in_any_order_above_its_newest(void)
+{
+    struct memory_io *media = formatted(4, 1);
+    struct pcc_volume *volume = grouped(media);
+    struct pcc_slot_entry entries[4];
+    uint32_t slots[4];
+    bool superseded;
+
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[i]), 0);
+        entries[i] = entry_of(pcc_volume_take_sequence(volume, (uint64_t)(10 + 2 * i)));
+        CHECK_EQUAL(entries[i].sequence, (uint64_t)(10 + 2 * i));
+    }
+    CHECK_EQUAL(pcc_volume_take_sequence(volume, 16), 0); /* given out already */
+    CHECK_EQUAL(pcc_volume_publish(volume, slots[2], &entries[2], &superseded, NULL, NULL), 0);
+    CHECK(!superseded);
+    CHECK_EQUAL(pcc_volume_superseding(volume), 0);
+    CHECK_EQUAL(pcc_volume_publish(volume, slots[1], &entries[1], &superseded, NULL, NULL), 0);
+    CHECK(!superseded && has(volume, 12) && has(volume, 14));
+    agree(volume, 12, 12, 16);
+    CHECK_EQUAL(pcc_volume_superseding(volume), 12);
+    CHECK_EQUAL(pcc_volume_publish(volume, slots[0], &entries[0], &superseded, NULL, NULL), 0);
+    CHECK(superseded && !has(volume, 10));
+    CHECK(pcc_volume_gives_up(volume, 16) && !pcc_volume_gives_up(volume, 14));
+    CHECK_EQUAL(pcc_volume_publish(volume, slots[3], &entries[3], &superseded, NULL, NULL), 0);
+    CHECK(superseded && !has(volume, 16));
+    CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_a_full_volume_of_a_group_gives_away_its_oldest_common_one(void)
+{
+    struct memory_io *media = formatted(3, 2);
+    struct pcc_volume *volume = grouped(media);
+    uint64_t pinned, older, newest, next;
+
+    CHECK_EQUAL(publish_next(volume, &pinned), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, pinned, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(publish_next(volume, &older), 0);
+    CHECK_EQUAL(publish_next(volume, &newest), 0);
+    CHECK_EQUAL(publish_next(volume, &next), -PCC_E_NO_SLOT);
+    agree(volume, older, older, 0);
+    CHECK(!pcc_volume_has_expendable(volume)); /* the newest may become common */
+    agree(volume, older, newest, 0);
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0); /* else none of the group could go on */
+    CHECK(has(volume, pinned) && !has(volume, older) && has(volume, newest));
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 static void test_damage_is_recorded_and_does_not_count(void)
 {
     struct memory_io *media = formatted(4, 2);
@@ -193,7 +294,7 @@ static void test_damage_is_recorded_and_does_not_count(void)
     CHECK_EQUAL(publish_next(volume, &good), 0);
     CHECK_EQUAL(publish_next(volume, &bad), 0);
     CHECK_EQUAL(pcc_volume_flag(volume, bad, PCC_SLOT_DAMAGED, 0, true), 0);
-    CHECK_EQUAL(pcc_volume_newest(volume), good);
+    CHECK_EQUAL(pcc_volume_superseding(volume), good);
     CHECK_EQUAL(publish_next(volume, &next), 0);
     CHECK(has(volume, good) && has(volume, next) && !has(volume, bad));
     /* A flag taken back again, staged only: the older one may not become the newest. */
@@ -255,14 +356,14 @@ static void test_a_failed_record_stops_the_volume(void)
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
-    const struct pcc_slot_entry entry = entry_of(pcc_volume_next_sequence(volume));
+    const struct pcc_slot_entry entry = entry_of(pcc_volume_take_sequence(volume, 0));
     media->fail_durables = 1;
     CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &superseded, on_durable, NULL), -EIO);
     CHECK_EQUAL(acknowledged, 0);
     CHECK(pcc_volume_stopped(volume));
     const int durables = media->durables;
     CHECK_EQUAL(publish_next(volume, &sequence), -PCC_E_STOPPED);
-    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_GLOBAL, 0, true), -PCC_E_STOPPED);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PINNED, 0, true), -PCC_E_STOPPED);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), -PCC_E_STOPPED);
     CHECK_EQUAL(media->durables, durables);
     CHECK(has(volume, first)); /* reads go on */
@@ -291,15 +392,15 @@ static void test_a_failed_second_replica_is_durable_but_stops(void)
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
-    const struct pcc_slot_entry entry = entry_of(pcc_volume_next_sequence(volume));
+    const struct pcc_slot_entry entry = entry_of(pcc_volume_take_sequence(volume, 0));
     armed = media;
     CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &superseded, arm, NULL), -EIO);
     CHECK(pcc_volume_stopped(volume));
-    CHECK_EQUAL(pcc_volume_newest(volume), entry.sequence);
+    CHECK_EQUAL(pcc_volume_superseding(volume), entry.sequence);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2); /* the first one's slot is not free */
     pcc_volume_close(volume);
     volume = opened(media);
-    CHECK_EQUAL(pcc_volume_newest(volume), entry.sequence);
+    CHECK_EQUAL(pcc_volume_superseding(volume), entry.sequence);
     CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 1);
     CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 1);
     pcc_volume_close(volume);
@@ -362,7 +463,7 @@ static void test_incarnation_and_done(void)
 
     for (int i = 0; i < 3; i++)
         CHECK_EQUAL(publish_next(volume, &sequence), 0);
-    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 5, 16), 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 5, 1), 0);
     CHECK_EQUAL(pcc_volume_finish(volume, 0), -EINVAL);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), 0);
     CHECK_EQUAL(table_size(volume), 1);
@@ -372,9 +473,9 @@ static void test_incarnation_and_done(void)
     pcc_volume_record(volume, &record);
     CHECK_EQUAL(record.done, 1);
     CHECK_EQUAL(record.incarnation, 5);
-    CHECK_EQUAL(record.world_size, 16);
+    CHECK_EQUAL(record.world_size, 1);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), -EROFS);
-    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_GLOBAL, 0, true), -EROFS);
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PINNED, 0, true), -EROFS);
     pcc_volume_close(volume);
     memory_free(media);
 }
@@ -388,6 +489,9 @@ int main(void)
     RUN(test_keep_newest_and_reuse_the_rest);
     RUN(test_an_older_one_is_superseded);
     RUN(test_flags_keep_what_policy_wants_but_leave_a_slot);
+    RUN(test_a_group_keeps_what_the_others_may_still_need);
+    RUN(test_a_group_publishes_in_any_order_above_its_newest);
+    RUN(test_a_full_volume_of_a_group_gives_away_its_oldest_common_one);
     RUN(test_damage_is_recorded_and_does_not_count);
     RUN(test_a_held_slot_is_freed_at_release);
     RUN(test_a_failed_record_stops_the_volume);

@@ -18,7 +18,7 @@ static inline struct pcc_volume_spec spec_of(uint32_t slots, uint32_t keep)
         .block_bytes = BLOCK,
         .uid = 1000,
         .rank = 3,
-        .world_size = 8,
+        .world_size = 1,
         .job = "gpt",
         .next_sequence = 1,
     };
@@ -64,7 +64,7 @@ static inline int publish_next(struct pcc_volume *volume, uint64_t *sequence_out
 
     if (result != 0)
         return result;
-    const struct pcc_slot_entry entry = entry_of(pcc_volume_next_sequence(volume));
+    const struct pcc_slot_entry entry = entry_of(pcc_volume_take_sequence(volume, 0));
     *sequence_out = entry.sequence;
     return pcc_volume_publish(volume, slot, &entry, &superseded, NULL, NULL);
 }

@@ -190,6 +190,24 @@ class Attacker:
                         page[at : at + 64] = self.chance.randbytes(64)
             yield
 
+    def endless_starts(self) -> Step:
+        """Every process another one, of worlds of any size, that saves a little and goes."""
+        for number in itertools.count(1):
+            world = self.chance.choice([1, 2, 3, 65536])
+            fields = {
+                "job": f"starts-{number % 3}", "rank": self.chance.randrange(min(world, 5)),
+                "world_size": world, "local_world_size": world,
+                "process": self.chance.randbytes(self.chance.choice([1, 16, 4000])),
+                "incarnation": self.chance.choice([0, 0, 1, 2**62]),
+                "restored": self.chance.choice([None, 0, 2**62]),
+            }  # fmt: skip
+            with contextlib.suppress(PccheckError, OSError), self.attach(**fields) as session:
+                session.request(Register(1 << 20), timeout_s=5)
+                session.request(Open(replicated=True), timeout_s=5)
+                for rank in (0, 1, 65535):
+                    session.request(Read(1, 1, 0, 8, rank=rank), timeout_s=5)
+            yield
+
     # -- control
 
     def frame_flood(self) -> Step:
@@ -240,6 +258,8 @@ class Attacker:
         token = bytes.fromhex(self.victim["token"])
         bodies: list[RequestBody] = [
             Register(1 << 20), Begin(1000, 1, 1 << 20, 0, 8), Describe(1), Open(), Read(1, 1, 0, 1),
+            Open(replicated=True), Read(2, 1, 0, 1, rank=0),
+            Begin(1001, 1, 1 << 20, 0, 8, branch=9),
             Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
             Verify(self.victim["job"], uid=0),
         ]  # fmt: skip

@@ -15,7 +15,7 @@ import zmq
 
 from pccheck_native import Link, LinkState
 from pccheck_wire import attach, codec
-from pccheck_wire.errors import PccheckError, error_from_wire
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, error_from_wire
 from pccheck_wire.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -59,11 +59,17 @@ class Rank:
         launch: str = "",
         fresh: bool = False,
         role: Role = Role.TRAINER,
+        process: bytes = b"",
+        incarnation: int = 0,
+        restored: int | None = None,
     ) -> None:
+        """`process`, `incarnation` and `restored` are what a client repeats when it reconnects."""
         hello = Hello(
             PROTOCOL_VERSION, role, "test", os.getpid(), job=job, rank=rank, launch=launch,
-            world_size=world_size, local_world_size=world_size, fresh=fresh,
+            world_size=world_size, local_world_size=world_size, fresh=fresh, process=process,
+            incarnation=incarnation, restored=restored,
         )  # fmt: skip
+        self.rank = rank
         self.attachment = attach.connect(hello, socket)
         self.welcome = self.attachment.welcome
         self.link = Link(self.attachment.link_fd, self.attachment.page_fd)
@@ -74,14 +80,14 @@ class Rank:
         self._numbers = itertools.count(1)
         self._snapshots = itertools.count(1)
         self._loads = itertools.count(1)
-        self._kept: list[object] = []
+        self._kept: dict[int, object] = {}  # by snapshot: buffers that are being read
 
     def ask(self, body: RequestBody, limit_s: float = LIMIT_S) -> ReplyBody:
         """Over ZeroMQ; raises the daemon's failure."""
         number = next(self._numbers)
         self._send(number, body)
         deadline = time.monotonic() + limit_s
-        while self._socket.poll(int(max(0, deadline - time.monotonic()) * 1000)):
+        while self._answered(deadline):
             reply = codec.decode(self._socket.recv(), Reply, bytes_max=codec.REPLY_BYTES_MAX)
             if reply.number != number:
                 continue
@@ -91,21 +97,41 @@ class Rank:
             return reply.body
         raise AssertionError(f"no answer to {body}")
 
+    def _answered(self, deadline: float) -> bool:
+        """False at the deadline, or when the daemon has ended."""
+        while time.monotonic() < deadline:
+            if self._socket.poll(50):
+                return True
+            if not self.link.alive():
+                raise DaemonUnreachableError("the daemon has ended")
+        return False
+
     def register(self, size: int) -> ReplyBody:
         return self.ask(Register(size))
 
-    def begin(self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True) -> int:
+    def begin(
+        self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True, branch: int = 0,
+        repeat: int = 0,
+    ) -> int:  # fmt: skip
         """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id."""
         snapshot = next(self._snapshots)
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
-        self._kept.append(buffer)  # until the source was read
+        for old in [old for old in self._kept if self._is_read(old)]:
+            del self._kept[old]
+        self._kept[snapshot] = buffer
         self.link.request(snapshot)
-        self._send(0, Begin(snapshot, step, len(data), len(body), len(tail), on_busy))
+        self._send(0, Begin(
+            snapshot, step, len(data), len(body), len(tail), on_busy, branch=branch, repeat=repeat,
+        ))  # fmt: skip
         if fill:
             ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
             self.link.submit(snapshot, ranges, b"", tail, len(body))
         return snapshot
+
+    def _is_read(self, snapshot: int) -> bool:
+        state = self.link.state(snapshot)
+        return state is None or state.source_read
 
     def wait(self, snapshot: int, *, copied: bool = False) -> LinkState:
         deadline = time.monotonic_ns() + int(LIMIT_S * 1e9)
@@ -141,7 +167,7 @@ class Rank:
         ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, opened.payload_bytes)
         self.link.load_start(load, ranges)
         try:
-            self.ask(Read(load, opened.sequence, 0, opened.payload_bytes))
+            self.ask(Read(load, opened.sequence, 0, opened.payload_bytes, self.rank))
         except PccheckError:
             with contextlib.suppress(TimeoutError):  # it is closed all the same
                 self.link.load_wait(load, 0)

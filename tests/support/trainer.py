@@ -7,6 +7,7 @@ imported torch already, which makes hundreds of kills cheap.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from pccheck import PCcheckClient
+from pccheck_wire.errors import CheckpointFailedError
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.support.trainer", "tests.support.gputrainer"])
@@ -121,6 +123,16 @@ class Commands:
 
     def wait_durable(self, handle: int, timeout: float = 60) -> str:
         self.handles[handle].wait_durable(timeout)
+        return self.state(handle)
+
+    def ended(self, handle: int, timeout: float = 60) -> str:
+        """How it ended for this rank, whichever way."""
+        with contextlib.suppress(CheckpointFailedError):
+            self.handles[handle].wait_durable(timeout)
+        return self.state(handle)
+
+    def wait_global(self, handle: int, timeout: float = 60) -> str:
+        self.handles[handle].wait_global(timeout)
         return self.state(handle)
 
     def state(self, handle: int) -> str:

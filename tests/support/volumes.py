@@ -130,10 +130,10 @@ def scribble(storage: Path, step: int, *, rank: int = 0, at: int = 0) -> None:
     assert places
 
 
-def damage(storage: Path, step: int, *, at: int) -> None:
+def damage(storage: Path, step: int, *, at: int, rank: int = 0) -> None:
     """Turns over the byte of a checkpoint's payload at this offset; its block does not fit its
     checksum any more. `at` < 0 counts from the tree, which follows the tensors."""
-    (one,) = (c for c in catalog.scan(storage).checkpoints if c.step == step)
+    (one,) = (c for c in catalog.scan(storage).checkpoints if (c.step, c.rank) == (step, rank))
     descriptor = os.open(one.volume_path, os.O_RDWR)
     try:
         stride, slot_stride = struct.unpack("<QQ", os.pread(descriptor, 16, 80))  # FORMAT.md

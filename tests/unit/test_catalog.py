@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_native import SLOT_DAMAGED, SLOT_GLOBAL, SLOT_PINNED, Volume, create_volume, layout
+from pccheck_native import SLOT_DAMAGED, SLOT_PINNED, Volume, create_volume, layout
 from pccheck_native.catalog import (
     Checkpoint,
     by_rank,
+    checkpoint_documents,
     checkpoints_of,
     common_step,
     newest_first,
@@ -44,7 +45,7 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     with Loop(volume_of(tmp_path)) as loop:
         for step in (10, 20):
             last = loop.save(step, [bytearray(1000)], b"tree!", step=step)
-        loop.volume.flag(last, set=SLOT_GLOBAL | SLOT_PINNED, now=True)
+        loop.volume.flag(last, set=SLOT_PINNED, now=True)
         while_locked = scan(tmp_path)
         beside = checkpoints_of(loop.volume, loop.path)
     assert while_locked.checkpoints == beside
@@ -55,7 +56,7 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     assert (newest.step, before.step) == (20, 10)
     assert (newest.uid, newest.job, newest.rank, newest.world_size) == (7, "job", 0, 1)
     assert (newest.tree_offset, newest.tree_bytes, newest.payload_bytes) == (1024, 5, 1029)
-    assert (newest.is_global, newest.is_pinned, newest.is_damaged) == (True, True, False)
+    assert (newest.is_pinned, newest.is_damaged) == (True, False)
     assert newest.volume_path == loop.path
     assert newest.wall_ns > 0
     assert scan(tmp_path, uid=8).checkpoints == []
@@ -100,34 +101,37 @@ def test_a_new_volume_has_no_checkpoints(tmp_path: Path) -> None:
 def test_the_newest_step_that_every_rank_has() -> None:
     ranks = {
         0: [made(0, 1, 10), made(0, 2, 20), made(0, 3, 30)],
-        1: [made(1, 5, 10), made(1, 6, 20)],
+        1: [made(1, 1, 10), made(1, 2, 20)],
     }
     common = common_step(ranks, 2)
     assert common is not None
     assert (common.incarnation, common.step) == (1, 20)
-    assert {rank: c.sequence for rank, c in common.checkpoints.items()} == {0: 2, 1: 6}
+    assert {rank: c.sequence for rank, c in common.checkpoints.items()} == {0: 2, 1: 2}
+    assert [c.rank for c in common.checkpoints.values()] == [0, 1]
 
 
-def test_the_same_step_of_two_incarnations_is_not_common() -> None:
-    ranks = {0: [made(0, 1, 10, incarnation=1)], 1: [made(1, 1, 10, incarnation=2)]}
-    assert common_step(ranks, 2) is None
+@pytest.mark.parametrize(
+    "other", [made(1, 2, 10), made(1, 1, 20), made(1, 1, 10, incarnation=2)],
+    ids=["sequence", "step", "incarnation"],
+)  # fmt: skip
+def test_what_differs_in_anything_is_not_common(other: Checkpoint) -> None:
+    assert common_step({0: [made(0, 1, 10)], 1: [made(1, 1, 10)]}, 2) is not None
+    assert common_step({0: [made(0, 1, 10)], 1: [other]}, 2) is None
 
 
-def test_a_later_incarnation_wins_over_a_higher_step() -> None:
+def test_a_later_save_wins_over_a_higher_step_and_an_incarnation() -> None:
+    """Sequences are given out once for all ranks, so that they say what came last."""
     ranks = {
-        rank: [made(rank, 1, 900, incarnation=1), made(rank, 2, 100, incarnation=2)]
+        rank: [
+            made(rank, 1, 900, incarnation=1),
+            made(rank, 2, 100, incarnation=3),
+            made(rank, 3, 50, incarnation=2),
+        ]
         for rank in (0, 1)
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert (common.incarnation, common.step) == (2, 100)
-
-
-def test_within_an_incarnation_the_later_save_wins() -> None:
-    ranks = {rank: [made(rank, 1, 50), made(rank, 2, 40)] for rank in (0, 1)}
-    common = common_step(ranks, 2)
-    assert common is not None
-    assert common.step == 40
+    assert (common.incarnation, common.step) == (2, 50)
 
 
 def test_damage_and_other_world_sizes_do_not_count() -> None:
@@ -150,6 +154,21 @@ def test_a_step_saved_twice_counts_once_by_its_newest() -> None:
     common = common_step({0: [made(0, 1, 10, world_size=1), made(0, 4, 10, world_size=1)]}, 1)
     assert common is not None
     assert common.checkpoints[0].sequence == 4
+
+
+def test_documents_say_what_all_ranks_of_a_job_have() -> None:
+    found = [
+        made(0, 1, 10), made(0, 2, 20), made(1, 1, 10), made(1, 2, 20, flags=SLOT_DAMAGED),
+        made(0, 1, 10)._replace(job="half"), made(0, 1, 10, world_size=1)._replace(job="alone"),
+        made(0, 1, 10)._replace(uid=8), made(1, 1, 10)._replace(uid=9),
+    ]  # fmt: skip
+    documents = checkpoint_documents(found)
+    assert [document["global"] for document in documents] == [
+        True, False, True, False, False, False, False, False,
+    ]  # fmt: skip
+    assert [(d["uid"], d["job"], d["rank"], d["sequence"]) for d in documents] == [
+        (one.uid, one.job, one.rank, one.sequence) for one in found
+    ]
 
 
 def test_by_rank_groups_newest_first() -> None:

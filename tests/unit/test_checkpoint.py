@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
+from pccheck_native import Event, SaveTimes
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.checkpoint import LIVE, MOVES, Checkpoint, UnlistedMoveError
+from pccheckd.checkpoint import GIVEN_UP, LIVE, MOVES, Checkpoint, UnlistedMoveError
+from pccheckd.ledger import Ledger
 
 ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
 
@@ -39,13 +41,47 @@ def test_every_state_is_in_the_table_and_ends_have_no_way_out() -> None:
 
 
 def test_nothing_durable_is_ever_lost_by_a_move() -> None:
-    assert MOVES[State.DURABLE] == {State.GLOBAL}
+    """It becomes global, or a newer one did before it."""
+    assert MOVES[State.DURABLE] == {State.GLOBAL, State.SUPERSEDED}
+    assert MOVES[State.GLOBAL] == frozenset()
     assert State.DURABLE not in LIVE
 
 
-def test_what_is_copied_never_ends_skipped() -> None:
-    for state in (State.COPYING, State.COPIED, State.WRITING):
-        assert State.SKIPPED not in MOVES[state]
+@pytest.mark.parametrize("start", [State.COPYING, State.COPIED, State.WRITING])
+@pytest.mark.parametrize("kind", ["writing", "copied", "durable", "superseded", "failed"])
+def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
+    start: State, kind: str
+) -> None:
+    ledger, item = Ledger(), checkpoint(start)
+    item.sequence = 7
+    assert ledger.add(item)
+    ledger.apply(event(kind), lambda sequence: f"no {sequence}")
+    assert item.state is not State.SKIPPED and item.error != GIVEN_UP
+    ledger, item = Ledger(), checkpoint(start)
+    item.sequence = 7
+    assert ledger.add(item)
+    assert ledger.apply(event("given_up"), lambda sequence: f"rank 1 has no {sequence}") is item
+    assert (item.state, item.error, item.live) == (State.SKIPPED, GIVEN_UP, False)
+    assert item.reason == "given up by the job's ranks: rank 1 has no 7"
+    assert ledger.counters == {"skipped": 1}
+
+
+def event(kind: str) -> Event:
+    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, SaveTimes(0, 0, 0, 0, 0, 0))
+
+
+def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
+    ledger = Ledger()
+    items = [checkpoint(State.DURABLE) for _ in range(4)]
+    for number, item in enumerate(items):
+        item.snapshot, item.sequence, item.step = number, number + 1, 10 * number
+        assert ledger.add(item)
+    assert ledger.became_global(3, {1, 3}) == items[:3]
+    assert [item.state for item in items] == [
+        State.GLOBAL, State.SUPERSEDED, State.GLOBAL, State.DURABLE,
+    ]  # fmt: skip
+    assert (items[1].newer_sequence, items[1].newer_step) == (3, 20)
+    assert ledger.became_global(3, {1, 3}) == []  # said once
 
 
 def test_durable_may_overtake_copied() -> None:

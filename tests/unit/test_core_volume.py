@@ -15,7 +15,6 @@ import pytest
 from pccheck_native import (
     FORMAT_VERSION,
     SLOT_DAMAGED,
-    SLOT_GLOBAL,
     SLOT_PINNED,
     NativeError,
     Volume,
@@ -187,16 +186,21 @@ def test_incarnation_flags_and_finish_are_on_the_media(tmp_path: Path) -> None:
     with Loop(path) as loop:
         loop.volume.begin_incarnation(9, 1)
         first, second = (loop.save(i, [bytearray(b"x" * 5000)], step=i) for i in (1, 2))
-        loop.volume.flag(first, set=SLOT_GLOBAL | SLOT_PINNED, now=True)
-        loop.volume.flag(first, clear=SLOT_PINNED)
+        loop.volume.flag(first, set=SLOT_PINNED | SLOT_DAMAGED, now=True)
+        loop.volume.flag(first, clear=SLOT_DAMAGED)
         loop.volume.flag(second, set=SLOT_DAMAGED, now=True)
         with pytest.raises(FileNotFoundError):
-            loop.volume.flag(12345, set=SLOT_GLOBAL)
+            loop.volume.flag(12345, set=SLOT_PINNED)
+        with pytest.raises(OSError) as caught:
+            loop.volume.flag(first, set=1)  # of early volumes; nothing sets it any more
+        assert caught.value.errno == errno.EINVAL
         loop.volume.flag(second, clear=SLOT_DAMAGED, now=True)
     volume = Volume(path, writable=True)
     assert volume.info().incarnation == 9
-    assert {e.sequence: e.flags for e in volume.table() if e.sequence} == {first: 1, second: 0}
-    volume.flag(first, clear=SLOT_GLOBAL)
+    assert {e.sequence: e.flags for e in volume.table() if e.sequence} == {
+        first: SLOT_PINNED, second: 0,
+    }  # fmt: skip
+    volume.flag(first, clear=SLOT_PINNED)
     volume.finish(1)
     volume.close()
     volume = Volume(path, writable=False)

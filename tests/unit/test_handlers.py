@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -123,7 +124,12 @@ class Place:
             port=self.tenant.port, transfer="push", transfer_reason="CPU tensors",
         )  # fmt: skip
         if role is Role.TRAINER:
-            self.tenant.owner = Owner(number, 1, 1, 1, 1, False, lambda event: None)
+            process = bytes([number]) * 16
+            self.tenant.owner = Owner(
+                session=number, pid=1, incarnation=1, world_size=1, local_world_size=1, fresh=False,
+                process=process, solo=False, restored=None, on_event=lambda event: None,
+            )  # fmt: skip
+            self.job.join(KEY.rank, self.tenant.owner, launch="", was=0)
         self.sessions._sessions[number] = made
         return made
 
@@ -297,7 +303,8 @@ def test_status_tells_of_gpus_and_transfers(run: Callable[[Work], None]) -> None
 
 async def begun(place: Place) -> State:
     """The end of a checkpoint that names map 5."""
-    place.tenant.volumes.open = [cast(OpenVolume, object())]
+    volume = SimpleNamespace(info=SimpleNamespace(next_sequence=41, keep=1), checkpoints=[])
+    place.tenant.volumes.open = [cast(OpenVolume, volume)]
     assert await place.ask(Begin(1, 10, 4096, 0, 64, map=5)) is None
     task = place.tenant.queue._task
     assert task is not None
@@ -311,7 +318,7 @@ async def begun(place: Place) -> State:
 def test_the_map_reaches_the_channel(run: Callable[[Work], None]) -> None:
     async def work(place: Place) -> None:
         assert await begun(place) is State.COPYING
-        assert [one["map"] for one in place.channel.begun] == [5]
+        assert [(one["map"], one["sequence"]) for one in place.channel.begun] == [(5, 41)]
 
     run(work)
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from pccheck_native import SLOT_DAMAGED, catalog
+from pccheck_native.group import Held, Rank, Ranks, pins
 from pccheck_native.layout import capacity_for
-from pccheckd.retention import pins
+
+RUNS = [(5, 1), (6, 2), (7, 2), (9, 3)]
 
 
-def found(*runs: tuple[int, int]) -> list[catalog.Checkpoint]:
-    """(sequence, incarnation), newest first."""
-    return [
-        catalog.Checkpoint(
-            uid=0, job="job", rank=0, sequence=sequence, step=sequence, incarnation=incarnation,
-            world_size=1, payload_bytes=1, tree_offset=0, tree_bytes=1, wall_ns=0, flags=0, slot=0,
-            volume_path=Path("x"),
-        )
-        for sequence, incarnation in sorted(runs, reverse=True)
-    ]  # fmt: skip
+def held(*runs: tuple[int, int], world_size: int = 1, bad: int = 0) -> Rank:
+    """(sequence, incarnation); `bad` is not usable."""
+    return Rank(
+        [
+            Held(sequence, 10 * sequence, incarnation, world_size, usable=sequence != bad)
+            for sequence, incarnation in runs
+        ]
+    )
 
 
-RUNS = found((5, 1), (6, 2), (7, 2), (9, 3))
+def wanted(
+    ranks: Ranks, pinned: set[int], incarnation: int, slots: int, *, rank: int = 0, after: int = 0
+) -> set[int]:
+    return pins(ranks, rank, incarnation, pinned=pinned, after=after, slots=slots)
 
 
 @pytest.mark.parametrize(
-    ("pinned", "incarnation", "slots", "wanted"),
+    ("pinned", "incarnation", "slots", "expected"),
     [
         (set(), 4, 4, {9}),
         (set(), 3, 4, {7}),
@@ -39,13 +39,40 @@ RUNS = found((5, 1), (6, 2), (7, 2), (9, 3))
         ({5}, 1, 4, set()),
     ],
 )
-def test_pins(pinned: set[int], incarnation: int, slots: int, wanted: set[int]) -> None:
-    assert pins(RUNS, pinned, incarnation, slots) == wanted
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pins(
+    pinned: set[int], incarnation: int, slots: int, expected: set[int], world_size: int
+) -> None:
+    every = held(*RUNS, world_size=world_size)
+    for rank in range(world_size):
+        ranks = dict.fromkeys(range(world_size), every)
+        assert wanted(ranks, pinned, incarnation, slots, rank=rank) == expected
 
 
-def test_a_damaged_one_is_worth_no_pin() -> None:
-    runs = [item._replace(flags=SLOT_DAMAGED) if item.sequence == 9 else item for item in RUNS]
-    assert pins(runs, {9}, 4, 3) == {7}
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_one_is_worth_no_pin(world_size: int) -> None:
+    ranks = dict.fromkeys(range(world_size), held(*RUNS, world_size=world_size, bad=9))
+    assert wanted(ranks, {9}, 4, 3) == {7}
+
+
+def test_a_rank_keeps_what_the_others_have_as_well() -> None:
+    ranks = {0: held(*RUNS, world_size=2), 1: held(*RUNS[:3], (8, 2), world_size=2)}
+    for rank in (0, 1):
+        assert wanted(ranks, set(), 4, 4, rank=rank) == {7}
+    assert wanted({**ranks, 1: held(*RUNS, world_size=2, bad=7)}, set(), 3, 4) == {6}
+
+
+def test_where_nothing_is_common_each_rank_keeps_its_newest() -> None:
+    ranks = {0: held(*RUNS, world_size=2), 1: held((8, 2), world_size=2)}
+    assert wanted(ranks, set(), 4, 4) == {9}
+    assert wanted(ranks, set(), 4, 4, rank=1) == {8}
+    assert wanted(ranks, set(), 4, 4, rank=2) == set()
+
+
+@pytest.mark.parametrize(("after", "expected"), [(0, {5, 9}), (5, {9}), (8, {9}), (9, set())])
+def test_what_was_restored_needs_no_pin(after: int, expected: set[int]) -> None:
+    """Of a trainer that comes back to another daemon and says what it has."""
+    assert wanted({0: held(*RUNS)}, {5}, 4, 4, after=after) == expected
 
 
 def test_a_new_volume_leaves_room_to_grow_a_little() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import functools
 import os
@@ -21,7 +22,7 @@ from pccheckd.config import Config
 from pccheckd.engine import Engine
 from pccheckd.port import Owner
 from pccheckd.registry import Registry
-from pccheckd.volumes import GLOBAL, PINNED, Key
+from pccheckd.volumes import DAMAGED, PINNED, Key
 from tests.support.coreloop import BLOCK_BYTES, Loop
 
 KEY = Key(7, "job", 0)
@@ -63,7 +64,11 @@ def flags(tmp_path: Path) -> dict[int, int]:
 
 
 def owner(*, world_size: int = 1, fresh: bool = False) -> Owner:
-    return Owner(1, 1, 2, world_size, world_size, fresh, lambda event: None)
+    return Owner(
+        session=1, pid=1, incarnation=2, world_size=world_size, local_world_size=world_size,
+        fresh=fresh, process=bytes([world_size]) * 16, solo=False, restored=None,
+        on_event=lambda event: None,
+    )  # fmt: skip
 
 
 def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> None:
@@ -160,34 +165,72 @@ def test_a_job_that_is_closed_while_it_is_looked_up_is_loaded_again(
     run(work)
 
 
-def test_a_second_flag_of_a_killed_daemon_goes_with_the_next(
+def test_a_second_pin_of_a_killed_daemon_goes_with_the_next(
     run: Callable[[Work], None], tmp_path: Path
 ) -> None:
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
         newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+        keeper = tenant.retention
         for sequence in (newest, before):
-            assert await tenant.retention.flag(sequence, set_=GLOBAL, now=True)
-        tenant.retention.load()
-        await tenant.became_global(newest)
-        assert await tenant.retention.flag(newest, set_=PINNED, now=True)
-        assert flags(tmp_path) == {newest: GLOBAL | PINNED, before: 0}
+            assert await keeper.flag(sequence, set_=PINNED, now=True)
+        assert keeper.pinned == {newest, before}
+        await keeper.protect({newest}, unrestored=True)
+        assert await keeper.flag(newest, set_=DAMAGED, now=True)
+        assert flags(tmp_path) == {newest: PINNED | DAMAGED, before: 0}
+        assert (keeper.protected, keeper.pinned, keeper.unrestored) == ({newest}, {newest}, True)
+        assert tenant.protected_step() == 3
+        keeper.restored_to(before)
+        assert keeper.unrestored  # that was not what is kept for it
+        keeper.restored_to(newest)
+        assert not keeper.unrestored and tenant.protected_step() is None
+        await keeper.release()
+        assert await keeper.flag(newest, clear=DAMAGED, now=True)
+        assert flags(tmp_path) == {newest: 0, before: 0} and not keeper.protected
         await tenant.close()
 
     run(work)
 
 
-def test_a_rank_alone_needs_no_common_step_once_it_restored(
+def test_a_trainer_that_has_not_restored_overwrites_nothing_of_before(
     run: Callable[[Work], None],
 ) -> None:
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
-        newest = tenant.volumes.checkpoints()[0].sequence
-        await tenant.retention.flag(newest, set_=GLOBAL, now=True)
-        tenant.retention.load()
-        for alone, kept in ((owner(world_size=2), newest), (owner(), 0)):
-            await tenant.retention.restored(alone)
-            assert tenant.retention.global_sequence == kept
+        newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+        for trainer, wanted in (
+            (owner(), {newest}),
+            (owner(fresh=True), set()),
+            (dataclasses.replace(owner(), restored=before), {newest}),
+            (dataclasses.replace(owner(), restored=newest), set()),
+            (dataclasses.replace(owner(), incarnation=1), set()),  # its own run made them
+        ):
+            await tenant.protect(trainer)
+            assert tenant.retention.protected == tenant.retention.pinned == wanted
+            assert tenant.retention.unrestored is bool(wanted)
+            assert tenant._needs(tenant.volumes.open[0]) is bool(wanted)
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_rank_alone_needs_no_common_step(run: Callable[[Work], None]) -> None:
+    """What the ranks of a group still need must not go with a volume that was outgrown."""
+
+    async def work(registry: Registry) -> None:
+        job, tenant = await registry.tenant(KEY)
+        sequences = [found.sequence for found in tenant.volumes.checkpoints()]
+        newest = sequences[0]
+        job.join(KEY.rank, owner(world_size=2), launch="a", was=0)
+        job.settle()
+        assert (job.world_size, job.newest_common) == (2, newest)
+        assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
+        assert not job.needs(sequences[-1] - 1)
+        assert tenant._needs(tenant.volumes.open[0])
+        job.left(KEY.rank, owner(world_size=2).process)
+        job.join(KEY.rank, owner(), launch="b", was=0)
+        assert job.world_size == 1 and not any(map(job.needs, sequences))
+        assert not tenant._needs(tenant.volumes.open[0])
         await tenant.close()
 
     run(work)
@@ -222,7 +265,7 @@ def test_a_volume_that_goes_while_it_is_looked_at_disturbs_nobody(
         newest = tenant.volumes.checkpoints()[0].sequence
         tenant.volumes.open[0].volume.close()
         await tenant.volumes.refresh()
-        assert not await tenant.retention.flag(newest, set_=GLOBAL)
+        assert not await tenant.retention.flag(newest, set_=PINNED)
 
     run(work)
 

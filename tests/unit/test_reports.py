@@ -206,7 +206,6 @@ def test_the_ledger_knows_what_moves_without_looking_at_what_has_ended() -> None
     for item in items:
         assert ledger.add(item)
     assert ledger.live() == items
-    assert ledger.live(before_incarnation=2) == items[::2]
     for item in items[10:]:
         item.advance(State.DURABLE, 5)
     assert ledger.live() == items[:10]
@@ -217,6 +216,25 @@ def test_the_ledger_knows_what_moves_without_looking_at_what_has_ended() -> None
     assert ledger.recent(2) == [items[-1], last]
     assert ledger.recent(2, session=2) == [items[-3], items[-1]]
     assert ledger.recent(1000, session=3) == []
+
+
+def test_a_restore_waits_for_what_was_asked_for_before_it() -> None:
+    async def work() -> None:
+        ledger = Ledger()
+        items = [checkpoint(number) for number in (1, 2)]
+        for item in items:
+            item.sequence = item.snapshot
+            assert ledger.add(item)
+        assert await ledger.settled(0, 0)
+        assert not await ledger.settled(0, 1)
+        waiting = asyncio.create_task(ledger.settled(LIMIT_S, 1))
+        await asyncio.sleep(0)
+        ledger.refuse(items[0], State.FAILED, "why", "")
+        assert await asyncio.wait_for(waiting, LIMIT_S)
+        assert ledger.of_sequence(2) is items[1] and ledger.of_sequence(3) is None
+        assert not await ledger.settled(0, 2)
+
+    asyncio.run(work())
 
 
 def test_a_long_document_is_packed_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.checkpoint import Checkpoint
-from pccheckd.scheduler import PENDING_MAX, Scheduler
+from pccheckd.scheduler import PENDING_MAX, End, Scheduler
 
 
 def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
@@ -40,8 +40,8 @@ class Desk:
     def refuse(self, item: Checkpoint, to: State, reason: str, hint: str) -> None:
         self.refused.append((item.snapshot, to, reason))
 
-    async def hopeless(self) -> tuple[str, str]:
-        return self.reason, ""
+    async def hopeless(self) -> End | None:
+        return End(State.FAILED, self.reason, "") if self.reason else None
 
     async def sleep(self, seconds: float) -> None:
         self.sleeps += 1

@@ -192,7 +192,7 @@ def test_crooked_bytes_are_refused(data: bytes) -> None:
 
 def test_a_newer_version_is_not_called_damage() -> None:
     with pytest.raises(PccheckError, match="newer") as error:
-        tree.decode(packed(None, version=2))
+        tree.decode(packed(None, version=3))
     assert not isinstance(error.value, DamagedError)
 
 

@@ -1,0 +1,71 @@
+"""Replicated state whose parts the ranks of a job have stored: from the ranks' trees to one tree.
+
+In the merged tree an extent that another rank stores has that rank in the upper bits of its offset;
+`split` takes packed ranges apart again, by the rank whose payload they are read from.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from . import tree
+from .errors import DamagedError, StateMismatchError
+
+RANK_SHIFT = 52  # more than any payload has (PAYLOAD_BYTES_MAX)
+RANKS_MAX = 2 ** (64 - RANK_SHIFT) - 2
+_OFFSET = (1 << RANK_SHIFT) - 1
+
+
+def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> tree.Tree:
+    """The tree of `rank`, with the place of every shared extent; `read_tree` gives another rank's.
+
+    Raises StateMismatchError when the ranks did not save the same shared tensors.
+    """
+    shared = own.shared()
+    if not shared:
+        return own
+    extents = list(own.extents)
+    trees = {rank: (own, shared)}
+    for number, index in enumerate(shared):
+        extent = extents[index]
+        if extent.owner == rank:
+            continue
+        if extent.owner not in trees:
+            if extent.owner >= RANKS_MAX:
+                raise DamagedError(f"an extent is stored by rank {extent.owner}")
+            other = read_tree(extent.owner)
+            trees[extent.owner] = other, other.shared()
+        there, order = trees[extent.owner]
+        found = there.extents[order[number]] if len(order) == len(shared) else None
+        if found is None or found.nbytes != extent.nbytes or found.owner != extent.owner:
+            raise StateMismatchError(
+                f"ranks {rank} and {extent.owner} did not save the same tensors as replicated",
+                hint="replicated=True is for state that is equal on all ranks, as plain DDP's is",
+            )
+        if found.offset == tree.ELSEWHERE:
+            raise DamagedError(f"rank {extent.owner} does not store the extent that it should")
+        extents[index] = extent._replace(offset=extent.owner + 1 << RANK_SHIFT | found.offset)
+    return tree.Tree(own.step, own.metadata, own.attached, extents, own.root)
+
+
+def placed(offset: int) -> tuple[int, int]:
+    """The rank whose payload an offset of a merged tree lies in, -1 for the one whose tree it was,
+    and the offset there."""
+    return (offset >> RANK_SHIFT) - 1, offset & _OFFSET
+
+
+def split(ranges: bytes, device_ranges: bytes = b"") -> dict[int, tuple[bytes, bytes]]:
+    """Packed ranges by the rank whose payload they lie in, ascending by their place there; -1 is
+    the one whose tree it was."""
+    found: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    hosts = sorted(struct.iter_unpack("<QQQ", ranges), key=lambda item: item[1])
+    devices = sorted(struct.iter_unpack("<QQQII", device_ranges), key=lambda item: item[1])
+    for address, offset, nbytes in hosts:
+        rank, offset = placed(offset)
+        found.setdefault(rank, ([], []))[0].append(struct.pack("<QQQ", address, offset, nbytes))
+    for address, offset, nbytes, device, zero in devices:
+        rank, offset = placed(offset)
+        packed = struct.pack("<QQQII", address, offset, nbytes, device, zero)
+        found.setdefault(rank, ([], []))[1].append(packed)
+    return {rank: (b"".join(host), b"".join(gpus)) for rank, (host, gpus) in found.items()}

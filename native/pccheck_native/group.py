@@ -1,0 +1,290 @@
+"""What the ranks of one job decide together: which checkpoint they all have, what each of them may
+recycle, what none of them needs any more, and what a restore gets.
+
+Pure: no I/O, no clock, no tasks. The daemon, the command line without a daemon, and one day the
+nodes of a cluster call the same functions.
+
+**One number for a group's checkpoint.** A sequence is given out once for all ranks of a job
+(`Numbers`), so that "the same checkpoint" is the same sequence on every rank. Equal steps are not
+enough: a step may be saved twice, and by two runs. A checkpoint is *common* when every rank of the
+world that saved it holds it, with equal step and incarnation.
+
+**The floor.** A rank recycles nothing at or above the oldest of the `keep` newest common
+checkpoints, unless the group gives it up. So no death, of whatever and whenever, loses the newest
+common checkpoint: the record that drops a checkpoint is made after a newer one had become common,
+and what is common stays common until then.
+
+**Why slots = N + keep suffice in lockstep.** Ranks in lockstep ask for the same checkpoints in the
+same order. Let n be the lowest sequence that was asked for, is above the newest common one, and is
+neither common nor given up. A rank that was asked for n has at that moment nothing else above the
+newest common one, only its `keep` common ones: N of its slots are free for n and what follows. So n
+is durable or in flight on every rank, and ends by that rank's own disk. A rank that waits for a
+slot waits for n, never for a rank that itself waits; and n frees a slot everywhere when it ends.
+
+**When ranks are not in lockstep** a rank may be out of slots while another one will never bring
+what fills them. What a live rank has passed over (skipped, failed, or asked for a later one) is
+given up at once on all ranks. What only a rank without a process could bring, or one whose own is
+damaged, is given up, oldest first, when a rank needs the slot. What a live rank has not been asked
+for yet is waited for (`lagging`), and the caller bounds that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+NUMBERS_KEPT = 256  # of what was asked for last; no honest rank is further behind
+
+
+class Held(NamedTuple):
+    """A durable checkpoint of one rank."""
+
+    sequence: int
+    step: int
+    incarnation: int
+    world_size: int
+    usable: bool = True  # neither damaged nor, when last tried, unreadable
+
+
+class Rank(NamedTuple):
+    """What is known of one rank."""
+
+    held: Collection[Held] = ()
+    pending: Collection[int] = ()  # sequences that were asked for and have not ended
+    #: The newest sequence that its live process has passed: asked for, or there before it came.
+    #: None: it has no process.
+    asked: int | None = None
+
+    def has_passed(self, number: int) -> bool:
+        """Its live process will never ask for it, and it has not even a damaged one."""
+        asked = self.asked is not None and self.asked >= number
+        return asked and all(one.sequence != number for one in self.held)
+
+
+Ranks = Mapping[int, Rank]
+NOBODY = Rank()
+
+
+class Agreement(NamedTuple):
+    """What the publishers of all ranks obey (pcc_volume_set_group)."""
+
+    oldest: int  # no checkpoint at or above it is recycled, unless given up; 0: none is
+    newest: int  # the newest common one; 0: there is none
+    given_up: frozenset[int]
+
+
+class Refused(NamedTuple):
+    """Why nothing is restored although there are checkpoints."""
+
+    reason: str
+    hint: str
+
+
+def common(ranks: Ranks) -> list[Held]:
+    """The checkpoints that every rank of the world that saved them has, newest first."""
+    usable = {rank: {one for one in known.held if one.usable} for rank, known in ranks.items()}
+    nothing: set[Held] = set()
+    found = {
+        one
+        for rank, held in usable.items()
+        for one in held
+        if one.world_size == 1
+        or (
+            rank == 0
+            and 1 < one.world_size <= len(ranks)  # a world may be said to have any size
+            and all(one in usable.get(other, nothing) for other in range(one.world_size))
+        )
+    }
+    return sorted(found, reverse=True)
+
+
+def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -> Agreement:
+    """What may go, now that `short` ranks have no slot for the next checkpoint.
+
+    Safe whenever it is called and however late it is obeyed: `oldest` and `newest` only rise, but
+    for damage, and what is given up can never become common.
+    """
+    kept = [one.sequence for one in common(ranks)[: max(1, keep)]]
+    newest = kept[0] if kept else 0
+    oldest = kept[-1] if len(kept) >= keep else 0
+    sizes = {number: world_size for known in ranks.values() for number in known.pending}
+    sizes |= {one.sequence: one.world_size for known in ranks.values() for one in known.held}
+    lacking = {n: _lacking(ranks, n, size) for n, size in sizes.items() if n not in kept}
+    given_up = {
+        number
+        for number, without in lacking.items()
+        if any(
+            number < newest or rank >= world_size or known.has_passed(number)
+            for rank, known in without
+        )
+    }
+    for rank in short:
+        held = {one.sequence for one in ranks.get(rank, NOBODY).held}
+        for number in sorted(held & (lacking.keys() - given_up)):
+            if any(known.asked is None or known.asked >= number for _, known in lacking[number]):
+                given_up.add(number)
+                break
+    return Agreement(oldest, newest, frozenset(given_up))
+
+
+def _lacking(ranks: Ranks, number: int, size: int) -> list[tuple[int, Rank]]:
+    """The ranks of a world of `size` that neither have a whole one nor have it in flight."""
+    found = [
+        (rank, known)
+        for rank, known in ranks.items()
+        if rank < size
+        and number not in known.pending
+        and not any(one.sequence == number and one.usable for one in known.held)
+    ]
+    if sum(rank < size for rank in ranks) < size:  # some were never here
+        found.append((size - 1, NOBODY))
+    return found
+
+
+def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> list[int]:
+    """The live ranks whose next request may make common what fills the slots of `rank`; empty when
+    what is in flight will."""
+    waits = [
+        one.sequence
+        for one in ranks.get(rank, NOBODY).held
+        if one.sequence > agreement.newest and one.sequence not in agreement.given_up
+    ]
+    return [
+        other
+        for other, known in sorted(ranks.items())
+        if other < world_size
+        and known.asked is not None
+        and any(number > known.asked and number not in known.pending for number in waits)
+        and not known.pending
+    ]
+
+
+def behind(ranks: Ranks, world_size: int) -> dict[int, int]:
+    """By how many checkpoints that some rank has durable each rank is behind."""
+    held = {
+        rank: {one.sequence for one in known.held if one.usable}
+        for rank, known in ranks.items()
+        if rank < world_size
+    }
+    newest = max((one.sequence for one in common(ranks)), default=0)
+    every = {number for numbers in held.values() for number in numbers if number > newest}
+    return {rank: len(every - numbers) for rank, numbers in held.items()}
+
+
+def pins(
+    ranks: Ranks, rank: int, incarnation: int, *, pinned: set[int], after: int, slots: int
+) -> set[int]:
+    """Which sequences a rank whose run has not restored yet must leave alone (P7).
+
+    The newest common one of the runs before `incarnation`, above the sequence `after` that counts
+    as restored; where the ranks have none in common, this rank's newest. And one that an earlier
+    run, which did not restore either, had to leave alone: it is worth more than the few steps
+    since. Small volumes have room for one pin.
+    """
+    mine = {one for one in ranks.get(rank, NOBODY).held if one.usable}
+    shared = [one for one in common(ranks) if one in mine] or sorted(mine, reverse=True)
+    before = [
+        one.sequence for one in shared if one.incarnation < incarnation and one.sequence > after
+    ]
+    if not before:
+        return set()
+    wanted = {min((number for number in before if number in pinned), default=before[0])}
+    return wanted | {before[0]} if slots >= PINS_SLOTS_MIN else wanted
+
+
+PINS_SLOTS_MIN = 4
+
+
+def choose(
+    ranks: Ranks,
+    rank: int,
+    world_size: int,
+    *,
+    step: int | None = None,
+    solo: bool = False,
+    replicated: bool = False,
+) -> Held | Refused | None:
+    """What `rank` of a start of `world_size` ranks restores: the newest common checkpoint, of
+    `step` if given. None only when no rank holds anything.
+
+    `solo`: the rank's own newest, whoever else there was. `replicated`: saved by any number of
+    ranks, since each can read what all have written.
+    """
+    if not any(known.held for known in ranks.values()):
+        return None
+    mine = ranks.get(rank, NOBODY).held
+    if solo:
+        own = [one for one in mine if one.usable and step in (None, one.step)]
+        return max(own, default=None) or _nothing_common(ranks, (rank,), step)
+    shared = [one for one in common(ranks) if step in (None, one.step)]
+    if not shared:
+        return _nothing_common(ranks, range(max(world_size, _saved_by(ranks))), step)
+    newest = shared[0]
+    if newest.world_size != world_size and not replicated:
+        return Refused(
+            f"the checkpoint of step {newest.step} was saved by {_ranks(newest.world_size)}, and "
+            f"this start has {_ranks(world_size)}",
+            f"start {_ranks(newest.world_size)}, or say fresh=True if this is a new beginning",
+        )
+    if newest.world_size == 1 and newest not in mine and not replicated:
+        holder = next(other for other, known in ranks.items() if newest in known.held)
+        return Refused(
+            f"the checkpoint of step {newest.step} was saved by rank {holder} alone, and this is "
+            f"rank {rank}",
+            f"restore it as rank {holder}",
+        )
+    return newest
+
+
+def _saved_by(ranks: Ranks) -> int:
+    """The size of the world that asked for the newest checkpoint."""
+    every = (one for known in ranks.values() for one in known.held)
+    return max(every, key=lambda one: one.sequence).world_size
+
+
+def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Refused:
+    """Names what is missing, with numbers."""
+    parts = []
+    for rank in wanted[:8]:
+        found = sorted(ranks.get(rank, NOBODY).held, reverse=True)
+        steps = ", ".join(
+            f"{one.step}{'' if one.usable else ' (damaged or unreadable)'}" for one in found[:8]
+        )
+        parts.append(f"rank {rank}: {steps or 'none'}")
+    more = ", ..." if len(wanted) > len(parts) else ""
+    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    whose = f"all {len(wanted)} ranks have" if len(wanted) > 1 else "is valid"
+    that = f"that {whose}" if len(wanted) > 1 else f"of rank {wanted[0]} that {whose}"
+    return Refused(
+        f"there is {what} {that} (durable steps: {'; '.join(parts)}{more})",
+        "see: pccheckctl list; solo=True restores a rank's own newest where one rank alone saves; "
+        "fresh=True begins from the start",
+    )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+class Numbers:
+    """Gives out a job's sequences: the same one to every rank that asks for the same checkpoint."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._given: deque[tuple[int, Hashable]] = deque(maxlen=NUMBERS_KEPT)
+
+    def passed(self, sequence: int) -> None:
+        """A volume holds it, or has given it out before."""
+        self.last = max(self.last, sequence)
+
+    def take(self, checkpoint: Hashable, above: int) -> int:
+        """The sequence of `checkpoint` for a rank that has had sequences up to `above`. What is
+        equal for two ranks is the same checkpoint: incarnation, step, and which time this step is
+        saved."""
+        for number, given in self._given:
+            if number > above and given == checkpoint:
+                return number
+        self.last = max(self.last, above) + 1
+        self._given.append((self.last, checkpoint))
+        return self.last

@@ -1,0 +1,218 @@
+"""Who belongs to which start of a job. Pure: no I/O, no clock.
+
+A process has a random identity of its own, which its reconnects repeat. A new process is a new
+start of its rank, whatever launch id it carries: launch ids come twice (a loop in a batch script, a
+launcher's restart counter that begins at 0 again). So a launch id only separates: ranks with
+different ones are never of one start.
+
+A start is open until every rank has joined it. A new process takes a free place in the newest start
+if that is open, or the place of a process that has ended without asking for a checkpoint; otherwise
+a new start begins. A process that has asked for checkpoints in an older start is *fenced*: it gets
+no more of them until it restores, which makes it a member of the newest start, or begins a new one
+if all processes of the newest have ended. One that has asked for none moves along by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+STARTS_KEPT = 16
+INCARNATION_MAX = 2**62
+MISSING_MAX = 64  # that are named
+
+
+@dataclass(slots=True)
+class Member:
+    """A process of one rank in one start."""
+
+    process: bytes
+    live: bool = True
+    begun: bool = False  # has asked for a checkpoint
+    #: What `Begin.branch` counts from here; None: from its next checkpoint on. It came from another
+    #: start, in which it may have gone back more often than the other members.
+    branch: int | None = 0
+
+
+@dataclass(slots=True)
+class Start:
+    incarnation: int
+    launch: str
+    world_size: int
+    members: dict[int, Member] = field(default_factory=dict)
+    #: Every rank has joined, or nobody knows who had (the daemon was restarted).
+    closed: bool = False
+    #: The job's newest sequence when it began: its members ask for what comes after.
+    above: int | None = None
+    #: What its members call it, when they met an earlier daemon that did not see newer runs.
+    known_as: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        return any(member.live for member in self.members.values())
+
+    @property
+    def counts(self) -> bool:
+        """A start whose processes have all ended without a checkpoint never was."""
+        return any(member.live or member.begun for member in self.members.values())
+
+    def missing(self) -> list[int]:
+        """Ranks without a live process."""
+        if self.world_size == 1:  # whichever rank saves alone
+            return [] if self.is_live else [0]
+        live = {rank for rank, member in self.members.items() if member.live}
+        if len(live) == self.world_size:
+            return []
+        absent = (rank for rank in range(self.world_size) if rank not in live)
+        return list(islice(absent, MISSING_MAX))
+
+
+class Starts:
+    """The starts of one job that this daemon has met, oldest first."""
+
+    def __init__(self) -> None:
+        self._starts: list[Start] = []
+
+    @property
+    def current(self) -> Start | None:
+        """The newest start that counts."""
+        for start in reversed(self._starts):
+            if start.counts:
+                return start
+        return None
+
+    def of(self, rank: int, process: bytes) -> Start | None:
+        """The newest start that a process is a member of."""
+        for start in reversed(self._starts):
+            member = start.members.get(rank)
+            if member is not None and member.process == process:
+                return start
+        return None
+
+    def join(
+        self,
+        rank: int,
+        process: bytes,
+        *,
+        launch: str,
+        world_size: int,
+        was: int,
+        known: int,
+        moved: bool = False,
+    ) -> Start:
+        """The start of a process that connects.
+
+        `was` is the incarnation that an earlier daemon gave it (0: it is new), `known` the newest
+        one that the job's volumes name; `moved`: these are other volumes than `was` is of.
+        """
+        start = self.of(rank, process)
+        if was > INCARNATION_MAX:  # no daemon has said so
+            was = 0
+        if start is None or start.world_size != world_size:
+            start = (
+                self._rejoined(was, launch, world_size, max(known, was + 1) if moved else known)
+                if was
+                else self._open(rank, launch, world_size) or self._begin(launch, world_size, known)
+            )
+            start.members[rank] = Member(process, begun=bool(was))
+        start.members[rank].live = True
+        start.closed = start.closed or len(start.members) == world_size
+        self._gather()
+        return self.of(rank, process) or start
+
+    def left(self, rank: int, process: bytes) -> None:
+        """The process has ended, or its session."""
+        start = self.of(rank, process)
+        if start is not None:
+            start.members[rank].live = False
+
+    def may_ask(self, rank: int, process: bytes) -> Start | None:
+        """The start in which the process asks for a checkpoint; None when it is fenced."""
+        start, current = self.of(rank, process), self.current
+        if start is None or current is None:
+            return None
+        if start is not current:
+            if start.members[rank].begun:
+                return None
+            start = self.follow(rank, process)
+            if start is not self.current:
+                return None
+        start.members[rank].begun = True
+        return start
+
+    def follow(self, rank: int, process: bytes) -> Start:
+        """The process restores: it becomes a member of the newest start, if that has as many ranks.
+        Returns its start. Raises KeyError for a process that has not joined."""
+        start, current = self.of(rank, process), self.current
+        if start is None or current is None:
+            raise KeyError(process)
+        if start is current:
+            return start
+        if (start.launch, start.world_size) != (current.launch, current.world_size):
+            if current.is_live:
+                return start
+            current = self._begin(start.launch, start.world_size, 0)  # whoever fenced it is gone
+        taken = current.members.get(rank)
+        if taken and taken.live:
+            return start
+        del start.members[rank]
+        current.members[rank] = Member(process, branch=None)
+        current.closed = current.closed or len(current.members) == current.world_size
+        return current
+
+    def before(self, rank: int, process: bytes) -> int | None:
+        """The incarnation whose checkpoints are no past of this process: others of its start made
+        them, since they began before it. None for one that has asked for checkpoints itself."""
+        start = self.of(rank, process)
+        return None if start is None or start.members[rank].begun else start.incarnation
+
+    def _gather(self) -> None:
+        """Processes that have asked for nothing move along to the newest start of their launch."""
+        current = self.current
+        for start in list(self._starts):
+            for rank, member in list(start.members.items()):
+                if (
+                    current is not None
+                    and (start.launch, start.world_size) == (current.launch, current.world_size)
+                    and member.live
+                    and not member.begun
+                ):
+                    self.follow(rank, member.process)
+
+    def _open(self, rank: int, launch: str, world_size: int) -> Start | None:
+        """The newest start, if a new process may join it."""
+        start = self.current
+        if (
+            start is None
+            or start.closed
+            or start.world_size != world_size
+            or start.launch != launch
+        ):
+            return None
+        before = start.members.get(rank)
+        return start if before is None or not (before.live or before.begun) else None
+
+    def _begin(self, launch: str, world_size: int, known: int) -> Start:
+        newest = max((start.incarnation for start in self._starts), default=0)
+        return self._add(Start(max(newest, known) + 1, launch, world_size))
+
+    def _rejoined(self, was: int, launch: str, world_size: int, known: int) -> Start:
+        """A process that an earlier daemon has served."""
+        for start in reversed(self._starts):
+            if was in (start.incarnation, start.known_as) and start.world_size == world_size:
+                return start
+        newer = [start for start in self._starts if start.incarnation > was and start.counts]
+        if newer or was >= known:
+            return self._add(Start(was, launch, world_size, closed=True))
+        # The volumes have newer runs that no daemon of its time saw: it comes after them.
+        start = self._begin(launch, world_size, known)
+        start.closed, start.known_as = True, was
+        return start
+
+    def _add(self, start: Start) -> Start:
+        self._starts.append(start)
+        self._starts.sort(key=lambda one: one.incarnation)
+        if len(self._starts) > STARTS_KEPT:
+            over = (one for one in self._starts if not one.is_live and one is not start)
+            self._starts.remove(next(over, self._starts[0]))
+        return start

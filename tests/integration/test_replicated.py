@@ -1,0 +1,132 @@
+"""replicated=True: the ranks of plain DDP store one copy together; any number of ranks reads it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pccheck_native import catalog
+from tests.support.daemon import Daemon
+from tests.support.trainer import RemoteError, Trainer, mismatch
+from tests.support.volumes import damage
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+COUNTS = [300_000, 11, 120_000, 70_001, 5]
+PAYLOAD = 4 * sum(COUNTS)
+
+
+def ranks(connect: Connect, daemon: Daemon, world_size: int, **options: object) -> list[Trainer]:
+    options = {"replicated": True} | options
+    return [
+        connect(
+            daemon, COUNTS, rank=rank, world_size=world_size,
+            environment={"LOCAL_WORLD_SIZE": str(world_size)}, **options,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+
+
+def train(group: list[Trainer], steps: int) -> None:
+    for trainer in group:
+        trainer.step(steps)
+    handles = [(trainer, trainer.checkpoint()) for trainer in group]
+    for trainer, handle in handles:
+        assert trainer.wait_global(handle) == ("global" if len(group) > 1 else "durable")
+
+
+def kill(group: list[Trainer]) -> None:
+    for trainer in group:
+        trainer.kill()
+
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_any_number_of_ranks_restores_what_two_have_stored(
+    start_daemon: Start, start_trainer: Connect, again: int
+) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, 2)
+    train(group, 3)
+    kill(group)
+    if again == 2:
+        daemon.kill()
+        daemon.start()
+    group = ranks(start_trainer, daemon, again)
+    assert [trainer.restore()["step"] for trainer in group] == [3] * again
+    assert [trainer.check(3) for trainer in group] == [""] * again
+    train(group, 2)
+    kill(group)
+    group = ranks(start_trainer, daemon, 2)
+    assert [trainer.restore()["step"] for trainer in group] == [5, 5]
+    assert [trainer.check(5) for trainer in group] == ["", ""]
+    assert [trainer.recover()["wrong"] for trainer in group] == ["", ""]
+
+
+def test_each_rank_stores_its_part_only(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, 3)
+    train(group, 1)
+    kill(group)
+    stored = {one.rank: one.payload_bytes for one in catalog.scan(daemon.storage).checkpoints}
+    assert sorted(stored) == [0, 1, 2]
+    assert sum(stored.values()) < 1.2 * PAYLOAD
+    assert max(stored.values()) < 0.7 * PAYLOAD
+
+
+def test_the_whole_is_exported_from_any_rank(
+    start_daemon: Start, start_trainer: Connect, tmp_path: Path
+) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, 2)
+    train(group, 4)
+    kill(group)
+    for online in (True, False):
+        if not online:
+            daemon.stop()
+        place = ["--socket", str(daemon.socket)] if online else ["--storage", str(daemon.storage)]
+        for rank in range(2):
+            target = tmp_path / f"{online}-{rank}.pt"
+            subprocess.run(
+                [sys.executable, "-m", "pccheckctl", *place, "export", "job", "--rank", str(rank),
+                 "--output", str(target)], check=True,
+            )  # fmt: skip
+            state = torch.load(target, weights_only=True)["model"]
+            parts = [state[f"parts.{index}"] for index in range(len(COUNTS))]
+            assert mismatch(parts, 4) == ""
+
+
+def test_sharded_state_is_not_taken_for_replicated(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, 2, replicated=False)
+    train(group, 2)
+    kill(group)
+    group = ranks(start_trainer, daemon, 3)
+    with pytest.raises(RemoteError, match="saved by 2 ranks without replicated=True"):
+        group[0].restore()
+
+
+def test_a_rank_whose_part_is_damaged_has_no_step_mixed(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, 2)
+    for _ in range(3):
+        train(group, 1)
+    kill(group)
+    daemon.stop()
+    damage(daemon.storage, 3, rank=1, at=4096)
+    daemon.start()
+    group = ranks(start_trainer, daemon, 2)
+    with pytest.raises(RemoteError, match="Damaged"):
+        group[0].restore()  # its own part is whole, what rank 1 stores for it is not
+    kill(group)
+    group = ranks(start_trainer, daemon, 2)
+    assert [trainer.restore()["step"] for trainer in group] == [2, 2]
+    assert [trainer.check(2) for trainer in group] == ["", ""]

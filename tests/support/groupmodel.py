@@ -1,0 +1,940 @@
+"""A model of the volumes and trainers of one job, around the real `group.py`, and a search through
+all its states.
+
+What `group.py` decides is only right together with what the publishers of the volumes do with it
+(`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c), in any order of events,
+however late they hear of it, whoever dies when. So this walks breadth first through every state
+that a small job can reach and asks in each of them: if everything were killed now, would the ranks
+restore what they were told they have? And: does anybody wait for ever?
+
+Sequences, steps and incarnations are counted from the smallest that still means something, so that
+a job that runs for ever has finitely many states, and the search can be complete.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SOURCE = Path(__file__).parents[2] / "native/pccheck_native/group.py"
+
+#: A checkpoint is one number: sequence, step, incarnation, damaged, world size.
+SEQUENCE, STEP, RUN, DAMAGED = 12, 7, 3, 4
+WORLD = 3  # the mask
+#: One in flight is that number with its state in the two lowest bits.
+WAITING, COPYING, COPIED = range(3)
+DEAD, LIVE, AWAY = range(3)  # a process; AWAY: it lives, and has no session
+ALWAYS = 9  # a budget that does not shrink
+NOTHING = 1  # what a start chose: no checkpoint
+FAR = 1 << 40
+
+Obeyed = tuple[int, int, tuple[int, ...]]
+UNTOLD: Obeyed = (0, 0, ())
+
+
+class Config(NamedTuple):
+    """One job, and what may happen to it how often."""
+
+    name: str
+    world: int
+    slots: int
+    keep: int
+    lanes: int
+    #: "prompt": every publisher always obeys what would be agreed on now. "late": each one hears of
+    #: it when it hears of it. "stale": and of what was agreed on earlier. "unseen": and the daemon
+    #: looks at the volumes when it looks at them.
+    mode: str = "prompt"
+    lead: int = 1  # by how many requests a rank may be ahead of the slowest
+    queue: int = 1  # requests that may wait for a slot, per rank
+    fails: int = 0
+    skips: int = 0
+    cuts: int = 0  # sessions that end and come back
+    deaths: int = 0  # of one rank, or of all
+    daemons: int = 0  # deaths of the daemon
+    store: bool = False  # what was copied survives it
+    blackouts: int = 0  # deaths of everything
+    starts: int = 0  # after deaths
+    damages: int = 0
+    worlds: tuple[int, ...] = ()  # sizes of the starts that follow; those begin with fresh=True
+    limit: int = 1 << 62  # states
+
+    @property
+    def ranks(self) -> int:
+        return max((self.world, *self.worlds))
+
+    @property
+    def is_faultless(self) -> bool:
+        return not any(self.budget)
+
+    @property
+    def is_enough(self) -> bool:
+        """In lockstep without faults nobody waits for a rank that waits, with so many slots."""
+        return self.is_faultless and self.lead <= 1 and self.slots >= self.lanes + self.keep
+
+    @property
+    def budget(self) -> tuple[int, ...]:
+        return (
+            self.fails, self.skips, self.cuts, self.deaths, self.daemons, self.blackouts,
+            self.starts, self.damages,
+        )  # fmt: skip
+
+
+FAIL, SKIP, CUT, DEATH, DAEMON, BLACKOUT, START, DAMAGE = range(8)
+
+
+class Outcome(NamedTuple):
+    config: Config
+    states: int
+    closed: bool  # the search reached every state
+    violation: str  # "" or which invariant, and how
+    trace: list[str]
+
+
+Seen = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class One(NamedTuple):
+    """A rank and its volume."""
+
+    held: tuple[int, ...]  # as the record says, oldest first; its trainer was told of all
+    flight: tuple[int, ...]
+    process: int
+    asked: int  # -1 without a session
+    step: int  # that it saves next
+    obeys: Obeyed  # what its publisher was told last
+    lost: tuple[int, ...]  # held no more, and all ranks may yet have been told of them
+    seen: Seen | None  # "unseen": held and pending sequences, as the daemon last looked
+
+
+class Rank:
+    """A One that the search has met, with what follows from it alone."""
+
+    __slots__ = (
+        "held", "is_unseen", "known", "moving", "number", "numbers", "one", "runs", "steps",
+        "waiting", "waits",
+    )  # fmt: skip
+
+    def __init__(self, number: int, one: One, config: Config) -> None:
+        self.number = number
+        self.one = one
+        pending = tuple([flying >> SEQUENCE + 2 for flying in one.flight])
+        codes = [*one.held, *one.lost, *(flying >> 2 for flying in one.flight)]
+        seen = one.seen or ((), ())
+        codes += seen[0]
+        #: Bit n - 1 is set for what is named n.
+        self.numbers = _bits([*map(_sequence, codes), *seen[1], *one.obeys[:2]])
+        steps = [code >> STEP & 31 for code in codes]
+        self.steps = _bits(steps if one.process == DEAD else [*steps, one.step])
+        self.runs = frozenset(code >> RUN & 15 for code in codes)
+        self.waiting = waiting = sum(flying & 3 == WAITING for flying in one.flight)
+        lanes = len(one.flight) - waiting
+        self.moving = lanes > 0
+        #: The next checkpoint has a lane and no slot.
+        self.waits = (
+            waiting > 0 and lanes < config.lanes and (lanes + len(one.held) >= config.slots)
+        )
+        #: What the daemon knows of it, and what is on the disk: interned by Search.
+        self.known = (*(one.seen or (one.held, pending)), one.asked)
+        self.held = one.held
+        self.is_unseen = one.seen is not None and one.seen != (one.held, pending)
+
+
+class State(NamedTuple):
+    ranks: tuple[int, ...]
+    last: int  # sequence given out
+    given: tuple[int, ...]  # that some rank may still ask for
+    top: int  # the newest sequence that all ranks were told of; -1: none
+    ever: int  # how many were common, up to `keep`
+    choice: int  # what the start restores until all have joined; 0: all have
+    run: int
+    world: int
+    mark: int  # the newest sequence that a record has named
+    budget: tuple[int, ...]
+    decided: Obeyed  # "stale": the last agreement
+
+
+class Smaller(NamedTuple):
+    """Counts what is there from 1, in its order."""
+
+    numbers: tuple[int, ...]
+    steps: tuple[int, ...]
+    runs: int
+
+    def floor(self, number: int) -> int:
+        return bisect_right(self.numbers, number)
+
+    def step(self, step: int) -> int:
+        return bisect_right(self.steps, step)
+
+    def code(self, code: int) -> int:
+        number, step = self.floor(code >> SEQUENCE), self.step(code >> STEP & 31)
+        rest = code & (1 << STEP) - 1
+        return (number << SEQUENCE | step << STEP | rest) - (self.runs << RUN)
+
+    def agreement(self, said: Obeyed) -> Obeyed:
+        if said == UNTOLD:
+            return UNTOLD
+        return self.floor(said[0]), self.floor(said[1]), tuple([self.floor(n) for n in said[2]])
+
+
+Label = tuple[int, str, object]
+Made = tuple[Label, State]
+#: What one rank may do by itself: label, its next number, what it costs (-1: nothing).
+Move = tuple[Label, int, int]
+
+
+def load() -> Any:
+    """The real group.py, which needs no compiled module; each time another one, to be changed."""
+    module = types.ModuleType("group_under_test")
+    sys.modules[module.__name__] = module
+    exec(compile(SOURCE.read_text(), str(SOURCE), "exec"), module.__dict__)
+    return module
+
+
+class Rules:
+    """What is decided, and how volumes and daemon obey. A mutant changes something here."""
+
+    def __init__(self) -> None:
+        self.group = load()
+        self.numbers = self.group.Numbers
+        self.forgets = False  # what is durable counts as over before the daemon looks
+        self.waits_for_flight = True  # whoever restores waits for what is in flight
+        self.passes_numbers = True  # whoever comes back has passed all numbers that were given out
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        return self.group.agree(ranks, world, keep, short)
+
+    def is_superseded(self, held: tuple[int, ...], sequence: int, obeys: Obeyed) -> bool:
+        return sequence < obeys[1] or sequence in obeys[2]
+
+    def is_dispensable(self, sequence: int, obeys: Obeyed) -> bool:
+        return sequence < obeys[1]
+
+    def expendable(self, held: tuple[int, ...], slots: int, obeys: Obeyed) -> list[int]:
+        """pcc_commit_expendable of a group, without pins."""
+        oldest, newest, given_up = obeys
+        gone = [one for one in held if one >> SEQUENCE < oldest or one >> SEQUENCE in given_up]
+        if any(one >> SEQUENCE > newest for one in held if one not in gone):
+            return gone
+        while len(held) - len(gone) >= slots:
+            free = [
+                one
+                for one in held
+                if one not in gone and self.is_dispensable(one >> SEQUENCE, obeys)
+            ]
+            if not free:
+                break
+            gone.append(min(free, key=lambda one: (not one & DAMAGED, one)))
+        return gone
+
+
+class Search:
+    """All states of one config, and whether the invariants hold in each."""
+
+    def __init__(self, config: Config, rules: Rules) -> None:
+        self.config = config
+        self.rules = rules
+        self.late = config.mode != "prompt"
+        self.stale = config.mode == "stale"
+        self.unseen = config.mode == "unseen"
+        self._ranks: list[Rank] = []
+        self._numbers: dict[One, int] = {}
+        # Asked again and again with the same arguments, and pure:
+        self._lowered: dict[tuple[int, Smaller], int] = {}
+        self._moves: dict[Any, list[Move]] = {}
+        self._records: dict[Any, tuple[int, bool]] = {}
+        self._gone: dict[Any, tuple[int, ...]] = {}
+        self._agreements: dict[Any, Obeyed] = {}
+        self._restored: dict[Any, tuple[int, int, str]] = {}
+        self._taken: dict[Any, int] = {}
+        self._real: dict[int, Any] = {}
+
+    # -- the search ----------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        outcome = self._walk(None)
+        return self._walk({}) if outcome.violation else outcome  # again, for the way to it
+
+    def _walk(self, parents: dict[State, tuple[State, Label]] | None) -> Outcome:
+        config = self.config
+        frontier = [self.first()]
+        seen = set(frontier)
+        while frontier:
+            following: list[State] = []
+            for state in frontier:
+                for label, raw in self.successors(state):
+                    made = self.canonical(raw)
+                    if made in seen:
+                        continue
+                    seen.add(made)
+                    if parents is not None:
+                        parents[made] = state, label
+                    wrong = self.violation(made)
+                    if wrong:
+                        return Outcome(config, len(seen), False, wrong, self._way(parents, made))
+                    following.append(made)
+                if len(seen) >= config.limit:
+                    return Outcome(config, len(seen), False, "", [])
+            frontier = following
+        return Outcome(config, len(seen), True, "", [])
+
+    def _way(self, parents: dict[State, tuple[State, Label]] | None, state: State) -> list[str]:
+        way: list[str] = []
+        while parents is not None and state in parents:
+            before, (rank, verb, what) = parents[state]
+            who = f"rank {rank}" if rank >= 0 else "job"
+            way.append(f"{f'{who} {verb} {what}':<32} {self.told(state)}")
+            state = before
+        return way[::-1]
+
+    def told(self, state: State) -> str:
+        """A state, for people."""
+        parts = []
+        for number in state.ranks:
+            one = self._ranks[number].one
+            held = " ".join(_name(code) for code in one.held)
+            flight = " ".join(f"{_name(f >> 2)}:{'wcd'[f & 3]}" for f in one.flight)
+            parts.append(
+                f"[{('dead', 'live', 'away')[one.process]} asked {one.asked} step {one.step} "
+                f"held ({held}) flight ({flight}) obeys {one.obeys}"
+                f"{f' seen {one.seen}' if one.seen else ''}]"
+            )
+        return f"{' '.join(parts)} last {state.last} top {state.top} ever {state.ever}"
+
+    # -- states --------------------------------------------------------------------------------
+
+    def first(self) -> State:
+        config = self.config
+        seen = ((), ()) if self.unseen else None
+        live = self.number(One((), (), LIVE, 0, 1, UNTOLD, (), seen))
+        dead = self.number(One((), (), DEAD, -1, 0, UNTOLD, (), seen))
+        ranks = tuple(live if rank < config.world else dead for rank in range(config.ranks))
+        return State(ranks, 0, (), -1, 0, 0, 1, config.world, 0, config.budget, UNTOLD)
+
+    def number(self, one: One) -> int:
+        """The number by which states name a rank. What its publisher obeys is cut down to what can
+        still make a difference: a rank's later checkpoints have higher sequences than these."""
+        obeys = one.obeys
+        if obeys is not UNTOLD:
+            mine = [code >> SEQUENCE for code in one.held]
+            mine += [flying >> SEQUENCE + 2 for flying in one.flight]
+            cut = _cut(obeys, min(mine, default=FAR), mine)
+            one = one._replace(obeys=UNTOLD if cut == UNTOLD else cut)
+        number = self._numbers.get(one)
+        if number is None:
+            number = self._numbers[one] = len(self._ranks)
+            self._ranks.append(Rank(number, one, self.config))
+        return number
+
+    def canonical(self, state: State) -> State:
+        """The same state with the smallest sequences, steps and incarnations: only their order
+        makes a difference."""
+        known = self._ranks
+        ranks, last, given, top, ever, choice, run, world, mark, budget, decided = state
+        found = [known[number] for number in ranks]
+        if any(rank.one.lost for rank in found):
+            ranks = self._forget(state)
+            found = [known[number] for number in ranks]
+        if given:
+            asked = [rank.one.asked for rank in found[:world]]
+            if not self.rules.passes_numbers:
+                asked = [0 if rank.one.process == AWAY else rank.one.asked for rank in found]
+            lowest = min([number for number in asked if number >= 0], default=FAR)
+            given = tuple(
+                [code for code in given if lowest < code >> SEQUENCE and code >> RUN & 15 == run]
+            )
+        if mark and not (budget[DAEMON] or budget[BLACKOUT]):
+            mark = 0
+        numbers = steps = 0
+        for rank in found:
+            numbers |= rank.numbers
+            steps |= rank.steps
+        named = [*given, choice] if choice > NOTHING else given
+        if named:
+            numbers |= _bits([code >> SEQUENCE for code in named])
+            steps |= _bits([code >> STEP & 31 for code in named])
+        if self.stale:
+            decided = _cut(decided, (numbers & -numbers).bit_length() or FAR, _names(numbers))
+            numbers |= _bits(decided[:2])
+        if numbers == (1 << last) - 1 and not steps & steps + 1:
+            return State(ranks, last, given, top, ever, choice, run, world, mark, budget, decided)
+        runs = min([run, *(least for rank in found for least in rank.runs)]) - 1
+        smaller = Smaller(_names(numbers), _names(steps), runs)
+        return State(
+            tuple([self._smaller(number, smaller) for number in ranks]),
+            len(smaller.numbers),
+            tuple([smaller.code(code) for code in given]),
+            top if top < 0 else smaller.floor(top),
+            ever,
+            smaller.code(choice) if choice > NOTHING else choice,
+            run - runs,
+            world,
+            smaller.floor(mark),
+            budget,
+            smaller.agreement(decided),
+        )
+
+    def _forget(self, state: State) -> tuple[int, ...]:
+        """Without the lost ones that not all ranks can ever have been told of."""
+        ones = [self._ranks[number].one for number in state.ranks]
+        made = list(state.ranks)
+        for rank, one in enumerate(ones):
+            lost = tuple(
+                code
+                for code in one.lost
+                if code >> SEQUENCE > state.top
+                and all(
+                    code in other.held
+                    or code in other.lost
+                    or -1 < other.asked < code >> SEQUENCE
+                    or any(flying >> 2 == code for flying in other.flight)
+                    for other in ones[: code & WORLD]
+                )
+            )
+            if lost != one.lost:
+                made[rank] = self.number(one._replace(lost=lost))
+        return tuple(made)
+
+    def _smaller(self, number: int, smaller: Smaller) -> int:
+        key = number, smaller
+        made = self._lowered.get(key)
+        if made is None:
+            one = self._ranks[number].one
+            made = self._lowered[key] = self.number(
+                One(
+                    tuple([smaller.code(code) for code in one.held]),
+                    tuple([smaller.code(f >> 2) << 2 | f & 3 for f in one.flight]),
+                    one.process,
+                    one.asked if one.asked < 0 else smaller.floor(one.asked),
+                    smaller.step(one.step) if one.process != DEAD else 0,
+                    smaller.agreement(one.obeys),
+                    tuple([smaller.code(code) for code in one.lost]),
+                    one.seen
+                    and (
+                        tuple([smaller.code(code) for code in one.seen[0]]),
+                        tuple([smaller.floor(number) for number in one.seen[1]]),
+                    ),
+                )
+            )
+        return made
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def successors(self, state: State) -> list[Made]:
+        ranks = [self._ranks[number] for number in state.ranks]
+        found: list[Made] = []
+        agreed = self.agreed(state)
+        for place in self._asking(state):
+            found.append(self._begin(state, place, ranks[place].one))
+        for place, rank in enumerate(ranks):
+            if rank.one.flight:
+                self._own(found, state, place, rank, agreed)
+            if self.late:
+                self._hear(found, state, place, rank, agreed)
+            self._suffer(found, state, place, rank.one)
+        if self.stale:
+            for said in self._said(state, agreed):
+                if said != state.decided:
+                    found.append(((-1, "agrees", said), state._replace(decided=said)))
+        if any(state.budget):
+            self._disasters(found, state, [rank.one for rank in ranks])
+        return found
+
+    def _said(self, state: State, agreed: Obeyed) -> list[Obeyed]:
+        """What may be agreed on now: the daemon asks for each rank that waits for a slot."""
+        ranks = enumerate(state.ranks)
+        short = [place for place, number in ranks if self._ranks[number].waits]
+        return [agreed, *(self.agreed(state, place) for place in short)]
+
+    def _own(self, found: list[Made], state: State, place: int, rank: Rank, agreed: Obeyed) -> None:
+        """What the volume and the queue of a rank do by themselves."""
+        one, budget = rank.one, state.budget
+        obeys = one.obeys if self.late else agreed
+        room = obeys
+        if rank.waits and not self.late:
+            room = self.agreed(state, place)
+        may_skip, may_fail = budget[SKIP] > 0, budget[FAIL] > 0
+        key = rank.number, obeys, room, may_skip, may_fail
+        moves = self._moves.get(key)
+        if moves is None:
+            moves = self._moves[key] = list(self._all_moves(*key, place))
+        for label, number, cost in moves:
+            made = _at(state, place, number)
+            label = (place, *label[1:])
+            found.append((label, made if cost < 0 else _spend(made, cost)))
+        for flying in one.flight:
+            if flying & 3 == COPIED:
+                found.append(self._publish(state, place, rank, flying, obeys))
+
+    def _asking(self, state: State) -> set[int]:
+        """The ranks that may ask for their next checkpoint."""
+        ranks = [self._ranks[number] for number in state.ranks]
+        steps = [rank.one.step for rank in ranks if rank.one.process != DEAD]
+        if state.choice:  # some have not joined yet, and the others wait for them in their steps
+            steps.append(self._first_step(state))
+        below = min(steps, default=0) + self.config.lead
+        return {
+            place
+            for place, rank in enumerate(ranks)
+            if rank.one.process == LIVE
+            and rank.one.step < below
+            and rank.waiting < self.config.queue
+        }
+
+    def _begin(self, state: State, place: int, one: One) -> Made:
+        number = self._take(state, one)
+        code = number << SEQUENCE | one.step << STEP | state.run << RUN | state.world
+        seen = (one.seen[0], (*one.seen[1], number)) if one.seen is not None else None
+        made = _at(
+            state,
+            place,
+            self.number(
+                one._replace(
+                    flight=(*one.flight, code << 2), asked=number, step=one.step + 1, seen=seen
+                )
+            ),
+        )
+        if number > state.last:
+            made = made._replace(last=number, given=(*state.given, code))
+        return (place, "asks for", number), made
+
+    def _take(self, state: State, one: One) -> int:
+        """From the real Numbers."""
+        key = state.last, state.given, state.run, one.step, one.asked
+        number = self._taken.get(key)
+        if number is None:
+            numbers = self.rules.numbers()
+            numbers.last = state.last
+            for code in state.given:
+                numbers._given.append((code >> SEQUENCE, (code >> RUN & 15, code >> STEP & 31)))
+            number = self._taken[key] = numbers.take((state.run, one.step), one.asked)
+        return number
+
+    def _all_moves(
+        self, number: int, obeys: Obeyed, room: Obeyed, may_skip: bool, may_fail: bool, place: int
+    ) -> Iterator[Move]:
+        """What changes nothing but the rank."""
+        rank = self._ranks[number]
+        one, config = rank.one, self.config
+        waiting = [flying for flying in one.flight if flying & 3 == WAITING]
+        lanes = len(one.flight) - len(waiting)
+        for flying in waiting[:1]:
+            sequence = flying >> SEQUENCE + 2
+            if sequence in room[2]:
+                yield (place, "gives up", sequence), self._end(one, flying, seen=True), -1
+            elif lanes < config.lanes and not rank.waits:
+                flight = _put(one.flight, flying, flying | COPYING)
+                yield (place, "admits", sequence), self.number(one._replace(flight=flight)), -1
+            elif may_skip:
+                yield (place, "skips", sequence), self._end(one, flying, seen=True), SKIP
+        gone = self.expendable(one.held, room) if rank.waits else ()
+        if gone:
+            held = tuple(code for code in one.held if code not in gone)
+            made = one._replace(held=held, lost=tuple(sorted((*one.lost, *gone))))
+            yield (place, "recycles", [_name(code) for code in gone]), self.number(made), -1
+        for flying in one.flight:
+            sequence = flying >> SEQUENCE + 2
+            if flying & 3 == COPYING:
+                flight = _put(one.flight, flying, flying ^ COPYING ^ COPIED)
+                yield (place, "copied", sequence), self.number(one._replace(flight=flight)), -1
+            if may_fail and flying & 3 != WAITING:
+                yield (place, "fails", sequence), self._end(one, flying), FAIL
+
+    def _end(self, one: One, flying: int, *, seen: bool = False) -> int:
+        """A checkpoint is over. `seen`: the daemon ended it itself."""
+        known = one.seen
+        if known is not None and seen:
+            known = known[0], tuple(n for n in known[1] if n != flying >> SEQUENCE + 2)
+        return self.number(one._replace(flight=_put(one.flight, flying), seen=known))
+
+    def _publish(self, state: State, place: int, rank: Rank, flying: int, obeys: Obeyed) -> Made:
+        """The publisher: superseded, or a record with it and without what it lets go."""
+        code = flying >> 2
+        sequence = code >> SEQUENCE
+        key = rank.number, flying, obeys
+        found = self._records.get(key)
+        if found is None:
+            found = self._records[key] = self._record(rank.one, flying, obeys)
+        number, durable = found
+        if not durable:
+            return (place, "supersedes", sequence), _at(state, place, number)
+        top, ever = state.top, state.ever
+        others = [
+            self._ranks[state.ranks[other]].one for other in range(code & WORLD) if other != place
+        ]
+        if sequence > top and all(code in one.held or code in one.lost for one in others):
+            top = sequence
+        if ever < self.config.keep and all(code in one.held for one in others):
+            ever += 1
+        made = _at(state, place, number)
+        return (place, "has durable", sequence), made._replace(
+            top=top, ever=ever, mark=max(state.mark, sequence)
+        )
+
+    def _record(self, one: One, flying: int, obeys: Obeyed) -> tuple[int, bool]:
+        code = flying >> 2
+        flight = _put(one.flight, flying)
+        if self.rules.is_superseded(one.held, code >> SEQUENCE, obeys):
+            return self.number(one._replace(flight=flight)), False
+        full = tuple(sorted((*one.held, code)))
+        gone = self.expendable(full, obeys)
+        assert code not in gone, "PCC_ASSERT in pcc_volume_publish"
+        seen = one.seen
+        if seen is not None and self.rules.forgets:
+            seen = seen[0], tuple(n for n in seen[1] if n != code >> SEQUENCE)
+        return self.number(
+            one._replace(
+                held=tuple(kept for kept in full if kept not in gone),
+                flight=flight,
+                lost=tuple(sorted((*one.lost, *gone))),
+                seen=seen,
+            )
+        ), True
+
+    def expendable(self, held: tuple[int, ...], obeys: Obeyed) -> tuple[int, ...]:
+        key = held, obeys
+        gone = self._gone.get(key)
+        if gone is None:
+            gone = self._gone[key] = tuple(self.rules.expendable(held, self.config.slots, obeys))
+        return gone
+
+    def _hear(
+        self, found: list[Made], state: State, place: int, rank: Rank, agreed: Obeyed
+    ) -> None:
+        """The publisher is told of an agreement; the daemon looks at the volume."""
+        one = rank.one
+        if rank.is_unseen:
+            now = one.held, tuple([flying >> SEQUENCE + 2 for flying in one.flight])
+            number = self.number(one._replace(seen=now))
+            found.append(((place, "is looked at", ""), _at(state, place, number)))
+        for said in [state.decided] if self.stale else self._said(state, agreed):
+            number = self.number(one._replace(obeys=said))
+            if number != rank.number:
+                found.append(((place, "hears", said), _at(state, place, number)))
+
+    def _suffer(self, found: list[Made], state: State, place: int, one: One) -> None:
+        """What happens to one rank."""
+        budget = state.budget
+        if one.process == LIVE:
+            if budget[CUT]:
+                made = _spend(self._cut(state, place, AWAY), CUT)
+                found.append(((place, "loses its session", ""), made))
+            if budget[DEATH]:
+                made = _spend(self._cut(state, place, DEAD), DEATH)._replace(choice=0)
+                found.append(((place, "dies", ""), made))
+        elif one.process == AWAY:
+            asked = state.last if self.rules.passes_numbers else 0
+            number = self.number(one._replace(process=LIVE, asked=asked))
+            found.append(((place, "reconnects", ""), _at(state, place, number)))
+        elif (
+            state.choice
+            and place < state.world
+            and not (self.rules.waits_for_flight and self._has_older_flight(state))
+        ):
+            joined = one._replace(process=LIVE, asked=state.last, step=self._first_step(state))
+            made = _at(state, place, self.number(joined))
+            ones = [self._ranks[number].one for number in made.ranks[: made.world]]
+            if all(one.process != DEAD for one in ones):
+                made = made._replace(choice=0)
+            found.append(((place, "joins", ""), made))
+        if budget[DAMAGE] and not state.choice:
+            for code in one.held:
+                if not code & DAMAGED:
+                    rots = self._damage(state, place, one, code)
+                    found.append(((place, "rots", _name(code)), rots))
+
+    def _first_step(self, state: State) -> int:
+        """That a start saves."""
+        return 1 + (state.choice >> STEP & 31 if state.choice > NOTHING else 0)
+
+    def _has_older_flight(self, state: State) -> bool:
+        """Whoever restores waits for what the run before has in flight."""
+        return any(
+            flying >> RUN + 2 & 15 != state.run
+            for number in state.ranks
+            for flying in self._ranks[number].one.flight
+        )
+
+    def _cut(self, state: State, place: int, process: int) -> State:
+        """A session ends: what was copied goes on."""
+        one = self._ranks[state.ranks[place]].one
+        flight = tuple(flying for flying in one.flight if flying & 3 == COPIED)
+        seen = one.seen
+        if seen is not None:
+            over = {flying >> SEQUENCE + 2 for flying in one.flight if flying & 3 != COPIED}
+            seen = seen[0], tuple(number for number in seen[1] if number not in over)
+        step = one.step if process != DEAD else 0
+        return _at(
+            state,
+            place,
+            self.number(
+                one._replace(flight=flight, process=process, asked=-1, step=step, seen=seen)
+            ),
+        )
+
+    def _all_cut(self, state: State, process: int) -> State:
+        for place, number in enumerate(state.ranks):
+            if self._ranks[number].one.process != DEAD:
+                state = self._cut(state, place, process)
+        return state
+
+    def _damage(self, state: State, place: int, one: One, code: int) -> State:
+        """Then what all were told of is no more than what all still have; and if their publishers
+        do not know yet, not even that."""
+        held = tuple(other | DAMAGED if other == code else other for other in one.held)
+        made = _spend(_at(state, place, self.number(one._replace(held=held))), DAMAGE)
+        chosen, count, _ = self.restored(made)
+        top = -1 if self.late or chosen <= NOTHING else chosen >> SEQUENCE
+        return made._replace(top=top, ever=min(made.ever, count))
+
+    def _disasters(self, found: list[Made], state: State, ones: list[One]) -> None:
+        """What happens to all."""
+        budget = state.budget
+        live = sum([one.process != DEAD for one in ones])
+        if budget[DEATH] and live > 1:
+            made = _spend(self._all_cut(state, DEAD), DEATH)._replace(choice=0)
+            found.append(((-1, "ends: all ranks die", ""), made))
+        if budget[DAEMON]:
+            made = _spend(self._daemon_dies(state, self.config.store), DAEMON)
+            found.append(((-1, "is served by another daemon", ""), made))
+        if budget[BLACKOUT]:
+            made = self._daemon_dies(self._all_cut(state, DEAD), False)
+            found.append(
+                ((-1, "ends: the power fails", ""), _spend(made, BLACKOUT)._replace(choice=0))
+            )
+        if budget[START] and any(one.process == DEAD for one in ones[: state.world]):
+            self._start(found, state)
+
+    def _daemon_dies(self, state: State, store: bool) -> State:
+        """And the next one opens the volumes, and what was copied, if the store has it."""
+        made = self._all_cut(state, AWAY)
+        last = state.mark
+        for place, number in enumerate(made.ranks):
+            one = self._ranks[number].one
+            flight = one.flight if store else ()
+            numbers = tuple(flying >> SEQUENCE + 2 for flying in flight)
+            last = max((last, *numbers))
+            seen = (one.held, numbers) if one.seen is not None else None
+            made = _at(
+                made, place, self.number(one._replace(flight=flight, obeys=UNTOLD, seen=seen))
+            )
+        return made._replace(last=last, given=(), decided=UNTOLD)
+
+    def _start(self, found: list[Made], state: State) -> None:
+        """The launcher ends what is left and begins anew; all ranks restore, then join."""
+        made = self._all_cut(state, DEAD)
+        flies = any(self._ranks[number].one.flight for number in made.ranks)
+        if flies and self.rules.waits_for_flight:
+            return
+        world, chosen = state.world, self.restored(made)[0]
+        if self.config.worlds:
+            turn = (self.config.starts - state.budget[START]) % len(self.config.worlds)
+            world, chosen = self.config.worlds[turn], NOTHING
+        made = _spend(made, START)._replace(
+            run=state.run + 1, world=world, choice=max(chosen, NOTHING), given=()
+        )
+        found.append(((-1, f"starts with {world} ranks, which restore", _name(chosen)), made))
+
+    # -- what the real functions say -----------------------------------------------------------
+
+    def agreed(self, state: State, short: int = -1) -> Obeyed:
+        known = self._ranks
+        key = (*[known[number].known for number in state.ranks], state.world, short)
+        found = self._agreements.get(key)
+        if found is None:
+            agreement = self.rules.agree(
+                self._as_ranks(key[:-2]), state.world, self.config.keep, [short][: short + 1]
+            )
+            found = self._agreements[key] = (
+                agreement.oldest, agreement.newest, tuple(sorted(agreement.given_up)),
+            )  # fmt: skip
+        return found
+
+    def _as_ranks(self, known: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
+        group = self.rules.group
+        return {
+            rank: group.Rank(
+                held=[self._as_held(code) for code in held],
+                pending=pending,
+                asked=asked if asked >= 0 else None,
+            )
+            for rank, (held, pending, asked) in enumerate(known)
+        }
+
+    def _as_held(self, code: int) -> Any:
+        found = self._real.get(code)
+        if found is None:
+            found = self._real[code] = self.rules.group.Held(
+                code >> SEQUENCE, code >> STEP & 31, code >> RUN & 15, code & WORLD,
+                not code & DAMAGED,
+            )  # fmt: skip
+        return found
+
+    def restored(self, state: State) -> tuple[int, int, str]:
+        """What all ranks restore if everything is killed now (0: refused, or NOTHING), how many
+        are common, and what is wrong with that."""
+        known = self._ranks
+        key = tuple([known[number].held for number in state.ranks])
+        found = self._restored.get(key)
+        if found is None:
+            found = self._restored[key] = self._restore(key)
+        return found
+
+    def _restore(self, volumes: tuple[tuple[int, ...], ...]) -> tuple[int, int, str]:
+        group = self.rules.group
+        ranks = self._as_ranks((held, (), -1) for held in volumes)
+        common = group.common(ranks)
+        world = common[0].world_size if common else self.config.world
+        answers = [group.choose(ranks, rank, world) for rank in range(world)]
+        answer = answers[0]
+        if any(other != answer for other in answers):
+            return 0, 0, f"(2) the ranks restore different ones: {answers}"
+        if answer is None:
+            wrong = "(3) None although a record holds something" if any(volumes) else ""
+            return NOTHING, 0, wrong
+        if isinstance(answer, group.Refused):
+            return 0, 0, ""
+        code = (
+            answer.sequence << SEQUENCE | answer.step << STEP | answer.incarnation << RUN
+            | answer.world_size
+        )  # fmt: skip
+        held_by_all = set(volumes[0])
+        for held in volumes[1 : answer.world_size]:
+            held_by_all &= set(held)
+        if code not in held_by_all:
+            return code, len(common), f"(2) not every rank has {_name(code)}"
+        return code, len(common), ""
+
+    # -- what must always hold -----------------------------------------------------------------
+
+    def violation(self, state: State) -> str:
+        """Which invariant does not hold; "" when all do."""
+        chosen, common, wrong = self.restored(state)
+        top = state.top
+        if wrong:
+            return wrong
+        if top >= 0 and chosen <= NOTHING:
+            return f"(3) nothing is restored, and all ranks were told of {top}"
+        if chosen > NOTHING and chosen >> SEQUENCE < top:
+            return f"(1) {_name(chosen)} is restored, and all ranks were told of {top}"
+        if common < state.ever and not self.config.damages:
+            return f"(6) {common} common are left of {state.ever}"
+        if state.choice > NOTHING and chosen != state.choice:
+            return f"(2) a rank restores {_name(chosen)}, another one {_name(state.choice)}"
+        if self.config.is_faultless:
+            said = self.agreed(state)
+            if any(number > said[1] for number in said[2]):
+                return f"(7) {said[2]} are given up, without any fault"
+        ranks = [self._ranks[number] for number in state.ranks]
+        short = [place for place, rank in enumerate(ranks) if rank.waits]
+        if not short:
+            return ""
+        if self.config.is_enough:
+            for place in short:
+                if not self._is_coming(state, ranks, place):
+                    return f"(5) rank {place} waits for a slot, and for a rank that waits"
+        if not any(
+            rank.moving
+            or rank.is_unseen  # the daemon will look
+            or rank.one.process == AWAY
+            or (rank.one.flight and self._can_go_on(state, place, rank))
+            for place, rank in enumerate(ranks)
+        ):
+            return self._stuck(state, short)
+        return ""
+
+    def _can_go_on(self, state: State, place: int, rank: Rank) -> bool:
+        """It has a slot for its next checkpoint, gets one, or need not have it any more."""
+        one = rank.one
+        if not rank.waits:
+            return True
+        said = self.agreed(state, place)
+        head = next(flying for flying in one.flight if flying & 3 == WAITING)
+        return head >> SEQUENCE + 2 in said[2] or bool(self.expendable(one.held, said))
+
+    def _is_coming(self, state: State, ranks: list[Rank], place: int) -> bool:
+        """What this rank waits for waits for no slot: its end makes it common, or given up."""
+        if self.expendable(ranks[place].held, self.agreed(state, place)):
+            return True
+        if any(rank.is_unseen for rank in ranks):
+            return True
+        members = ranks[: state.world]
+        able = [self._can_go_on(state, other, rank) for other, rank in enumerate(members)]
+        flights = [
+            {flying >> 2 for flying in rank.one.flight if flying & 3 != WAITING} for rank in members
+        ]
+        every = {code for rank in members for code in rank.one.held}.union(*flights)
+        return any(
+            not all(code in rank.one.held for rank in members)
+            and all(
+                code in rank.one.held or code in flight or goes_on
+                for rank, flight, goes_on in zip(members, flights, able, strict=True)
+            )
+            for code in every
+        )
+
+    def _stuck(self, state: State, short: list[int]) -> str:
+        """No rank that waits can go on. Then it is known for whom, and they can ask for more."""
+        known = self._as_ranks([self._ranks[number].known for number in state.ranks])
+        for place in short:
+            agreement = self.rules.agree(known, state.world, self.config.keep, [place])
+            late = self.rules.group.lagging(known, state.world, place, agreement)
+            if not set(late) & self._asking(state):
+                return f"(4) rank {place} waits for a slot, and for nobody who asks: {late}"
+            if self.config.is_enough:
+                return f"(5) rank {place} waits for a slot, in lockstep, for {late}"
+        return ""
+
+
+def _sequence(code: int) -> int:
+    return code >> SEQUENCE
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number >> 1
+    return bits
+
+
+def _names(bits: int) -> tuple[int, ...]:
+    return tuple([bit + 1 for bit in range(bits.bit_length()) if bits >> bit & 1])
+
+
+def _at(state: State, place: int, number: int) -> State:
+    """With another rank in this place."""
+    ranks = state[0]
+    return tuple.__new__(State, ((*ranks[:place], number, *ranks[place + 1 :]), *state[1:]))
+
+
+def _cut(obeys: Obeyed, least: int, there: Iterable[int]) -> Obeyed:
+    """What of it makes a difference for sequences from `least` on, and for those in `there`."""
+    oldest, newest, given_up = obeys
+    return (
+        oldest if oldest > least else 0,
+        newest if newest >= least else 0,
+        tuple([number for number in given_up if number in there]),
+    )
+
+
+def _put(flight: tuple[int, ...], old: int, *new: int) -> tuple[int, ...]:
+    at = flight.index(old)
+    return (*flight[:at], *new, *flight[at + 1 :])
+
+
+def _spend(state: State, what: int) -> State:
+    left = state.budget[what]
+    if left >= ALWAYS:
+        return state
+    return state._replace(budget=(*state.budget[:what], left - 1, *state.budget[what + 1 :]))
+
+
+def _name(code: int) -> str:
+    if code <= NOTHING:
+        return "nothing"
+    rotten = "!" if code & DAMAGED else ""
+    return f"{code >> SEQUENCE}/run{code >> RUN & 15}.step{code >> STEP & 31}{rotten}"

@@ -1,0 +1,337 @@
+"""What the ranks of one job decide together, case by case; test_group_states.py tries them all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from tests.support.groupmodel import load
+
+group = load()  # by its path: it needs no compiled module
+Rank = group.Rank
+
+
+def held(*sequences: int, world: int = 2, run: int = 1, damaged: tuple[int, ...] = ()) -> list[Any]:
+    """Durable checkpoints; the step is ten times the sequence."""
+    return [group.Held(n, 10 * n, run, world, n not in damaged) for n in sequences]
+
+
+def numbers(found: list[Any]) -> list[int]:
+    return [one.sequence for one in found]
+
+
+# -- common -------------------------------------------------------------------------------------
+
+
+def test_what_all_ranks_have_is_common_newest_first() -> None:
+    ranks = {0: Rank(held(1, 2, 4)), 1: Rank(held(4, 1, 3))}
+    assert numbers(group.common(ranks)) == [4, 1]
+
+
+def test_every_rank_of_the_world_that_saved_it_counts() -> None:
+    two = {0: Rank(held(1, world=3)), 1: Rank(held(1, world=3))}
+    assert group.common(two) == []
+    assert numbers(group.common({**two, 2: Rank(held(1, world=3))})) == [1]
+    assert numbers(group.common({**two, 2: Rank(held(1, world=3)), 3: Rank()})) == [1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [held(1, run=2), held(1, world=3), held(1, damaged=(1,)), [group.Held(1, 11, 1, 2)], []],
+)
+def test_the_same_sequence_alone_is_not_the_same_checkpoint(other: list[Any]) -> None:
+    """Not of another run, world or step, and no damaged one."""
+    assert group.common({0: Rank(held(1)), 1: Rank(other)}) == []
+
+
+def test_what_a_rank_saved_alone_is_common() -> None:
+    assert numbers(group.common({3: Rank(held(5, world=1))})) == [5]
+
+
+def test_a_world_may_be_said_to_have_any_size() -> None:
+    """No answer takes longer for that, and what nobody else can have is given up for a slot."""
+    huge = 2**62
+    ranks = {0: Rank(held(1, world=huge), asked=1)}
+    assert group.common(ranks) == []
+    assert agreed(ranks, world=huge) == (0, 0, [])
+    assert agreed(ranks, short=(0,), world=huge) == (0, 0, [1])
+    assert group.lagging(ranks, huge, 0, group.agree(ranks, huge, 1)) == []
+    assert group.behind(ranks, huge) == {0: 0}
+    assert "all" in refusal(group.choose(ranks, 0, huge))
+
+
+def test_nothing_is_common_without_ranks() -> None:
+    assert group.common({}) == []
+
+
+# -- agree --------------------------------------------------------------------------------------
+
+
+def agreed(ranks: Any, keep: int = 1, short: tuple[int, ...] = (), world: int = 2) -> Any:
+    found = group.agree(ranks, world, keep, short)
+    return found.oldest, found.newest, sorted(found.given_up)
+
+
+def test_nothing_is_recycled_before_something_is_common() -> None:
+    assert agreed({0: Rank(held(1, 2), asked=2), 1: Rank(pending=[1], asked=1)}) == (0, 0, [])
+
+
+def test_the_floor_is_the_oldest_of_the_kept_ones() -> None:
+    ranks = {rank: Rank(held(1, 2, 3), asked=3) for rank in (0, 1)}
+    assert agreed(ranks, keep=1) == (3, 3, [])
+    assert agreed(ranks, keep=2) == (2, 3, [])
+    assert agreed(ranks, keep=0) == (3, 3, [])
+
+
+def test_there_is_no_floor_before_there_are_enough() -> None:
+    """Or the first one that becomes common takes away what may become the second."""
+    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(2), pending=[1], asked=2)}
+    assert agreed(ranks, keep=2) == (0, 2, [])
+
+
+def test_what_a_live_rank_has_passed_over_is_given_up() -> None:
+    """It was skipped, or has failed, or a later one was asked for."""
+    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), asked=2)}
+    assert agreed(ranks) == (1, 1, [2])
+
+
+def test_what_a_live_rank_has_not_been_asked_for_is_waited_for() -> None:
+    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), asked=1)}
+    assert agreed(ranks) == (1, 1, [])
+    assert agreed(ranks, short=(0,)) == (1, 1, [])
+
+
+def test_what_is_on_its_way_is_waited_for() -> None:
+    """Also by a rank whose process has ended: what was copied goes on."""
+    for asked in (2, None):
+        ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), pending=[2], asked=asked)}
+        assert agreed(ranks, short=(0,)) == (1, 1, [])
+
+
+def test_what_only_a_dead_rank_could_bring_is_given_up_for_a_slot() -> None:
+    """Oldest first, one at a time."""
+    ranks = {0: Rank(held(1, 2, 3), asked=3), 1: Rank(held(1))}
+    assert agreed(ranks) == (1, 1, [])
+    assert agreed(ranks, short=(0,)) == (1, 1, [2])
+    assert agreed({**ranks, 0: Rank(held(1, 3), asked=3)}, short=(0,)) == (1, 1, [3])
+
+
+def test_a_rank_that_was_never_there_is_a_dead_one() -> None:
+    assert agreed({0: Rank(held(1), asked=1)}, short=(0,)) == (0, 0, [1])
+
+
+def test_below_the_newest_common_one_what_can_never_be_common_is_given_up() -> None:
+    ranks = {0: Rank(held(1, 2, 3), asked=3), 1: Rank(held(1, 3))}
+    assert agreed(ranks, keep=2) == (1, 3, [2])
+
+
+def test_below_the_newest_common_one_what_is_on_its_way_may_yet_be_common() -> None:
+    ranks = {0: Rank(held(1, 2, 3), asked=3), 1: Rank(held(1, 3), pending=[2], asked=3)}
+    assert agreed(ranks, keep=2) == (1, 3, [])
+
+
+def test_a_rank_with_only_a_damaged_one_lacks_it() -> None:
+    """It may be read again, so that it goes only where its slot is needed."""
+    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1, 2, damaged=(2,)), asked=2)}
+    assert agreed(ranks) == (1, 1, [])
+    assert agreed(ranks, short=(1,)) == (1, 1, [2])
+
+
+def test_what_ranks_that_are_gone_had_to_bring_is_given_up() -> None:
+    """The start has fewer ranks than the one that saved it."""
+    ranks = {rank: Rank(held(1, 2, world=3), asked=2) for rank in (0, 1)}
+    assert agreed(ranks) == (0, 0, [1, 2])
+    assert agreed({**ranks, 2: Rank(held(2, world=3))}) == (2, 2, [1])
+
+
+def test_a_rank_that_is_short_and_unknown_gives_up_nothing() -> None:
+    assert agreed({}, short=(0, 1)) == (0, 0, [])
+
+
+# -- lagging, behind ----------------------------------------------------------------------------
+
+
+def test_lagging_are_live_ranks_that_have_not_asked_for_what_fills_the_slots() -> None:
+    ranks = {
+        0: Rank(held(1, 2, 3, world=4), asked=3),
+        1: Rank(held(1, world=4), asked=1),
+        2: Rank(held(1, world=4), pending=[2], asked=2),
+        3: Rank(held(1, world=4)),
+    }
+    agreement = group.agree(ranks, 4, 1)
+    assert group.lagging(ranks, 4, 0, agreement) == [1]
+    assert group.lagging(ranks, 4, 1, agreement) == []
+    assert group.lagging(ranks, 4, 9, agreement) == []
+
+
+def test_nobody_lags_for_what_is_given_up() -> None:
+    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), asked=2)}
+    assert group.lagging(ranks, 2, 0, group.agree(ranks, 2, 1)) == []
+
+
+def test_behind_counts_what_some_rank_has_above_the_newest_common_one() -> None:
+    ranks = {0: Rank(held(1, 2, 3)), 1: Rank(held(1, 2, 4, damaged=(4,)))}
+    assert group.behind(ranks, 2) == {0: 0, 1: 1}
+    assert group.behind({**ranks, 2: Rank()}, 3) == {0: 0, 1: 1, 2: 1}
+    assert group.behind({}, 2) == {}
+
+
+# -- pins ---------------------------------------------------------------------------------------
+
+
+def pinned(
+    ranks: Any, run: int, *, before: Collection[int] = (), after: int = 0, slots: int = 3
+) -> set[int]:
+    found: set[int] = group.pins(ranks, 0, run, pinned=set(before), after=after, slots=slots)
+    return found
+
+
+TWO_RUNS = {
+    0: Rank([*held(1, 2), *held(3, 4, run=2)]),
+    1: Rank([*held(1, 2), *held(3, run=2)]),
+}
+
+
+def test_the_newest_common_one_of_the_runs_before_is_pinned() -> None:
+    assert pinned(TWO_RUNS, 3) == {3}
+    assert pinned(TWO_RUNS, 2) == {2}
+    assert pinned(TWO_RUNS, 1) == set()
+
+
+def test_nothing_is_pinned_that_was_restored() -> None:
+    assert pinned(TWO_RUNS, 3, after=3) == set()
+    assert pinned(TWO_RUNS, 3, after=2) == {3}
+
+
+def test_the_pin_of_a_run_that_did_not_restore_either_stays() -> None:
+    """It is worth more than the few steps since; larger volumes have room for both."""
+    assert pinned(TWO_RUNS, 3, before={1}) == {1}
+    assert pinned(TWO_RUNS, 3, before={1}, slots=group.PINS_SLOTS_MIN) == {1, 3}
+    assert pinned(TWO_RUNS, 3, before={9}) == {3}
+
+
+def test_without_a_common_one_a_ranks_own_newest_is_pinned() -> None:
+    assert pinned({0: Rank(held(1, 2)), 1: Rank()}, 2) == {2}
+    assert pinned({0: Rank(held(1, 2, damaged=(2,))), 1: Rank()}, 2) == {1}
+    assert pinned({1: Rank(held(1))}, 2) == set()
+
+
+# -- choose -------------------------------------------------------------------------------------
+
+
+def refusal(found: Any) -> str:
+    assert isinstance(found, group.Refused), found
+    return f"{found.reason}; {found.hint}"
+
+
+def test_all_ranks_restore_the_newest_common_one() -> None:
+    ranks = {0: Rank(held(1, 2, 3)), 1: Rank(held(1, 2))}
+    assert [group.choose(ranks, rank, 2).sequence for rank in (0, 1)] == [2, 2]
+
+
+def test_one_of_a_given_step() -> None:
+    ranks = {0: Rank(held(1, 2)), 1: Rank(held(1, 2))}
+    assert group.choose(ranks, 0, 2, step=10).sequence == 1
+    assert "no checkpoint of step 15 that all 2 ranks have" in refusal(
+        group.choose(ranks, 0, 2, step=15)
+    )
+
+
+def test_none_only_when_nobody_holds_anything() -> None:
+    assert group.choose({}, 0, 2) is None
+    assert group.choose({0: Rank(pending=[1], asked=1), 1: Rank()}, 0, 2) is None
+    assert isinstance(group.choose({1: Rank(held(1))}, 0, 2), group.Refused)
+    assert isinstance(group.choose({0: Rank(held(1, damaged=(1,)))}, 0, 2), group.Refused)
+
+
+def test_nothing_in_common_is_refused_with_the_numbers() -> None:
+    ranks = {0: Rank(held(1, 3)), 1: Rank(held(2, 4, damaged=(4,)))}
+    said = refusal(group.choose(ranks, 0, 3))
+    assert "no checkpoint that all 3 ranks have" in said
+    assert "rank 0: 30, 10; rank 1: 40 (damaged or unreadable), 20; rank 2: none" in said
+    assert "pccheckctl list" in said and "solo=True" in said and "fresh=True" in said
+
+
+def test_the_ranks_that_had_saved_are_named_too() -> None:
+    """The start is smaller than the run was."""
+    assert "all 4 ranks" in refusal(group.choose({0: Rank(held(1, world=4))}, 0, 2))
+
+
+def test_a_refusal_names_only_some_of_many() -> None:
+    ranks = {rank: Rank(held(*range(rank + 1, 400, 20), world=20)) for rank in range(20)}
+    said = refusal(group.choose(ranks, 0, 20))
+    assert "rank 7: 3880" in said and "rank 8:" not in said and ", ...)" in said
+
+
+def test_another_world_size_is_refused_unless_replicated() -> None:
+    ranks = {rank: Rank(held(1, world=2)) for rank in (0, 1)}
+    said = refusal(group.choose(ranks, 0, 3))
+    assert "step 10 was saved by 2 ranks, and this start has 3 ranks" in said
+    assert "start 2 ranks" in said and "fresh=True" in said
+    assert "this start has 1 rank;" in refusal(group.choose(ranks, 0, 1))
+    assert group.choose(ranks, 2, 3, replicated=True).sequence == 1
+
+
+def test_what_another_rank_saved_alone_is_refused() -> None:
+    ranks = {1: Rank(held(1, world=1))}
+    said = refusal(group.choose(ranks, 0, 1))
+    assert "saved by rank 1 alone, and this is rank 0; restore it as rank 1" in said
+    assert group.choose(ranks, 1, 1).sequence == 1
+    assert group.choose(ranks, 0, 1, replicated=True).sequence == 1
+
+
+def test_solo_restores_a_ranks_own_newest() -> None:
+    ranks = {0: Rank(held(1, 2, 3, damaged=(3,))), 1: Rank(held(1))}
+    assert group.choose(ranks, 0, 2, solo=True).sequence == 2
+    assert group.choose(ranks, 0, 2, solo=True, step=10).sequence == 1
+    said = refusal(group.choose(ranks, 1, 2, solo=True, step=20))
+    assert "no checkpoint of step 20 of rank 1 that is valid (durable steps: rank 1: 10)" in said
+    assert "rank 2: none" in refusal(group.choose(ranks, 2, 2, solo=True))
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_ask_for_the_same_checkpoint_get_the_same_number() -> None:
+    given = group.Numbers()
+    assert [given.take("a", 0), given.take("b", 1)] == [1, 2]
+    assert [given.take("a", 0), given.take("b", 1)] == [1, 2]
+    assert given.last == 2
+
+
+def test_a_checkpoint_that_is_saved_again_gets_another_number() -> None:
+    """Even where nothing else tells it from the first: a rank's numbers only grow."""
+    given = group.Numbers()
+    assert [given.take("a", 0), given.take("a", 1)] == [1, 2]
+    assert [given.take("a", 0), given.take("a", 1)] == [1, 2]
+
+
+def test_a_rank_that_missed_one_gets_the_number_of_the_next() -> None:
+    given = group.Numbers()
+    assert [given.take(what, number) for number, what in enumerate("abc")] == [1, 2, 3]
+    assert [given.take("a", 0), given.take("c", 1)] == [1, 3]
+
+
+def test_a_rank_that_was_away_gets_no_number_that_was_given_before() -> None:
+    given = group.Numbers()
+    assert given.take("a", 0) == 1
+    assert given.take("a", given.last) == 2
+
+
+def test_numbers_that_volumes_have_are_passed() -> None:
+    given = group.Numbers()
+    given.passed(7)
+    given.passed(3)
+    assert given.take("a", 0) == 8
+    assert given.take("b", 11) == 12
+    assert given.take("a", 7) == 8
+
+
+def test_not_all_numbers_are_remembered() -> None:
+    given = group.Numbers()
+    first = given.take("first", 0)
+    for number in range(group.NUMBERS_KEPT):
+        given.take(number, given.last)
+    assert given.take("first", 0) > first

@@ -1,0 +1,300 @@
+"""group.py and the publishers of the volumes, in every state that a small job can reach.
+
+What must hold in each of them (tests/support/groupmodel.py asks):
+(1) if everything is killed now, the ranks restore one at least as new as the newest that all of
+    them were told is durable; (2) all restore the same one, and every rank has it; (3) one is
+    restored when all were told of one, and None is said only when no record holds anything;
+(4) nobody waits for a slot for ever; (5) in lockstep with N + keep slots nobody waits for a rank
+    that waits; (6) `keep` common ones stay; (7) without a fault nothing newer than the newest
+    common one is given up.
+
+The rules are then broken, one at a time: the same search must see it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.groupmodel import ALWAYS, Config, Outcome, Rules, Search
+
+pytestmark = pytest.mark.timeout(900)  # of all searches together, beside whatever else runs
+
+STATES_MIN = 1_000_000
+
+# The longest first. Those without a limit are searched to the last state.
+CONFIGS = [
+    Config("three ranks", 3, 3, 1, 2, limit=80_000),
+    Config("a session ends, unseen", 2, 2, 1, 1, "unseen", cuts=1),
+    Config("two lanes, heard late", 2, 4, 2, 2, "late"),
+    Config("three lanes", 2, 5, 2, 3, limit=70_000),
+    Config("deaths and starts", 2, 3, 2, 1, deaths=1, blackouts=1, starts=2, limit=60_000),
+    Config("the daemon dies, with a store", 2, 3, 2, 1, "late", deaths=1, daemons=1, starts=1,
+           store=True, limit=60_000),
+    Config("three ranks, faults", 3, 2, 1, 1, fails=1, cuts=1, limit=80_000),
+    Config("out of lockstep", 2, 4, 1, 2, "late", lead=4, queue=2, limit=60_000),
+    Config("two lanes, faults", 2, 3, 1, 2, "late", fails=1, skips=1, limit=60_000),
+    Config("two lanes, stale, a session ends", 2, 3, 1, 2, "stale", cuts=1, limit=60_000),
+    Config("a slot to spare", 2, 6, 2, 3, "late", limit=50_000),
+    Config("deaths, unseen", 2, 3, 2, 1, "unseen", deaths=1, starts=1, limit=50_000),
+    Config("a session ends, skips", 2, 2, 1, 1, "late", cuts=1, skips=1),
+    Config("the daemon dies", 2, 2, 1, 1, "stale", daemons=1, store=True),
+    Config("the daemon dies without a store", 2, 2, 1, 1, "late", daemons=1, cuts=1, limit=40_000),
+    Config("a start of fewer ranks", 3, 2, 1, 1, deaths=1, starts=1, worlds=(2,)),
+    Config("two starts of fewer and more ranks", 3, 2, 1, 1, deaths=2, starts=2, worlds=(2, 3),
+           limit=40_000),
+    Config("three ranks, two kept", 3, 3, 2, 1, "late"),
+    Config("a start", 2, 2, 1, 1, "late", deaths=1, starts=1),
+    Config("any number fails", 2, 2, 1, 1, "late", fails=ALWAYS, skips=ALWAYS, limit=40_000),
+    Config("damage", 2, 2, 1, 1, "late", damages=1),
+    Config("damage of two", 2, 3, 2, 1, damages=2),
+    Config("three ranks, heard late", 3, 2, 1, 1, "late"),
+    Config("one lane, stale", 2, 3, 2, 1, "stale"),
+    Config("one lane, unseen", 2, 3, 2, 1, "unseen"),
+]  # fmt: skip
+
+
+# -- mutants ------------------------------------------------------------------------------------
+
+
+class FloorTooHigh(Rules):
+    """The newest common one may go as well."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        said = super().agree(ranks, world, keep, short)
+        return said._replace(oldest=said.newest + 1 if said.newest else 0)
+
+
+class KeepIgnored(Rules):
+    """Only the newest common one stays."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        return super().agree(ranks, world, 1, short)
+
+
+class FewCount(Rules):
+    """What is below the common ones goes before there are `keep` of them."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        said = super().agree(ranks, world, keep, short)
+        common = [one.sequence for one in self.group.common(ranks)[:keep]]
+        return said._replace(oldest=min(common, default=0))
+
+
+class PendingGivenUp(Rules):
+    """What a rank has in flight is given up when another one has it already."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        said = super().agree(ranks, world, keep, short)
+        held = {one.sequence for known in ranks.values() for one in known.held}
+        late = held & {number for known in ranks.values() for number in known.pending}
+        return said._replace(given_up=said.given_up | late)
+
+
+class BelowNewestGivenUp(Rules):
+    """What is below the newest common one is given up while it may yet become common."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        said = super().agree(ranks, world, keep, short)
+        kept = {one.sequence for one in self.group.common(ranks)[:keep]}
+        held = {one.sequence for known in ranks.values() for one in known.held} - kept
+        return said._replace(given_up=said.given_up | {n for n in held if n < said.newest})
+
+
+class LiveCount(Rules):
+    """What all live ranks have is given up, though a dead one's is still being written."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        said = super().agree(ranks, world, keep, short)
+        live = [{one.sequence for one in r.held} for r in ranks.values() if r.asked is not None]
+        common = {one.sequence for one in self.group.common(ranks)}
+        shared = set.intersection(*live) - common if live else set()
+        return said._replace(given_up=said.given_up | shared)
+
+
+class UnaskedGivenUp(Rules):
+    """With no slot left, what a live rank has not asked for yet is given up."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        said = super().agree(ranks, world, keep, short)
+        common = {one.sequence for one in self.group.common(ranks)}
+        more = {one.sequence for rank in short for one in ranks[rank].held} - common
+        return said._replace(given_up=said.given_up | more)
+
+
+class DeadWaitedFor(Rules):
+    """With no slot left, what only a rank without a process could bring is not given up."""
+
+    def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
+        return super().agree(ranks, world, keep, ())
+
+
+class CommonByStep(Rules):
+    """Equal steps count as one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def common(ranks: Any) -> list[Any]:
+            steps = [{one.step for one in known.held} for known in ranks.values()]
+            shared = set.intersection(*steps)
+            every = {one for known in ranks.values() for one in known.held if one.step in shared}
+            return sorted(every, reverse=True)
+
+        self.group.common = common
+
+
+class CommonWithoutOne(Rules):
+    """The last rank is not asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        real = self.group.common
+
+        def common(ranks: Any) -> list[Any]:
+            known = dict(ranks)
+            known[max(ranks)] = self.group.Rank(held=known[0].held)
+            found: list[Any] = real(known)
+            return found
+
+        self.group.common = common
+
+
+class ChoosesOwn(Rules):
+    """Each rank restores its own newest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        real = self.group.choose
+        self.group.choose = lambda ranks, rank, world: real(ranks, rank, world, solo=True)
+
+
+class NumbersDiffer(Rules):
+    """Each rank gets numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        real = self.group.Numbers
+
+        class Numbers(real):  # type: ignore[misc]
+            def take(self, checkpoint: Any, above: int) -> int:
+                self._given.clear()
+                return int(super().take(checkpoint, above))
+
+        self.numbers = Numbers
+
+
+class OwnNewestSupersedes(Rules):
+    """A rank's own newest one supersedes, as on the volume of a lone rank."""
+
+    def is_superseded(self, held: tuple[int, ...], sequence: int, obeys: Any) -> bool:
+        return any(one >> 12 > sequence for one in held)
+
+
+class ShortageTakesNewest(Rules):
+    """With no slot left, the newest common one may go."""
+
+    def is_dispensable(self, sequence: int, obeys: Any) -> bool:
+        return sequence <= obeys[1]
+
+
+class Forgets(Rules):
+    """What has just become durable is neither held nor in flight, until the daemon looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgets = True
+
+
+class ComesBackBehind(Rules):
+    """A process that comes back may ask for what was given up without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes_numbers = False
+
+
+class RestoresInFlight(Rules):
+    """A start restores while checkpoints of the run before are being written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_for_flight = False
+
+
+MUTANTS = [
+    (FloorTooHigh, "(3)", Config("", 2, 2, 1, 1)),
+    (KeepIgnored, "(6)", Config("", 2, 3, 2, 1)),
+    (FewCount, "(6)", Config("", 2, 4, 2, 2, "late")),
+    (PendingGivenUp, "(3)", Config("", 2, 2, 1, 1, "late", fails=1)),
+    (BelowNewestGivenUp, "(6)", Config("", 2, 4, 2, 2, "late")),
+    (LiveCount, "(3)", Config("", 2, 2, 1, 1, "late", deaths=1)),
+    (UnaskedGivenUp, "(3)", Config("", 2, 2, 1, 1, "late", lead=3, fails=1)),
+    (DeadWaitedFor, "(4)", Config("", 2, 2, 1, 1, deaths=1)),
+    (CommonByStep, "(2)", Config("", 2, 2, 1, 1, cuts=1)),
+    (CommonWithoutOne, "(2)", Config("", 2, 2, 1, 1)),
+    (ChoosesOwn, "(2)", Config("", 2, 2, 1, 1)),
+    (NumbersDiffer, "(7)", Config("", 2, 2, 1, 1)),
+    (OwnNewestSupersedes, "(7)", Config("", 2, 3, 1, 2)),
+    (ShortageTakesNewest, "(3)", Config("", 2, 1, 1, 1)),
+    (Forgets, "(3)", Config("", 2, 2, 1, 1, "unseen", fails=1)),
+    (ComesBackBehind, "(3)", Config("", 2, 2, 1, 1, "late", lead=3, cuts=1)),
+    (RestoresInFlight, "(2)", Config("", 2, 2, 1, 1, deaths=1, starts=1)),
+]  # fmt: skip
+
+
+# -- the searches -------------------------------------------------------------------------------
+
+
+def search(config: Config, rules: type[Rules]) -> Outcome:
+    return Search(config, rules()).run()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=context) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def searches(pool: ProcessPoolExecutor) -> dict[str, Future[Outcome]]:
+    return {config.name: pool.submit(search, config, Rules) for config in CONFIGS}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_every_state_is_safe(config: Config, searches: dict[str, Future[Outcome]]) -> None:
+    found = searches[config.name].result()
+    assert not found.violation, "\n".join(["", *found.trace, found.violation])
+    assert found.closed or found.states >= config.limit
+
+
+def test_a_million_states(searches: dict[str, Future[Outcome]]) -> None:
+    found = [future.result() for future in searches.values()]
+    for one in found:
+        print(f"{one.states:>8} {'all ' if one.closed else 'some'} {one.config.name}")
+    print(f"{sum(one.states for one in found):>8}")
+    assert sum(one.states for one in found) >= STATES_MIN
+
+
+@pytest.mark.parametrize(
+    ("slots", "keep", "broken"), [(1, 1, "(4)"), (2, 2, "(6)")], ids=["nothing", "kept"]
+)
+def test_one_slot_less_is_not_enough(slots: int, keep: int, broken: str) -> None:
+    """Nothing can be saved any more, or `keep` is not kept."""
+    assert search(Config("", 2, slots, keep, 1), Rules).violation.startswith(broken)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken", "config"), MUTANTS, ids=[mutant.__name__ for mutant, _, _ in MUTANTS]
+)
+def test_a_broken_rule_is_seen(mutant: type[Rules], broken: str, config: Config) -> None:
+    if broken != "(4)" and config.slots >= config.lanes + config.keep:
+        assert not search(config._replace(limit=5000), Rules).violation
+    found = search(config._replace(limit=200_000), mutant)
+    assert found.violation.startswith(broken), found.violation or f"{found.states} states, all well"
