@@ -42,8 +42,8 @@ class View:
     storage: int  # address of the memory that it is a view on
     owner: object  # keeps that memory
     volatile: bool = False
-    shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
     device: int = HOST  # CUDA ordinal of the GPU that the memory is on
+    shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
 
 
 class Range(NamedTuple):

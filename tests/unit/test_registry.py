@@ -207,7 +207,8 @@ def test_a_trainer_that_has_not_restored_overwrites_nothing_of_before(
         ):
             await tenant.protect(trainer)
             assert tenant.retention.protected == tenant.retention.pinned == wanted
-            assert tenant.retention.unrestored is bool(wanted)
+            unread = trainer.restored is None and not trainer.fresh
+            assert tenant.retention.unrestored is (unread or bool(wanted))
             assert tenant._needs(tenant.volumes.open[0]) is bool(wanted)
         await tenant.close()
 
