@@ -39,7 +39,6 @@ def train(rank: int, world_size: int, replicated: bool, socket: Path, size: int,
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     parameter = torch.nn.Parameter(torch.zeros(size // 4))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
     model = torch.nn.ParameterList(
         [torch.nn.Parameter(piece) for piece in parameter.data.chunk(8)] if replicated
         else [parameter]

@@ -88,9 +88,10 @@ class Admission:
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
             return End(
                 State.SKIPPED,
-                f"every slot holds a checkpoint that rank {self._late} has not asked for",
-                "every rank calls checkpoint() for the same steps; if one rank alone saves, say "
-                "solo=True there",
+                f"every slot is in use; a slot becomes free when rank {self._late} saves the "
+                "checkpoints that this rank has",
+                "call checkpoint() for the same steps on every rank; if only one rank saves, make "
+                "its client with solo=True",
             )
         if tenant.ledger.in_flight or tenant.reading:  # a reader holds the slot that it reads
             return None

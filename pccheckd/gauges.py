@@ -147,11 +147,11 @@ def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
         ((k, one.wall_ns / 1e9) for k, one in found if one.wall_ns is not None),
     )  # fmt: skip
     yield family(
-        "late", "1 while ranks ask for checkpoints and none becomes global for long",
+        "late", "1 when several checkpoints in a row were lost and none became global",
         ((k, one.is_late) for k, one in found),
     )  # fmt: skip
     yield family(
-        "behind", "Durable checkpoints of other ranks, newer than the global one, that it lacks",
+        "behind", "Newer checkpoints that other ranks have durable and this rank does not",
         (((*k, str(rank)), count) for k, one in found for rank, count in one.behind.items()),
         "rank",
     )  # fmt: skip

@@ -14,7 +14,7 @@ from pccheck_wire.messages import Begin
 from .checkpoint import GIVEN_UP, Checkpoint
 from .config import Config
 from .port import Owner
-from .starts import Start, Starts
+from .starts import Starts
 from .tenants import Tenant
 
 SETTLE_LIMIT_S = 600.0
@@ -22,8 +22,9 @@ NAMED_MAX = 8
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 
 _FENCED = (
-    "another start of the job has begun since this process restored its state",
-    "call restore() here, or end this process",
+    "a newer start of this job is running, so checkpoints of this process are not saved",
+    "end this process if it was left over; otherwise call restore(), which takes the state of the "
+    "newest start. A live start with another launch id or number of ranks must end first",
 )
 
 
@@ -101,10 +102,9 @@ class Job:
         """A process is about to save: one that has asked for nothing in an older start moves along
         to the newest. Its incarnation."""
         start = self.starts.of(rank, process)
-        if start is not None and not start.members[rank].begun:
-            start = self.starts.follow(rank, process)
-            self._catch_up()
-        return start.incarnation if start is not None else 0
+        if start is None:
+            return 0
+        return start.incarnation if start.members[rank].begun else self.follow(rank, process)
 
     def _catch_up(self, newcomer: int = -1, process: bytes = b"") -> None:
         """A process that becomes a member of the newest start asks for what came after its
@@ -131,10 +131,10 @@ class Job:
                 continue
             one, its = (rank, "this process") if solo else (other, f"pid {owner.pid}")
             raise RefusedError(
-                f"rank {one} ({its}) says that it alone saves job {self.name!r} (solo=True), but "
-                f"rank {rank if one == other else other} saves as well",
-                hint="solo=True is for one rank, and only that rank makes a client: "
-                "if rank == 0: client = PCcheckClient(solo=True)",
+                f"rank {one} ({its}) was started with solo=True, which means that no other rank "
+                f"saves job {self.name!r}, but rank {rank if one == other else other} has a client",
+                hint="make one client, on one rank: if rank == 0: client = "
+                "PCcheckClient(solo=True); or remove solo=True, so that all ranks save",
             )
 
     def left(self, rank: int, process: bytes) -> None:
@@ -149,10 +149,6 @@ class Job:
         self._catch_up()
         return start.incarnation
 
-    def is_current(self, owner: Owner, rank: int) -> bool:
-        start = self.starts.of(rank, owner.process)
-        return start is not None and start is self.starts.current
-
     def absent(self) -> list[int]:
         """Ranks of the current start without a live process."""
         start = self.starts.current
@@ -164,15 +160,13 @@ class Job:
         """Gives a checkpoint that is asked for its incarnation and sequence. Returns why not, and a
         hint; ("", "") on success."""
         owner, rank = tenant.owner, tenant.key.rank
-        start: Start | None = self.starts.may_ask(rank, owner.process) if owner else None
+        assert owner is not None
+        start = self.starts.may_ask(rank, owner.process)
         if start is None:
             return _FENCED
         self._catch_up()
         checkpoint.incarnation = start.incarnation
-        member = start.members[rank]
-        if member.branch is None:
-            member.branch = body.branch
-        again = (start.incarnation, body.step, body.branch - member.branch, body.repeat)
+        again = (start.incarnation, body.step, body.branch, body.repeat)
         what = again if start.world_size > 1 else object()
         above = max(tenant.asked, tenant.volumes.last_sequence())
         checkpoint.sequence = tenant.asked = self._numbers.take(what, above)
@@ -194,13 +188,16 @@ class Job:
         for rank, tenant in sorted(self.tenants.items()):
             found = tenant.ledger.of_sequence(sequence)
             if found is not None and found.error != GIVEN_UP and not found.live and found.reason:
-                return f"rank {rank} does not have it: {found.reason}"
+                why = f"rank {rank} did not save this checkpoint ({found.reason})"
+                return f"{why}, so no rank keeps it"
         lacking = [
             rank
             for rank in range(self.world_size)
             if rank not in self.tenants or self.tenants[rank].ledger.of_sequence(sequence) is None
         ]
-        return f"rank {lacking[0]} never asked for it" if lacking else "not all ranks have it"
+        if lacking:
+            return f"rank {lacking[0]} did not ask for this checkpoint, so no rank keeps it"
+        return "not every rank has this checkpoint, so no rank keeps it"
 
     # -- what the group decides ----------------------------------------------------------------
 
@@ -210,7 +207,8 @@ class Job:
 
     def _rank(self, tenant: Tenant) -> Rank:
         owner = tenant.owner
-        live = owner is not None and not tenant.leaving and self.is_current(owner, tenant.key.rank)
+        start = self.starts.of(tenant.key.rank, owner.process) if owner is not None else None
+        live = start is not None and start is self.starts.current and not tenant.leaving
         return Rank(
             held=frozenset(
                 Held(one.sequence, one.step, one.incarnation, one.world_size, tenant.is_usable(one))
@@ -234,7 +232,11 @@ class Job:
         ranks, world_size = self.ranks(), self.world_size
         if world_size < 2:
             return
-        self.agreement = group.agree(ranks, world_size, self._keep(), self._short)
+        agreed, before = group.agree(ranks, world_size, self._keep(), self._short), self.agreement
+        there = {n for known in ranks.values() for n in known.pending}
+        there |= {one.sequence for known in ranks.values() for one in known.held}
+        kept = agreed.given_up | before.given_up & there - {agreed.newest}
+        self.agreement = agreed._replace(given_up=kept)
         self._given_up = max(self._given_up, *self.agreement.given_up, 0)
         self._note_common(ranks)
         for tenant in self.tenants.values():
@@ -307,13 +309,17 @@ class Job:
         world_size: int,
         step: int | None,
         *,
+        before: int,
         replicated: bool = False,
     ) -> Held | None:
-        """What a rank restores; None when no volume of the job holds a checkpoint. Raises
-        NoCheckpointError with the numbers, or why a volume could not be read."""
+        """What a rank restores, older than the sequence `before`; None when no volume of the job
+        holds a checkpoint. Raises NoCheckpointError with the numbers, or why a volume could not be
+        read."""
         own = self.starts.before(rank, process)
         ranks = {
-            one: known._replace(held=[h for h in known.held if h.incarnation != own])
+            one: known._replace(
+                held=[h for h in known.held if h.incarnation != own and h.sequence < before]
+            )
             for one, known in self.ranks().items()
         }
         found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)

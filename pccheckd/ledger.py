@@ -143,7 +143,7 @@ class Ledger:
     def give_up(self, checkpoint: Checkpoint, reason: str) -> None:
         """Another rank of the job will never have it."""
         checkpoint.error = GIVEN_UP
-        self.refuse(checkpoint, State.SKIPPED, f"given up by the job's ranks: {reason}", "")
+        self.refuse(checkpoint, State.SKIPPED, reason, "")
 
     def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
         """The end of one that was never admitted."""

@@ -75,7 +75,7 @@ class Progress:
         if bool(late) != bool(job.late):
             LOG.warning(
                 "job %r of uid %d: %s", job.name, job.uid,
-                late or "all ranks have a common checkpoint again",
+                late or "the checkpoints of its ranks are no longer late",
                 extra={"fields": {"event": "group-late" if late else "group-again"}},
             )  # fmt: skip
         job.late = late

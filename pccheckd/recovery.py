@@ -16,6 +16,8 @@ from .logs import LOG
 from .sessions import Session, Sessions
 from .tenants import Tenant
 
+MAX_SEQUENCE = 2**63
+
 
 async def open_checkpoint(session: Session, body: Open) -> Opened | Empty:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
@@ -26,7 +28,8 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty:
     job, tenant = _place(session)
     skipped: list[Skipped] = []
     if session.role is Role.TRAINER:
-        session.incarnation = job.follow(session.rank, session.process)
+        if body.step is None:  # else it only looks, and does not count as restored
+            session.incarnation = job.follow(session.rank, session.process)
         await job.settled()
         skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
         chosen = _of_job(session, job, tenant, body, skipped)
@@ -65,9 +68,12 @@ def _of_job(
     if session.solo:
         return _newest(tenant, body, skipped, found)
     if session.world_size == 1:
+        older = body.before or MAX_SEQUENCE
         alone = [one for one in found if one.world_size == 1]
-        newer = (one for one in job.common_checkpoints() if one.world_size > 1)
-        if alone and all(one.sequence < alone[0].sequence for one in newer):
+        best = (one.sequence for one in alone if one.sequence < older and tenant.is_usable(one))
+        shared = (one.sequence for one in job.common_checkpoints() if one.world_size > 1)
+        newest = max((number for number in shared if number < older), default=0)
+        if alone and newest <= max(best, default=0):
             return _newest(tenant, body, skipped, alone)
     return _of_group(session, job, tenant, body)
 
@@ -91,22 +97,23 @@ def _newest(
     steps = ", ".join(f"{i.step}{' (damaged)' if i.is_damaged else ''}" for i in found) or "none"
     raise NoCheckpointError(
         f"{tenant.key} has no valid checkpoint{wanted}{older}; durable steps: {steps}",
-        hint="see: pccheckctl list; fresh=True begins anew",
+        hint="see: pccheckctl list; fresh=True starts without a checkpoint",
     )
 
 
 def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog.Checkpoint | None:
     """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
     could not be read, fails."""
-    again = "restart all ranks: they will agree on the step before"
-    if body.before is not None:
+    again = "restart all ranks; they will restore the step before"
+    if body.before is not None and session.world_size > 1:
         raise DamagedError(
-            f"{tenant.key}: its copy of the step that the group recovers cannot be used",
+            f"{tenant.key}: the checkpoint that all ranks restore is damaged or cannot be read",
             hint=again,
         )
     common = job.choose(
-        session.rank, session.process, session.world_size, body.step, replicated=body.replicated
-    )
+        session.rank, session.process, session.world_size, body.step,
+        before=body.before or MAX_SEQUENCE, replicated=body.replicated,
+    )  # fmt: skip
     if common is None:
         return None
     LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
@@ -118,8 +125,8 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
         if session.rank < common.world_size and not body.replicated:
             break
     raise DamagedError(
-        f"{tenant.key}: its copy of step {common.step}, which the group recovers, cannot be used "
-        "or is gone",
+        f"{tenant.key}: the checkpoint of step {common.step}, which all ranks restore, is damaged, "
+        "cannot be read, or is gone",
         hint=again,
     )
 
@@ -134,9 +141,7 @@ async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint)
 async def read(session: Session, sessions: Sessions, body: Read) -> None:
     """Starts sending payload through the page; its END says how it went."""
     job, own = _place(session)
-    tenant = (
-        own if body.rank is None else job.tenants.get(body.rank)
-    )  # the same user's, in any case
+    tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
     if tenant is None:
         raise NoCheckpointError(f"job {job.name!r} has no rank {body.rank}")
     port, volume = session.port, tenant.volumes.find(body.sequence)

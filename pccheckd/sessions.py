@@ -339,8 +339,8 @@ def _check_names(hello: Hello) -> None:
     if hello.role is Role.TRAINER and hello.local_world_size < hello.world_size and not hello.solo:
         raise RefusedError(
             f"{hello.local_world_size} of the job's {hello.world_size} ranks are on this node; "
-            "this version agrees on a common step for ranks of one node only, so nothing that it "
-            "saved could be restored",
-            hint="run the job on one node; or, if every rank holds all of the state (plain DDP), "
-            "save on rank 0 alone: PCcheckClient(solo=True) there, no client elsewhere",
+            "this version can restore a job of several ranks only if all of them run on one node, "
+            "so the client is refused",
+            hint="run the job on one node; or, if every rank holds the whole state (plain DDP), "
+            "make one client, on rank 0: PCcheckClient(solo=True)",
         )

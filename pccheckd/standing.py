@@ -47,8 +47,9 @@ class Standing:
         elif self.slowest is not None:
             who = f"; rank {self.slowest} is behind by {self.behind[self.slowest]}"
         return (
-            f"no checkpoint of all {self.world_size} ranks for {self.waits_s:.0f} s ({last}{who}); "
-            f"{self.lost} were skipped or failed on some rank meanwhile"
+            f"for {self.waits_s:.0f} s no new checkpoint was saved by all {self.world_size} ranks "
+            f"({last}{who}), and {self.lost} were lost; after a crash the job restarts from the "
+            "last one that all ranks have"
         )
 
 

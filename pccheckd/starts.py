@@ -29,9 +29,6 @@ class Member:
     process: bytes
     live: bool = True
     begun: bool = False  # has asked for a checkpoint
-    #: What `Begin.branch` counts from here; None: from its next checkpoint on. It came from another
-    #: start, in which it may have gone back more often than the other members.
-    branch: int | None = 0
 
 
 @dataclass(slots=True)
@@ -106,7 +103,7 @@ class Starts:
         one that the job's volumes name; `moved`: these are other volumes than `was` is of.
         """
         start = self.of(rank, process)
-        if was > INCARNATION_MAX:  # no daemon has said so
+        if was > INCARNATION_MAX:  # no daemon gives out such a number
             was = 0
         if start is None or start.world_size != world_size:
             start = (
@@ -151,12 +148,13 @@ class Starts:
         if (start.launch, start.world_size) != (current.launch, current.world_size):
             if current.is_live:
                 return start
-            current = self._begin(start.launch, start.world_size, 0)  # whoever fenced it is gone
+            current = self._begin(start.launch, start.world_size, 0)  # no process is left there
         taken = current.members.get(rank)
         if taken and taken.live:
             return start
         del start.members[rank]
-        current.members[rank] = Member(process, branch=None)
+        begun = taken is not None and taken.begun  # what that process saved is a past of this one
+        current.members[rank] = Member(process, begun=begun)
         current.closed = current.closed or len(current.members) == current.world_size
         return current
 

@@ -341,10 +341,8 @@ class Tenant:
         self.spawn(self._retire())
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
-        try:
-            await self.volumes.refresh()
-        finally:
-            self._appearing.discard(checkpoint.sequence)
+        await self.volumes.refresh()
+        self._appearing.discard(checkpoint.sequence)
         self.group.moved()
         await self._retire()
         if checkpoint.session == INHERITED:

@@ -100,7 +100,8 @@ class PCcheckClient:
         self._lock = threading.RLock()
         if solo and replicated:
             raise UsageError(
-                "solo=True and replicated=True", hint="solo: one rank saves; replicated: all do"
+                "solo=True and replicated=True exclude each other",
+                hint="solo=True: one rank saves; replicated=True: every rank saves a part",
             )
         self._replicated = replicated
         self._planner = Planner(
@@ -108,6 +109,8 @@ class PCcheckClient:
         )
         self._step = 0
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
+        if fresh:
+            self._steps.restored()  # from nothing
         self._torn = ""  # what is wrong with the attached state after a restore that broke off
         self._closed = False
         self._warner = Warner()
@@ -316,6 +319,7 @@ class PCcheckClient:
             self._planner.forget()
             if isinstance(found, list):
                 self._session.took_over(connection, 0)
+                self._steps.restored()
                 return RestoreResult(skipped=found)
             opened, described, on_gpu, skipped = found
             self._took_over(connection, opened, skipped)
@@ -343,6 +347,7 @@ class PCcheckClient:
             if isinstance(found, list):
                 return Found(skipped=found)
             opened, described, state, skipped = found
+            self._require_whole(opened, described)
             if step is None:
                 self._took_over(connection, opened, skipped)
             return Found(
@@ -357,7 +362,8 @@ class PCcheckClient:
             raise StateMismatchError(
                 f"step {opened.step} was saved by {opened.world_size} ranks without "
                 f"replicated=True, each its own state; this start has {size}",
-                hint=f"start {opened.world_size} ranks, or say fresh=True",
+                hint=f"start the job with {opened.world_size} ranks, or use fresh=True to begin "
+                "without the checkpoint",
             )
 
     def _left(self, opened: Opened) -> frozenset[str]:
@@ -370,8 +376,9 @@ class PCcheckClient:
         if left:
             self._warner.once(
                 "left",
-                f"rank {rank} was not among the {opened.world_size} ranks that saved step "
-                f"{opened.step}: its own {' and '.join(sorted(left))} are as this start made them",
+                f"rank {rank} did not save step {opened.step} (world size {opened.world_size}): "
+                f"{' and '.join(sorted(left))} of this rank were not restored and go on as this "
+                "start made them",
             )
         return left
 
@@ -397,6 +404,7 @@ class PCcheckClient:
 
     def _took_over(self, connection: Connection, opened: Opened, skipped: list[Skipped]) -> None:
         self._session.took_over(connection, opened.sequence)
+        self._steps.restored()
         self._step = max(0, opened.step)
         for item in skipped:
             if item.sequence:

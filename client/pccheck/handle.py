@@ -173,7 +173,7 @@ class Checkpoint:
         job gives from then on. Says which. For a rank that saves alone it is `wait_durable`.
 
         Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
-        `timeout` seconds; while another rank has not got it, it is waited for.
+        `timeout` seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
         """
         connection = self._connection
         if connection is None or connection.saves_alone:
@@ -182,6 +182,8 @@ class Checkpoint:
         if self._state is CheckpointState.DURABLE and self._settled:
             self._described = False
             self._describe()
+        if self._state is CheckpointState.DURABLE and not connection.alive():
+            raise connection.gone()
         if self._state is CheckpointState.DURABLE:
             raise WaitTimeoutError(
                 f"the checkpoint of step {self.step} is durable on this rank, not yet on all",

@@ -155,7 +155,7 @@ def _part(opened: Opened, rank: int) -> Part:
     for part in opened.parts:
         if part.rank == rank:
             return part
-    raise DamagedError(f"step {opened.step}: the part that rank {rank} stores is gone")
+    raise DamagedError(f"step {opened.step} is not complete: the part of rank {rank} is missing")
 
 
 def _read_tree(connection: Connection, opened: Opened) -> tree.Tree:

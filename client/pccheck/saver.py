@@ -86,6 +86,7 @@ class Saver:
         back. Raises NoStagingError before anything has begun."""
         part, wait = snapshot.device, snapshot.wait
         handover = self._prepare(connection, snapshot)
+        steps.of_start(self._session.incarnation)
         number = connection.next_snapshot()
         self._free_entry(number)
         checkpoint = Checkpoint(step, connection, number)

@@ -56,7 +56,7 @@ class Session:
         self._restored: int | None = 0 if fresh else None  # sequence that counts as taken over
         self._met = False  # some daemon has been reached
         self._process = _process_of(identity, solo=solo)
-        self._incarnation = 0  # as the daemon that was reached last has said ...
+        self.incarnation = 0  # as the daemon that was reached last has said ...
         self._storage = ""  # ... of this directory
         self._protected_step: int | None = None  # of a run before, not restored
 
@@ -108,7 +108,7 @@ class Session:
         answer = connection.request(Register(rounded), timeout_s=self._stall_limit_s)
         assert isinstance(answer, Registered)
         self.registered, self._registered_bytes = answer, rounded
-        self._incarnation = answer.incarnation or self._incarnation
+        self.incarnation = answer.incarnation or self.incarnation
         self._warn_if_alone(answer)
         LOG.info(
             "%d slots of %.1f MiB in %s, %.1f checkpoints in flight",
@@ -122,10 +122,11 @@ class Session:
             named = ", ".join(str(rank) for rank in answer.absent[:8])
             self._warner.once(
                 "absent",
-                f"rank {identity.rank} of job {identity.job!r} saves a checkpoint, but of its "
-                f"{identity.world_size} ranks these are not connected: {named}. A checkpoint that "
-                "not every rank saves cannot be restored. If this rank alone saves, as rank 0 of "
-                "plain DDP does, make its client with PCcheckClient(solo=True).",
+                f"rank {identity.rank} of job {identity.job!r} saves, but of its "
+                f"{identity.world_size} ranks these are not connected: {named}. A checkpoint can "
+                "be restored only if every rank saved it, so the checkpoints of this rank are of "
+                "no use until those ranks connect. If only this rank is meant to save (rank 0 of "
+                "plain DDP), make its client with PCcheckClient(solo=True).",
             )
 
     def announce(self, connection: Connection, payload_bytes: int) -> None:
@@ -136,6 +137,7 @@ class Session:
         """The newest checkpoint is restored (0: there is none): its slot may be used again."""
         say_restored(connection, sequence)
         self._restored = sequence
+        self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None
 
     def warn_if_unrestored(self) -> None:
@@ -170,7 +172,7 @@ class Session:
         if not self._met and welcome.newest_step is None and self._restored is None:
             self._restored = 0  # nothing was there: all that comes is ours
         self._met = True
-        self._incarnation, self._storage = welcome.incarnation, welcome.storage
+        self.incarnation, self._storage = welcome.incarnation, welcome.storage
         self._protected_step = welcome.protected_step
         if self._warner.over("daemon"):
             LOG.warning("connected to pccheckd again (pid %d)", connection.welcome.pid)
@@ -182,6 +184,6 @@ class Session:
             job=identity.job, rank=identity.rank, world_size=identity.world_size,
             local_world_size=identity.local_world_size, launch=identity.launch,
             fresh=self._fresh, solo=self._solo, process=self._process,
-            incarnation=self._incarnation, storage=self._storage,
+            incarnation=self.incarnation, storage=self._storage,
             restored=self._restored,
         )  # fmt: skip

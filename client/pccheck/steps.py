@@ -14,13 +14,36 @@ class Steps:
     """
 
     def __init__(self) -> None:
-        self.branch = 0  #: how often a step was lower than the one before
         self.repeat = 0  #: how many calls directly before named this very step
+        self._back = 0
+        self._base = 0
+        self._begun = False  # has restored, or asked for a checkpoint
         self._last = -1
+        self._incarnation = 0
+
+    @property
+    def branch(self) -> int:
+        """How often this process went back in this start of the job: by restore(), or by a step
+        that was lower than the one before."""
+        return self._back - self._base
+
+    def of_start(self, incarnation: int) -> None:
+        """The process belongs to this start now. In an earlier one it may have gone back more often
+        than the other members, so that it counts from here."""
+        if self._incarnation not in (0, incarnation):
+            self._base = self._back
+        self._incarnation = incarnation
+
+    def restored(self) -> None:
+        """The state is another one from here on: what is asked for next is not what was asked for
+        before. The first restore of a process is its beginning, on all ranks alike."""
+        self._back += self._begun
+        self.repeat, self._last, self._begun = 0, -1, True
 
     def called(self, step: int) -> None:
         """`checkpoint()` was called for this step."""
-        self.branch += step < self._last
+        self._begun = True
+        self._back += step < self._last
         self.repeat = self.repeat + 1 if step == self._last else 0
         self._last = step
 

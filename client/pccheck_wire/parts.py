@@ -40,7 +40,7 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
         found = there.extents[order[number]] if len(order) == len(shared) else None
         if found is None or found.nbytes != extent.nbytes or found.owner != extent.owner:
             raise StateMismatchError(
-                f"ranks {rank} and {extent.owner} did not save the same tensors as replicated",
+                f"ranks {rank} and {extent.owner} saved different tensors with replicated=True",
                 hint="replicated=True is for state that is equal on all ranks, as plain DDP's is",
             )
         if found.offset == tree.ELSEWHERE:

@@ -180,8 +180,9 @@ class WholeReader:
             same = [c for c in found.checkpoints if (c.rank, c.sequence) == (rank, one.sequence)]
             if not same:
                 raise NoCheckpointError(
-                    f"rank {rank} stores a part of step {one.step}, and its volume is not here",
-                    hint="bring the volumes of all ranks together",
+                    f"rank {rank} stores a part of step {one.step}, and its volume is not in this "
+                    "directory",
+                    hint="copy the volumes of all ranks into one storage directory",
                 )
             self._readers[rank] = self._storage.reader(same[0])
         return self._readers[rank]

@@ -35,6 +35,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 NUMBERS_KEPT = 256  # of what was asked for last; no honest rank is further behind
+PINS_SLOTS_MIN = 4  # a volume with fewer slots has room for one pin
 
 
 class Held(NamedTuple):
@@ -92,7 +93,7 @@ def common(ranks: Ranks) -> list[Held]:
         if one.world_size == 1
         or (
             rank == 0
-            and 1 < one.world_size <= len(ranks)  # a world may be said to have any size
+            and 1 < one.world_size <= len(ranks)  # a record may name any size
             and all(one in usable.get(other, nothing) for other in range(one.world_size))
         )
     }
@@ -103,7 +104,7 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
     """What may go, now that `short` ranks have no slot for the next checkpoint.
 
     Safe whenever it is called and however late it is obeyed: `oldest` and `newest` only rise, but
-    for damage, and what is given up can never become common.
+    for damage, and what is given up can never become common: the caller keeps it given up.
     """
     kept = [one.sequence for one in common(ranks)[: max(1, keep)]]
     newest = kept[0] if kept else 0
@@ -193,9 +194,6 @@ def pins(
     return wanted | {before[0]} if slots >= PINS_SLOTS_MIN else wanted
 
 
-PINS_SLOTS_MIN = 4
-
-
 def choose(
     ranks: Ranks,
     rank: int,
@@ -225,14 +223,15 @@ def choose(
         return Refused(
             f"the checkpoint of step {newest.step} was saved by {_ranks(newest.world_size)}, and "
             f"this start has {_ranks(world_size)}",
-            f"start {_ranks(newest.world_size)}, or say fresh=True if this is a new beginning",
+            f"start the job with {_ranks(newest.world_size)}; if the ranks saved with "
+            "replicated=True, restore with replicated=True; to begin without it, use fresh=True",
         )
     if newest.world_size == 1 and newest not in mine and not replicated:
         holder = next(other for other, known in ranks.items() if newest in known.held)
         return Refused(
             f"the checkpoint of step {newest.step} was saved by rank {holder} alone, and this is "
             f"rank {rank}",
-            f"restore it as rank {holder}",
+            f"restore the checkpoint on rank {holder}",
         )
     return newest
 
@@ -258,8 +257,8 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
     that = f"that {whose}" if len(wanted) > 1 else f"of rank {wanted[0]} that {whose}"
     return Refused(
         f"there is {what} {that} (durable steps: {'; '.join(parts)}{more})",
-        "see: pccheckctl list; solo=True restores a rank's own newest where one rank alone saves; "
-        "fresh=True begins from the start",
+        "pccheckctl list shows all checkpoints; if only one rank saves, solo=True restores the "
+        "newest checkpoint of that rank; fresh=True starts without a checkpoint",
     )
 
 

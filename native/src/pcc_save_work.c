@@ -70,11 +70,10 @@ static void look_for_newer(struct pcc_save *save)
 {
     struct pcc_volume *volume = save->lane->saver->volume;
 
-    if (!save->sealed)
+    if (!save->sealed || save->superseded)
         return;
     save->given_up = pcc_volume_gives_up(volume, save->sequence);
-    if (save->given_up || pcc_volume_superseding(volume) > save->sequence)
-        save->superseded = true;
+    save->superseded = save->given_up || pcc_volume_superseding(volume) > save->sequence;
 }
 
 static void slot_error(struct pcc_save *save, int error, const char *stage)

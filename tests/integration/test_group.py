@@ -414,8 +414,10 @@ def test_status_says_which_rank_holds_the_others_back(
     assert ran.code == 3
     (told,) = ran.json["groups"]
     assert told["global"]["step"] == 1 and told["late"]
-    assert any("no checkpoint of all 2 ranks" in warning for warning in ran.json["warnings"])
-    assert "no checkpoint of all 2 ranks" in daemon.log.read_text()
+    assert any(
+        "no new checkpoint was saved by all 2 ranks" in warning for warning in ran.json["warnings"]
+    )
+    assert "no new checkpoint was saved by all 2 ranks" in daemon.log.read_text()
 
 
 # -- a disk that was away ----------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
         opened = ranks[0].open()
         assert isinstance(opened, Opened) and opened.step == 2
         assert ranks[0].load(opened)[0] == UNREADABLE
-        with pytest.raises(DamagedError, match="cannot be used"):
+        with pytest.raises(DamagedError, match="cannot be read"):
             ranks[0].open(before=opened.sequence)
         daemon.armed.unlink()
     with group("run-2") as ranks:

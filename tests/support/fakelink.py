@@ -182,6 +182,7 @@ class FakeSession:
     """A session that is that connection."""
 
     error = None
+    incarnation = 1
 
     def __init__(self, connection: FakeConnection) -> None:
         self.connection = connection

@@ -16,7 +16,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, LinkState
+from pccheck_native import (
+    SNAPSHOTS,
+    WORD_ABANDONED,
+    WORD_COPIED,
+    WORD_COPYING,
+    WORD_REFUSED,
+    LinkState,
+)
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Restored
@@ -282,6 +289,9 @@ class WireMember(_Member):
         self.board.note(self.rank, index, ASKED)
         data = payload_of(stamp(self.plan["start"], self.rank, step), self.plan["nbytes"])
         on_busy = self.plan["on_busy"]
+        before = self.session.snapshots - SNAPSHOTS + 1  # whose entry of the page is used again
+        if before > 0:
+            self.session.wait(before)
         snapshot = self.session.begin(step, data, on_busy=on_busy, fill=not fail)
         if fail:
             time.sleep(0.002)

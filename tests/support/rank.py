@@ -78,7 +78,7 @@ class Rank:
         self._socket.linger = 0
         self._socket.connect(self.welcome.endpoint)
         self._numbers = itertools.count(1)
-        self._snapshots = itertools.count(1)
+        self.snapshots = 0  # that were asked for; the newest one's id
         self._loads = itertools.count(1)
         self._kept: dict[int, object] = {}  # by snapshot: buffers that are being read
 
@@ -114,7 +114,7 @@ class Rank:
         repeat: int = 0,
     ) -> int:  # fmt: skip
         """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id."""
-        snapshot = next(self._snapshots)
+        self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
         for old in [old for old in self._kept if self._is_read(old)]:

@@ -62,7 +62,7 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
     assert ledger.add(item)
     assert ledger.apply(event("given_up"), lambda sequence: f"rank 1 has no {sequence}") is item
     assert (item.state, item.error, item.live) == (State.SKIPPED, GIVEN_UP, False)
-    assert item.reason == "given up by the job's ranks: rank 1 has no 7"
+    assert item.reason == "rank 1 has no 7"
     assert ledger.counters == {"skipped": 1}
 
 

@@ -129,7 +129,9 @@ class Clock:
 
 def progress(config: Config, clock: Clock, *tenants: SimpleNamespace) -> Progress:
     engine = cast(Engine, SimpleNamespace(longest_call=lambda: (0, 0.0), stalled=""))
-    return Progress(config, engine, cast(Registry, SimpleNamespace(tenants=lambda: tenants, jobs={})), clock)
+    return Progress(
+        config, engine, cast(Registry, SimpleNamespace(tenants=lambda: tenants, jobs={})), clock
+    )
 
 
 def test_a_disk_that_finishes_nothing_is_found_and_forgiven(config: Config) -> None:
