@@ -30,8 +30,8 @@ _PROCESSES: dict[int, bytes] = {}
 
 
 def _process_of(identity: Identity, *, solo: bool) -> bytes:
-    """What tells a reconnect from a new start. Ranks of a group are told apart by process: a client
-    that is made anew in one of them belongs to the same start. A rank alone begins anew with every
+    """What distinguishes a reconnect from a new start. A rank of a group is its process: a second
+    client in that process belongs to the same start. A lone rank is a new start with every
     client: a notebook runs its cell again."""
     if identity.world_size == 1 or solo:
         return secrets.token_bytes(16)

@@ -53,7 +53,7 @@ _OF_RANKS: dict[tuple[int, str, int], Steps] = {}
 
 def steps_of(job: str, rank: int, world_size: int) -> Steps:
     """Those of a client. A rank of a group keeps them for the life of its process, as it keeps its
-    place among the ranks: a client that is made anew in one of them counts on."""
+    place among the ranks: a second client in that process goes on counting."""
     if world_size == 1:
         return Steps()
     return _OF_RANKS.setdefault((os.getpid(), job, rank), Steps())

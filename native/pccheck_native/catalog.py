@@ -120,11 +120,6 @@ def _misplaced(file: VolumeFile, info: VolumeInfo) -> bool:
     return (file.uid, file.job, file.rank) != (info.uid, info.job, info.rank)
 
 
-def _read(path: Path, *, allow_buffered: bool) -> tuple[VolumeInfo, list[Checkpoint]]:
-    with closing(Volume(path, writable=False, allow_buffered=allow_buffered)) as volume:
-        return volume.info(), checkpoints_of(volume, path)
-
-
 def scan(
     storage: str | os.PathLike[str],
     *,
