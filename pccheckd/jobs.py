@@ -233,12 +233,14 @@ class Job:
         if world_size < 2:
             return
         agreed, before = group.agree(ranks, world_size, self._keep(), self._short), self.agreement
+        shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {one.sequence for known in ranks.values() for one in known.held}
-        kept = agreed.given_up | before.given_up & there - {agreed.newest}
-        self.agreement = agreed._replace(given_up=kept)
+        there -= {one.sequence for one in shared}  # one whose damage was none after all
+        # What was given up stays so: a rank may have acted on it by now.
+        self.agreement = agreed._replace(given_up=agreed.given_up | before.given_up & there)
         self._given_up = max(self._given_up, *self.agreement.given_up, 0)
-        self._note_common(ranks)
+        self._note_common(shared)
         for tenant in self.tenants.values():
             tenant.obey(self.agreement)
 
@@ -247,8 +249,7 @@ class Job:
         there = [t.volumes.current.info.keep for t in self.tenants.values() if t.volumes.current]
         return min(there, default=self._config.keep)
 
-    def _note_common(self, ranks: dict[int, Rank]) -> None:
-        shared = group.common(ranks)
+    def _note_common(self, shared: list[Held]) -> None:
         if not shared:
             self.common = None
         elif self.common != shared[0]:
