@@ -8,16 +8,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(wildcard native/src/*.[ch] native/python/*.[ch] native/vendor/*.h setup.py)
 C_SOURCES := $(wildcard native/src/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
-	tests/standin/*.[ch] bench/*.[ch] bench/gpu/*.[ch])
+	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch])
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign guest faults fuzz reference gpu-probe \
-	gpu-check clean
+.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign guest arm64-check faults fuzz \
+	reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # PIP_NO_BUILD_ISOLATION builds with the pinned setuptools instead of whatever is newest.
 $(READY): constraints.txt pyproject.toml $(NATIVE)
@@ -37,8 +37,9 @@ build: ## compiles the C core anew
 	@rm -rf build $(READY)
 	@$(MAKE) --no-print-directory $(READY)
 
-test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills
-	$(BIN)/python -m pytest
+WORKERS ?= 2
+test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills, in WORKERS (2)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
 	$(BIN)/ruff check -q $(PYTHON_SOURCES)
@@ -72,6 +73,9 @@ gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS 
 guest: $(READY) ## systemd, DAX, two NUMA nodes, power cuts: virtual machines, see CONTRIBUTING.md
 	$(BIN)/python -m tests.guest --seed $(SEED) $(SCENARIO)
 
+arm64-check: $(READY) ## as root: the C tests and TESTS on emulated arm64 processors, see CONTRIBUTING.md
+	$(BIN)/python -m tests.arm64 $(TESTS)
+
 CASES ?= 144
 faults: $(READY) ## as root: CASES (default 144) of a device that fails under ext4 and xfs, with SEED
 	$(BIN)/python -m tests.integration.fault_campaign --cases $(CASES) --seed $(SEED)
@@ -102,11 +106,14 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 gpu-probe: ## what this machine's GPU and driver do; one JSON document
 	@$(PYTHON) bench/gpu/probe.py
 
-gpu-check: ## on a GPU: probe, tests, benches; see bench/gpu/check.py
+gpu-check: ## on a GPU: probe and tests, in 8 minutes; see bench/gpu/check.py
 	$(PYTHON) bench/gpu/check.py
 
+gpu-bench: ## on a GPU: what it costs, in 8 minutes
+	$(PYTHON) bench/gpu/check.py --half benches
+
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .guest build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .guest .arm64 build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,12 +26,22 @@ from torch import nn
 
 GIB = 1 << 30
 MIB = 1 << 20
-RESULTS = Path(__file__).parent / "results"
 _HERE = Path(__file__).parent
+#: Tests write elsewhere.
+RESULTS = Path(os.environ.get("PCC_BENCH_RESULTS", _HERE / "results"))
 
 
 class BenchError(Exception):
     """The bench cannot be run here; the message says what to change."""
+
+
+def told(main: Callable[[], int]) -> int:
+    """What `main` returns; 1 and its message when it cannot be run here."""
+    try:
+        return main()
+    except BenchError as error:
+        print(f"bench.{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        return 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,8 @@ def train(rank: int, world_size: int, replicated: bool, socket: Path, size: int,
 
 def once(case: str, size: int, steps: int) -> list[tuple[float, float]]:
     """Times of all ranks, in one process each."""
+    import torch  # noqa: F401  (once, before the ranks are forked)
+
     from tests.support.daemon import Daemon
 
     world_size, replicated = CASES[case]
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--size", default="64MiB")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--other", default="")
     parser.add_argument("--once", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -120,9 +123,9 @@ def main() -> None:
     (size,) = common.parse_sizes(given.size)
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.rounds):
-        for case, (_, replicated) in CASES.items():
+        for case in given.cases:
             places = {"": case}
-            if given.other and not replicated:
+            if given.other and not CASES[case][1]:
                 places[given.other] = f"{case}, other"
             for place, name in places.items():
                 found.setdefault(name, []).extend(run(case, size, given.steps, place))

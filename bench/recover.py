@@ -103,7 +103,7 @@ def measure(
     speeds: dict[str, list[float]] = defaultdict(list)
     with Ours(state, directory / "storage", payload_bytes) as ours:
         for _ in range(rounds):
-            ours.save()
+            ours.save_into_memory()
             ours.reconnect()
             speeds[DRAM].append(payload_bytes / _restore(ours, "dram"))
             speeds[MEMCPY].append(payload_bytes / _memcpy_seconds(payload_bytes))

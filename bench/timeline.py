@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.common import MIB, BenchError, make_training_state
+from bench.common import MIB, BenchError, make_training_state, told
 from pccheck import PCcheckClient
 from pccheckctl.online import Observer
 from pccheckctl.output import Document, rows
@@ -170,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

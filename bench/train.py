@@ -150,6 +150,7 @@ def measure(
     state = State(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     train(state, 3, 1, None)  # Adam's moments exist from the first step on
     payload_bytes = common.total_bytes(common.tensors_of(model, state.optimizer).values())
+    common.require_room(scratch, 40 * payload_bytes)  # of rivals and of us, and what they leave
     measured: dict[int, list[dict[str, float]]] = defaultdict(list)
     with Rivals(state) as rivals:
         for turn in range(options.rounds):
@@ -173,7 +174,6 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
     try:
-        common.require_room(options.directory, 20 * GIB)
         facts = common.facts_of(options.directory)
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
             measured, payload_bytes = measure(options, Path(scratch).resolve())

@@ -3,8 +3,9 @@
 Kill it whenever you like and start it again: it goes on from the newest checkpoint, and its losses
 are those of a run that was never stopped, bit for bit (`make demo` proves it).
 
-    pccheckd --storage /tmp/checkpoints --socket /tmp/pccheck/attach.sock &
-    PCCHECK_SOCKET=/tmp/pccheck/attach.sock python examples/char_gpt.py
+    export PCCHECK_SOCKET=$HOME/.pccheck/attach.sock
+    pccheckd --storage ~/checkpoints &
+    python examples/char_gpt.py
 """
 
 import argparse

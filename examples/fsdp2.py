@@ -6,8 +6,8 @@
 PCcheck stores plain tensors and refuses DTensors. `Shards` stands between: what a rank holds goes
 in as it lies in memory, with a note of how it was cut. It comes back into the very same cut only:
 as many ranks, the same mesh, the same placements; other ones need an export with torch.distributed
-.checkpoint. PCcheck does not see the optimizer through it, so checkpoint() returns when the copy is
-complete.
+.checkpoint. PCcheck does not see the optimizer through it, hence gate="manual": the loop calls
+gate() before each update, and checkpoint() returns at once.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(options: argparse.Namespace, rank: int) -> None:
     model, optimizer = build(rank)
-    with PCcheckClient(autostart=options.autostart) as client:
+    with PCcheckClient(autostart=options.autostart, gate="manual") as client:
         client.attach(weights=Shards(model), moments=Shards(optimizer), rng=True)
         done = client.restore()
         for step in range(done.step + 1 if done else 1, options.steps + 1):
@@ -118,6 +118,7 @@ def train(options: argparse.Namespace, rank: int) -> None:
             loss = model(inputs).square().mean()
             optimizer.zero_grad()
             loss.backward()
+            client.gate()
             optimizer.step()
             if options.losses is not None:
                 with (options.losses / str(rank)).open("a") as file:

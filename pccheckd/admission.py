@@ -54,7 +54,7 @@ class Admission:
             why = tenant.group.why_given_up(checkpoint.sequence)
             tenant.refuse(checkpoint, State.SKIPPED, why, "")
             return ""
-        reopened = tenant.stopped
+        reopened = tenant.stopped or tenant.volume_lost
         try:
             if reopened:
                 await tenant.reopen()
@@ -71,6 +71,8 @@ class Admission:
                 LOG.warning("%s: cannot begin", tenant.key, exc_info=error)
             return ""
         if not sequence:
+            reason = "the trainer ended before it was admitted"
+            tenant.refuse(checkpoint, State.FAILED, reason, "")
             return ""
         self._late = ""
         if checkpoint.state is State.REQUESTED:  # its events may have come first
@@ -110,7 +112,7 @@ class Admission:
             return End(
                 State.FAILED,
                 f"the slots left hold checkpoints of the run before: {protected}",
-                "call restore() first, or start with fresh=True",
+                "call restore() or adopt() first, or start with fresh=True",
             )
         return End(
             State.FAILED,
@@ -119,7 +121,7 @@ class Admission:
         )
 
     async def _begin(self, checkpoint: Checkpoint) -> int:
-        """The sequence; 0 when the page is another session's by now: dropped with its own."""
+        """The sequence; 0 when the page is another session's now."""
         tenant = self._tenant
         async with self.lock:
             port, owner = tenant.port, tenant.owner

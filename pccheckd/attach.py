@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from pccheck_wire import codec
@@ -42,15 +43,18 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def make_runtime(directory: Path, group: str) -> None:
-    """The socket's directory, 0750 when it is ours to make. Raises PccheckError."""
+    """The socket's directory, 0750 when it is ours to make. Raises PccheckError, also for one in
+    which others could put a socket of theirs in our place."""
     try:
+        number = grp.getgrnam(group).gr_gid if group else -1
         if not directory.exists():
             directory.mkdir(mode=0o750, parents=True)
             directory.chmod(0o750)
-        if group:
-            number = grp.getgrnam(group).gr_gid
-            if not directory.stat().st_mode & stat.S_IWOTH:  # /tmp stays as it is
-                os.chown(directory, -1, number)
+        with _opened(directory, os.O_DIRECTORY) as opened:
+            found = os.fstat(opened)
+            _require_ours(directory, found)
+            if group and not found.st_mode & stat.S_IWOTH:  # /tmp stays as it is
+                os.chown(f"/proc/self/fd/{opened}", -1, number)
     except KeyError:
         raise UsageError(f"--group: there is no group {group!r}", hint="groupadd it") from None
     except OSError as error:
@@ -58,6 +62,32 @@ def make_runtime(directory: Path, group: str) -> None:
             f"the socket's directory {directory} cannot be made: {error.strerror}",
             hint="choose another place with --socket PATH",
         ) from error
+
+
+def _require_ours(directory: Path, found: os.stat_result) -> None:
+    """Raises NoStoreError when somebody else could replace what we put into a directory."""
+    if found.st_uid not in (0, os.geteuid()):
+        raise NoStoreError(
+            f"the socket's directory {directory} belongs to uid {found.st_uid}, who could put "
+            "another socket in the place of ours",
+            hint=f"chown it to uid {os.geteuid()}, or choose another place with --socket PATH",
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise NoStoreError(
+            f"the socket's directory {directory} is writable by others without the sticky bit, so "
+            "they could put another socket in the place of ours",
+            hint=f"chmod go-w {directory}, or choose another place with --socket PATH",
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """For looking at and changing what lies there, and nothing that takes its place."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def listen(path: Path, group: str) -> socket.socket:
@@ -71,10 +101,8 @@ def listen(path: Path, group: str) -> socket.socket:
             )
         path.unlink(missing_ok=True)
         made.bind(os.fspath(path))
-        path.chmod(0o660)
-        if group:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
-        made.listen(BACKLOG)
+        _admit(path, group)
+        made.listen(BACKLOG)  # nobody can have connected before
     except OSError as error:
         made.close()
         raise NoStoreError(
@@ -84,6 +112,18 @@ def listen(path: Path, group: str) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def _admit(path: Path, group: str) -> None:
+    """Lets the group connect to the socket that was just bound; whatever lies there instead keeps
+    its owner and mode."""
+    with _opened(path, os.O_NOFOLLOW) as opened:
+        found = os.fstat(opened)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+            raise OSError(errno.EEXIST, "somebody else has put something there")
+        if group:
+            os.chown(f"/proc/self/fd/{opened}", -1, grp.getgrnam(group).gr_gid)
+        os.chmod(f"/proc/self/fd/{opened}", 0o660)  # noqa: PTH101
 
 
 def _answers(path: Path) -> bool:
@@ -129,18 +169,24 @@ class AttachServer(Background):
 
     async def _serve(self, connection: socket.socket) -> None:
         session: Session | None = None
-        uid = -1
         try:
             peer = _peer(connection)
-            uid = peer.uid
-            self._count[uid] += 1
+        except OSError:  # nobody is known to be there
+            connection.close()
+            return
+        uid = peer.uid
+        self._count[uid] += 1
+        try:
             self._check_limits(uid)
             async with asyncio.timeout(HELLO_LIMIT_S):
                 packet = await self._receive(connection)
             if not packet:
                 return
             hello = _hello(packet)
-            session, welcome, descriptors = await self._sessions.open(hello, peer)
+            try:
+                session, welcome, descriptors = await self._sessions.open(hello, peer)
+            except OSError as error:  # ours, not the peer's
+                raise translated(error, "the session") from error
             try:
                 socket.send_fds(connection, [codec.encode(welcome)], descriptors)
             finally:
@@ -149,12 +195,13 @@ class AttachServer(Background):
             await self._until_gone(connection, session)
         except PccheckError as error:
             await self._refuse(connection, error)
-        except (OSError, TimeoutError) as error:
-            if shortage.told(error):  # else the peer went away, or never said hello
+        except (OSError, MemoryError, TimeoutError) as error:
+            if session is None and shortage.told(error):  # else the peer went away
                 await self._refuse(connection, translated(error, "the session"))
         except Exception as error:  # the edge of this connection
             LOG.exception("a connection of uid %d failed", uid)
-            await self._refuse(connection, error)
+            if session is None:  # else its peer waits for replies only
+                await self._refuse(connection, error)
         finally:
             connection.close()
             self._count[uid] -= 1
@@ -175,6 +222,8 @@ class AttachServer(Background):
         waiting = loop.create_task(gone.wait())
         try:
             await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()  # raises what ended it
         finally:
             for task in (serving, waiting):
                 task.cancel()
@@ -225,7 +274,17 @@ def _hello(packet: bytes) -> Hello:
 def _peer(connection: socket.socket) -> Peer:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return Peer(uid=uid, gid=gid, pid=pid)
+    return Peer(uid=uid, gid=gid, pid=pid, gone=lambda: _hung_up(connection))
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    """Nothing is read: what the peer has sent already is for the session."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _pidfd(connection: socket.socket) -> int | None:

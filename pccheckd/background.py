@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 
 from .logs import LOG
 
@@ -68,19 +67,3 @@ class Tasks:
         self._going.discard(task)
         if not task.cancelled() and task.exception() is not None:
             LOG.error("%s: background work failed", self._owner, exc_info=task.exception())
-
-
-class Threads(ThreadPoolExecutor):
-    """Has a thread from `begin` on, at the daemon's start, and does with those it has when the
-    machine refuses more: what would not be run could be the end of a session, which then nobody
-    could take up again."""
-
-    def begin(self) -> None:
-        self.submit(int)
-
-    def _adjust_thread_count(self) -> None:
-        try:
-            super()._adjust_thread_count()
-        except RuntimeError:
-            if not self._threads:
-                raise

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from pccheck_wire.basics import size_text
 from pccheck_wire.messages import CheckpointState as State
 
 from .checkpoint import Checkpoint
@@ -15,8 +16,6 @@ from .logs import LOG
 from .phases import Phases, phases
 from .trace import Ring, record
 from .volumes import Key
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Counting(Protocol):
@@ -77,7 +76,7 @@ def told(item: Checkpoint, took: Phases) -> str:
     )
     return (
         f"is durable {took.durable or 0:.3f} s after its request: {parts} s "
-        f"({size(item.payload_bytes)}, sequence {item.sequence}, slot {item.slot}{moved})"
+        f"({size_text(item.payload_bytes)}, sequence {item.sequence}, slot {item.slot}{moved})"
     )
 
 
@@ -104,10 +103,3 @@ def fields(key: Key, item: Checkpoint, took: Phases) -> dict[str, object]:
     }
     known |= {f"{word}_s": seconds for word, seconds in took._asdict().items()}
     return {name: value for name, value in known.items() if value is not None}
-
-
-def size(count_bytes: int) -> str:
-    value, unit = float(count_bytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count_bytes} B"

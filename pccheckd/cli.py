@@ -32,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.check_config:
             return _checked(chosen, as_json=flags.json)
         logs.set_up(chosen.log_format, chosen.log_level)
-        for warning in variables.unknown(os.environ):
+        for warning in (*variables.unknown(os.environ), *config.warnings(chosen)):
             logs.LOG.warning("%s", warning)
         from . import storage  # the rest is imported once the values are right
 
-        storage.check(chosen)
+        storage.check(chosen, make=True)
         from . import lifecycle
 
         return lifecycle.run(chosen, sources)
@@ -60,7 +60,7 @@ def _checked(chosen: Config, *, as_json: bool) -> int:
     file = chosen.file or f"none ({config.DEFAULT_FILE} is not there)"
     print(f"pccheckd: the configuration is good; file: {file}")
     print(config_text.effective(chosen))
-    for warning in variables.unknown(os.environ):
+    for warning in (*variables.unknown(os.environ), *config.warnings(chosen)):
         print(f"pccheckd: warning: {warning}", file=sys.stderr)
     try:
         storage.check(chosen)

@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
-from pccheck_wire.basics import STORAGE_MISSING
+from pccheck_native import cgroups
+from pccheck_wire.basics import STORAGE_MISSING, did_you_mean
 from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, MIB
@@ -32,8 +34,18 @@ DEFAULT_FILE = Path("/etc/pccheck/pccheckd.toml")
 FILE_VARIABLE = "PCCHECK_CONFIG"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong, and what was meant, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        words = [word for word in message.split() if word.startswith("-")]
+        meant = did_you_mean(words, list(self._option_string_actions))
+        hint = f"{meant if 'unrecognized' in message else ''}see: {self.prog} --help"
+        self.exit(UsageError.exit_code, f"{self.prog}: {message} ({hint})\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="pccheckd",
         description="Per-node checkpoint service: keeps several checkpoints in flight, durable.",
         epilog="Every flag may also be an environment variable (--max-storage is "
@@ -109,8 +121,10 @@ class Sources:
             )
         if "socket" not in given:
             given["socket"] = default_socket(self.environ)
-        given.setdefault("dram_bytes", ram_bytes() // 4 // MIB * MIB)
         config = Config(**given, origins=origins, file=file)  # type: ignore[arg-type]
+        if "dram_bytes" not in given:
+            share = cgroups.memory_bytes()[0] // 4 // MIB * MIB
+            config.dram_bytes = max(share, 2 * config.chunk_bytes)
         _check(config)
         return config
 
@@ -215,6 +229,18 @@ def _check(config: Config) -> None:
 def _refuse(config: Config, name: str, what: str, fix: str) -> None:
     where = _where(BY_FIELD[name], config.origins.get(name))
     raise UsageError(f"{where}: {what} cannot be", hint=fix)
+
+
+def warnings(chosen: Config) -> list[str]:
+    """What is allowed, and had better be otherwise."""
+    room, bound = cgroups.memory_bytes()
+    if chosen.dram_bytes <= room:
+        return []
+    return [
+        f"--dram {show_size(chosen.dram_bytes)} is more than {bound} allows ({show_size(room)}): "
+        "before the pool is that large, the kernel slows processes of this cgroup down or kills "
+        "them, trainers among them. Lower --dram, or raise that limit"
+    ]
 
 
 def describe(chosen: Config) -> str:

@@ -1,7 +1,9 @@
 """The asyncio face of the native core: events arrive on the loop, what may block runs in threads.
 
-No call into a volume or a channel is made from the loop itself: a lock in there may be held by a
-thread that waits for a disk."""
+The loop itself calls only what waits for no more than a lock that nobody holds over I/O: of a
+channel `refuse`, `requested`, `set_outcome`, `usage`; of a volume `set_group`, `limit`,
+`has_expendable`; of the pool and the GPUs the usage. All else goes through `call` and its kin; the
+integration tests watch this (tests/support/loopcheck.py)."""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ from pccheck_wire.errors import (
 )
 
 from . import shortage
-from .background import Threads
 from .config import Config
 from .gpus import Driver
 from .io_engine import IoEngine
 from .logs import LOG
+from .room import Room
+from .storage_directory import StorageDirectory
+from .threads import Threads
 
 THREADS = 32
 #: Threads that one user's slow disk or large volume may keep busy; the others stay free.
@@ -55,7 +59,13 @@ _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "NOT_A_VOLUME": (DamagedError, "holds no valid commit record", "move it away, then start anew"),
     "DAMAGED": (DamagedError, "is damaged", "see: pccheckctl verify"),
     "UNREADABLE": (UnreadableError, "could not be read", "look at the disk: dmesg"),
-    "TRUNCATED": (DamagedError, "is shorter than its records say", "bring the whole file back"),
+    "TRUNCATED": (
+        DamagedError,
+        "is shorter than its records say",
+        "bring the whole file back from a copy",
+    ),
+    "REMOVED": (CheckpointFailedError, "was removed or moved away while it was open", ""),
+    "REPLACED": (CheckpointFailedError, "was replaced by another file while it was open", ""),
     "NEWER_FORMAT": (RefusedError, "was written by a newer version", "upgrade pccheck"),
     "LOCKED": (StoreLockedError, "is open in another process", "end that process first"),
     "NO_SLOT": (CheckpointFailedError, "has no free slot", "use more --slots"),
@@ -85,8 +95,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFullError(f"{what}: no room left on the disk")
         if error.errno == errno.ENOENT:
-            return NoCheckpointError(f"{what} is not there")
-        return CheckpointFailedError(f"{what}: {os.strerror(error.errno or 0)}")
+            return NoCheckpointError(f"{error.filename or what} is not there")
+        return CheckpointFailedError(f"{what}: {error.strerror or error}")
     return InternalError(f"{what}: {type(error).__name__}", hint="the daemon's log has it")
 
 
@@ -102,7 +112,7 @@ class _Turns:
     """Threads for work of one kind, of which a user has a few at a time."""
 
     def __init__(self, name: str, threads: int, per_uid: int) -> None:
-        self.threads = Threads(threads, thread_name_prefix=name)
+        self.threads = Threads(threads, name)
         self._per_uid = per_uid
         self._limits: dict[int, asyncio.Semaphore] = {}
 
@@ -130,12 +140,18 @@ class Engine:
     """Owns the pool, the event ring, the GPUs and the threads for calls that block."""
 
     def __init__(
-        self, config: Config, *, store: tuple[str, int] = ("", 0), stored: int = 0
+        self,
+        config: Config,
+        directory: StorageDirectory | None = None,
+        *,
+        store: tuple[str, int] = ("", 0),
+        stored: int = 0,
     ) -> None:
-        """`store`: the service manager's notify socket, how many descriptors it keeps, and how
-        many are there already."""
+        """`directory`: that of the storage, locked. `store`: the service manager's notify socket,
+        how many descriptors it keeps, and how many are there already."""
         self.pool = _open_pool(config.dram_bytes, *store, stored)
         self.driver = Driver()
+        self.directory = directory
         self.io = IoEngine(config)
         self._events = _core.Events()
         self._listeners: dict[int, Callable[[_core.Event], None]] = {}
@@ -145,8 +161,8 @@ class Engine:
         self._scans = _Turns("scan", SCANS, 1)
         self._looks = _Turns("look", LOOKS, 1)
         self._documents = _Turns("document", DOCUMENTS, 1)
-        self._growers = Threads(GROWERS, thread_name_prefix="grow")
-        self.making_volumes = asyncio.Lock()
+        self._growers = Threads(GROWERS, "grow")
+        self.room = Room(config.storage)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[object, tuple[int, float]] = {}
         self.stalled = ""  # why calls to the storage seem to hang; set by Progress
@@ -156,6 +172,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         for threads in self._pools():
             threads.begin()
+        self.room.start()
         self._loop.add_reader(self._events.fileno(), self._deliver)
         self.driver.start()
 
@@ -171,6 +188,7 @@ class Engine:
             self._loop.remove_reader(self._events.fileno())
         for threads in self._pools():
             threads.shutdown(wait=False, cancel_futures=True)
+        self.room.stop()
 
     def _pools(self) -> list[Threads]:
         turns = (self._calls, self._drivers, self._scans, self._looks, self._documents)
@@ -197,6 +215,20 @@ class Engine:
         running = ((now_s - since_s, uid) for uid, since_s in list(self._running.values()))
         waited_s, uid = max(running, default=(0.0, 0))
         return uid, waited_s
+
+    async def lacks_storage(self, uid: int) -> bool:
+        """Whether the storage directory is not there, looked at now."""
+        return self.directory is not None and bool(await self.call(uid, self.directory.look))
+
+    async def require_storage(self, uid: int) -> None:
+        """Raises NoStoreError, in words, unless the storage directory is there."""
+        if self.directory is not None and await self.lacks_storage(uid):
+            self.directory.require()
+
+    @property
+    def missing_storage(self) -> str:
+        """Why nothing can be stored, as last looked; or ""."""
+        return self.directory.missing if self.directory is not None else ""
 
     async def drive(
         self, uid: int, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
@@ -228,8 +260,9 @@ class Engine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._growers, function, wanted_bytes)
 
-    def open_channel(
+    async def open_channel(
         self,
+        uid: int,
         listener: Callable[[_core.Event], None],
         *,
         chunk_bytes: int,
@@ -243,13 +276,20 @@ class Engine:
         """A channel whose events go to `listener`, on the loop."""
         number = self._next_channel
         self._next_channel += 1
-        channel = _core.Channel(
-            self.pool, self._events, id=number, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
-            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus,
-            label=label,
-        )  # fmt: skip
         self._listeners[number] = listener
-        return number, channel
+
+        def made() -> _core.Channel:  # with lanes x writers threads
+            return _core.Channel(
+                self.pool, self._events, id=number, chunk_bytes=chunk_bytes,
+                block_bytes=block_bytes, chunk_capacity=chunk_capacity, lanes=lanes,
+                writers=writers, gpus=gpus, label=label,
+            )  # fmt: skip
+
+        try:
+            return number, await self.call(uid, made)
+        except BaseException:
+            self.forget_channel(number)
+            raise
 
     def forget_channel(self, number: int) -> None:
         self._listeners.pop(number, None)

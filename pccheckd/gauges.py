@@ -1,8 +1,7 @@
-"""What is read when metrics are asked for. Runs on the loop; no disk but one statvfs."""
+"""What is read when metrics are asked for. Runs on the loop, and asks no disk."""
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,13 +9,14 @@ from typing import NamedTuple
 
 from pccheck_native import _core
 
-from . import VERSION, standing
+from . import VERSION, logs, standing
 from .config import Config
 from .engine import Engine
 from .health import Health
 from .jobs import Job
 from .registry import Registry
 from .report import gpu_uuid, troubles
+from .room import Room
 from .scrub import Scrubber
 from .server import ControlServer
 from .sessions import Session, Sessions
@@ -24,7 +24,7 @@ from .tenants import Tenant
 from .volumes import OpenVolume
 
 RANK = ("uid", "job_name", "rank")
-_CHUNKS = ("free", "granted", "full", "cached", "lent")
+_CHUNKS = ("free", "granted", "full", "cached", "lent", "left")
 
 Sample = tuple[Sequence[str], float]
 
@@ -53,7 +53,7 @@ def read(
         *_daemon(config, engine.io.running, health, warnings),
         *_memory(engine, ranks),
         _users(registry),
-        *_storage(config),
+        *_storage(engine.room),
         *_gpus(engine.driver.info()),
         *_sessions(sessions.all()),
         *_fronts(sessions.control),
@@ -74,6 +74,9 @@ def _daemon(config: Config, io: str, health: Health, warnings: int) -> Iterator[
     yield _one("warnings", "Warnings that pccheckctl status has", warnings)
     yield _one("stalled", "Ranks whose disk makes no progress", len(health.stalled()))
     yield _one("event_loop_lag_seconds", "How late the last heartbeat was", health.lag_s)
+    yield _one(
+        "log_lines_dropped", "Log lines lost because nobody read them", logs.dropped(), counts=True
+    )
 
 
 def _memory(engine: Engine, ranks: Iterable[Tenant]) -> Iterator[Family]:
@@ -92,10 +95,12 @@ def _users(registry: Registry) -> Family:
     )  # fmt: skip
 
 
-def _storage(config: Config) -> Iterator[Family]:
-    disk = shutil.disk_usage(config.storage)
-    yield _one("storage_bytes", "Size of the file system with the volumes", disk.total)
-    yield _one("storage_free_bytes", "Free on that file system", disk.free)
+def _storage(room: Room) -> Iterator[Family]:
+    total, free = room.disk
+    if total is None or free is None:  # it is not there, which `degraded` tells
+        return
+    yield _one("storage_bytes", "Size of the file system with the volumes", total)
+    yield _one("storage_free_bytes", "Free on that file system", free)
 
 
 def _gpus(found: Iterable[_core.GpuInfo]) -> Iterator[Family]:
@@ -167,6 +172,14 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
         return Family(name, text, list(samples), (*RANK, *more))
 
     yield family("connected", "1 with a trainer", ((k, t.owner is not None) for k, t in rows))
+    yield family(
+        "refused", "1 while its trainer gets no room to save (quota, full disk, no DRAM)",
+        ((k, t.owner is not None and t.refused is not None) for k, t in rows),
+    )  # fmt: skip
+    yield family(
+        "failing", "Checkpoints in a row that failed since one became durable",
+        ((k, t.ledger.failing if t.owner else 0) for k, t in rows),
+    )  # fmt: skip
     yield family("in_flight", "On their way", ((k, len(t.ledger.live())) for k, t in rows))
     yield family("waiting", "Waiting for a lane or slot", ((k, len(t.queue)) for k, t in rows))
     yield family(

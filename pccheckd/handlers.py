@@ -34,6 +34,7 @@ from pccheck_wire.messages import (
     Goodbye,
     ListVolumes,
     Open,
+    Pin,
     Read,
     Register,
     Registered,
@@ -49,7 +50,7 @@ from pccheck_wire.messages import (
     Verify,
 )
 
-from . import config_text, expiry, exposing, recovery, report, trace, verification
+from . import config_text, expiry, exposing, pinning, recovery, report, trace, verification
 from .config import Config
 from .engine import Engine, translated
 from .logs import LOG
@@ -61,15 +62,17 @@ from .volumes import PAYLOAD_BYTES_MAX, Key
 
 GOODBYE_LIMIT_S = 60.0
 TRACE_S_MAX = 1e8
+FAILED_MAX = 1 << 40
 
-_TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Goodbye)
+_TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Pin, Goodbye)
 _NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
+_NEEDS_STORAGE = (Open, ListVolumes, Verify, Drop)
 
 
 def failure(error: BaseException) -> Failure:
     """What the peer is told; a fault of ours is logged with its traceback."""
     told = error if isinstance(error, PccheckError) else translated(error, "the request")
-    if isinstance(told, InternalError) and told is not error:
+    if isinstance(told, InternalError):
         LOG.error("a request failed", exc_info=error)
     return Failure(told.code, told.message[:2000], told.hint[:2000], told.retryable)
 
@@ -111,31 +114,36 @@ class Handlers:
         return await self._answer(session.uid, data, session)
 
     async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
-        number, wanted = 0, True
+        number, request = 0, None
         body: ReplyBody | None
         try:
             with readable("the request"):
                 plain = codec.unpack(data)
                 number = _number(plain)
                 request = codec.from_plain(plain, Request)
-            wanted = number != 0
             if session is None:
                 session = self._sessions.by_token(uid, request.token)
             body = await self._handle(session, request.body)
-            if not wanted or body is None:
+            if not number or body is None:
                 return None
             reply = Reply(number, body)
             if isinstance(body, Report):  # it may be long
                 return await self._engine.document(session.uid, codec.encode, reply)
             return codec.encode(reply)
         except Exception as error:  # the edge of this request
-            return codec.encode(Reply(number, failure(error))) if wanted else None
+            told = failure(error)
+            if number or request is None:
+                return codec.encode(Reply(number, told))
+            _one_way_failed(session, request.body, told)
+            return None
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
         if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
             raise RefusedError(f"a {session.role} may not {body.TAG}")
         if isinstance(body, _NOT_OBSERVER) and session.role is Role.OBSERVER:
             raise RefusedError(f"an observer may not {body.TAG}")
+        if isinstance(body, _NEEDS_STORAGE):
+            await self._engine.require_storage(session.uid)
         match body:
             case Begin():
                 self._begin(session, body)
@@ -155,6 +163,8 @@ class Handlers:
             case Restored():
                 assert session.job is not None
                 await session.job.restored(session.rank, body.sequence)
+            case Pin():
+                await pinning.pin(session, body)
             case Goodbye():
                 await self._goodbye(session, body)
             case Status():
@@ -178,10 +188,26 @@ class Handlers:
         return Done()
 
     async def _register(self, session: Session, body: Register) -> Registered:
-        job, tenant, port = session.job, session.tenant, session.port
-        assert job is not None and tenant is not None and port is not None
+        tenant = session.tenant
+        assert tenant is not None
         if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
-            raise UsageError(f"$.body.payload_bytes: {body.payload_bytes} cannot be")
+            raise UsageError(f"$.body.payload_bytes must be 1 to 2**50 (got {body.payload_bytes})")
+        if not 0 <= body.failed <= FAILED_MAX:
+            raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {body.failed})")
+        tenant.ledger.failed(body.failed)
+        try:
+            await self._engine.require_storage(session.uid)
+            answer = await self._room(session, tenant, body)
+        except PccheckError as error:
+            if not session.ending:
+                tenant.set_refusal(error)
+            raise
+        tenant.set_refusal(None)
+        return answer
+
+    async def _room(self, session: Session, tenant: Tenant, body: Register) -> Registered:
+        job = session.job
+        assert job is not None
         volume = await tenant.register(body.payload_bytes)
         wanted = tenant.wanted_bytes(body.payload_bytes)
         granted = await self._sessions.claim(session, wanted)
@@ -201,19 +227,22 @@ class Handlers:
             raise RefusedError("the session has ended")
         offer = self._sessions.offer(session)
         if offer.transfer != "pull":
-            raise RefusedError(offer.reason, hint=exposing.PUSHED)
+            raise RefusedError(offer.reason, hint=exposing.PUSHED, retryable=offer.later)
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
         if whole is None:
             return
         reason = await tenant.expose(session.number, body.map, whole)
         if reason:
-            raise RefusedError(reason, hint=exposing.PUSHED)
+            # Of a driver; what never passes was said above. It costs little to be asked again.
+            raise RefusedError(reason, hint=exposing.PUSHED, retryable=True)
 
     def _begin(self, session: Session, body: Begin) -> None:
         tenant = session.tenant
         assert tenant is not None
         reason = ""
-        if self._sessions.draining:
+        if session.ending:  # what it had asked for before was dropped already
+            reason = "the trainer ended before it was admitted"
+        elif self._sessions.draining:
             reason = "the daemon is stopping"
         elif body.on_busy not in ("wait", "skip"):
             reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
@@ -255,7 +284,7 @@ class Handlers:
 
     async def _trace(self, session: Session, body: Trace) -> report.Document:
         if not 0 <= body.last_s <= TRACE_S_MAX:
-            raise UsageError(f"$.body.last_s: {body.last_s:g} cannot be")
+            raise UsageError(f"$.body.last_s must be 0 to {TRACE_S_MAX:g} (got {body.last_s:g})")
         async with self._making(session.uid):
             taken = report.trace(session.uid, self._registry, body.last_s)
             return await self._engine.document(session.uid, trace.document, taken)
@@ -291,6 +320,16 @@ class Handlers:
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document
+
+
+def _one_way_failed(session: Session | None, body: RequestBody, told: Failure) -> None:
+    """Nobody reads an answer: the log has it, and a checkpoint that was asked for ends."""
+    LOG.info(
+        "session %d: its request %r failed: %s",
+        session.number if session else 0, body.TAG, told.message,
+    )  # fmt: skip
+    if session is not None and session.tenant is not None and isinstance(body, Begin):
+        session.tenant.fail_request(session.number, body.snapshot, told)
 
 
 def _number(plain: object) -> int:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from .background import Background, Threads
+from .background import Background
 from .engine import Engine
 from .logs import LOG
 from .port import Port
 from .registry import Registry
+from .threads import Threads
 
 BEAT_S = 1.0
 #: The pool and every channel answer in microseconds unless a thread died with their lock; a
@@ -33,7 +34,7 @@ class Health(Background):
         self._engine = engine
         self._registry = registry
         self._clock = clock
-        self._thread = Threads(1, thread_name_prefix="health")
+        self._thread = Threads(1, "health")
         self._asked: Future[None] | None = None
         self._asked_at = 0.0
 
@@ -52,6 +53,7 @@ class Health(Background):
 
     def ask(self) -> None:
         """Asks the native core again, or takes note that it still owes an answer."""
+        self._engine.room.look()
         if self._asked is None or self._asked.done():
             ports = [t.port for t in self._registry.tenants() if t.port is not None]
             self._asked_at = self._clock()

@@ -46,7 +46,7 @@ async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -
             summary.dropped.append((key, f"an error of ours: {type(error).__name__}"))
         useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
     for item in useless:
-        kept.close(item, engine.pool)
+        await engine.call(os.getuid(), kept.close, item, engine.pool)
     if found:
         LOG.info(
             "of %d stored descriptors %d segments (%d bytes) are taken over, with %d checkpoints "

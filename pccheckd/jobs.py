@@ -8,8 +8,8 @@ import time
 
 from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
-from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError, WaitTimeoutError
-from pccheck_wire.messages import Begin
+from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
+from pccheck_wire.messages import Begin, Writing
 
 from .checkpoint import GIVEN_UP, Checkpoint
 from .config import Config
@@ -17,7 +17,8 @@ from .port import Owner
 from .starts import Starts
 from .tenants import Tenant
 
-SETTLE_LIMIT_S = 600.0
+#: What a trainer that restores waits for checkpoints on their way before it is told how many.
+SETTLE_LIMIT_S = 5.0
 NAMED_MAX = 8
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 
@@ -47,6 +48,10 @@ class Job:
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
         self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
         self.longest_s = 0.0  # from a request to the common checkpoint
+
+    async def look(self) -> None:
+        """Whether the files of all its ranks are where they were, and what else is there."""
+        await asyncio.gather(*(tenant.look() for tenant in list(self.tenants.values())))
 
     @property
     def idle(self) -> bool:
@@ -97,6 +102,12 @@ class Job:
         self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
         self._catch_up(rank, owner.process)
         return start.incarnation
+
+    def incarnation(self, rank: int, owner: Owner) -> int:
+        """Of the newest start that a process is a member of; it may have moved along since it
+        connected."""
+        start = self.starts.of(rank, owner.process)
+        return start.incarnation if start is not None else 0
 
     def registered(self, rank: int, process: bytes) -> int:
         """A process is about to save: one that has asked for nothing in an older start moves along
@@ -276,8 +287,9 @@ class Job:
         if current is None:
             return set()
         return group.pins(
-            self.ranks(), tenant.key.rank, owner.incarnation, pinned=tenant.retention.pinned,
-            after=owner.restored or 0, slots=current.info.slots,
+            self.ranks(), tenant.key.rank, self.incarnation(tenant.key.rank, owner),
+            pinned=tenant.retention.flagged, after=owner.restored or 0,
+            slots=current.info.slots - len(current.pinned),
         )  # fmt: skip
 
     def wants_slot(self, rank: int) -> str:
@@ -293,15 +305,26 @@ class Job:
 
     # -- recovery ------------------------------------------------------------------------------
 
-    async def settled(self) -> None:
-        """Returns when every checkpoint that any rank has asked for so far has ended. Raises
-        WaitTimeoutError."""
-        last = self._numbers.last
+    async def settled(self) -> Writing | None:
+        """Waits, for some seconds, until every checkpoint that any rank has asked for so far has
+        ended. Returns what is left otherwise."""
+        last, deadline = self._numbers.last, time.monotonic() + SETTLE_LIMIT_S
         for tenant in list(self.tenants.values()):
-            if not await tenant.ledger.settled(SETTLE_LIMIT_S, last):
-                raise WaitTimeoutError(f"{tenant.key}: checkpoints are still being written")
+            if not await tenant.ledger.settled(max(0.0, deadline - time.monotonic()), last):
+                return self._writing(last)
             await tenant.volumes.refresh()
         self.settle()
+        return None
+
+    def _writing(self, last: int) -> Writing:
+        live = [
+            one for t in self.tenants.values() for one in t.ledger.live() if one.sequence <= last
+        ]
+        ports = [t.port for t in self.tenants.values() if t.port is not None and t.ledger.live()]
+        left = sum(u.full_chunks * port.chunk_bytes for port in ports if (u := port.usage()))
+        total = sum(one.payload_bytes for one in live)
+        newest = max(live, key=lambda one: one.sequence, default=None)
+        return Writing(newest.step if newest else 0, len(live), total, min(left, total))
 
     def choose(
         self,

@@ -51,11 +51,12 @@ class Left:
     segments: dict[int, Descriptor] = field(default_factory=dict)
 
     def segments_by_need(self) -> list[int]:
-        """Those of the newest checkpoint first: the budget may have been made smaller."""
+        """Those that hold a copied checkpoint; of the newest one first: the budget may have been
+        made smaller. In the others there is nothing, and a trainer may still write to them."""
         copied = sorted((one for state in self.states for one in state.says.copied), reverse=True,
                         key=lambda one: one[0])  # fmt: skip
         needed = [number for _, numbers in copied for number in sorted(numbers)]
-        return [n for n in dict.fromkeys((*needed, *sorted(self.segments))) if n in self.segments]
+        return [number for number in dict.fromkeys(needed) if number in self.segments]
 
 
 @dataclass(slots=True)

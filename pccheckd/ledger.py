@@ -14,6 +14,7 @@ from pccheck_wire.messages import CheckpointState as State
 from .checkpoint import GIVEN_UP, Checkpoint
 
 HISTORY = 256
+COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
 _NOT_COMPLETE = ("its copy was not complete when the trainer ended or let go", "")
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
@@ -31,6 +32,15 @@ _COPY_FAILED = {
         "the next checkpoint shares it anew",
     ),
 }  # fmt: skip
+_RESET_HINT = (
+    "the next checkpoint goes into a new volume; to remove a job's checkpoints use: pccheckctl drop"
+)
+#: By the error: the volume was not in its place when the record was to be written.
+_FILE_GONE = {
+    "REMOVED": "the volume's file was removed or moved away, so what is saved there would be lost",
+    "REPLACED": "the volume's file was replaced by another one, so what is saved would be lost",
+    "TRUNCATED": "the volume's file was cut, so what was saved there is lost",
+}
 _ENDED = ("durable", "superseded", "given_up", "failed")
 _WAIT_STEP_S = 0.25
 
@@ -44,6 +54,8 @@ class Ledger:
         self._moving: list[Checkpoint] = []  # not ended when last looked at, oldest first
         self.last_sequence = 0  # that was handed out since the daemon started
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
+        self.failing = 0  # in a row: that failed since one became durable ...
+        self.last_failure = ""  # ... and why the last of them did
         #: (session, snapshot) of requests that did not arrive; one that does later is too late.
         self.lost: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
@@ -69,8 +81,18 @@ class Ledger:
         self.lost[key] = None
         if len(self.lost) > HISTORY:
             self.lost.popitem(last=False)
-        self.counters["failed"] += 1
+        self.failed(1, "its request did not arrive")
         return True
+
+    def failed(self, count: int, reason: str = "") -> None:
+        """Counts failures; without a reason those that the client has told of, which may lie."""
+        self.counters["failed"] = min(self.counters["failed"] + count, COUNT_MAX)
+        self.failing = min(self.failing + count, COUNT_MAX)
+        self.last_failure = reason or self.last_failure
+
+    def starts_again(self) -> None:
+        """Another trainer: it has not failed at anything."""
+        self.failing, self.last_failure = 0, ""
 
     def inherit(self, checkpoint: Checkpoint) -> None:
         """One that a daemon before us had copied."""
@@ -148,7 +170,10 @@ class Ledger:
     def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
         """The end of one that was never admitted."""
         checkpoint.end(to, time.monotonic_ns(), reason, hint)
-        self.counters[to.name.lower()] += 1
+        if to is State.FAILED:
+            self.failed(1, reason)
+        else:
+            self.counters[to.name.lower()] += 1
         self._tell()
 
     def apply(self, event: _core.Event, why_given_up: Callable[[int], str]) -> Checkpoint | None:
@@ -173,6 +198,7 @@ class Ledger:
         elif event.kind == "durable":
             checkpoint.advance(State.DURABLE, now_ns)
             self.counters["durable"] += 1
+            self.starts_again()
             self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)
@@ -183,7 +209,7 @@ class Ledger:
             self.give_up(checkpoint, why_given_up(checkpoint.sequence))
         elif event.kind == "failed":
             checkpoint.end(State.FAILED, now_ns, *failure_text(event))
-            self.counters["failed"] += 1
+            self.failed(1, checkpoint.reason)
         self._tell()
         return checkpoint
 
@@ -214,6 +240,8 @@ def failure_text(event: _core.Event) -> tuple[str, str]:
     """Reason and hint of a failed checkpoint."""
     if event.stage == "copy":
         return _COPY_FAILED.get(event.error_name, _NOT_COMPLETE)
+    if event.error_name in _FILE_GONE:
+        return _FILE_GONE[event.error_name], _RESET_HINT
     if event.error_name == "ENOSPC":
         return f"{event.stage}: the disk is full", "free some room"
     return f"{event.stage}: {event.error_name}", "check the disk and the kernel's log"

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import uvloop
 
-from pccheck_native import layout
 from pccheck_wire.errors import RefusedError
 
-from . import activation, attach, heir, kept, shortage, storage, survey
+from . import activation, attach, heir, kept, logs, shortage, storage, survey
 from .chronicle import Chronicle
 from .config import Sources, describe
 from .engine import Engine
 from .expiry import Expiry
+from .file_watch import FileWatch
+from .gpu_release import GpuRelease
 from .handlers import Handlers
 from .logs import LOG
 from .notify import Notifier
@@ -32,6 +33,7 @@ from .registry import Registry
 from .reload import Reloader, on_hangup
 from .server import ControlServer
 from .sessions import Sessions
+from .storage_directory import StorageDirectory
 from .supervise import EXTENSION_S, Supervisor
 
 FILES_WANTED = 65536
@@ -48,7 +50,11 @@ def run(config: Config, sources: Sources) -> int:
     sys.setswitchinterval(SWITCH_S)
     given = activation.take()
     with contextlib.ExitStack() as held:
-        _lock(held, layout.lock_path(config.storage), f"serves {config.storage}")
+        private = logs.BYTES_VARIABLE in os.environ  # as autostart=True says
+        directory = StorageDirectory(
+            config.storage, private_socket=config.socket if private else None
+        )
+        held.callback(directory.close)
         attach.make_runtime(config.socket.parent, config.group)
         _lock(held, config.socket.with_name(config.socket.name + ".lock"), f"has {config.socket}")
         swept = storage.sweep(config.storage)
@@ -60,19 +66,23 @@ def run(config: Config, sources: Sources) -> int:
             listener = attach.listen(config.socket, config.group)
             held.callback(config.socket.unlink, missing_ok=True)
         with _shortages(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            drained = runner.run(_serve(config, sources, listener, left))
+            drained = runner.run(_serve(config, sources, listener, left, directory))
     if not drained:
         # Threads may hang in a wedged disk; nothing in memory can be saved by waiting for them.
-        sys.stderr.flush()
+        logs.flush()
         os._exit(1)
     return 0
 
 
 async def _serve(
-    config: Config, sources: Sources, listener: socket.socket, left: list[kept.Descriptor]
+    config: Config,
+    sources: Sources,
+    listener: socket.socket,
+    left: list[kept.Descriptor],
+    directory: StorageDirectory,
 ) -> bool:
     notifier = Notifier()
-    engine = Engine(config, store=kept.store_of(os.environ, left), stored=len(left))
+    engine = Engine(config, directory, store=kept.store_of(os.environ, left), stored=len(left))
     engine.start()
     registry = Registry(config, engine, Chronicle(enabled=lambda: config.chronicle))
     handlers: Handlers
@@ -92,17 +102,23 @@ async def _serve(
     reloader.after.append(registry.limit)
     reloader.after.append(observing.scrubber.wake)
     expiry = Expiry(config, engine, registry)
+    gpu_release = GpuRelease(config, engine, registry)
     reloader.after.append(expiry.wake)
     stop, hurry = _signals(reloader)
     notifier.extend(survey.LIMIT_S + EXTENSION_S)
     supervisor.survey = await survey.take(config, engine)
     registry.inherited = await heir.inherit(left, engine, registry)
+    file_watch = FileWatch(engine, registry)
     observing.start()
     expiry.start()
+    file_watch.start()
+    gpu_release.start()
     registry.memory.start()
     server.start()
     reloader.start()
     LOG.info("ready: %s", describe(config))
+    # What the start has logged is there when READY is.
+    await engine.call(os.getuid(), logs.flush)
     notifier.send("READY=1")
     # Before any connection is accepted, and so before any other volume is opened.
     engine.io.start(busy=registry.inherited.checkpoints > 0)
@@ -115,7 +131,15 @@ async def _serve(
     sessions.draining = True
     work = asyncio.create_task(
         _drain(
-            (expiry.close, observing.settle, server.close, registry.memory.close, control.close),
+            (
+                file_watch.close,
+                expiry.close,
+                gpu_release.close,
+                observing.settle,
+                server.close,
+                registry.memory.close,
+                control.close,
+            ),
             registry,
             engine,
         )

@@ -112,6 +112,8 @@ class Listener:
                 await writer.drain()
         except (OSError, EOFError, TimeoutError):
             pass  # it went away, or is too slow
+        except asyncio.CancelledError:
+            pass  # it has to go; Python 3.11 logs each task that ends as cancelled
         except Exception:  # the edge of this connection
             LOG.exception("a request for metrics failed")
         finally:

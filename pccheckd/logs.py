@@ -1,24 +1,34 @@
-"""Logging to stderr: plain lines, journald prefixes under systemd, or JSON lines."""
+"""Logging to stderr: plain lines, journald prefixes under systemd, or JSON lines. No call here but
+`flush` waits for whoever reads them (log_queue.py)."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-import sys
+import shutil
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
-from . import journal
+from pccheck_wire.errors import RefusedError
+
+from . import journal, shortage
+from .log_queue import Output, Queued, Write, write_all
 from .repeats import Repeats
 
+#: Set by whoever starts a private daemon (client/pccheck/autostart.py): stderr is a file that may
+#: have so many bytes; what was there before stays in a second file of that size.
+BYTES_VARIABLE = "PCCHECKD_LOG_BYTES"
 LOG = logging.getLogger("pccheckd")
 
 
 class _Plain(logging.Formatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         return (
-            time.strftime("%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03}"
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+            + f".{int(record.msecs):03}"
         )
 
 
@@ -41,25 +51,70 @@ class _Json(logging.Formatter):
         return json.dumps(line)
 
 
+class _Stderr:
+    def __init__(self, formatter: logging.Formatter, bytes_max: int = 0) -> None:
+        """`bytes_max`: stderr is a file of our own; 0 when it may be somebody else's."""
+        self._formatter = formatter
+        self._bytes_max = bytes_max
+
+    def line(self, record: logging.LogRecord) -> tuple[int, Write]:
+        data = (self._formatter.format(record) + "\n").encode(errors="replace")
+        return len(data), functools.partial(self._write, data)
+
+    def _write(self, data: bytes) -> None:
+        if self._bytes_max and os.fstat(2).st_size >= self._bytes_max:
+            here = Path("/proc/self/fd/2").readlink()
+            shutil.copyfile(here, f"{here}.1")
+            os.ftruncate(2, 0)
+        write_all(2, data)
+
+    def close(self) -> None:
+        """It stays open: the next output may be stderr, too."""
+
+
 def set_up(
     log_format: str, log_level: str = "info", environ: Mapping[str, str] = os.environ
 ) -> None:
     """`log_format`: auto (journald's when stderr is the journal), plain, journal or json. May be
-    called again while running."""
-    if log_format == "auto":
-        log_format = "journal" if environ.get("JOURNAL_STREAM") else "plain"
-    handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(_Json())
-    elif log_format == "journal" and (native := journal.handler(environ)) is not None:
-        handler = native
-    elif log_format == "journal":
-        handler.setFormatter(_Journal("%(message)s"))
+    called again while running. Raises RefusedError when no thread can be started."""
+    output = _output(log_format, environ)
+    queue = _queue()
+    if queue is not None:
+        queue.use(output)
     else:
-        handler.setFormatter(_Plain("%(asctime)s pccheckd %(levelname)s %(message)s"))
-    handler.addFilter(Repeats())
-    for before in LOG.handlers:
-        before.close()  # a reload; it may hold the journal's socket
-    LOG.handlers[:] = [handler]
+        try:
+            queue = Queued(output)
+        except RuntimeError as error:
+            raise RefusedError(shortage.told(error), hint=shortage.HINT) from error
+        queue.addFilter(Repeats())
+    LOG.handlers[:] = [queue]
     LOG.setLevel(log_level.upper())
     LOG.propagate = False
+    logging.getLogger("asyncio").handlers[:] = [queue]  # or it would write to stderr itself
+
+
+def flush() -> None:
+    """Waits a moment until what was logged is written. Not for the event loop."""
+    if (queue := _queue()) is not None:
+        queue.flush()
+
+
+def dropped() -> int:
+    """Log lines that nobody will read, since the daemon started."""
+    queue = _queue()
+    return queue.dropped if queue is not None else 0
+
+
+def _queue() -> Queued | None:
+    return next((one for one in LOG.handlers if isinstance(one, Queued)), None)
+
+
+def _output(log_format: str, environ: Mapping[str, str]) -> Output:
+    if log_format == "auto":
+        log_format = "journal" if environ.get("JOURNAL_STREAM") else "plain"
+    bytes_max = int(environ.get(BYTES_VARIABLE, "0"))
+    if log_format == "json":
+        return _Stderr(_Json(), bytes_max)
+    if log_format == "journal":
+        return journal.output(environ) or _Stderr(_Journal("%(message)s"))
+    return _Stderr(_Plain("%(asctime)s pccheckd %(levelname)s %(message)s"), bytes_max)

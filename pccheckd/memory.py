@@ -1,17 +1,25 @@
 """Who has how much of the DRAM budget.
 
-Every session that copies or loads has a claim: what it wants, of which it gets its fair share
-(shares.py). Rules, and there are no others:
+A session that copies or loads makes a claim: how many bytes it wants. `shares.fair` turns the
+claims into shares, and this module moves memory until each session has its share. These are all
+its rules:
 
-1. Nothing is taken from anybody while there is room for all.
-2. Then tenants without a trainer go first, longest gone first: what they have is a cache. One that
-   went less than LEFT_ALONE_S ago keeps it, since it may be about to come back and recover from it,
-   unless a session needs it that never had its share.
-3. Then live sessions above their share, the largest excess first, down to their share.
-4. What is free goes to those below their share, those below two chunks before all others.
+1. While the budget holds what all sessions want, nothing is taken back.
+2. A session needs two chunks at least. When there are not two for each session, they are dealt out
+   in rounds, to one session of each user in each round. A session that has memory and gets none in
+   that deal ends. Of one user's sessions the newest goes first; one that saves or loads goes after
+   those that do not. When it connects again it is refused, with the numbers, until there is room.
+3. Else tenants without a trainer give memory back, the one whose trainer ended first before the
+   others: what they have is a cache. A trainer that ended less than LEFT_ALONE_S ago may come back
+   and recover from the cache, so it stays, unless a session that never had its share needs room.
+4. Then live sessions give back what they have above their share, the largest excess first.
+5. What is free goes to sessions below their share, first to those that have less than two chunks.
 
-Shares change only when a session comes, goes or grows, and nobody is taken below his or grows above
-it: what was decided is not undone while the same sessions are there."""
+So the sessions of one user, however many, leave a session of another user two chunks, as long as
+there are two chunks for each user. What is above two chunks is shared by users as `fair` says.
+
+Shares change only when a session comes, goes or wants more. Rules 3 to 5 take no session below its
+share and bring none above it, so nothing moves while the same sessions are there."""
 
 from __future__ import annotations
 
@@ -40,13 +48,15 @@ _RETRY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Claimant:
-    """Who wants memory, and whom to tell when he does not give it back."""
+    """The session that wants memory, and what can be done to it."""
 
     session: int
     uid: int
     who: str
     port: Port
-    stuck: Callable[[], None]
+    stuck: Callable[[], None]  # it does not give memory back
+    is_busy: Callable[[], bool]  # it saves or loads
+    end: Callable[[], None]  # there are not two chunks for it
 
 
 @dataclass(slots=True, eq=False)
@@ -81,14 +91,13 @@ class Memory(Background):
         config: Config,
         engine: Engine,
         tenants: Callable[[], Iterable[Tenant]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._engine = engine
         self._tenants = tenants
-        self._clock = clock
         self._claims: dict[int, Claim] = {}  # by session
         self._releasing: dict[Port, asyncio.Task[None]] = {}
+        self._ending: set[Port] = set()  # of sessions that end so that others have two chunks
         self._changed = asyncio.Event()
         self._stale = True  # something has changed since the last balance
         self._balanced_s = 0.0
@@ -132,7 +141,9 @@ class Memory(Background):
 
     def gone(self, session: int) -> None:
         """The session has ended: what it had is a cache now, or was given back."""
-        self._claims.pop(session, None)
+        claim = self._claims.pop(session, None)
+        if claim is not None:
+            self._ending.discard(claim.port)
 
     def share_bytes(self, session: int) -> int:
         claim = self._claims.get(session)
@@ -165,6 +176,8 @@ class Memory(Background):
         self._stale, self._balanced_s = False, time.monotonic()
         if self._claims:
             self._divide()
+            self._end_surplus()
+            self._renew()
             self._make_room()
             self._hand_out()
 
@@ -172,16 +185,47 @@ class Memory(Background):
         claims = list(self._claims.values())
         shares = fair(
             max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
-            [Wish(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes)
+            [Wish(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, self._turn(c))
              for c in claims],
             self._config.max_dram_per_user_bytes,
         )  # fmt: skip
         for claim, share in zip(claims, shares, strict=True):
             claim.share_bytes = share
 
+    def _turn(self, claim: Claim) -> int:
+        """Of one user's sessions the lower turns are dealt their two chunks first: whoever comes
+        ends no session of its own user, and who has been told to end is not told twice."""
+        if claim.port in self._ending:
+            return 3
+        if not claim.port.granted_bytes:
+            return 2
+        return 0 if claim.by.is_busy() else 1
+
+    def _end_surplus(self) -> None:
+        """Rule 2. Without a newcomer of another user, or a lower limit, this ends nothing: what
+        sessions have fits into the budget."""
+        for claim in self._claims.values():
+            port = claim.port
+            if claim.share_bytes or not port.granted_bytes or port in self._ending:
+                continue
+            LOG.warning(
+                "%s: session ended: DRAM has no two chunks for each of %d sessions, and its user "
+                "has the most sessions or exceeds --max-dram-per-user. The client connects again "
+                "when memory is free; raise --dram or lower --chunk",
+                claim.by.who, len(self._claims),
+            )  # fmt: skip
+            self._ending.add(port)
+            claim.by.end()
+
+    def _renew(self) -> None:
+        """Memory that a process of a session before may still write to becomes other memory."""
+        for claim in self._claims.values():
+            if claim.port.left and claim.port not in self._ending:
+                self._resize(claim, claim.port.aim_bytes)
+
     def _make_room(self) -> None:
-        """Rules 1 to 3, for each user's own limit and then for the budget."""
-        claims = list(self._claims.values())
+        """Rules 1, 3 and 4, for each user's own limit and then for the budget."""
+        claims = [claim for claim in self._claims.values() if claim.port not in self._ending]
         limit = self._config.max_dram_per_user_bytes
         for uid in {claim.by.uid for claim in claims} if limit else ():
             mine = [claim for claim in claims if claim.by.uid == uid]
@@ -214,7 +258,7 @@ class Memory(Background):
             short -= back
 
     def _hand_out(self) -> None:
-        """Rule 4. What is growing has been promised already."""
+        """Rule 5. What is growing has been promised already."""
         budget, used = self._engine.pool.usage()
         limit = self._config.max_dram_per_user_bytes
         promised: Counter[int] = Counter()
@@ -241,7 +285,7 @@ class Memory(Background):
 
     def _will_bytes(self, port: Port) -> int:
         """What it has when all that was begun is over."""
-        return 0 if port in self._releasing else port.aim_bytes
+        return 0 if port in self._releasing or port in self._ending else port.aim_bytes
 
     def _without_trainer(self, uid: int | None = None) -> list[Tenant]:
         """Tenants that can give something back: what is cached, what is written."""
@@ -292,7 +336,7 @@ class Memory(Background):
                 yield tenant.key.uid, tenant.port
 
     def _require_room(self, claim: Claim) -> None:
-        """Raises RefusedError when not even two chunks each are there: no waiting helps."""
+        """Raises RefusedError when there are not two chunks for it: no waiting helps."""
         by, least = claim.by, claim.port.least_bytes
         limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
         mine = [one for one in self._claims.values() if one.by.uid == by.uid]
@@ -308,8 +352,10 @@ class Memory(Background):
             )  # fmt: skip
         elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
             told = RefusedError(
-                f"{needs}, and {budget} are less than two for each of {len(self._claims)} sessions",
-                hint="raise --dram, or lower --chunk", retryable=True,
+                f"{needs}, and {budget} are less than two for each of {len(self._claims)} "
+                f"sessions, {len(mine)} of them of uid {by.uid}",
+                hint="end some of these sessions, raise --dram, or lower --chunk",
+                retryable=True,
             )  # fmt: skip
         if told is not None and claim.share_bytes < least:
             self.gone(by.session)

@@ -8,18 +8,19 @@ import socket
 import time
 from collections.abc import Mapping
 
-SEND_LIMIT_S = 1.0
 STATUS_CHARACTERS_MAX = 400
 
 
 class Notifier:
-    """Sends states to $NOTIFY_SOCKET; does nothing without one. Never raises."""
+    """Sends states to $NOTIFY_SOCKET; does nothing without one. Never raises, and never waits: the
+    event loop calls it. A manager that takes nothing misses states, until it takes some again."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
         #: Abstract names are written with "@".
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._status = ""
+        self._late: tuple[str, ...] = ()
         #: How often the manager wants to hear of us, in seconds; 0 when it does not.
         self.watchdog_s = _watchdog_s(environ) if self._address else 0.0
 
@@ -28,15 +29,20 @@ class Notifier:
         return bool(self._address)
 
     def send(self, *states: str) -> None:
-        if not self._address or not states:
+        """What does not go out now goes with the next states, unless those replace it."""
+        late = {state.partition("=")[0]: state for state in (*self._late, *states)}
+        if not self._address or not late:
             return
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
-        ):
-            channel.settimeout(SEND_LIMIT_S)
-            channel.connect(self._address)
-            channel.send("\n".join(states).encode())
+        self._late = ()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.setblocking(False)
+                channel.connect(self._address)
+                channel.send("\n".join(late.values()).encode())
+        except BlockingIOError:
+            self._late = tuple(late.values())
+        except OSError:
+            pass  # it has gone
 
     def status(self, text: str, *states: str) -> None:
         """The line that `systemctl status` shows, sent when it has changed; `states` always are."""

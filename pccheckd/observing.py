@@ -163,14 +163,14 @@ class _File(Background):
                 text = await self._text()
                 try:
                     await asyncio.to_thread(fresh.write_bytes, text)
-                    fresh.replace(self._path)
+                    await asyncio.to_thread(fresh.replace, self._path)
                 except OSError as error:
                     LOG.warning("metrics cannot be written to %s: %s", self._path, error)
                 await asyncio.sleep(FILE_EVERY_S)
         finally:
             for path in (fresh, self._path):
                 with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+                    await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
 def _text(status: int, *lines: str) -> Answer:

@@ -62,6 +62,7 @@ class Config:
     block_bytes: int = 1 * MIB
     drain_limit_s: float = 60.0
     stall_limit_s: float = 30.0
+    gpu_release_s: float = 60.0
     expire_finished_s: float = 0.0
     metrics: str = ""
     scrub_rate_bytes: int = 32 * MIB
@@ -252,7 +253,8 @@ OPTIONS: tuple[Option, ...] = (
         "--dram", "dram_bytes", SIZE, Group.ROOM,
         "memory for what was copied and is not written yet; twice the size of a rank's checkpoint, "
         "for all ranks of the node, lets copying never wait for the disk", "SIZE",
-        rule="at least two chunks, at most the RAM", default_text="a quarter of the RAM",
+        rule="at least two chunks, at most the RAM",
+        default_text="a quarter of the RAM, or of the cgroup's limit if that is less",
         example="64GiB",
     ),
     Option(
@@ -302,6 +304,11 @@ OPTIONS: tuple[Option, ...] = (
         "--stall-limit", "stall_limit_s", DURATION, Group.RUNNING,
         "a disk that finishes nothing for so long is reported as degraded", "TIME",
         low=0.1, live=True,
+    ),
+    Option(
+        "--gpu-release", "gpu_release_s", DURATION, Group.RUNNING,
+        "a GPU whose memory no trainer has shared for so long is given back: what the daemon's "
+        "context takes of its memory, and its clocks", "TIME", low=0, live=True,
     ),
     Option(
         "--log-format", "log_format", TEXT, Group.RUNNING,

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_native import _core
-from pccheck_wire.errors import RefusedError
+from pccheck_wire.errors import DeviceError, RefusedError
 
 from .engine import Engine, translated
+from .exposing import PUSHED
 from .logs import LOG
 
 #: A detach drains what is in the ring; the disk is not waited for.
@@ -37,7 +38,6 @@ class Owner:
 
     session: int
     pid: int
-    incarnation: int
     world_size: int  # 1 for a job that saves on rank 0 only
     local_world_size: int
     fresh: bool
@@ -52,8 +52,42 @@ class Owner:
 class Port:
     """Owns one channel. Its events reach `listener` on the loop, except DETACHED."""
 
+    number: int
+    channel: _core.Channel
+
     def __init__(
         self,
+        engine: Engine,
+        uid: int,
+        listener: Callable[[_core.Event], None],
+        *,
+        chunk_bytes: int,
+        block_bytes: int,
+        pulls: bool = False,
+    ) -> None:
+        """Without its channel: see `opened`."""
+        self._engine = engine
+        self._uid = uid
+        self._listener = listener
+        self.chunk_bytes = chunk_bytes
+        self.block_bytes = block_bytes
+        self.pulls = pulls
+        self.attached = False
+        self.granted_bytes = 0
+        #: Without what is being taken back.
+        self.lasting_bytes = 0
+        #: Some of it a process of a session before may still write to: that is given back, too.
+        self.left = False
+        #: It could not be brought below that: its first segment is so large.
+        self.floor_bytes = 0
+        self._drained = asyncio.Event()
+        self._aim_bytes = 0
+        self._resizing: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @classmethod
+    async def opened(
+        cls,
         engine: Engine,
         uid: int,
         listener: Callable[[_core.Event], None],
@@ -65,28 +99,16 @@ class Port:
         writers: int,
         gpus: _core.Gpus | None = None,
         label: str = "",
-    ) -> None:
-        self._engine = engine
-        self._uid = uid
-        self._listener = listener
-        self.chunk_bytes = chunk_bytes
-        self.block_bytes = block_bytes
-        self.number, self.channel = engine.open_channel(
-            self._hear, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
-            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus,
-            label=label,
+    ) -> Port:
+        port = cls(
+            engine, uid, listener, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
+            pulls=gpus is not None,
         )  # fmt: skip
-        self.pulls = gpus is not None
-        self.attached = False
-        self.granted_bytes = 0
-        #: Without what is being taken back.
-        self.lasting_bytes = 0
-        #: It could not be brought below that: its first segment is so large.
-        self.floor_bytes = 0
-        self._drained = asyncio.Event()
-        self._aim_bytes = 0
-        self._resizing: asyncio.Task[None] | None = None
-        self._stopping = False
+        port.number, port.channel = await engine.open_channel(
+            uid, port._hear, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
+            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus, label=label,
+        )  # fmt: skip
+        return port
 
     async def attach(self, socket_fd: int, session: int, kernel_pid: int = 0) -> int:
         """The session page's descriptor, the caller's to send and close."""
@@ -113,6 +135,7 @@ class Port:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), DETACH_LIMIT_S)
         self.attached = False
+        self._look()
 
     def usage(self) -> _core.ChannelUsage | None:
         """What its memory is used for; None once it is closed. Never blocks for long."""
@@ -120,12 +143,24 @@ class Port:
             return self.channel.usage()
         return None
 
+    def _look(self) -> None:
+        usage = self.usage()
+        self.left = usage is not None and usage.left_chunks > 0
+
     async def expose(self, number: int, exposure: bytes) -> str:
-        """Takes over the GPU memory that the trainer shares; "" or why the daemon cannot pull."""
+        """Takes over the GPU memory that the trainer shares; "" or why the daemon cannot pull.
+        Raises DeviceError when memory is short: the trainer may have some to give back."""
         try:
             return await self._engine.drive(self._uid, self.channel.expose, number, exposure)
+        except MemoryError as error:
+            raise DeviceError(str(error), hint=PUSHED, retryable=True) from error
         except (OSError, _core.NativeError) as error:
             raise translated(error, "the GPU memory") from error
+
+    async def rest(self, after_s: float) -> None:
+        """Unpins its memory when nothing of a GPU was mapped for so long."""
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            await self._engine.drive(self._uid, self.channel.rest, after_s)
 
     # -- its memory ----------------------------------------------------------------------------
 
@@ -141,6 +176,7 @@ class Port:
     def adopted(self, nbytes: int) -> None:
         """It has memory of a daemon before."""
         self.granted_bytes = self.lasting_bytes = nbytes
+        self.left = nbytes > 0  # until what was copied there is found
         self.floor_bytes = 0
 
     async def send_segments(self) -> None:
@@ -154,7 +190,7 @@ class Port:
         `changed` is called after every step, `stuck` when the trainer does not give back what he
         was asked for."""
         self._aim_bytes = aim_bytes
-        settled = aim_bytes == self.granted_bytes == self.lasting_bytes
+        settled = aim_bytes == self.granted_bytes == self.lasting_bytes and not self.left
         if self._resizing is None and not settled:
             self._resizing = asyncio.get_running_loop().create_task(self._resize(changed, stuck))
 
@@ -166,12 +202,14 @@ class Port:
             LOG.warning("memory stays as it is: %s", translated(error, "the session").message)
         finally:
             self._resizing = None
+            self._look()
             changed()
 
     async def _step(self, stuck: Callable[[], None]) -> bool:
         """Whether there is more to do."""
         before = self.granted_bytes
-        if self._aim_bytes < before or self.lasting_bytes < before:
+        if self._aim_bytes < before or self.lasting_bytes < before or self.left:
+            self.left = False  # once in a resize: it may have to wait for saves
             await self._take_back(stuck)
             return self._aim_bytes > self.granted_bytes
         if self._aim_bytes == before or self._stopping:

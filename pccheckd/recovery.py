@@ -9,7 +9,7 @@ from pccheck_wire.errors import (
     RefusedError,
     UsageError,
 )
-from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped, Writing
 
 from .jobs import Job
 from .logs import LOG
@@ -19,18 +19,21 @@ from .tenants import Tenant
 MAX_SEQUENCE = 2**63
 
 
-async def open_checkpoint(session: Session, body: Open) -> Opened | Empty:
+async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writing:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
-    one that all its ranks have. Empty only when the volumes were read and hold nothing.
+    one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
+    when what is chosen depends on checkpoints that are on their way.
 
     Raises NoCheckpointError when there are some but none that will do.
     """
     job, tenant = _place(session)
     skipped: list[Skipped] = []
+    await job.look()
     if session.role is Role.TRAINER:
         if body.step is None:  # else it only looks, and does not count as restored
             session.incarnation = job.follow(session.rank, session.process)
-        await job.settled()
+        if (writing := await job.settled()) is not None:
+            return writing
         skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
         chosen = _of_job(session, job, tenant, body, skipped)
     else:
@@ -45,6 +48,7 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty:
         tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
         rank=chosen.rank, parts=_parts(job, chosen),
         source="dram" if await _in_dram(session, tenant, chosen) else "volume",
+        wall_ns=chosen.wall_ns,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -23,6 +22,7 @@ from .engine import Engine
 from .jobs import Job
 from .memory import Memory
 from .registry import Registry
+from .room import Disk
 from .sessions import Session
 from .standing import Standing
 from .tenants import Tenant
@@ -50,56 +50,24 @@ async def status(
     started_ns: int,
     scrub: Document | None = None,
 ) -> Document:
-    """What `pccheckctl status --json` prints. No disk is touched but for one statvfs. The loop has
-    other work in between: hundreds of checkpoints are described."""
+    """What `pccheckctl status --json` prints. Waits a moment for one statvfs, in a
+    thread. The loop has other work in between: hundreds of checkpoints are described."""
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
     seen = [s for s in sessions if s.role is not Role.OBSERVER and may_see(asker_uid, s.uid)]
     rows = [await _aside(_session, session) for session in seen]
     rank = functools.partial(_rank, memory=registry.memory)
     ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
-    gpus = engine.driver.info()
     jobs = [job for job in registry.jobs.values() if may_see(asker_uid, job.uid)]
     warnings = troubles(engine, tenants, jobs)
     kept = _kept(asker_uid, engine, registry)
-    budget, used = engine.pool.usage()
-    ports = [t.port for t in registry.tenants() if t.port is not None]
-    disk = shutil.disk_usage(config.storage)
     return {
         "schema": SCHEMA,
-        "daemon": {
-            "version": VERSION,
-            "pid": os.getpid(),
-            "uptime_s": _ago(started_ns),
-            "state": "degraded" if warnings else "ok",
-            "socket": str(config.socket),
-            **engine.io.document(),
-            "slots": config.slots,
-            "keep": config.keep,
-            "in_flight": config.in_flight,
-            "writers": config.writers,
-            "chunk_bytes": config.chunk_bytes,
-            "transfer": engine.driver.offer.transfer,
-            "transfer_reason": engine.driver.offer.reason,
-        },
-        "pool": {
-            "budget_bytes": budget,
-            "used_bytes": used,
-            "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
-        },
+        "daemon": _daemon(config, engine, started_ns, degraded=bool(warnings)),
+        "pool": _pool(engine, registry),
         "kept": kept,
-        "gpus": [_gpu(gpu) for gpu in gpus],
-        "storage": {
-            "path": str(config.storage),
-            "total_bytes": disk.total,
-            "free_bytes": disk.free,
-            "max_storage_bytes": config.max_storage_bytes,
-            "max_storage_per_user_bytes": config.max_storage_per_user_bytes,
-        },
-        "users": [
-            {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
-            for uid, nbytes in sorted(registry.memory.used_bytes().items())
-            if may_see(asker_uid, uid)
-        ],
+        "gpus": [_gpu(gpu) for gpu in engine.driver.info()],
+        "storage": _storage(config, await engine.room.fresh()),
+        "users": _users(asker_uid, config, registry),
         "scrub": scrub,
         "sessions": rows,
         "groups": [
@@ -114,6 +82,52 @@ async def status(
             *_kept_notices(kept),
         ],
     }
+
+
+def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) -> Document:
+    return {
+        "version": VERSION,
+        "pid": os.getpid(),
+        "uptime_s": _ago(started_ns),
+        "state": "degraded" if degraded else "ok",
+        "socket": str(config.socket),
+        **engine.io.document(),
+        "slots": config.slots,
+        "keep": config.keep,
+        "in_flight": config.in_flight,
+        "writers": config.writers,
+        "chunk_bytes": config.chunk_bytes,
+        "transfer": engine.driver.offer.transfer,
+        "transfer_reason": engine.driver.offer.reason,
+    }
+
+
+def _pool(engine: Engine, registry: Registry) -> Document:
+    budget, used = engine.pool.usage()
+    ports = [t.port for t in registry.tenants() if t.port is not None]
+    return {
+        "budget_bytes": budget,
+        "used_bytes": used,
+        "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
+    }
+
+
+def _storage(config: Config, disk: Disk) -> Document:
+    return {
+        "path": str(config.storage),
+        "total_bytes": disk.total_bytes,
+        "free_bytes": disk.free_bytes,
+        "max_storage_bytes": config.max_storage_bytes,
+        "max_storage_per_user_bytes": config.max_storage_per_user_bytes,
+    }
+
+
+def _users(asker_uid: int, config: Config, registry: Registry) -> list[Document]:
+    return [
+        {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
+        for uid, nbytes in sorted(registry.memory.used_bytes().items())
+        if may_see(asker_uid, uid)
+    ]
 
 
 async def _aside(describe: Callable[[_T], Document], what: _T) -> Document:
@@ -223,7 +237,7 @@ def _session(session: Session) -> Document:
         "job": session.job_name,
         "rank": session.rank,
         "world_size": session.world_size,
-        "incarnation": session.incarnation,
+        "incarnation": _incarnation(session),
         "transfer": session.transfer,
         "transfer_reason": session.transfer_reason,
         "exposed_bytes": usage.exposed_bytes if usage else 0,
@@ -238,6 +252,12 @@ def _session(session: Session) -> Document:
     }
 
 
+def _incarnation(session: Session) -> int:
+    tenant = session.tenant
+    is_owner = tenant and tenant.owner and tenant.owner.session == session.number
+    return tenant.incarnation if tenant and is_owner else session.incarnation
+
+
 def _rank(tenant: Tenant, memory: Memory) -> Document:
     owner, current = tenant.owner, tenant.volumes.current
     return {
@@ -247,12 +267,15 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "connected": owner is not None,
         "pid": owner.pid if owner else None,
         "session": owner.session if owner else None,
-        "incarnation": owner.incarnation if owner else tenant.volumes.newest_incarnation(),
+        "incarnation": tenant.incarnation,
         "newest": _newest(tenant),
         "counters": {
             name: tenant.ledger.counters[name]
             for name in ("durable", "superseded", "skipped", "failed")
         },
+        "refused": _refused(tenant),
+        "failing": tenant.ledger.failing,
+        "last_failure": tenant.ledger.last_failure,
         "in_flight": len(tenant.ledger.live()),
         "waiting": len(tenant.queue),
         "chunks": _chunks(tenant),
@@ -265,6 +288,12 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "checkpoints": [_state(item) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),
     }
+
+
+def _refused(tenant: Tenant) -> Document | None:
+    """Why its trainer gets no room to save, and what to do about it."""
+    why = tenant.refused
+    return None if why is None else {"message": why.message, "hint": why.hint}
 
 
 def _newest(tenant: Tenant) -> Document | None:
@@ -292,6 +321,7 @@ def _chunks(tenant: Tenant) -> Document | None:
         "full": usage.full_chunks,
         "cached": usage.cached_chunks,
         "lent": usage.lent_chunks,
+        "left": usage.left_chunks,
     }
 
 
@@ -334,21 +364,11 @@ def _state(item: Checkpoint) -> Document:
 
 
 def _group(job: Job, found: Standing) -> Document:
-    """The ranks of a job together; what one rank has durable is not the job's."""
-    return {
-        "uid": job.uid,
-        "job": job.name,
-        "world_size": found.world_size,
-        "global": {"sequence": found.sequence, "step": found.step, "wall_ns": found.wall_ns}
-        if found.sequence
-        else None,
-        "waits_s": round(found.waits_s, 4),
-        "lost": found.lost,
-        "slowest_rank": found.slowest,
-        "behind": {str(rank): count for rank, count in found.behind.items() if count},
-        "absent": found.absent,
-        "late": found.is_late,
-    }
+    common = (found.sequence, found.step, found.wall_ns) if found.sequence else None
+    return catalog.group_document(
+        job.uid, job.name, found.world_size, common, behind=found.behind, waits_s=found.waits_s,
+        lost=found.lost, slowest=found.slowest, absent=found.absent, late=found.is_late,
+    )  # fmt: skip
 
 
 def troubles(engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job]) -> list[str]:
@@ -356,11 +376,19 @@ def troubles(engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job]) -> 
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
     found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
     found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
-    return [engine.stalled, *found] if engine.stalled else found
+    return [*filter(None, (engine.missing_storage, engine.stalled)), *found]
 
 
 def _warnings(tenant: Tenant) -> list[str]:
     found = [str(error) for error in tenant.volumes.unreadable.values()]
+    if tenant.owner is not None:
+        if tenant.refused is not None:
+            found.insert(0, f"gets NO checkpoints: {tenant.refused}")
+        elif count := tenant.ledger.failing:
+            last = "last checkpoint" if count == 1 else f"last {count} checkpoints"
+            why = tenant.ledger.last_failure
+            found.insert(0, f"the {last} failed" + (f": {why}" if why else ""))
+        found += tenant.volumes.losses.values()  # who removes files of a job that is over meant it
     if tenant.stalled:
         found.append(tenant.stalled)
     if tenant.stopped:
@@ -381,10 +409,15 @@ def _warnings(tenant: Tenant) -> list[str]:
 
 def _notices(tenant: Tenant) -> list[str]:
     """Worth knowing, but nothing is wrong."""
-    protected = sorted(tenant.retention.protected)
-    if not protected or tenant.owner is None:
-        return []
-    return [f"checkpoints {protected} of the run before are kept until restore() or fresh=True"]
+    found = list(tenant.volumes.remembered)
+    if tenant.owner is None:
+        return found + list(tenant.volumes.losses.values())
+    if protected := sorted(tenant.retention.protected):
+        found.append(
+            f"checkpoints {protected} of the run before are kept until restore(), adopt() or "
+            "fresh=True"
+        )
+    return found
 
 
 def _ago(since_ns: int) -> float:

@@ -11,7 +11,7 @@ from pccheck_native import _core
 
 from .engine import Engine
 from .logs import LOG
-from .volumes import DAMAGED, PINNED, VolumeSet
+from .volumes import DAMAGED, PROTECTED, VolumeSet
 
 
 class Retention:
@@ -24,15 +24,15 @@ class Retention:
         self.unrestored = False  # the trainer has neither restored nor said fresh
         #: What the disk could not read when it was last tried. Not on the disk: it may heal.
         self.unreadable: set[int] = set()
+        self._released: set[int] = set()  # flagged on the disk until the next record
         self.reports = 0  # of damage, by readers
         self._judging = asyncio.Lock()  # damage is flagged, or the flag taken away
 
     @property
-    def pinned(self) -> set[int]:
-        """What is flagged, or meant to be."""
-        return {one.sequence for one in self._volumes.checkpoints() if one.is_pinned} | (
-            self.protected
-        )
+    def flagged(self) -> set[int]:
+        """What is flagged as protected, or is to be."""
+        there = {one.sequence for one in self._volumes.checkpoints() if one.is_protected}
+        return there - self._released | self.protected
 
     async def flag(
         self, sequence: int, *, set_: int = 0, clear: int = 0, now: bool = False
@@ -45,6 +45,8 @@ class Retention:
         try:
             await self._engine.call(uid, item.volume.flag, sequence, set=set_, clear=clear, now=now)
             await self._engine.call(uid, item.read)
+        except FileNotFoundError:
+            return False  # recycled since it was read
         except (OSError, ValueError, _core.NativeError) as error:  # ValueError: closed meanwhile
             LOG.warning(
                 "%s: checkpoint %d cannot be flagged: %s", self._volumes.key, sequence, error
@@ -85,11 +87,11 @@ class Retention:
 
     async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
         """P7: `wanted` is kept until the job's ranks have restored, or say `fresh`."""
-        pinned = self.pinned
-        for sequence in pinned - wanted:
-            await self.flag(sequence, clear=PINNED)
-        for sequence in wanted - pinned:
-            await self.flag(sequence, set_=PINNED)
+        for sequence in self.flagged - wanted:
+            await self.unprotect(sequence)
+        for sequence in wanted:
+            self._released.discard(sequence)
+            await self.flag(sequence, set_=PROTECTED)
         self.protected = wanted
         self.unrestored = unrestored
 
@@ -101,11 +103,18 @@ class Retention:
 
     async def release(self) -> None:
         """The job's ranks have restored: what they restored from may be recycled."""
-        for sequence in self.pinned:
-            await self.flag(sequence, clear=PINNED)
+        for sequence in self.flagged:
+            await self.unprotect(sequence)
         self.protected = set()
+
+    async def unprotect(self, sequence: int) -> None:
+        """One may be recycled again. The disk has its flag until the next record."""
+        self._released.add(sequence)
+        await self.flag(sequence, clear=PROTECTED)
 
     async def stage_again(self) -> None:
         """After a volume was read from the media again: what was staged only is gone."""
+        for sequence in self._released & {one.sequence for one in self._volumes.checkpoints()}:
+            await self.flag(sequence, clear=PROTECTED)
         for sequence in self.protected:
-            await self.flag(sequence, set_=PINNED)
+            await self.flag(sequence, set_=PROTECTED)

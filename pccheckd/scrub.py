@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core, catalog, layout
+from pccheck_wire.basics import size_text
 from pccheck_wire.errors import NoCheckpointError, PccheckError
 
 from . import scrub_state
-from .background import Background, Threads
-from .chronicle import size
+from .background import Background
 from .config import Config
 from .logs import LOG
 from .registry import Registry
@@ -34,6 +34,7 @@ from .scrub_reading import (
     stand_back,
 )
 from .tenants import Tenant
+from .threads import Threads
 from .volumes import Key, OpenVolume
 
 #: A node may have saves in flight at every moment: after so long one piece is read all the same.
@@ -218,7 +219,7 @@ class Scrubber(Background):
         log = LOG.error if bad else LOG.info
         log(
             "background check: %d checkpoints, %s in %.0f s: %s",
-            done.results["ok"] + done.results["damaged"], size(done.bytes_done), took_s,
+            done.results["ok"] + done.results["damaged"], size_text(done.bytes_done), took_s,
             f"{', '.join(bad)}, see: pccheckctl status" if bad else "all whole",
             extra={"fields": {"event": "scrubbed", **done.results}},
         )  # fmt: skip
@@ -250,7 +251,7 @@ class Scrubber(Background):
             LOG.error("background check: the volume %s cannot be read: %s", file.path, error)
             return
         try:
-            for found in catalog.checkpoints_of(volume, file.path):
+            for found in await self._read(catalog.checkpoints_of, volume, file.path):
                 await self._checkpoint(key, found, volume)
         finally:
             await self._read(volume.close)

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
 
 from . import shortage
-from .background import Tasks, Threads
+from .background import Tasks
 from .fronts import Handle, Keeper, listen
 from .logs import LOG
+from .threads import Threads
 
 #: A front without a session: so that a job that is started again finds it.
 IDLE_S = 60.0
@@ -38,7 +41,7 @@ class ControlServer:
         self._note = socket_path.with_name(socket_path.name + ".ctl")
         _remove_noted(self._note)
         self._keepers: dict[int, Keeper] = {}
-        self._threads = Threads(1, thread_name_prefix="fronts")
+        self._threads = Threads(1, "fronts")
         self._threads.begin()
         self._ending = Tasks("fronts")
         self._restarts = 0  # of those that are gone
@@ -136,19 +139,32 @@ def _not_made(path: Path, error: OSError) -> RefusedError:
 
 
 def _write_note(note: Path, text: str) -> None:
-    """Follows no link: the directory may be one that others write to."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(note, flags, 0o600)
+    """Into a file of ours: the directory may be one that others write to."""
+    descriptor = _open_note(note, os.O_WRONLY | os.O_CREAT)
     try:
+        os.ftruncate(descriptor, 0)
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
 
 
+def _open_note(note: Path, flags: int) -> int:
+    """Follows no link, waits for no pipe. Raises OSError for what others have put there."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(note, flags, 0o600)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "somebody else has put something there", str(note))
+    return descriptor
+
+
 def _remove_noted(note: Path) -> None:
-    """Removes the endpoints of a daemon that was killed."""
+    """Removes the endpoints of a daemon that was killed, and whatever others have put there."""
     with contextlib.suppress(OSError):
-        name = note.read_text()
+        with open(_open_note(note, os.O_RDONLY), encoding="ascii", errors="replace") as opened:
+            name = opened.read(64)
         if re.fullmatch(r"ctl-[0-9a-f]{32}", name):
             shutil.rmtree(note.with_name(name), ignore_errors=True)
+    with contextlib.suppress(OSError):
         note.unlink()

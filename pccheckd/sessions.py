@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import os
 import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pccheck_native import _core
@@ -42,6 +42,7 @@ class Peer:
     uid: int
     gid: int
     pid: int
+    gone: Callable[[], bool] = lambda: False  # whether it has hung up before it was answered
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,16 @@ class Session:
     #: By load id: whose checkpoint is read, and its sequence.
     loads: dict[int, tuple[Tenant, int]] = field(default_factory=dict)
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # it has to end
+    gives_way: bool = False  # it ends so that another user's session has memory
+
+    def is_busy(self) -> bool:
+        """Whether a checkpoint of it is on its way, or one is loaded."""
+        trains = self.role is Role.TRAINER
+        return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
+
+    def give_way(self) -> None:
+        self.gives_way = True
+        self.broken.set()
 
     def keeps_memory(self) -> None:
         """It does not give back what it was asked for: others wait for that."""
@@ -112,8 +123,6 @@ class Sessions:
         port, offer = session.port, self.engine.driver.offer
         if session.role is not Role.TRAINER or port is None:
             return Offer(session.transfer, session.transfer_reason)
-        if offer.transfer == "pull" and not port.pulls:
-            return Offer("push", "the CUDA driver was not loaded yet when this job was")
         if offer.transfer == "pull" and session.uid != os.geteuid():
             # The driver's own check does not hold root back, and a handle is only a number: one
             # user could have another's memory read through us.
@@ -131,7 +140,10 @@ class Sessions:
         port, tenant = session.port, session.tenant
         if port is None or tenant is None or session.ending:
             raise RefusedError("the session has ended")
-        return Claimant(session.number, session.uid, str(tenant.key), port, session.keeps_memory)
+        return Claimant(
+            session.number, session.uid, str(tenant.key), port, session.keeps_memory,
+            session.is_busy, session.give_way,
+        )  # fmt: skip
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
@@ -156,6 +168,7 @@ class Sessions:
         try:
             if hello.role is not Role.OBSERVER:
                 _check_names(hello)
+                await self.engine.require_storage(peer.uid)
                 session.job_name, session.rank = hello.job, hello.rank
                 session.world_size = 1 if hello.solo else hello.world_size
                 session.solo = hello.solo
@@ -163,7 +176,7 @@ class Sessions:
                 session.endpoint = await self.control.join(peer.uid, peer.gid)
                 attach = self._attach_trainer if hello.role is Role.TRAINER else self._attach_reader
                 self._sessions[session.number] = session
-                descriptors = await attach(session, hello)
+                descriptors = await attach(session, hello, peer)
             self._sessions[session.number] = session
         except BaseException:
             await self.end(session)
@@ -191,12 +204,12 @@ class Sessions:
             if session.endpoint:
                 self.control.leave(session.uid)
         if session.role is not Role.OBSERVER and not self.draining:
-            await self.registry.trim()
+            self._work.spawn(self.registry.trim())  # of other users; nobody waits for their disks
 
     async def _detach(self, session: Session, tenant: Tenant) -> None:
         owner = tenant.owner
         try:
-            await tenant.detach(session.number)
+            await tenant.detach(session.number, give_way=session.gives_way)
         finally:
             mine = owner is not None and owner.session == session.number
             if session.job is not None and mine:
@@ -210,38 +223,41 @@ class Sessions:
             token=session.token, endpoint=session.endpoint, pid=os.getpid(),
             incarnation=session.incarnation, storage=session.storage,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
-            transfer=offer.transfer, transfer_reason=offer.reason,
+            transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.later,
             newest_step=newest[1] if newest else None,
             protected_step=session.tenant.protected_step() if session.tenant else None,
         )  # fmt: skip
 
-    async def _attach_trainer(self, session: Session, hello: Hello) -> list[int]:
+    async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        await tenant.look()
         session.storage = await self.engine.call(session.uid, storage.identity, self.config.storage)
-        async with job.joining:
-            await self._wait_for_predecessor(tenant)
+        await self._wait_for_predecessor(tenant, peer)
+        await tenant.prepare()
+        async with job.joining:  # other ranks wait for this one
+            _require_there(peer)
             session.job, session.tenant = job, tenant
             owner = Owner(
-                session=session.number, pid=session.pid, incarnation=0,
+                session=session.number, pid=session.pid,
                 world_size=session.world_size, local_world_size=hello.local_world_size,
                 fresh=hello.fresh, process=session.process, solo=hello.solo,
                 restored=hello.restored,
                 on_event=lambda event: self._hear(session, event), kernel_pid=session.kernel_pid,
             )  # fmt: skip
-            if tenant.owner is None:  # else attach() refuses
+            joins = tenant.owner is None  # else attach() refuses
+            if joins:
                 job.require_no_other(hello.rank, solo=hello.solo)
                 session.incarnation = job.join(
                     hello.rank, owner, launch=hello.launch, was=hello.incarnation,
                     moved=hello.storage not in ("", session.storage),
                 )  # fmt: skip
-                owner = dataclasses.replace(owner, incarnation=session.incarnation)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:
                 try:
                     page_fd = await tenant.attach(owner, ours.fileno())
                 except BaseException:
                     theirs.close()
-                    if owner.incarnation:  # it had joined
+                    if joins:
                         job.left(hello.rank, session.process)
                     raise
             job.moved()
@@ -256,7 +272,7 @@ class Sessions:
         )  # fmt: skip
         return [page_fd, theirs.detach()]
 
-    async def _wait_for_predecessor(self, tenant: Tenant) -> None:
+    async def _wait_for_predecessor(self, tenant: Tenant, peer: Peer) -> None:
         """A trainer that is known to be gone is waited for until it is drained; one whose hang-up
         may be on its way, for a moment."""
         began = time.monotonic()
@@ -265,19 +281,21 @@ class Sessions:
             limit_s = DETACH_LIMIT_S if before is None or before.ending else GRACE_S
             if time.monotonic() - began > limit_s:
                 return
+            _require_there(peer)
             await asyncio.sleep(STEP_S)
 
-    async def _attach_reader(self, session: Session, hello: Hello) -> list[int]:
+    async def _attach_reader(self, session: Session, hello: Hello, _: Peer) -> list[int]:
         uid = session.uid if hello.uid < 0 else hello.uid
         if uid != session.uid and session.uid != 0:
             raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
         key = Key(uid, hello.job, hello.rank)
         session.job, tenant = await self.registry.existing(key)
+        await tenant.look()
         session.tenant = tenant
         tenant.readers += 1  # it stays loaded
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
-        session.port = Port(
+        session.port = await Port.opened(
             self.engine, session.uid, lambda event: self._hear(session, event), chunk_bytes=chunk,
             block_bytes=block, chunk_capacity=READER_CHUNKS, lanes=1, writers=1,
         )  # fmt: skip
@@ -323,6 +341,12 @@ class Sessions:
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":
             tenant.retention.not_read(sequence)
+
+
+def _require_there(peer: Peer) -> None:
+    """Raises RefusedError, which nobody reads: its place is not for somebody who has hung up."""
+    if peer.gone():
+        raise RefusedError("the process has hung up during its handshake")
 
 
 def _check_names(hello: Hello) -> None:

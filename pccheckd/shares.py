@@ -1,11 +1,12 @@
 """Fair shares of the DRAM budget: among users first, then among the sessions of each, so that many
-jobs of one user leave another as much as one would. Numbers only."""
+jobs of one user leave another user as much as one job would. Numbers only."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,16 @@ class Wish:
     least: int  # without it, the session cannot go on; a multiple of the chunk
     wanted: int
     chunk: int
+    #: Among the sessions of one user the lower ones get their least first, then the earlier ones.
+    turn: int = 0
 
 
 def fair(room: int, wishes: Sequence[Wish], user_limit: int = 0) -> list[int]:
-    """What each may have of `room`, in whole chunks: nobody more than he wants, and what one does
-    not want is the others'. Nobody has less than his least while room and `user_limit` (0: none)
-    hold that of all; else those who came last have nothing."""
+    """What each may have of `room`, in whole chunks: no session more than it wants, and what one
+    does not want is for the others.
+
+    Each has at least its least while `room` and `user_limit` (0: none) hold that of all. When they
+    do not, leasts are dealt out in rounds, one to each user in each round; who gets none has 0."""
     limit = user_limit or room
     shares = [0] * len(wishes)
     users: dict[int, list[int]] = {}
@@ -53,20 +58,24 @@ def _round_up(room: int, limit: int, wishes: Sequence[Wish], shares: list[int]) 
 
 
 def _served(room: int, wishes: Sequence[Wish], limit: int) -> list[int]:
-    """Those whose least there is, the first ones first."""
-    found: list[int] = []
-    of_user: dict[int, int] = {}
+    """Those who get their least, in the order of the wishes."""
+    users: dict[int, list[int]] = {}
     for index, wish in enumerate(wishes):
-        mine = of_user.get(wish.uid, 0) + wish.least
-        if mine <= limit and wish.least <= room:
+        users.setdefault(wish.uid, []).append(index)
+    queues = [sorted(mine, key=lambda index: wishes[index].turn) for mine in users.values()]
+    found: list[int] = []
+    of_user = Counter[int]()
+    for index in (index for deal in zip_longest(*queues) for index in deal if index is not None):
+        wish = wishes[index]
+        if wish.least <= min(room, limit - of_user[wish.uid]):
             found.append(index)
-            of_user[wish.uid] = mine
+            of_user[wish.uid] += wish.least
             room -= wish.least
-    return found
+    return sorted(found)
 
 
 def _level(room: int, floors: Sequence[int], caps: Sequence[int]) -> list[int]:
-    """Each as much as the others, but no less than his floor and no more than his cap."""
+    """Each as much as the others, but no less than its floor and no more than its cap."""
 
     def at(level: int) -> list[int]:
         return [max(low, min(cap, level)) for low, cap in zip(floors, caps, strict=True)]

@@ -17,19 +17,25 @@ from .config import Config
 from .logs import LOG
 
 
-def check(config: Config) -> None:
-    """Raises NoStoreError that names the fix when `config.storage` cannot hold volumes."""
+def check(config: Config, *, make: bool = False) -> None:
+    """Raises NoStoreError that names the fix when `config.storage` cannot hold volumes. With `make`
+    it is made when it is not there; not its parents: they may be a disk that is not mounted yet."""
     place = config.storage
+    if make:
+        with contextlib.suppress(OSError):  # told below
+            place.mkdir()
+            LOG.info("made the storage directory %s", place)
     try:
-        mode = place.stat().st_mode
+        found = place.stat()
     except OSError as error:
         raise NoStoreError(
             f"the storage directory {place} cannot be used: {error.strerror}",
             hint=_fix(error, f"let uid {os.geteuid()} into the directories above it")
             if error.errno != errno.ENOENT else f"make it: mkdir -p {place}",
         ) from error  # fmt: skip
-    if not stat.S_ISDIR(mode):
+    if not stat.S_ISDIR(found.st_mode):
         raise NoStoreError(f"{place} is not a directory", hint="--storage takes a directory")
+    require_ours(place)
     if not os.access(place, os.R_OK | os.W_OK | os.X_OK) or _read_only(place):
         raise NoStoreError(
             f"the storage directory {place} is not writable for uid {os.geteuid()} "
@@ -46,6 +52,22 @@ def check(config: Config) -> None:
         )
     if why:
         LOG.warning("%s lies on %s, which %s: durable means less here", place, kind, why)
+
+
+def require_ours(place: Path) -> None:
+    """Raises NoStoreError when another user could replace the volumes in it."""
+    found = place.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        raise NoStoreError(
+            f"the storage directory {place} belongs to uid {found.st_uid}, who could replace the "
+            "checkpoints in it",
+            hint=f"give it to the user that runs pccheckd: chown {os.geteuid()} {place}",
+        )
+    if found.st_mode & stat.S_IWOTH:
+        LOG.warning(
+            "everybody may write to %s and could replace the checkpoints in it: chmod o-w, or use "
+            "a directory in it", place,
+        )  # fmt: skip
 
 
 def _read_only(place: Path) -> bool:
@@ -67,7 +89,8 @@ def lock(path: Path, purpose: str) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        said = os.pread(descriptor, 32, 0).strip()  # in a directory of others, by anybody
+        holder = said.decode() if said.isdigit() else "unknown"
         os.close(descriptor)
         raise StoreLockedError(
             f"another pccheckd (pid {holder}) {purpose}",

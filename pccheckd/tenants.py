@@ -10,8 +10,8 @@ from typing import Protocol
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
-from pccheck_wire.errors import RefusedError
-from pccheck_wire.messages import Begin
+from pccheck_wire.errors import PccheckError, RefusedError
+from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
 
 from . import kept
@@ -27,16 +27,20 @@ from .logs import LOG
 from .port import Owner, Port
 from .retention import Retention
 from .scheduler import Scheduler
-from .volumes import PINNED, Key, OpenVolume, VolumeSet
+from .volumes import Key, OpenVolume, VolumeSet
 
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
 BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
+FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or cut
 INHERITED = 0  # the session of checkpoints that a daemon before us had copied
 
 
 class Group(Protocol):
     """What a rank asks of its job (jobs.py)."""
+
+    def incarnation(self, rank: int, owner: Owner) -> int:
+        """Of the start that the rank's process belongs to now."""
 
     def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
         """Gives it incarnation and sequence; why not, and a hint, or ("", "")."""
@@ -95,6 +99,11 @@ class Tenant:
         self.finished = False  # its trainer said that the job is done
         self.stalled = ""  # why its disk seems to hang; set by Progress
         self.stopped = False  # a commit record failed; reopened before the next save
+        self.volume_lost = False  # its volume's file is gone; another is made before the next save
+        self.refused: PccheckError | None = None  # why its trainer gets no room to save
+        self._room_bytes = 0  # that its trainer has registered
+        self._away = False  # the storage directory was, when its volumes were looked for
+        self._looking = asyncio.Lock()
         self.registered_in = -1  # incarnation whose beginning is on the disk
         self.last_used_ns = time.monotonic_ns()
         self.admission = Admission(self)
@@ -121,10 +130,11 @@ class Tenant:
                 raise RefusedError(
                     f"{self.key} is already served for pid {self.owner.pid}; this is pid "
                     f"{owner.pid}",
-                    hint="end that process, or use another job name",
+                    hint="end that process, or use another job name"
+                    if self.owner.pid != owner.pid
+                    else "that is an earlier client of this process: close() it",
                 )
-            if self.closed:
-                raise RefusedError("it was just unloaded", hint="try again", retryable=True)
+            self._require_open()
             self.volumes.require_readable(fresh=owner.fresh)
             if self.port is None:
                 await self._open_port()
@@ -133,7 +143,21 @@ class Tenant:
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
             self.finished = False
+            self._room_bytes = 0
+            self.refused = None  # until it asks for room
+            self.ledger.starts_again()
             return page_fd
+
+    async def prepare(self) -> None:
+        """What may take long of an attach, before other ranks of the job wait for it."""
+        async with self.lock:
+            self._require_open()
+            if self.port is None:
+                await self._open_port()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RefusedError("it was just unloaded", hint="try again", retryable=True)
 
     async def protect(self, owner: Owner) -> None:
         """P7: a trainer that neither restored nor said fresh overwrites nothing of before."""
@@ -150,8 +174,9 @@ class Tenant:
         )
         return next((one.step for one in there), None)
 
-    async def detach(self, session: int) -> None:
-        """The trainer is gone: what was copied goes on, the rest fails."""
+    async def detach(self, session: int, *, give_way: bool = False) -> None:
+        """The trainer is gone: what was copied goes on, the rest fails. `give_way`: its memory goes
+        back before the trainer can attach again."""
         if self.owner is None or self.owner.session != session:
             return
         self.queue.drop(session, "the trainer ended before it was admitted")
@@ -160,6 +185,8 @@ class Tenant:
             async with self.lock:
                 if self.port is not None:
                     await self.port.detach()
+                    if give_way and not self.ledger.live():
+                        await self.port.release_memory()
                 self.owner = None
                 self.last_used_ns = time.monotonic_ns()
         finally:
@@ -175,6 +202,13 @@ class Tenant:
                 await self.port.close()
                 self.port = None
             await self.volumes.close()
+
+    @property
+    def incarnation(self) -> int:
+        """Of the start that its trainer belongs to now; else the newest that saved here."""
+        if self.owner is None:
+            return self.volumes.newest_incarnation()
+        return self.group.incarnation(self.key.rank, self.owner)
 
     @property
     def quiet(self) -> bool:
@@ -200,23 +234,77 @@ class Tenant:
 
     # -- room ----------------------------------------------------------------------------------
 
+    async def look(self, *, listing: bool = True) -> None:
+        """Whether the files of its volumes are still at their paths. What is not is let go, and
+        what is there instead is opened; with `listing` also what has appeared beside it."""
+        async with self._looking:
+            lost = await self.volumes.look()
+            if lost:
+                self.volume_lost = True
+                self.registered_in = -1
+            if not (lost or listing or self._away or self.volumes.gone):
+                return
+            async with self.lock:
+                if not self.closed:
+                    await self._take_stock(lost)
+
+    async def _take_stock(self, lost: bool) -> None:
+        """Opens what is on the disk now, and begins again from that."""
+        for item in list(self.volumes.gone):
+            unused = self.port is None or await self.port.unbind(item.volume, 0)
+            if unused and not self.reading:
+                await self.volumes.close_lost(item)
+        before = list(self.volumes.open)
+        try:
+            self._away = await self.engine.lacks_storage(self.key.uid)
+            await self.volumes.load()
+        except FileNotFoundError:  # the storage directory
+            self._away = True
+        if not lost and self.volumes.open == before:
+            return
+        current = self.volumes.current
+        if self.port is not None and current is not None and current not in before:
+            await self.bind(self.port, current)
+        there = self.volumes.checkpoints()
+        self.ledger.newest = (there[0].sequence, there[0].step) if there else None
+        self.retention.protected &= {found.sequence for found in there}
+        if self.owner is not None and self.retention.unrestored:
+            await self.protect(self.owner)
+        self.group.moved()
+
     async def register(self, payload_bytes: int) -> OpenVolume:
         """A volume whose slots hold `payload_bytes`, bound to the channel. Raises PccheckError."""
+        await self.look()
+        if self.stopped and not self.volume_lost:
+            await self.reopen()
+        self._room_bytes = payload_bytes
         async with self.lock:
             owner, port = self._present()
+            incarnation = self.incarnation
             current = self.volumes.current
             too_small = current is None or payload_bytes > current.info.payload_capacity
             if current is None or too_small or self.volumes.is_followed:
                 async with self.admission.lock:  # no sequence is taken from the old one meanwhile
                     current = await self.volumes.make(
-                        payload_bytes, incarnation=owner.incarnation,
+                        payload_bytes, incarnation=incarnation,
                         world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
                     )  # fmt: skip
                     await self._move_to(port, current)
-            elif self.registered_in != owner.incarnation:
-                await self._begin_incarnation(current, owner)
-            self.registered_in = owner.incarnation
+            elif self.registered_in != incarnation:
+                await self._begin_incarnation(current, incarnation, owner.world_size)
+            self.registered_in = incarnation
+            self.volume_lost = False
             return current
+
+    def set_refusal(self, why: PccheckError | None) -> None:
+        """Its trainer was refused room, or has got it."""
+        if why is not None and self.refused is None:
+            LOG.warning(
+                "%s gets NO checkpoints: %s", self.key, why, extra={"fields": {"event": "refused"}}
+            )
+        elif why is None and self.refused is not None:
+            LOG.warning("%s gets checkpoints again", self.key)
+        self.refused = why
 
     def wanted_bytes(self, payload_bytes: int) -> int:
         """DRAM for two checkpoints, within this rank's share of the budget."""
@@ -266,14 +354,14 @@ class Tenant:
             session=session, snapshot=body.snapshot, step=body.step,
             payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
             tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
-            incarnation=owner.incarnation, world_size=owner.world_size,
+            incarnation=self.incarnation, world_size=owner.world_size,
             requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
             return  # said twice: the first one counts
         self._chronicle.requested(self.key, checkpoint)
         hint = ""
-        if not refused and self.volumes.current is None:
+        if not refused and self.volumes.current is None and not self._room_bytes:
             refused = "it was not registered"
         if not refused:
             refused, hint = self.group.number(self, checkpoint, body)
@@ -296,6 +384,15 @@ class Tenant:
         if port is not None and owner is not None and owner.session == checkpoint.session:
             port.channel.refuse(checkpoint.snapshot, int(to))
         self._chronicle.ended(self.key, checkpoint)
+
+    def fail_request(self, session: int, snapshot: int, told: Failure) -> None:
+        """A fault met the request for a checkpoint: it ends, so that its trainer does not wait."""
+        found, owner, port = self.ledger.find(session, snapshot), self.owner, self.port
+        if found is not None:
+            self.refuse(found, State.FAILED, told.message, told.hint)
+        elif owner is not None and owner.session == session and port is not None:
+            self.ledger.lose(session, snapshot)
+            port.channel.refuse(snapshot, int(State.FAILED))
 
     def refuse_lost(self) -> None:
         """The way by which its trainer asks was interrupted: what he asked for and is not known
@@ -323,6 +420,9 @@ class Tenant:
         if event.kind == "durable":
             self._appearing.add(checkpoint.sequence)
             self.spawn(self._after_durable(checkpoint))
+        elif event.kind == "failed" and event.error_name in FILE_LOST:
+            self.volume_lost = True
+            self.spawn(self.look(listing=False))
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
         if not checkpoint.live:
@@ -342,6 +442,8 @@ class Tenant:
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
+        if not self.volume_lost:
+            self.volumes.settled()
         self._appearing.discard(checkpoint.sequence)
         self.group.moved()
         await self._retire()
@@ -355,7 +457,7 @@ class Tenant:
         inherited = sorted(self.ledger.sequences(INHERITED) & there)
         restored = self.owner is not None and not self.retention.unrestored
         for sequence in inherited if restored else inherited[:-1]:
-            await self.retention.flag(sequence, clear=PINNED)
+            await self.retention.unprotect(sequence)
         if self.owner is not None and self.retention.unrestored:
             await self.protect(self.owner)
 
@@ -381,7 +483,9 @@ class Tenant:
     def _needs(self, item: OpenVolume) -> bool:
         """Whether a volume has what must not go with it."""
         held = {found.sequence for found in item.checkpoints}
-        return bool(held & self.retention.protected) or any(map(self.group.needs, held))
+        return bool(item.pinned or held & self.retention.protected) or any(
+            map(self.group.needs, held)
+        )
 
     # -- volumes under the lock ----------------------------------------------------------------
 
@@ -401,7 +505,7 @@ class Tenant:
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         config = self.config
-        return Port(
+        return await Port.opened(
             self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
             block_bytes=block_bytes, lanes=lanes, writers=config.writers,
             chunk_capacity=max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX)),
@@ -435,17 +539,23 @@ class Tenant:
                 await self.bind(port, self.volumes.current)
             raise
 
-    async def _begin_incarnation(self, item: OpenVolume, owner: Owner) -> None:
+    async def _begin_incarnation(self, item: OpenVolume, incarnation: int, world_size: int) -> None:
         try:
             await self.engine.call(
-                self.key.uid, item.volume.begin_incarnation, owner.incarnation, owner.world_size
+                self.key.uid, item.volume.begin_incarnation, incarnation, world_size
             )
         except (OSError, _core.NativeError) as error:
             self.stopped = True
             raise translated(error, f"the volume {item.path}") from error
 
     async def reopen(self) -> None:
-        """A stopped volume is closed and read from the media again. Raises when that fails."""
+        """A stopped volume is closed and read from the media again; in the place of one whose file
+        is gone another is made. Raises when that fails."""
+        if self.volume_lost:
+            await self.register(self._room_bytes)
+            self.stopped = False
+            await self.retention.stage_again()
+            return
         if not await self.ledger.until(lambda: not self.reading, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume is still being read")
         port, current = self.port, self.volumes.current

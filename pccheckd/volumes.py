@@ -1,30 +1,44 @@
 """The volume files of one (uid, job, rank): found, opened, made, outgrown, reopened, dropped.
 
 The last one takes new checkpoints. One that was outgrown stays until its follower has what is
-needed for recovery. Nothing here is called twice at the same time: the tenant's lock is held."""
+needed for recovery. What opens, makes or drops files is called with the tenant's lock held; `look`
+may let go of a file at any other await."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import shutil
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccheck_native import _core, catalog, dropping, layout
 from pccheck_native.group import Agreement
+from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 
 from .engine import Engine, translated
 from .io_engine import PWRITE
 from .logs import LOG
 from .options import Config
+from .room import Reservation
 
-PINNED = _core.SLOT_PINNED
+PROTECTED, PINNED = _core.SLOT_PROTECTED, _core.SLOT_PINNED  # for the next run; by the user
 QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
 PAYLOAD_BYTES_MAX = 1 << 50
-GIVEN_UP_MAX = 128  # PCC_GIVEN_UP_MAX
+#: How long a volume waits for others that are being made, where they leave no room for it.
+MAKING_LIMIT_S = 10.0
 SEQUENCE_BITS = 32  # more than any volume gives out
+LOSSES_TOLD = 4
+NAMED_MAX = 8  # jobs in a hint
+_LOST = {
+    "REMOVED": "was removed or moved away while pccheckd had it open",
+    "REPLACED": "was replaced by another file while pccheckd had it open",
+    "TRUNCATED": "was truncated while pccheckd had it open",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +71,39 @@ class OpenVolume:
             return self.volume.bytes_per_second
         return None
 
+    @property
+    def pinned(self) -> set[int]:
+        """The sequences that the user pinned."""
+        return {found.sequence for found in self.checkpoints if found.is_pinned}
+
     def read(self) -> None:
         """Reads the newest record again. Blocks."""
         self.info = self.volume.info()
         self.checkpoints = catalog.checkpoints_of(self.volume, self.path)
         self.quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
+
+
+def _close(volume: _core.Volume) -> bool:
+    """Whether it was the file at its path: another one there is not ours to remove."""
+    try:
+        volume.require_in_place()
+    except (OSError, ValueError, _core.NativeError):
+        return False
+    finally:
+        volume.close()
+    return True
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """Another one when the file has changed; () when it is gone."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
+
+
+def _marks(paths: list[Path]) -> dict[Path, tuple[int, ...]]:
+    return {path: _mark(path) for path in paths}
 
 
 def _size(path: Path) -> int:
@@ -80,6 +122,14 @@ class VolumeSet:
         self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks
         #: Files that could not be opened, and why.
         self.unreadable: dict[Path, PccheckError] = {}
+        self._tried: dict[Path, tuple[int, ...]] = {}  # what they were then
+        #: Opened, but no longer at their path: closed as soon as nobody uses them.
+        self.gone: list[OpenVolume] = []
+        #: What happened to files while they were open, until a checkpoint is durable elsewhere, ...
+        self.losses: dict[Path, str] = {}
+        self.remembered: deque[str] = deque(maxlen=LOSSES_TOLD)  # ... and from then on
+        self._known: set[Path] = set()  # was open here, so its sequences are known ...
+        self._passed = 0  # ... of those that are gone
 
     @property
     def current(self) -> OpenVolume | None:
@@ -103,7 +153,7 @@ class VolumeSet:
 
     def last_sequence(self) -> int:
         """What comes next is above it, in every file."""
-        return max((item.info.next_sequence - 1 for item in self.open), default=0)
+        return max((item.info.next_sequence - 1 for item in self.open), default=self._passed)
 
     def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
         """What the ranks of the job have agreed on, for every open file; `pending` is what this
@@ -118,17 +168,67 @@ class VolumeSet:
         with contextlib.suppress(ValueError):  # closed, and about to be reopened
             item.volume.set_group(
                 oldest=self._agreement.oldest, newest=self._agreement.newest,
-                given_up=given_up[-GIVEN_UP_MAX:],
+                given_up=given_up[-_core.GIVEN_UP_MAX :],
             )  # fmt: skip
 
     async def load(self) -> None:
-        """Opens what is on the disk. Files that cannot be opened go to `unreadable`."""
-        for file in await self._engine.call(self.key.uid, self._files):
+        """Opens what is on the disk and not open yet. Files that cannot be opened go to
+        `unreadable`; they are tried again when they have changed."""
+        files = await self._engine.call(self.key.uid, self._files)
+        held = {item.path for item in (*self.open, *self.gone)}
+        marks = await self._engine.call(self.key.uid, _marks, [file.path for file in files])
+        self.unreadable = {
+            path: why for path, why in self.unreadable.items()
+            if marks.get(path) == self._tried[path]
+        }  # fmt: skip
+        for file in files:
+            if file.path in held or file.path in self.unreadable:
+                continue
             try:
                 self.open.append(await self._opened(file.path, file.generation))
             except (OSError, _core.NativeError, PccheckError) as error:
                 self.unreadable[file.path] = translated(error, f"the volume {file.path}")
+                self._tried[file.path] = marks[file.path]
                 LOG.warning("%s", self.unreadable[file.path])
+        self.open.sort(key=lambda item: item.generation)
+
+    async def look(self) -> bool:
+        """Whether open files turned out to be no longer at their path, or cut. What is in them is
+        not recovered any more, and no checkpoint goes there."""
+        found = False
+        for item in list(self.open):
+            try:
+                await self._engine.call(self.key.uid, item.volume.require_in_place)
+            except (OSError, ValueError):  # a disk that does not answer; or it is being reopened
+                continue
+            except _core.NativeError as error:
+                if item in self.open:
+                    self._lose(item, error.code_name)
+                    found = True
+        return found
+
+    def _lose(self, item: OpenVolume, code: str) -> None:
+        self.open.remove(item)
+        self.gone.append(item)
+        self._known.add(item.path)
+        self._passed = max(self._passed, item.info.next_sequence - 1)
+        count = len(item.checkpoints)
+        held = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+        self.losses[item.path] = f"{item.path} {_LOST.get(code, code)}; it held {held}"
+        LOG.warning(
+            "%s: %s", self.key, self.losses[item.path], extra={"fields": {"event": "volume-lost"}}
+        )
+
+    def settled(self) -> None:
+        """A checkpoint is durable: what was lost before is over."""
+        self.remembered.extend(self.losses.values())
+        self.losses.clear()
+
+    async def close_lost(self, item: OpenVolume) -> None:
+        """Closes one that is gone; the file that may be at its path is not ours to remove."""
+        self.gone.remove(item)
+        with contextlib.suppress(OSError, _core.NativeError):
+            await self._engine.call(self.key.uid, item.volume.close)
 
     @property
     def is_followed(self) -> bool:
@@ -164,7 +264,8 @@ class VolumeSet:
         """
         config, key = self._config, self.key
         if not 0 < payload_bytes <= PAYLOAD_BYTES_MAX:
-            raise RefusedError(f"a checkpoint of {payload_bytes} bytes cannot be")
+            raise RefusedError(f"a checkpoint must be 1 to 2**50 bytes (got {payload_bytes})")
+        await self._engine.require_storage(key.uid)
         blocks = self.open[-1].info.block_bytes if self.open else config.block_bytes
         capacity = layout.capacity_for(payload_bytes)
         try:
@@ -180,7 +281,7 @@ class VolumeSet:
         path = layout.volume_path(config.storage, key.uid, key.job, key.rank, generation)
         await self.refresh()
         sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
-        if self.unreadable:  # above whatever they hold, should they be read again one day
+        if self.unreadable.keys() - self._known:  # above what they hold, should it be read one day
             sequence = max(sequence, generation << SEQUENCE_BITS)
 
         def create() -> None:
@@ -194,18 +295,18 @@ class VolumeSet:
 
         await self._engine.io.chosen()  # or what is measured would take room meanwhile
         try:
-            async with self._engine.making_volumes:  # or two would both find the last room free
-                await self._engine.call(key.uid, self._check_room, needed)
+            with self._engine.room.reserved(key.uid, needed) as before:
+                await self._require_room(needed, before)
                 await self._engine.call(key.uid, create)
             made = await self._opened(path, generation)
         except (OSError, _core.NativeError) as error:
-            told = translated(error, f"a volume of {needed} bytes for {key}")
-            if isinstance(told, StorageFullError):
-                hint = await self._engine.call(key.uid, self._droppable)
+            told = translated(error, f"a volume of {size_text(needed)} for {key}")
+            if isinstance(told, StorageFullError) and not told.hint:
+                hint = await self._engine.call(key.uid, self._droppable, needed)
                 told = StorageFullError(told.message, hint=hint)
             raise told from error
         self.open.append(made)
-        LOG.info("%s: made %s, %d slots, %d bytes", key, path, config.slots, needed)
+        LOG.info("%s: made %s, %d slots, %s", key, path, config.slots, size_text(needed))
         return made
 
     async def reopen(self, item: OpenVolume) -> None:
@@ -224,11 +325,13 @@ class VolumeSet:
         LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
 
     async def drop(self, item: OpenVolume) -> None:
-        """Closes and unlinks an outgrown file."""
+        """Closes and unlinks an outgrown file; does nothing when it was lost meanwhile."""
+        if item not in self.open:
+            return
         self.open.remove(item)
-        await self._engine.call(self.key.uid, item.volume.close)
-        await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
-        LOG.info("%s: dropped the outgrown %s", self.key, item.path)
+        if await self._engine.call(self.key.uid, _close, item.volume):
+            await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
+            LOG.info("%s: dropped the outgrown %s", self.key, item.path)
 
     def limit(self) -> None:
         """--max-bandwidth as it is now, for every open file; waits for no disk."""
@@ -237,8 +340,8 @@ class VolumeSet:
                 item.volume.limit(self._config.max_bandwidth_bytes)
 
     async def close(self) -> None:
-        while self.open:
-            item = self.open.pop()
+        while self.open or self.gone:
+            item = (self.open or self.gone).pop()
             with contextlib.suppress(OSError, _core.NativeError):
                 await self._engine.call(self.key.uid, item.volume.close)
 
@@ -280,42 +383,69 @@ class VolumeSet:
             self._engine.io.opened(item.engine)
         return item
 
-    def _check_room(self, needed: int) -> None:
-        config = self._config
-        free = shutil.disk_usage(config.storage).free
-        numbers = f"a volume for {self.key} takes {needed} bytes ({config.slots} slots)"
+    async def _require_room(self, needed: int, before: list[Reservation]) -> None:
+        """Volumes that were asked for before are counted as made. Where they leave no room, they
+        are waited for, a moment: they may fail, or be counted twice while they are being made."""
+        going = before
+        if before:
+            with contextlib.suppress(StorageFullError):
+                await self._engine.call(self.key.uid, self._check_room, needed, before)
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAKING_LIMIT_S):
+                    for one in before:
+                        await one.over.wait()
+            going = [one for one in before if not one.over.is_set()]
+        await self._engine.call(self.key.uid, self._check_room, needed, going)
+
+    def _check_room(self, needed: int, going: list[Reservation]) -> None:
+        """Raises StorageFullError when a new volume has no room on the disk or within a limit."""
+        config, uid = self._config, self.key.uid
+        promised = sum(one.nbytes for one in going)
+        own = sum(one.nbytes for one in going if one.uid == uid)
+        limits = (
+            ("--max-storage", config.max_storage_bytes, "*/*/*.pcc", promised),
+            ("--max-storage-per-user", config.max_storage_per_user_bytes, f"{uid}/*/*.pcc", own),
+        )
+        free = max(0, shutil.disk_usage(config.storage).free - promised)
         if needed > free:
-            raise StorageFullError(
-                f"{numbers}, but {config.storage} has {free} free", hint=self._droppable()
-            )
-        if config.max_storage_bytes:
-            used = sum(_size(path) for path in config.storage.glob("*/*/*.pcc"))
-            if used + needed > config.max_storage_bytes:
-                raise StorageFullError(
-                    f"{numbers}, but {used} of --max-storage {config.max_storage_bytes} are used",
-                    hint=self._droppable(),
-                )
+            raise self._full(needed, needed - free, f"{config.storage} has {size_text(free)} free")
+        for flag, limit, files, more in limits:
+            used = more + sum(map(_size, config.storage.glob(files))) if limit else 0
+            if limit and used + needed > limit:
+                raise self._full(
+                    needed, used + needed - limit,
+                    f"{size_text(used)} of {flag} {size_text(limit)} are used",
+                    larger_than=flag if needed > limit else "",
+                )  # fmt: skip
 
-        if config.max_storage_per_user_bytes:
-            uid, limit = self.key.uid, config.max_storage_per_user_bytes
-            used = sum(_size(path) for path in (config.storage / str(uid)).glob("*/*.pcc"))
-            if used + needed > limit:
-                raise StorageFullError(
-                    f"{numbers}, but uid {uid} uses {used} of --max-storage-per-user {limit}",
-                    hint=self._droppable(),
-                )
+    def _full(
+        self, needed: int, lacking: int, but: str, *, larger_than: str = ""
+    ) -> StorageFullError:
+        return StorageFullError(
+            f"a volume for {self.key} takes {size_text(needed)} ({self._config.slots} slots), but "
+            f"{but}",
+            hint=f"raise {larger_than}, or use fewer --slots: dropping other jobs is not enough"
+            if larger_than else self._droppable(lacking),
+        )  # fmt: skip
 
-    def _droppable(self) -> str:
-        """Other jobs of the same user, finished ones first, then the largest."""
+    def _droppable(self, lacking: int) -> str:
+        """Other jobs of the same user that together make room for `lacking` bytes, finished ones
+        first, then the largest."""
         found: list[dropping.JobUse] = []
         with contextlib.suppress(OSError):
             found = dropping.jobs(self._config.storage, uid=self.key.uid)
         others = [job for job in found if job.job != self.key.job]
         others.sort(key=lambda job: (not job.done, -job.bytes))
-        if not others:
-            return "free some room, use fewer --slots, or another --storage"
+        freed = itertools.accumulate(job.bytes for job in others)
+        count = next((at for at, freed_bytes in enumerate(freed, 1) if freed_bytes >= lacking), 0)
+        if not 0 < count <= NAMED_MAX:
+            return (
+                f"{size_text(lacking)} are lacking: free some room, use fewer --slots, or another "
+                "--storage"
+            )
         named = ", ".join(
-            f"pccheckctl drop {job.job} ({job.bytes} bytes{', finished' if job.done else ''})"
-            for job in others[:3]
+            f"pccheckctl drop {job.job} ({size_text(job.bytes)}{', finished' if job.done else ''})"
+            for job in others[:count]
         )
         return f"make room by dropping jobs that are over: {named}"

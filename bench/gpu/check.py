@@ -1,13 +1,16 @@
-"""Everything that only a GPU can show, by one command, on a machine without network, in 8 minutes.
+"""Everything that only a GPU can show, by two commands of 8 minutes, on a machine without network.
 
-    make gpu-check PYTHON=python3          or, with options,
-    python3 bench/gpu/check.py [--wheels wheels] [--limit-s 470] [--directory DIR] [--output DIR]
+    make gpu-check PYTHON=python3          what holds
+    make gpu-bench PYTHON=python3          what it costs; or, with options,
+    python3 bench/gpu/check.py [--half checks|benches] [--wheels wheels] [--limit-s 470]
+                               [--directory DIR] [--output DIR]
 
-Builds PCcheck into a directory of its own, then runs the probe, the GPU tests with the real driver
-(PCCHECK_TEST_GPU=real pytest tests/integration -k gpu) and the benches of this directory:
-bandwidth, resume, train (on tmpfs, then on --directory). After every part, what there is goes to
-bench/results/gpu-DATE.json and .md; a part that fails or takes too long is named there and stops no
-other. The exit code is 0 when all parts ended well.
+Each builds PCcheck into a directory of its own. The checks are the probe, then the GPU tests with
+the real driver (PCCHECK_TEST_GPU=real pytest tests/integration), those of FIRST first and four at
+a time where pytest-xdist is there. The benches are those of this directory: train on tmpfs,
+bandwidth, resume, train on --directory. After every part, what there is goes to
+bench/results/gpu-DATE-HALF.json and .md; a part that fails or takes too long is named there and
+stops no other. The exit code is 0 when all parts ended well.
 
 The Python that runs this needs torch with CUDA, and pip. What else PCcheck and its tests need, and
 that Python lacks, is installed from --wheels. To fill it on a machine with network, for the GPU
@@ -17,7 +20,8 @@ machine's Python (3.12 on x86-64 here), in the project's root:
         --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
         --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 \\
         setuptools msgpack pyzmq psutil uvloop numpy safetensors \\
-        pytest iniconfig pluggy packaging pygments pytest-timeout hypothesis sortedcontainers
+        pytest iniconfig pluggy packaging pygments pytest-timeout hypothesis sortedcontainers \\
+        pytest-xdist execnet
     pip wheel --no-deps --no-build-isolation -w wheels .
 
 The last line is for a GPU machine without a C compiler or Python headers: the extension keeps to
@@ -54,6 +58,26 @@ NEEDED = {
     "setuptools": 77, "msgpack": 1, "pyzmq": 26, "psutil": 5, "uvloop": 0, "numpy": 1,
     "safetensors": 0, "pytest": 8, "pytest-timeout": 2, "hypothesis": 6,
 }  # fmt: skip
+#: What the design stands on: the stream that waits, what lets it go, what is read and comes back.
+FIRST = (
+    "test_gpu_gate.py::test_the_stream_waits_and_the_cpu_does_not",
+    "test_gpu_gate.py::test_a_stream_is_let_go_at_the_deadline",
+    "test_gpu_gate.py::test_a_dead_daemon_lets_the_stream_go",
+    "test_gpu_gate.py::test_a_manual_gate",
+    "test_gpu_gate.py::test_buffers_may_change_at_once",
+    "test_gpu_resume.py::test_resumed_training_is_the_same",
+    "test_gpu_pull.py::test_restarts_leave_nothing_behind",
+    "test_gpu_pull.py::test_what_changes_between_checkpoints_is_exposed_anew",
+)
+#: At most so many seconds for each part; those of a half fit into --limit-s.
+BUDGETS_S = {
+    "checks": {"requirements": 40, "build": 90, "probe": 110, "first_tests": 100, "tests": 130},
+    "benches": {
+        "requirements": 40, "build": 90, "train_in_memory": 75, "bandwidth": 60, "resume": 60,
+        "train": 145,
+    },
+}  # fmt: skip
+LIMIT_S = 470.0
 GRACE_S = 15.0  # to end after Ctrl-C, daemons included
 RESERVE_S = 30.0  # of a bench, for what it has begun when its budget is used up
 TAIL_CHARACTERS = 4000
@@ -77,7 +101,8 @@ class Check:
         self.document: Document = self.facts() | {"steps": {}}
         self.output: Path = options.output
         self.output.mkdir(parents=True, exist_ok=True)
-        self.stem = self.output / f"gpu-{datetime.date.today().isoformat()}"
+        self.budgets_s = BUDGETS_S[options.half]
+        self.stem = self.output / f"gpu-{datetime.date.today().isoformat()}-{options.half}"
 
     def facts(self) -> Document:
         cpus = Path("/proc/cpuinfo").read_text().splitlines()
@@ -173,41 +198,47 @@ class Check:
         missing = [name for name, oldest in NEEDED.items() if major_of(name) < oldest]
         if missing:
             find = ["--find-links", str(wheels)]
-            self.run("requirements", [*pip, *find, *missing], 60)
-        if self.run("build", [*pip, "--no-build-isolation", str(ROOT)], 120).how == "ok":
+            self.run("requirements", [*pip, *find, *missing], self.budgets_s["requirements"])
+        with_source = [*pip, "--no-build-isolation", str(ROOT)]
+        if self.run("build", with_source, self.budgets_s["build"]).how == "ok":
             return
         for wheel in sorted(wheels.glob("pccheck-*.whl")):
-            self.run("carried wheel", [*pip, str(wheel)], 60)
+            self.run("carried wheel", [*pip, str(wheel)], 30)
 
     def probe(self) -> None:
         result = self.work / "probe.json"
         command = [sys.executable, "bench/gpu/probe.py", "--output", str(result)]
-        self.run("probe", [*command, *(["--small"] if self.options.dry else [])], 150)
+        self.run("probe", [*command, *(["--small"] if self.options.dry else [])],
+                 self.budgets_s["probe"])  # fmt: skip
         self.adopt("probe", result)
         self.document["gpu"] = (
             self.document["probe"].get("steps", {}).get("facts", {}).get("name", "none")
         )
 
+    def first_tests(self) -> None:
+        self.pytest("first_tests", [f"tests/integration/{name}" for name in FIRST])
+
     def tests(self) -> None:
-        result = self.work / "tests.xml"
+        others = [f"--deselect=tests/integration/{name}" for name in FIRST]
+        self.pytest("tests", ["tests/integration", "-k", "gpu", *others])
+
+    def pytest(self, name: str, which: list[str]) -> None:
+        result = self.work / f"{name}.xml"
+        side_by_side = ["-n", "4"] if version_of("pytest-xdist") else []
         self.run(
-            "tests",
-            [sys.executable, "-m", "pytest", "tests/integration", "-k", "gpu",
-             "-p", "no:cacheprovider", f"--junitxml={result}"],
-            110,
+            name,
+            [sys.executable, "-m", "pytest", *which, *side_by_side, "-p", "no:cacheprovider",
+             f"--junitxml={result}"],
+            self.budgets_s[name],
         )  # fmt: skip
-        self.document["tests"] = counts(result)
+        self.document[name] = counts(result)
         self.write()
 
     def bench(
-        self,
-        name: str,
-        limit_s: float,
-        *flags: str,
-        module: str = "",
-        directory: Path | None = None,
+        self, name: str, *flags: str, module: str = "", directory: Path | None = None
     ) -> None:
         """The bench keeps a budget below its limit, so that it ends by itself."""
+        limit_s = self.budgets_s[name]
         result = self.work / f"{name}.json"
         budget_s = max(5.0, min(limit_s, self.left_s()) - RESERVE_S)
         command = [sys.executable, "-m", f"bench.gpu.{module or name}", "--json", str(result)]
@@ -218,20 +249,31 @@ class Check:
         self.adopt(name, result)
 
     def parts(self) -> list[tuple[str, Callable[[], None]]]:
+        if self.options.half == "checks":
+            return [
+                ("build", self.build), ("probe", self.probe), ("first_tests", self.first_tests),
+                ("tests", self.tests),
+            ]  # fmt: skip
         return [
             ("build", self.build),
-            ("probe", self.probe),
-            ("tests", self.tests),
-            ("bandwidth", lambda: self.bench("bandwidth", 100)),
-            ("resume", lambda: self.bench("resume", 75, "--layers", "6", "--batch", "4")),
             ("train_in_memory", self.train_in_memory),
-            ("train", lambda: self.bench("train", 240, "--rounds", "1")),
+            ("bandwidth", lambda: self.bench("bandwidth")),
+            ("resume", lambda: self.bench("resume", "--layers", "6", "--batch", "4")),
+            ("train", lambda: self.bench("train", "--rounds", "1")),
         ]
 
     def train_in_memory(self) -> None:
-        """On tmpfs: what pulling and pushing cost the steps where no disk holds them up."""
-        flags = ("--intervals", "10", "--no-rivals", "--daemon-flags=--allow-any-filesystem")
-        self.bench("train_in_memory", 75, *flags, module="train", directory=Path("/dev/shm"))
+        """On tmpfs: what pulling and pushing cost the steps of a script that reads its loss at
+        every step, where no disk holds them up."""
+        flags = ["--intervals", "10", "--no-rivals", "--look-every", "1"]
+        flags.append("--daemon-flags=--allow-any-filesystem")
+        self.bench("train_in_memory", *flags, module="train", directory=Path("/dev/shm"))
+
+
+def unavailable(wheels: Path) -> list[str]:
+    """What is needed, not installed, and not carried along."""
+    there = {path.name.split("-")[0].replace("_", "-").lower() for path in wheels.glob("*.whl")}
+    return [n for n, oldest in NEEDED.items() if major_of(n) < oldest and n not in there]
 
 
 def version_of(name: str) -> str:
@@ -274,7 +316,8 @@ TELLING = (
                "second_context_mib")),
     ("page", ("stream_write_to_other_cpu_us", "other_cpu_store_to_stream_us",
               "went_on_before_the_store", "pull_gb_s", "pull_while_stream_waits_gb_s")),
-    ("overlap", ("pull_alone_gb_s", "compute_with_pull_ratio", "compute_with_push_ratio",
+    ("overlap", ("imported_address_range", "imported_range_size_bytes", "open_twice",
+                 "pull_alone_gb_s", "compute_with_pull_ratio", "compute_with_push_ratio",
                  "short_with_pull_ratio", "short_with_push_ratio", "memory_with_pull_ratio",
                  "memory_with_push_ratio")),
     ("death", ("idle_first_wrong_s", "copying_first_wrong_s", "idle_back_mib", "copying_back_mib")),
@@ -319,18 +362,21 @@ def probe_lines(document: Document) -> list[str]:
 
 
 def tests_lines(document: Document) -> list[str]:
-    found = document.get("tests", {})
-    if "tests" not in found:
-        return []
-    wrong = found["failures"] + found["errors"]
-    passed = found["tests"] - wrong - found["skipped"]
-    text = f"{passed} passed, {wrong} failed, {found['skipped']} skipped."
-    return ["## Tests", "", text, "", *(f"- {name}" for name in found["wrong"])]
+    lines: list[str] = []
+    for name, title in (("first_tests", "First tests"), ("tests", "Tests")):
+        found = document.get(name, {})
+        if "tests" not in found:
+            continue
+        wrong = found["failures"] + found["errors"]
+        passed = found["tests"] - wrong - found["skipped"]
+        text = f"{passed} passed, {wrong} failed, {found['skipped']} skipped."
+        lines += [f"## {title}", "", text, "", *(f"- {name}" for name in found["wrong"]), ""]
+    return lines
 
 
 def bench_lines(document: Document) -> list[str]:
     lines: list[str] = []
-    for name in ("bandwidth", "resume", "train_in_memory", "train"):
+    for name in ("train_in_memory", "bandwidth", "resume", "train"):
         if name in document:
             cut = ["The bench did not end; see the JSON file for what it had measured."]
             lines += [
@@ -351,8 +397,9 @@ def has_no_gpu() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--half", choices=tuple(BUDGETS_S), default="checks")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels")
-    parser.add_argument("--limit-s", type=float, default=470)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     parser.add_argument("--directory", type=Path, default=ROOT, help="for checkpoints")
     parser.add_argument("--output", type=Path, help="default bench/results")
     parser.add_argument("--only", action="append", default=[], help="parts; build is always run")
@@ -363,6 +410,11 @@ def main() -> int:
         options.output = Path(tempfile.gettempdir()) if options.dry else ROOT / "bench" / "results"
     if not options.dry and has_no_gpu():
         parser.error("there is no GPU here; --dry tries this command without one")
+    if lacking := unavailable(options.wheels):
+        parser.error(
+            f"{', '.join(lacking)}: neither installed nor in {options.wheels}; the head of "
+            "bench/gpu/check.py has the command that fetches them"
+        )
     work = Path(tempfile.mkdtemp(prefix="pcc-gpu-"))
     # Started in the background, this would ignore Ctrl-C, and so would the parts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

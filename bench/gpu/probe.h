@@ -124,6 +124,7 @@ struct note { /* one message between two processes of a step */
     uint64_t bytes;
     double seconds;
     CUipcMemHandle handle;
+    CUresult range, again; /* of imported memory: its length, and the same handle once more */
 };
 void tell(int socket, const struct note *note);
 void hear(int socket,

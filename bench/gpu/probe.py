@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_WARNINGS = "-std=c17 -D_GNU_SOURCE -Wall -Wextra -Wconversion -Wshadow -Wvla -Werror"
+#: Not -Werror: a warning of a compiler that nobody has tried would cost all that is asked.
+_WARNINGS = "-std=c17 -D_GNU_SOURCE -Wall -Wextra -Wconversion -Wshadow -Wvla"
 
 Document = dict[str, Any]
 

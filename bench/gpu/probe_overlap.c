@@ -100,6 +100,12 @@ static void puller(int socket, void *argument)
                               .stop = &shared->stop};
     note.result = cu.ipc_open(&copying.source, note.handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
     if (note.result == CUDA_SUCCESS) {
+        CUdeviceptr base, second;
+        size_t length;
+        note.range = cu.address_range(&base, &length, copying.source);
+        note.again = cu.ipc_open(&second, note.handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+        if (cu.pointer_attribute(&note.bytes, CU_POINTER_ATTRIBUTE_RANGE_SIZE, copying.source))
+            note.bytes = 0;
         copying.host = pinned_segment(copying.host_bytes);
         copying.stream = gpu_stream();
     }
@@ -254,6 +260,9 @@ void step_overlap(void)
         tell(scene.peer.socket, &note);
         hear(scene.peer.socket, &note);
         say_result("open", note.result);
+        say_result("imported_address_range", note.range);
+        say_count("imported_range_size_bytes", (long long)note.bytes); /* 0: refused */
+        say_result("open_twice", note.again);
         scene.has_pull = note.result == CUDA_SUCCESS;
     }
     if (scene.has_pull) {

@@ -2,13 +2,17 @@
 
     python -m bench.gpu.train [--intervals 10,50,5,1] [--rounds 3] [--dtype bf16] [--batch 16]
                               [--no-rivals] [--device cpu --tiny] [--budget-s 180]
-                              [--directory DIR] [--json FILE]
+                              [--look-every 10] [--directory DIR] [--json FILE]
 
 GPT-2 medium is trained without checkpoints and with each contender, with one every f steps: PCcheck
 by pull, by push and with snapshot="device", torch.save + fsync, DCP's async_save at its settings
 for GPUs. Each run begins with a checkpoint, and every checkpoint is followed by f steps. Slowdowns
 are taken against the run without checkpoints of the same round. The first interval gets most
 rounds. What does not fit into the budget is left out and named. On the CPU PCcheck pushes.
+
+The loss is read every --look-every steps, as by a script that logs it: the CPU waits for the GPU
+then, and a copy of four bytes for those that are under way. With 1 a gradient scaler or a check for
+NaN is imitated.
 """
 
 from __future__ import annotations
@@ -33,13 +37,12 @@ from bench.train import RivalSaver
 NONE = "none"
 RIVALS = ("torch.save", DCP)
 WARM_UP_STEPS = 5
-LOOK_EVERY = 10  # steps; a training script that logs its loss waits for the GPU then
 
 Save = Callable[[int], object]
 Row = dict[str, Any]
 
 
-def train(training: Training, steps: int, every: int, save: Save | None) -> float:
+def train(training: Training, steps: int, every: int, save: Save | None, look_every: int) -> float:
     """Seconds for `steps` steps; `save` is called before the first and then every `every`."""
     training.synchronize()
     start_s = time.monotonic()
@@ -47,7 +50,7 @@ def train(training: Training, steps: int, every: int, save: Save | None) -> floa
         if save is not None and step % every == 0:
             save(step)
         loss = training.step(step)
-        if step % LOOK_EVERY == LOOK_EVERY - 1:
+        if step % look_every == look_every - 1:
             loss.item()
     training.synchronize()
     return time.monotonic() - start_s
@@ -67,7 +70,8 @@ class Bench:
         self.failures: list[str] = []
         self.left_out: list[str] = []
         self.warm: set[str] = set()
-        train(self.training, WARM_UP_STEPS, 1, None)
+        self.look_every: int = options.look_every
+        train(self.training, WARM_UP_STEPS, 1, None, self.look_every)
         self.modes = contender.modes(self.training.device)
         self.node = contender.node_of(self.training, directory, options)
         self.rivals = GpuRivals(self.training.state, self.training.device)
@@ -77,7 +81,7 @@ class Bench:
         row: Row = {"contender": name, "every": every, "steps": steps}
         common.settle()
         if name == NONE:
-            row["seconds"] = train(self.training, steps, every, None)
+            row["seconds"] = train(self.training, steps, every, None, self.look_every)
         elif name in RIVALS:
             row["seconds"] = self.run_rival(name, steps, every)
         else:
@@ -85,7 +89,9 @@ class Bench:
             row["durable_s"] = self.node.save().durable_s  # registers, and makes the volume
             self.node.handles.clear()
             row["chosen"] = self.node.chosen()
-            row["seconds"] = train(self.training, steps, every, lambda step: self.node.start_save())
+            row["seconds"] = train(
+                self.training, steps, every, lambda step: self.node.start_save(), self.look_every
+            )
             self.node.leave()
             row["endings"] = self.node.endings()
         return row
@@ -97,7 +103,7 @@ class Bench:
                 saver(0)  # makes what it keeps
                 saver.finish()
                 self.warm.add(name)
-            return train(self.training, steps, every, saver)
+            return train(self.training, steps, every, saver, self.look_every)
         finally:
             self.rivals.wait()
             saver.close()
@@ -201,6 +207,7 @@ def main() -> int:
         "--intervals", type=lambda t: [int(n) for n in t.split(",")], default=[10, 50, 5, 1]
     )
     parser.add_argument("--rounds", type=int, default=3, help="of the first interval")
+    parser.add_argument("--look-every", type=int, default=10, help="steps between losses read")
     parser.add_argument("--no-rivals", action="store_true")
     options = contender.begin(parser)
     report = Report("train", options)

@@ -20,6 +20,7 @@ from pccheck_wire.errors import (
     StateMismatchError,
     StorageFullError,
     StoreLockedError,
+    TornStateError,
     UnreadableError,
     UnsupportedStateError,
     UsageError,
@@ -27,8 +28,11 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import CheckpointState
 
+from .attaching import Stateful
 from .checkpointer import PCcheckClient
-from .handle import Checkpoint, Durable
+from .handle import Checkpoint
+from .in_flight import Durable
+from .recovering import Saved
 from .restore import Found, RestoreResult
 from .rng import capture_rng, restore_rng
 from .version import __version__
@@ -51,9 +55,12 @@ __all__ = [
     "ProtocolError",
     "RefusedError",
     "RestoreResult",
+    "Saved",
     "StateMismatchError",
+    "Stateful",
     "StorageFullError",
     "StoreLockedError",
+    "TornStateError",
     "UnreadableError",
     "UnsupportedStateError",
     "UsageError",

@@ -13,23 +13,24 @@ from pccheck_wire import tree
 from pccheck_wire.errors import (
     CheckpointFailedError,
     PccheckError,
-    StateMismatchError,
+    TornStateError,
     UnsupportedStateError,
     UsageError,
 )
-from pccheck_wire.messages import CheckpointState, Opened, Skipped
+from pccheck_wire.messages import CheckpointState, Pin
 
 from . import lifetime
 from .alone import Alone
 from .arguments import Options, check_step, metadata_node
+from .attaching import Stateful
 from .autostart import PrivateDaemon, private_daemon
 from .exposure import NoStagingError
 from .handle import Checkpoint
-from .inplace import Placement
+from .in_flight import InFlight
 from .naming import identify
-from .plan import RNG
 from .planner import Planner
-from .restore import Found, RestoreResult, payload_loader, read_newest, whole_state
+from .recovering import LIST_LIMIT_S, Recovery, Saved
+from .restore import Found, RestoreResult
 from .saver import Saver
 from .session import Session
 from .steps import steps_of
@@ -44,8 +45,9 @@ class PCcheckClient:
     """Checkpoints of one rank of one job, by the daemon of this node.
 
     Args:
-        job: name of the training run; default PCCHECK_JOB, else the script's name. The checkpoints
-            are kept under (uid, job, rank).
+        job: name of the training run; default PCCHECK_JOB, else the script's name, which goes on
+            only from what the same command saved in the same directory. Notebooks have to name it.
+            The checkpoints are kept under (uid, job, rank).
         rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
         socket: the daemon's; default PCCHECK_SOCKET, else where a pccheckd listens by default.
         transfer: how GPU tensors reach the daemon. "pull": it copies them out of this process's
@@ -58,7 +60,8 @@ class PCcheckClient:
             "blocking": before `checkpoint()` returns; slow, but nothing competes with training.
         gate: "auto": an attached optimizer's step waits for the copy (on GPUs its stream does).
             "manual": the script calls `gate()` before every update, and before every replay of a
-            CUDA graph with one. Without either `checkpoint()` returns when copied.
+            CUDA graph with one; so state of attached wrappers, too, is read in the background.
+            Without either `checkpoint()` returns when copied.
         on_busy: "wait" for a free slot (up to `stall_limit_s`), or "skip" the checkpoint.
         on_error: "warn" once and train on, or "raise".
         stall_limit_s: the longest that anything here holds training up.
@@ -71,7 +74,8 @@ class PCcheckClient:
             unless that runs; PCCHECK_SOCKET is not asked.
 
     Everything but waiting on handles is meant for one thread, the one that trains. In a forked
-    child (a data loader's worker) a client does nothing. A signal handler had better set a flag: a
+    child (a data loader's worker) a client does nothing. Another client of the same process for the
+    same job and rank closes this one. A signal handler had better set a flag: a
     checkpoint in the middle of a step, or of another call, is skipped.
     """
 
@@ -103,19 +107,25 @@ class PCcheckClient:
                 "solo=True and replicated=True exclude each other",
                 hint="solo=True: one rank saves; replicated=True: every rank saves a part",
             )
-        self._replicated = replicated
+        self._fresh, self._replicated = fresh, replicated
         self._planner = Planner(
             self._options, identity.rank, identity.world_size if replicated else 0
         )
         self._step = 0
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
         if fresh:
-            self._steps.restored()  # from nothing
-        self._torn = ""  # what is wrong with the attached state after a restore that broke off
-        self._closed = False
+            self._steps.fresh()
+        self._took_one = False  # a snapshot of this client's state could be taken
+        self._closed = self._done = False
         self._warner = Warner()
         self._alone = Alone(self._planner.hooks, self._warner)
         self._private: PrivateDaemon | None = None
+        if storage is not None and not autostart:
+            raise UsageError(
+                "storage= is the directory of a private daemon, which needs autostart=True",
+                hint="add autostart=True, or leave storage= out: the daemon of this node has its "
+                "own directory",
+            )
         if autostart:
             self._private = private_daemon(storage, socket)
         self._session = Session(
@@ -123,6 +133,10 @@ class PCcheckClient:
             fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
         )  # fmt: skip
         self._saver = Saver(self._session, self._warner, self._options)
+        self._recovery = Recovery(
+            self._session, self._planner, self._steps, self._warner, replicated=replicated
+        )
+        self.place = identity.job, identity.rank, str(self._session.path)
         lifetime.watch(self)
         self._first_connect()
 
@@ -149,20 +163,28 @@ class PCcheckClient:
         *,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Any = None,
-        loader: Any = None,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
         rng: bool = False,
-        **more: Any,
+        **more: Stateful | dict[Any, Any],
     ) -> None:
         """Says what a checkpoint consists of: modules, optimizers, anything with `state_dict` and
-        `load_state_dict`, and with rng=True the generators of Python, NumPy and torch.
+        `load_state_dict`, dicts of plain values, which are restored in place, and with rng=True the
+        generators of Python, NumPy and torch. What torch.compile, DistributedDataParallel or
+        Accelerate wrapped is attached without the wrapper.
 
-        With gate="auto" the step of every attached optimizer waits until a snapshot was read.
+        With gate="auto" the step of every attached optimizer waits until a snapshot was read, once
+        each of them was seen to step. Whatever else changes tensors (a decay by hand, an average
+        that is swapped in or follows) calls `gate()` before it does: a change that comes before the
+        snapshot was read fails that checkpoint, with one warning, and later ones are waited for.
+        torch counts such changes; those through `.data`, NumPy and some fused kernels it does not,
+        and then the checkpoint is torn. Frozen parameters are read in the background, too.
         Between `checkpoint()` and that step tensors may be replaced, but their storages not
         resized, which would free memory under the copy; call `gate()` before. GPU memory that was
         part of a checkpoint is kept until the next one, or `close()`. Attach before a CUDA graph
         with the step is recorded, or say gate="manual". A name that is attached again is replaced.
-        Raises UsageError.
+        Raises UsageError for what has no state, or whose state_dict() fails, which is tried now;
+        UnsupportedStateError by path for a value that cannot be stored.
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
@@ -171,6 +193,10 @@ class PCcheckClient:
             self._planner.attach(things, rng=rng)
             if self._options.gate == "auto":
                 self._planner.hooks.put(self._before_step, self._planner.attached.values())
+            connection = self._session.current()
+            if connection is not None and self._planner.on_gpu():
+                # The daemon's context takes its GPU memory now, not when torch has taken the rest.
+                self._expose(connection, self._step)
 
     def gate(self) -> None:
         """Call it before changing what a checkpoint may still be reading (gate="manual"), and
@@ -203,57 +229,85 @@ class PCcheckClient:
             self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
-        self, state: Any = None, *, step: int | None = None, metadata: Any = None
+        self, state: object = None, *, step: int | None = None, metadata: object = None
     ) -> Checkpoint:
         """Takes a snapshot of the attached state, or of `state`: a dict, list or nested state.
 
         Returns at once when a gate holds the next update back, else when the copy is complete. The
         tensors may be changed after `gate()` or an attached optimizer's step let go; module buffers
-        and all that no gate guards are copied before this returns, on a GPU in order with what its
-        current stream does. What is saved of a GPU is what work enqueued there so far makes.
+        and parameters that no attached optimizer trains, unless they are frozen, are copied before
+        this returns, on a GPU in order with what its current stream does. What is saved of a GPU is
+        what work enqueued there so far makes.
 
         Args:
-            step: recorded with the checkpoint; default one more than the last one's, or than the
-                restored one's; 1 for the first.
-            metadata: JSON-like values, shown by pccheckctl and returned by recover().
+            step: the training step that was just made, recorded with the checkpoint; needed for
+                attached state. For a `state` the default is one more than the last one's; 1 for
+                the first.
+            metadata: what a logger gets: numbers, text, dicts, lists; by value. pccheckctl shows
+                it, and it is `restore().metadata` later.
 
-        Raises UnsupportedStateError for what cannot be stored, by its path; UsageError while a CUDA
-        graph is recorded; with on_error="raise" also what the daemon, the storage and a GPU failed
-        at, be it with one before. Otherwise the handle says so.
+        Raises UsageError for a call that cannot be right: without a step, while a CUDA graph is
+        recorded, after close(); UnsupportedStateError by path for what cannot be stored, unless an
+        earlier checkpoint of this client could be. With on_error="raise" also what the daemon, the
+        storage and a GPU failed at, be it with one before. Otherwise the handle says so.
         """
         if self._inert():
-            return Checkpoint.ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
+            return _ended(step or 0, CheckpointState.SKIPPED, "in a forked process")
         with self._lock:
-            number, closed = self._step + 1 if step is None else check_step(step), self._closed
+            number, closed = self._numbered(state, step), self._closed
             self._steps.called(number)
             try:
                 self._alone.require()
                 with self._alone.call():
                     made = self._checkpoint(state, number, metadata)
-            except UnsupportedStateError:
-                raise
             except (PccheckError, OSError, ValueError) as error:
+                if isinstance(error, UnsupportedStateError) and not self._took_one:
+                    raise
                 self._step = number
                 if self._closed and not closed:  # by a signal handler, under our feet
-                    return self._failed(number, CheckpointFailedError("it was closed meanwhile"))
+                    closing = CheckpointFailedError("the client was closed during the call")
+                    return self._failed(number, closing)
                 if isinstance(error, ValueError):
                     raise
                 return self._failed(number, error)
             self._step = number
         if self._options.raises and made.state is CheckpointState.FAILED:
             raise CheckpointFailedError(f"the checkpoint of step {number} failed: {made.reason}")
-        return made
+        return Checkpoint(made)
 
-    def _checkpoint(self, state: Any, step: int, metadata: Any) -> Checkpoint:
-        if self._closed:
-            raise UsageError("the client is closed")
-        if self._torn:
-            raise CheckpointFailedError(self._torn, hint="restore() again, or restart")
+    def _numbered(self, state: object, step: int | None) -> int:
+        """The step of a call. Raises UsageError."""
+        if step is None and state is None and self._planner.attached:
+            raise UsageError(
+                "checkpoint() of attached state needs the step that it is of",
+                hint="checkpoint(step=step), with the number of the training step just made: "
+                "restore() gives it back, and the loop goes on behind it",
+            )
+        if isinstance(state, (bool, int, float, complex, str, bytes)):
+            raise UsageError(
+                f"checkpoint({state!r}): a {type(state).__name__} is no state",
+                hint="checkpoint(step=...) saves what is attached; a state is a tensor, or a dict "
+                "or list with tensors in it",
+            )
+        number = self._step + 1 if step is None else check_step(step)
+        if number < self._steps.last:
+            self._warner.once(
+                "back",
+                f"checkpoint(step={number}) after step {self._steps.last}: steps go back without a "
+                "restore(). restore() gives the checkpoint that was saved last, whatever its step.",
+            )
+        return number
+
+    def _checkpoint(self, state: object, step: int, metadata: object) -> InFlight:
+        self._require_open()
+        if self._recovery.torn:
+            raise TornStateError(self._recovery.torn, hint="restore() again, or restart")
         if self._saver.capturing():
             raise UsageError(
                 "a CUDA graph is being captured", hint="call checkpoint() outside of it"
             )
         connection = self._saver.ready()
+        self._planner.look_for_room()
         self._session.warn_if_unrestored()
         node = metadata_node(metadata)
         try:
@@ -261,132 +315,147 @@ class PCcheckClient:
         except NoStagingError as error:
             self._warner.once(
                 "staging",
-                f"{error.message}: from now on checkpoint() returns when they were read. "
-                'With gate="manual" frozen parameters need no copy on the GPU.',
+                f"{error.message}. checkpoint() now waits until the GPU tensors were read"
+                + ("; the copy on the GPU is tried again later" if error.retryable else ""),
             )
-            self._planner.plain = True
+            self._planner.no_room(for_good=not error.retryable)
             return self._submit(connection, state, step, node)
 
     def _submit(
-        self, connection: Connection, state: Any, step: int, metadata: tree.Node
-    ) -> Checkpoint:
+        self, connection: Connection, state: object, step: int, metadata: tree.Node
+    ) -> InFlight:
         snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
+        self._took_one = True
         return self._saver.submit(connection, step, snapshot, self._steps)
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
         """Trouble with daemon or storage: an exception or one warning, as the user chose."""
         if self._options.raises or isinstance(error, UsageError):
             raise error
-        busy = isinstance(error, CheckpointFailedError)
-        torn = bool(self._torn) and self._torn in str(error)
-        if not busy and self._session.current() is not None:
+        torn = isinstance(error, TornStateError)
+        busy = isinstance(error, CheckpointFailedError) and not torn
+        if torn:
+            self._warner.once("torn", str(error))
+        elif not busy and self._session.current() is not None:
             self._saver.tell_failed(step, str(error))
-        elif torn:
-            self._warner.once("torn", self._torn)
         elif not busy:
             self._session.complain()
+        if self._private is not None and self._session.current() is None:
+            self._private.ensure_later()
         LOG.debug("step %d: %s", step, error)
-        state = CheckpointState.SKIPPED if busy and not torn else CheckpointState.FAILED
-        return Checkpoint.ended(step, state, str(error))
+        state = CheckpointState.SKIPPED if busy else CheckpointState.FAILED
+        if state is CheckpointState.FAILED:
+            self._session.untold += 1
+        return _ended(step, state, str(error))
 
-    def restore(self) -> RestoreResult:
-        """Puts the newest valid checkpoint in place into what was attached, tensors directly, on
-        whichever device they lie now. Optimizer state that is not there yet is made beside its
-        parameter, unless it was kept off the GPU then. What has a load_state_dict of its own gets
-        CPU tensors.
+    def restore(self, step: int | None = None, *, strict_optimizer: bool = True) -> RestoreResult:
+        """Puts the newest valid checkpoint, or that of `step`, in place into what was attached,
+        tensors directly, on whichever device they lie now. Optimizer state that is not there yet is
+        made beside its parameter, unless it was kept off the GPU then. What has a load_state_dict
+        of its own gets CPU tensors.
+
+        Args:
+            step: one of `steps()`, to go back to. With several ranks all of them name it. Newer
+                checkpoints stay until they are replaced; until this run has saved one of its own, a
+                restart still gets the newest.
+            strict_optimizer: False puts the state of an optimizer of another class, or with options
+                that the attached one does not have, into the attached one.
 
         Returns what it did; a falsy result only when the volume was read and holds nothing.
-        Raises DaemonUnreachableError and the like when that is not known,
-        StateMismatchError by path when the checkpoint does not fit (nothing is changed
-        then), DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid.
+        Raises DaemonUnreachableError and the like when that is not known, UsageError with
+        fresh=True before this run has saved, and when the job has no name but the script's and
+        another command saved, StateMismatchError by path when the checkpoint does not fit,
+        DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid. Nothing is
+        changed then, unless the load_state_dict() of an attached
+        thing refused: others of that kind may have changed, tensors only if that state has some;
+        restore() again, or restart. Generators are set once more when what is attached as
+        `loader` has made its next iterator, which draws.
         """
         if not self._planner.attached:
             raise UsageError("restore() has nothing to restore into", hint="call attach() first")
+        if self._fresh and not self._took_one:
+            raise UsageError(
+                "fresh=True says that this run begins without the job's checkpoints, and restore() "
+                "reads one",
+                hint="leave fresh=True out to go on, or restore() to begin again",
+            )
+        step = None if step is None else check_step(step)
         with self._lock, self._alone.call():
             connection = self._connection()
-
-            def use(opened: Opened, described: tree.Tree) -> bool:
-                self._require_whole(opened, described)
-                placement = Placement(described, self._planner.attached, self._left(opened))
-                self._torn = (
-                    f"the attached state is a mix, because restoring step {opened.step} broke off"
-                )
-                placement.load(payload_loader(connection, opened))
-                self._torn = ""
-                return placement.on_gpu
-
-            found = read_newest(connection, None, use, replicated=self._replicated)
-            self._planner.forget()
-            if isinstance(found, list):
-                self._session.took_over(connection, 0)
-                self._steps.restored()
-                return RestoreResult(skipped=found)
-            opened, described, on_gpu, skipped = found
-            self._took_over(connection, opened, skipped)
-            if on_gpu:
-                self._expose(connection, opened.step)
-            self._session.announce(connection, opened.payload_bytes)
-            return RestoreResult(
-                opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
+            result, on_gpu, payload_bytes = self._recovery.restore(
+                connection, step, strict_optimizer=strict_optimizer
             )
+            if result:
+                self._step = max(0, result.step)
+                if on_gpu:
+                    self._expose(connection, result.step)
+                self._session.announce(connection, payload_bytes)
+            return result
 
     def recover(self, step: int | None = None) -> Found:
         """The newest valid checkpoint, or that of `step`, as the structure that went in, with all
         tensors on the CPU.
 
         Falsy when the volume was read and holds nothing. Without `step` it counts as restored: the
-        newest checkpoint of the run before need not be protected any longer.
+        newest checkpoint of the run before need not be protected any longer. With `step` it is only
+        looked at: see `adopt`. Raises as `restore` does.
         """
-        if step is not None:
-            step = check_step(step)
+        step = None if step is None else check_step(step)
         with self._lock, self._alone.call():
-            connection = self._connection()
-            found = read_newest(
-                connection, step, whole_state(connection), replicated=self._replicated
-            )
-            if isinstance(found, list):
-                return Found(skipped=found)
-            opened, described, state, skipped = found
-            self._require_whole(opened, described)
-            if step is None:
-                self._took_over(connection, opened, skipped)
-            return Found(
-                opened.step, opened.sequence, opened.source, skipped,
-                tree.plain(described.metadata), state,
-            )  # fmt: skip
+            found = self._recovery.recover(self._connection(), step)
+            if found and step is None:
+                self._step = max(0, found.step)
+            return found
 
-    def _require_whole(self, opened: Opened, described: tree.Tree) -> None:
-        """Raises StateMismatchError for a part of a sharded state in a world of another size."""
-        size = self._session.identity.world_size
-        if opened.world_size not in (1, size) and not described.shared() and self._replicated:
-            raise StateMismatchError(
-                f"step {opened.step} was saved by {opened.world_size} ranks without "
-                f"replicated=True, each its own state; this start has {size}",
-                hint=f"start the job with {opened.world_size} ranks, or use fresh=True to begin "
-                "without the checkpoint",
-            )
+    def adopt(self) -> None:
+        """Says that this run has what it begins from, by recover(step), an export or another tool:
+        what there is counts as restored. Otherwise the newest checkpoint of the run before is
+        protected until restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
+        with self._lock, self._alone.call():
+            self._recovery.adopt(self._connection())
 
-    def _left(self, opened: Opened) -> frozenset[str]:
-        """What is not restored on a rank that was not there when it was saved: it would draw the
-        same random numbers, and the same batches, as the rank whose copy it gets."""
-        rank = self._session.identity.rank
-        if opened.rank in (None, rank):
-            return frozenset()
-        left = frozenset((RNG, "loader")) & self._planner.attached.keys()
-        if left:
-            self._warner.once(
-                "left",
-                f"rank {rank} did not save step {opened.step} (world size {opened.world_size}): "
-                f"{' and '.join(sorted(left))} of this rank were not restored and go on as this "
-                "start made them",
-            )
-        return left
+    def steps(self) -> list[Saved]:
+        """What `restore(step=...)` can give back, newest first: with several ranks what all of them
+        have. Raises DaemonUnreachableError and the like."""
+        with self._lock:
+            self._require_open()
+            return self._recovery.saved(self._session.require())
 
-    def _connection(self) -> Connection:
+    def pin(self, step: int) -> None:
+        """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
+        until `unpin(step)`, over restarts too; `pccheckctl drop` and --expire-finished still remove
+        it with its job. Each takes a slot. Any thread may call it, and every rank.
+
+        Raises NoCheckpointError when it is not durable (on all ranks) yet, or not any more;
+        RefusedError with the numbers when too few slots would be left.
+        """
+        self._pin(Pin(check_step(step)))
+
+    def unpin(self, step: int) -> None:
+        """The checkpoint of `step` goes like any other, when newer ones need its slot. Does nothing
+        when it is not pinned."""
+        self._pin(Pin(check_step(step), pinned=False))
+
+    def _pin(self, body: Pin) -> None:
+        self._require_open()
+        connection = self._session.current()
+        if connection is None:
+            with self._lock:
+                connection = self._session.require()
+        connection.request(body, timeout_s=LIST_LIMIT_S)
+
+    def _require_open(self) -> None:
+        """Raises UsageError."""
         if self._inert():
             raise UsageError("this client belongs to the parent process", hint="make one here")
         if self._closed:
-            raise UsageError("the client is closed")
+            raise UsageError(
+                "the client is closed",
+                hint="by close(), the end of its with block, or a newer client for the same job",
+            )
+
+    def _connection(self) -> Connection:
+        self._require_open()
         self._saver.gate(on_cpu=True)  # nothing may still be reading what is written now
         if self._session.current() is None:
             self._saver.leave()
@@ -402,22 +471,18 @@ class PCcheckClient:
         except (PccheckError, OSError) as error:
             LOG.debug("ahead of the first checkpoint: %s", error)
 
-    def _took_over(self, connection: Connection, opened: Opened, skipped: list[Skipped]) -> None:
-        self._session.took_over(connection, opened.sequence)
-        self._steps.restored()
-        self._step = max(0, opened.step)
-        for item in skipped:
-            if item.sequence:
-                self._warner.once(
-                    f"damaged {item.sequence}",
-                    f"the checkpoint of step {item.step} was passed over: {item.reason}; "
-                    f"step {opened.step} is used",
-                )
-
     def close(self, *, done: bool = False) -> None:
         """Waits until what is in flight is durable (at most a minute) and says goodbye. With `done`
-        the job is finished: its volume is trimmed to the newest checkpoint."""
-        if self._inert() or self._closed:
+        the job is finished: its volume is trimmed to the newest checkpoint and pinned ones.
+
+        `close(done=True)` after the with block, or after `close()`, connects again to say so, and
+        raises when the daemon cannot be told.
+        """
+        if self._inert():
+            return
+        if self._closed:
+            if done and not self._done:
+                self._finish()
             return
         with self._lock, self._alone.call():
             self._closed = True
@@ -426,16 +491,29 @@ class PCcheckClient:
             try:
                 self._saver.gate(on_cpu=True)
                 self._saver.drain(DRAIN_LIMIT_S)
-                self._session.say_goodbye(done)
+                self._done = self._session.say_goodbye(done) and done
             except PccheckError as error:
                 if self._options.raises:
                     raise
-                LOG.warning("close: %s", error)
+                LOG.warning("PCcheck: close: %s", error)
             finally:  # Ctrl-C ends the waiting, and the session all the same
-                self._saver.leave()
-                self._session.close()
+                self._leave()
+
+    def _finish(self) -> None:
+        with self._lock, self._alone.call():
+            try:
                 if self._private is not None:
-                    self._private.release()
+                    self._private.ensure()
+                self._session.require()
+                self._done = self._session.say_goodbye(True)
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._saver.leave()
+        self._session.close()
+        if self._private is not None:
+            self._private.release()
 
     def _inert(self) -> bool:
         return os.getpid() != self._pid
@@ -449,3 +527,8 @@ class PCcheckClient:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _ended(step: int, state: CheckpointState, reason: str) -> Checkpoint:
+    """One that never reached the daemon."""
+    return Checkpoint(InFlight.ended(step, state, reason))

@@ -30,6 +30,13 @@ def synchronize(device: int) -> None:
     torch.cuda.synchronize(device)
 
 
+def empty_cache(device: int) -> None:
+    """Torch gives back what its allocator keeps of the GPU's memory and does not use. What the GPU
+    has been told to do is done on return."""
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+
+
 def capturing() -> bool:
     """Whether this thread records a CUDA graph on its current stream."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -1,15 +1,20 @@
 """How GPU tensors reach the daemon: pulled by it out of an exposure of ours, or pushed.
 
-Pull is tried first, once per connection. What the daemon can pull from is told anew when addresses,
-or the memory behind them, have changed, and after a pulled copy that failed. One refusal, for
-whatever reason, and this connection pushes. (A daemon whose driver fails copy after copy refuses.)
+Pull is tried first. What the daemon can pull from is told anew when addresses, or the memory
+behind them, have changed, and after a pulled copy that failed. (A daemon whose driver fails copy
+after copy refuses.) After a refusal this connection pushes. When the reason may pass, as a GPU that
+is full or a driver that is late, pull is tried again after ten checkpoints, then after twenty, and
+so on. When memory is short, torch's allocator is first asked to give back what it does not use.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import errno
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from pccheck_native import Link, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
@@ -22,6 +27,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Chose, Expose
 
 from . import devices
+from .again import Again
 from .extents import DevicePart
 from .transport import Connection
 from .warn import LOG
@@ -30,6 +36,7 @@ from .warn import LOG
 STAGING_BYTES_MAX = 512 << 20
 #: Of a reason, as the daemon takes it.
 REASON_LENGTH_MAX = 200
+_T = TypeVar("_T")
 _TOO_MANY = (
     "the state lies in more than 262144 separate pieces of GPU memory, or in more than 16384 "
     "allocations; larger tensors, or flat ones, would be pulled"
@@ -67,6 +74,8 @@ class _Tie:
 
     connection: Connection
     refused: str  # why this connection pushes; "" while it pulls
+    for_good: bool  # no later try on this connection will end in another way
+    again: Again = field(default_factory=Again)
     opened: set[int] = field(default_factory=set)
     map: int = 0
     ranges: bytes = b""  # what is exposed; b"" when nothing is, or that is not certain
@@ -95,6 +104,8 @@ class Exposure:
         answer.
         """
         tie = self._tie_to(connection)
+        if tie.refused and not (tie.for_good or queued) and tie.again.due():
+            tie.refused = ""
         try:
             self._open(tie, part)
             staging = _staging(connection.link, part)
@@ -117,7 +128,7 @@ class Exposure:
             tie.staging = staging
         if not (tie.refused or fits) and self._transfer == "pull":
             raise DeviceError(
-                'transfer="pull" cannot be had: tensors were replaced while a checkpoint before '
+                'transfer="pull" is not available: tensors were replaced while a checkpoint before '
                 "waits for a slot", hint='use transfer="auto", or more --slots',
             )  # fmt: skip
         return Handover(part, ranges, 0 if tie.refused or not fits else tie.map)
@@ -155,7 +166,11 @@ class Exposure:
 
     def _tie_to(self, connection: Connection) -> _Tie:
         if self._tie is None or self._tie.connection is not connection:
-            self._tie = _Tie(connection, self._known_obstacle(connection))
+            welcome = connection.welcome
+            later = self._transfer != "push" and welcome.transfer_later
+            self._tie = _Tie(connection, self._known_obstacle(connection), not later)
+            if self._tie.refused:
+                self._tie.again.refused()
         return self._tie
 
     def _known_obstacle(self, connection: Connection) -> str:
@@ -172,33 +187,37 @@ class Exposure:
                 continue
             reason = tie.connection.link.device_open(device)
             tie.opened.add(device)
-            if reason and not tie.refused:
-                tie.refused = f"GPU {device}: {reason}"
+            if reason:
+                tie.refused, tie.for_good = tie.refused or f"GPU {device}: {reason}", True
 
     def _expose(self, tie: _Tie, part: DevicePart, ranges: bytes) -> None:
         connection = tie.connection
         tie.ranges = b""
-        tie.map += 1
         before, tie.kept = tie.kept, [tie.kept, part.owners]
         try:
-            data = connection.link.expose(ranges, part.nbytes)
+            data = _with_room(lambda: connection.link.expose(ranges, part.nbytes), part)
         except (NativeError, OSError) as error:  # no handle, or no room for the probe
             too_many = isinstance(error, NativeError) and error.code_name == "TOO_LARGE"
-            tie.refused = _TOO_MANY if too_many else str(error)
+            _refuse(tie, _TOO_MANY if too_many else str(error), isinstance(error, NativeError))
             tie.kept = before  # what the daemon was told of stays
             return
         try:
-            for message in _messages(tie.map, data):
-                if message.more:
-                    connection.post(message)  # the last one's answer is that of all
-                else:
-                    connection.request(message, timeout_s=self._stall_limit_s)
+            _with_room(lambda: self._send(tie, data), part)
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
-            tie.refused, tie.kept = error.message, []
+            _refuse(tie, error.message, not error.retryable)
+            tie.kept = []
         else:
             tie.ranges, tie.kept = ranges, part.owners
+
+    def _send(self, tie: _Tie, data: bytes) -> None:
+        tie.map += 1
+        for message in _messages(tie.map, data):
+            if message.more:
+                tie.connection.post(message)  # the last one's answer is that of all
+            else:
+                tie.connection.request(message, timeout_s=self._stall_limit_s)
 
     def _withdraw(self, tie: _Tie) -> None:
         """Nothing is pulled any more: the daemon lets go of the memory, and then so do we."""
@@ -223,8 +242,25 @@ class Exposure:
             tie.refused = self._known_obstacle(tie.connection)
             tie.opened.clear()  # what a GPU lacks is said again
             raise DeviceError(
-                f'transfer="pull" cannot be had: {reason}', hint='use transfer="auto"'
+                f'transfer="pull" is not available: {reason}', hint='use transfer="auto"'
             )
+
+
+def _refuse(tie: _Tie, reason: str, for_good: bool) -> None:
+    tie.refused, tie.for_good = reason, for_good
+    tie.again.refused()
+
+
+def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:
+    """Does it, and once more when GPU memory is short and torch could give some back."""
+    try:
+        return work()
+    except (MemoryError, OSError, DeviceError) as error:  # the last one: the daemon has no room
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+    for device in part.devices:
+        devices.empty_cache(device)
+    return work()
 
 
 def _staging(link: Link, part: DevicePart) -> dict[int, int]:
@@ -237,10 +273,10 @@ def _staging(link: Link, part: DevicePart) -> dict[int, int]:
                 f"the {STAGING_BYTES_MAX >> 20} MiB that are copied on the GPU first"
             )
         try:
-            made[device] = link.staging(device, nbytes)
+            made[device] = _with_room(partial(link.staging, device, nbytes), part)
         except MemoryError as error:
             raise NoStagingError(
-                f"GPU {device} has no {nbytes >> 20} MiB for a copy on the device"
+                f"GPU {device} has no {nbytes >> 20} MiB for a copy on the device", retryable=True
             ) from error
     return made
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from pccheck_wire.tree import ITEM_BYTES
@@ -26,8 +28,8 @@ EXTENT_ALIGN = 64
 #: Closer than this, extents on a GPU keep their distance in the payload (PCC_EXPOSED_GAP_MAX):
 #: torch rounds every tensor up to it, and a copy for each of many small ones takes far longer.
 GAP_MAX = 512
-#: So much host memory beside GPU tensors (counters of optimizers, say) is copied at once, so that
-#: no gate has to wait for it on the CPU.
+#: So much host memory beside GPU tensors (counters of optimizers, say), or of what is asked for its
+#: state every time, is copied at once, so that no gate has to wait for it on the CPU.
 INLINE_BYTES_MAX = 256 << 10
 
 
@@ -44,6 +46,8 @@ class View:
     volatile: bool = False
     device: int = HOST  # CUDA ordinal of the GPU that the memory is on
     shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
+    tensor: torch.Tensor | None = None  # whose in-place changes torch counts
+    loose: str = ""  # read in place as a frozen parameter of the attached thing of that name
 
 
 class Range(NamedTuple):
@@ -150,12 +154,20 @@ class Layout:
     device: DevicePart | None = None
     end: int = 0
 
-    def packed(self) -> tuple[bytes, bytes]:
-        """Host ranges that are read later, and those that are copied at once."""
+    @property
+    def is_small(self) -> bool:
+        """Whether so little host memory is gated that it is copied at once where that helps."""
+        return sum(item.nbytes for item in self.gated) <= INLINE_BYTES_MAX
+
+    @property
+    def inline(self) -> bool:
+        """Whether no host memory is to be read later, because that of GPUs is."""
+        return self.device is not None and self.is_small
+
+    def packed(self, *, inline: bool) -> tuple[bytes, bytes]:
+        """Host ranges that are read later, and those that are copied at once: all if `inline`."""
         gated, volatile = pack(self.gated), pack(self.volatile)
-        if self.device and sum(item.nbytes for item in self.gated) <= INLINE_BYTES_MAX:
-            return b"", gated + volatile
-        return gated, volatile
+        return (b"", gated + volatile) if inline else (gated, volatile)
 
 
 class _Group(NamedTuple):
@@ -251,10 +263,15 @@ def _groups(views: list[tuple[int, View]]) -> list[_Group]:
             groups.append([item])
         end = max(end, view.address + view.nbytes)
         storage = view.storage
-    return [
-        _Group(any(v.volatile for _, v in group), min(i for i, _ in group), [v for _, v in group])
-        for group in groups
-    ]
+    return [_group(group) for group in groups]
+
+
+def _group(items: list[tuple[int, View]]) -> _Group:
+    views = [view for _, view in items]
+    volatile = any(view.volatile for view in views)
+    for view in views:
+        view.volatile = volatile
+    return _Group(volatile, min(at for at, _ in items), views)
 
 
 def _gap(placed: list[Range], group: _Group) -> int:

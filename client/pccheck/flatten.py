@@ -108,9 +108,10 @@ class Flattener:
             storage = value.untyped_storage()
             self.views.append(
                 View(
-                    path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage, device=device
+                    path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage,
+                    device=device, tensor=value,
                 )
-            )
+            )  # fmt: skip
         return node
 
     def array(self, value: Any, path: str) -> Node:

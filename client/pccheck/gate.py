@@ -12,24 +12,31 @@ from pccheck_wire.messages import CheckpointState, Describe
 
 from . import devices
 from .extents import DevicePart
-from .handle import TIMED_OUT, Checkpoint, let_go
+from .in_flight import TIMED_OUT, InFlight, let_go
 from .transport import Connection
+from .unchanged import Verdict
 
 _BACKOFF_DOUBLINGS_MAX = 6
 
 
 @dataclass(slots=True)
 class _Pending:
-    checkpoint: Checkpoint
+    checkpoint: InFlight
     connection: Connection
     owners: list[object]  # keeps the memory that is being read
     host: bool  # host memory is read in the background
     part: DevicePart | None
+    verdict: Verdict | None
     held: set[tuple[int, int]] = field(default_factory=set)  # (GPU, stream) that will wait
 
     @property
     def devices(self) -> tuple[int, ...]:
         return self.part.devices if self.part else ()
+
+    def judge(self) -> None:
+        """The thread that trains is in here, and comes out when changes are held back."""
+        if self.verdict is not None:
+            self.verdict.give()
 
     def read(self) -> bool:
         """Whether the source was read, or never will be. Asks the link, even of an abandoned one:
@@ -102,7 +109,7 @@ class Gate:
     """Snapshots whose source is being read. Used by the training thread."""
 
     def __init__(
-        self, stall_limit_s: float, on_expiry: Callable[[Checkpoint, Connection], None]
+        self, stall_limit_s: float, on_expiry: Callable[[InFlight, Connection], None]
     ) -> None:
         self._stall_limit_s = stall_limit_s
         self._on_expiry = on_expiry
@@ -111,14 +118,15 @@ class Gate:
 
     def add(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: InFlight,
         connection: Connection,
         owners: list[object],
         *,
         host: bool = True,
         part: DevicePart | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
-        self._pending.append(_Pending(checkpoint, connection, owners, host, part))
+        self._pending.append(_Pending(checkpoint, connection, owners, host, part, verdict))
 
     @property
     def idle(self) -> bool:
@@ -128,9 +136,11 @@ class Gate:
         """Lets go of memory that has been read already, and takes note of snapshots that the link's
         thread gave up at their deadline, when a stream was waiting for them."""
         for item in self._pending:
+            if item.verdict is not None:
+                item.verdict.ask()
             why = item.checkpoint.given_up
             if why:
-                item.checkpoint.end(CheckpointState.FAILED, let_go(why))
+                item.checkpoint.end(CheckpointState.FAILED, let_go(why), told=why == TIMED_OUT)
             if why == TIMED_OUT:
                 self._on_expiry(item.checkpoint, item.connection)
         self._pending = [item for item in self._pending if not item.read()]
@@ -148,6 +158,8 @@ class Gate:
         deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
         waiting = list(self._pending)
         try:
+            for item in waiting:
+                item.judge()
             while waiting:
                 item = waiting[0]
                 in_streams = bool(item.devices) and not on_cpu
@@ -200,6 +212,8 @@ class Gate:
 
     def release(self) -> None:
         """Forgets everything; only for a link that is closed or about to be."""
+        for item in self._pending:
+            item.judge()  # so that no thread waits to do it
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:
@@ -210,7 +224,7 @@ class Gate:
         return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
 
 
-def abandon(checkpoint: Checkpoint, connection: Connection, limit_s: float) -> bool:
+def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> bool:
     """True when the snapshot was given up; False when it was complete, or refused, just in time."""
     try:
         won = connection.link.abandon(checkpoint.snapshot)
@@ -220,6 +234,7 @@ def abandon(checkpoint: Checkpoint, connection: Connection, limit_s: float) -> b
         checkpoint.end(
             CheckpointState.FAILED,
             f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
+            told=True,
         )
     return won
 
@@ -240,11 +255,11 @@ class Breaker:
         self._trips = 0
         self._until = 0.0
         self._answered = False
-        self._marks: list[tuple[Checkpoint, CheckpointState]] = []
+        self._marks: list[tuple[InFlight, CheckpointState]] = []
         self._question: tuple[Connection, int] | None = None
         self._asked_at = 0.0
 
-    def trip(self, connection: Connection, in_flight: list[Checkpoint], snapshot: int) -> None:
+    def trip(self, connection: Connection, in_flight: list[InFlight], snapshot: int) -> None:
         doublings = min(self._trips, _BACKOFF_DOUBLINGS_MAX)
         self._open = True
         self._trips += 1

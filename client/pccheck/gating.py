@@ -1,9 +1,9 @@
-"""Which memory the gate protects, and which may change before the optimizer's next step."""
+"""Which memory may be read after `checkpoint()` has returned, and which is copied at once."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -15,43 +15,73 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Gating:
-    """Sorts views into gated ones, which are copied in the background, and volatile ones, which are
-    copied before `checkpoint()` returns, or on a GPU before what is enqueued after it.
+    """Sorts views into those that are read in place, in the background, and volatile ones, which
+    are copied before `checkpoint()` returns, or on a GPU before what is enqueued after it.
 
-    Mode "auto": what attached optimizers train and keep as state waits for the gate; all else is
-    volatile, frozen parameters too, because what updates them (an average of the weights, a
-    target network) asks no gate. Mode "manual": the user promises to call `gate()` before any
-    update, so only the buffers of modules are volatile. Mode "sync": nothing needs sorting, since
-    `checkpoint()` returns when everything is copied.
+    Mode "auto": what attached optimizers train and keep as state waits for their steps, and frozen
+    parameters of attached modules hardly ever change: both are read in place. A change that comes
+    all the same fails that checkpoint (unchanged.py); the frozen parameters of the attached thing
+    that it was found in are volatile from then on (`loose`). Mode "manual": the user promises to
+    call `gate()` before any update, so all is read in place. In both modes buffers of modules are
+    volatile: forward changes them, with kernels whose changes torch does not count (batch_norm's).
+    Mode "sync": nothing needs sorting, since `checkpoint()` returns when everything was read.
     """
 
-    def __init__(self, attached: Collection[Any], mode: str) -> None:
+    def __init__(
+        self, attached: Mapping[str, Any], mode: str, loose: Collection[str] = frozenset()
+    ) -> None:
         self.mode = mode
-        modules = [thing for thing in attached if isinstance(thing, torch.nn.Module)]
-        optimizers = [thing for thing in attached if isinstance(thing, torch.optim.Optimizer)]
-        self._buffers = {_storage(b) for m in modules for b in m.buffers() if _plain(b)}
+        things = attached.values()
+        modules = {name: m for name, m in attached.items() if isinstance(m, torch.nn.Module)}
+        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
+        holders = itertools.chain(modules.values(), *map(_modules_within, things))
+        self._buffers = {_storage(b) for m in holders for b in m.buffers() if _plain(b)}
         self._trained = [parameter for one in optimizers for parameter in _trained_by(one)]
         updated = itertools.chain(self._trained, *map(_state_of, optimizers))
         self._gated = {_storage(tensor) for tensor in updated}
-        frozen = (p for m in modules for p in m.parameters() if not p.requires_grad and _plain(p))
-        self._gated -= set(map(_storage, frozen))  # a view on one that is trained
+        frozen = [
+            (name, parameter)
+            for name, module in modules.items() if name not in loose
+            for parameter in module.parameters()
+            if not parameter.requires_grad and _plain(parameter)
+        ]  # fmt: skip
+        self._frozen = [parameter for _, parameter in frozen]
+        self._frozen_in = {_storage(parameter): name for name, parameter in frozen}
 
     def holds(self) -> bool:
-        """False when a parameter that was trained is frozen now."""
-        return all(map(_REQUIRES_GRAD, self._trained))
+        """False when a parameter that was trained is frozen now, or the other way round."""
+        return all(map(_REQUIRES_GRAD, self._trained)) and not any(
+            map(_REQUIRES_GRAD, self._frozen)
+        )
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
-        """Sets `volatile` and `shared`; without `promised` the views are of something that no gate
-        guards, and that each rank may have its own of."""
+        """Sets `volatile`, `loose` and `shared`; without `promised` the views are of something that
+        each rank may have its own of."""
         for view in views:
             view.shared = promised and view.storage not in self._buffers
-        if self.mode == "sync":
-            return
-        for view in views:
-            if self.mode == "manual":
-                view.volatile = not promised or view.storage in self._buffers
-            else:
-                view.volatile = view.storage not in self._gated or view.storage in self._buffers
+            if self.mode != "sync":
+                view.volatile = not self._in_place(view)
+
+    def _in_place(self, view: View) -> bool:
+        if view.storage in self._buffers or _uncounted(view):
+            return False
+        if self.mode == "manual" or view.storage in self._gated:
+            return True
+        view.loose = self._frozen_in.get(view.storage, "")
+        return bool(view.loose)
+
+
+def _uncounted(view: View) -> bool:
+    """Whether nobody counts its changes, ever."""
+    return view.tensor is not None and view.tensor.is_inference()
+
+
+def _modules_within(thing: object) -> list[torch.nn.Module]:
+    """The modules that something attached wraps."""
+    if isinstance(thing, torch.nn.Module):
+        return []
+    inside = getattr(thing, "__dict__", {}).values()
+    return [value for value in inside if isinstance(value, torch.nn.Module)]
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -1,172 +1,106 @@
-"""A checkpoint that was asked for: its state, and waiting for it."""
+"""What `checkpoint()` returns."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from typing import NamedTuple, Protocol
+import threading
+from collections.abc import Callable
 
-from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED
-from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
-from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
+from pccheck_wire.errors import PccheckError, WaitTimeoutError
+from pccheck_wire.messages import CheckpointState
 
-from .transport import Connection
-
-_DESCRIBE_LIMIT_S = 2.0
-_DESCRIBE_PAUSE_S = 0.005
-_ASK_AGAIN_S = 5.0  # an answer may be lost with the process that passes it on
-_FOREVER_NS = 2**63 - 1
-_LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
-_FINAL = frozenset(
-    (
-        CheckpointState.DURABLE,
-        CheckpointState.GLOBAL,
-        CheckpointState.SUPERSEDED,
-        CheckpointState.SKIPPED,
-        CheckpointState.FAILED,
-    )
-)
-_SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
-TIMED_OUT = "ETIMEDOUT"
-_LOST = "the daemon ended before the checkpoint was durable"
-
-
-class Durable(NamedTuple):
-    """What is durable: the checkpoint itself, or the newer one that superseded it."""
-
-    sequence: int
-    step: int | None
-
-
-class _WaitCall(Protocol):
-    def __call__(self, snapshot: int, deadline_ns: int) -> bool: ...
-
-
-def let_go(name: str) -> str:
-    """The reason of a checkpoint that the link abandoned by itself."""
-    if name == TIMED_OUT:
-        return "abandoned: it was not copied before the stream that waited for it was let go"
-    return f"its part on a GPU could not be copied ({name})"
+from .in_flight import FINAL, Durable, InFlight
+from .warn import LOG
 
 
 class Checkpoint:
-    """What `checkpoint()` returns. Any thread may ask and wait; nothing here stops training."""
+    """A checkpoint that was asked for. It is used like a `concurrent.futures.Future` whose result
+    is what became durable. Any thread may ask and wait; none of them holds training up.
 
-    def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
-        self.step = step  #: as it was when `checkpoint()` was called
-        self.snapshot = snapshot
-        self._connection = connection
-        self._state = CheckpointState.REQUESTED
-        self._sequence = 0
-        self._newer = Durable(0, None)
-        self._reason = ""
-        self._described = False
-        self._asked_s: float | None = None  # when for its reason, and the answer is not here yet
-        self._broke = False
-        self._settled = False  # its entry in the page is another snapshot's by now
+    Attributes:
+        step: as it was when `checkpoint()` was called.
+    """
 
-    @classmethod
-    def ended(cls, step: int, state: CheckpointState, reason: str) -> Checkpoint:
-        """One that the daemon never heard of."""
-        made = cls(step)
-        made.end(state, reason)
-        return made
+    __slots__ = ("_in_flight", "step")
 
-    def end(self, state: CheckpointState, reason: str) -> None:
-        """The client itself knows how it ended; the page is not asked any more."""
-        self._state, self._reason, self._described = state, reason, True
-        self._connection = None
+    def __init__(self, in_flight: InFlight) -> None:
+        self.step = in_flight.step
+        self._in_flight = in_flight
 
     @property
     def state(self) -> CheckpointState:
-        """Where it is now; ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
-        connection = self._connection
-        if connection is not None and not self._settled:
-            self._look(connection)
-        return self._state
+        """Where it is now; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
+        return self._in_flight.state
 
     @property
     def sequence(self) -> int:
         """Its place in the order of checkpoints of the volume; 0 before it was admitted."""
-        if self.state is CheckpointState.SUPERSEDED and self._sequence == 0:
-            self._describe()
-        return self._sequence
+        return self._in_flight.sequence
 
     @property
     def reason(self) -> str:
-        """Why it was skipped or failed, or what superseded it; "" otherwise."""
-        if self.state in (
-            CheckpointState.SKIPPED, CheckpointState.FAILED, CheckpointState.SUPERSEDED,
-        ):  # fmt: skip
-            self._describe()
-        return self._reason
+        """Why it was skipped or failed, or what superseded it; "" otherwise. May wait for an answer
+        of the daemon, two seconds at most."""
+        return self._in_flight.reason
 
-    @property
-    def source_read(self) -> bool:
-        """Whether the tensors may be changed: they were read, or never will be."""
-        connection = self._connection
-        if connection is None:
-            return True
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state in FINAL
+
+    def result(self, timeout: float | None = None) -> Durable:
+        """The same as `wait_durable`."""
+        return self.wait_durable(timeout)
+
+    def exception(self, timeout: float | None = None) -> PccheckError | None:
+        """Why it failed or was skipped, or None, once it has ended. Raises WaitTimeoutError after
+        `timeout` seconds."""
         try:
-            now = connection.link.state(self.snapshot)
-        except (ValueError, OSError):
-            return True
-        return now is None or now.source_read or not connection.alive()
+            self.wait_durable(timeout)
+        except WaitTimeoutError:
+            raise
+        except PccheckError as error:
+            return error
+        return None
 
-    @property
-    def given_up(self) -> str:
-        """What made the link abandon it by itself, when nobody has taken note yet: the deadline of
-        a stream that waits for it (ETIMEDOUT), or what failed; "" when it has not."""
-        connection = self._connection
-        if connection is None or self._settled:
-            return ""
+    def add_done_callback(self, function: Callable[[Checkpoint], object]) -> None:
+        """Calls `function` with this handle when it has ended; at once when it has already.
+
+        The call comes from a thread of its own, never from the one that trains: what the function
+        shares with training needs a lock, and it may not change what is attached. What it raises is
+        logged. A function that was not called before the process ends is never called.
+        """
+        thread = threading.Thread(
+            target=self._call, args=(function,), name=f"pccheck-done-{self.step}", daemon=True
+        )
         try:
-            now = connection.link.state(self.snapshot)
-        except (ValueError, OSError):
-            return ""
-        # Asked last: a link that lost its daemon says so before it abandons everything.
-        if now is None or now.word != WORD_ABANDONED or not connection.alive():
-            return ""
-        return now.error_name or TIMED_OUT
+            thread.start()
+        except RuntimeError as error:  # training goes on
+            LOG.warning("PCcheck: the callback of step %d is not called: %s", self.step, error)
 
-    @property
-    def copy_broke(self) -> bool:
-        """Whether the daemon gave it up before it was copied."""
-        return self._broke
-
-    def wait_read(self, timeout: float | None = None) -> None:
-        """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError
-        after `timeout` seconds."""
-        self._wait("wait_read", timeout)
-        if not self.source_read:
-            raise WaitTimeoutError(f"the checkpoint of step {self.step} is not read yet")
+    def _call(self, function: Callable[[Checkpoint], object]) -> None:
+        while not self.done():
+            with contextlib.suppress(PccheckError):
+                self.wait_durable()
+        try:
+            function(self)
+        except Exception:
+            LOG.exception("a callback of the checkpoint of step %d failed", self.step)
 
     def wait_copied(self, timeout: float | None = None) -> None:
         """Returns once the daemon has a complete copy, which outlives this process.
 
         Raises CheckpointFailedError when it never will, WaitTimeoutError after `timeout` seconds.
         """
-        self._wait("wait_copied", timeout)
-        if self._state in (CheckpointState.SKIPPED, CheckpointState.FAILED):
-            raise self._failed()
-        if self._state < CheckpointState.COPIED:
-            raise WaitTimeoutError(f"the checkpoint of step {self.step} is not copied yet")
+        self._in_flight.wait_copied(timeout)
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
-        """Returns once it, or a newer one, will be found after power loss; says which.
+        """Returns once it, or a newer one, will be found after power loss; says which. With several
+        ranks that is this rank's part only: see `wait_global`.
 
         Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after
         `timeout` seconds.
         """
-        self._wait("wait_durable", timeout)
-        if self._state is CheckpointState.SUPERSEDED:
-            self._describe()
-            return self._newer
-        if self._state in _SAFE:
-            return Durable(self._sequence, self.step)
-        if self._state in _FINAL:
-            raise self._failed()
-        raise WaitTimeoutError(f"the checkpoint of step {self.step} is not durable yet")
+        return self._in_flight.wait_durable(timeout)
 
     def wait_global(self, timeout: float | None = None) -> Durable:
         """Returns once every rank of the job has it, or a newer one, durable: what a restore of the
@@ -175,142 +109,7 @@ class Checkpoint:
         Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
         `timeout` seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
         """
-        connection = self._connection
-        if connection is None or connection.saves_alone:
-            return self.wait_durable(timeout)
-        self._wait("wait_global", timeout)
-        if self._state is CheckpointState.DURABLE and self._settled:
-            self._described = False
-            self._describe()
-        if self._state is CheckpointState.DURABLE and not connection.alive():
-            raise connection.gone()
-        if self._state is CheckpointState.DURABLE:
-            raise WaitTimeoutError(
-                f"the checkpoint of step {self.step} is durable on this rank, not yet on all",
-                hint="see: pccheckctl status",
-            )
-        return self.wait_durable(0)
-
-    def _wait(self, what: str, timeout: float | None) -> None:
-        deadline_ns = _FOREVER_NS
-        if timeout is not None:
-            deadline_ns = time.monotonic_ns() + int(min(timeout, _LONGEST_S) * 1e9)
-        connection = self._connection
-        if connection is not None and (
-            self.state not in _FINAL
-            or (what == "wait_global" and self._state is CheckpointState.DURABLE)
-        ):
-            wait: _WaitCall = getattr(connection.link, what)
-            with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
-                wait(self.snapshot, deadline_ns)
-        _ = self.state
-
-    def settle(self) -> None:
-        """Before its entry in the page is used again, or the link is closed."""
-        connection = self._connection
-        if connection is None or self._settled:
-            return
-        if self.state not in _FINAL:
-            self.end(CheckpointState.FAILED, _LOST)
-        elif self._state in (CheckpointState.SKIPPED, CheckpointState.FAILED):
-            self.describe_later()
-        self._settled = True
-
-    def _look(self, connection: Connection) -> None:
-        alive = connection.alive()  # asked first: what a daemon wrote before it ended still counts
-        try:
-            now = connection.link.state(self.snapshot)
-        except (ValueError, OSError):
-            now = None
-        if now is None:
-            if self._state not in _FINAL:
-                self.end(CheckpointState.FAILED, _LOST)
-            return
-        state = self._state_of(now.word, now.outcome)
-        self._state = state
-        self._broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
-        if now.word == WORD_ABANDONED and now.error_name and alive:
-            self._reason, self._described = let_go(now.error_name), True
-        if state is CheckpointState.SUPERSEDED:
-            self._newer = Durable(now.sequence, None)
-        elif now.sequence:
-            self._sequence = now.sequence
-        if not alive and state not in _FINAL:
-            self.end(CheckpointState.FAILED, _LOST)
-
-    @staticmethod
-    def _state_of(word: int, outcome: int) -> CheckpointState:
-        if word == WORD_ABANDONED:
-            return CheckpointState.FAILED
-        if word == WORD_REFUSED:
-            return CheckpointState.SKIPPED if outcome == CheckpointState.SKIPPED else (
-                CheckpointState.FAILED
-            )  # fmt: skip
-        if word == WORD_COPIED:
-            return CheckpointState(max(outcome, CheckpointState.COPIED))
-        return CheckpointState.COPYING if word == WORD_COPYING else CheckpointState.REQUESTED
-
-    def _describe(self) -> None:
-        connection = self._connection
-        if self._described or connection is None:
-            return
-        deadline = time.monotonic() + _DESCRIBE_LIMIT_S
-        while connection.alive():
-            try:
-                self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
-            except CheckpointFailedError as error:  # before it was known there
-                self._never_began(error.message, error.hint)
-                return
-            except PccheckError as error:
-                self._reason = self._reason or f"unknown: {error.message}"
-                return
-            if self._described or time.monotonic() >= deadline:
-                return
-            time.sleep(_DESCRIBE_PAUSE_S)
-        self._reason = self._reason or _LOST
-
-    def describe_later(self) -> None:
-        """The reason arrives with a later answer; nobody waits for it. Call it again until it is
-        known."""
-        connection, now_s = self._connection, time.monotonic()
-        waits = self._asked_s is not None and now_s < self._asked_s + _ASK_AGAIN_S
-        if connection is not None and not (self._described or waits):
-            try:
-                connection.ask(Describe(self.snapshot), self._take)
-                self._asked_s = now_s
-            except PccheckError:
-                self._reason = "unknown: the daemon did not answer"
-
-    @property
-    def known_reason(self) -> str | None:
-        """The reason if it is known without asking."""
-        return self._reason if self._described else None
-
-    def _take(self, answer: object) -> None:
-        if isinstance(answer, Failure):
-            self._asked_s = None
-            self._never_began(answer.message, answer.hint)
-        if isinstance(answer, Described):
-            self._asked_s = None
-            if answer.state not in _FINAL:
-                return  # the page tells before the daemon's records do
-            self._described = True
-            if self._settled and answer.state in _SAFE:
-                self._state = answer.state  # it may have become global since
-            self._reason = f"{answer.reason} ({answer.hint})" if answer.hint else answer.reason
-            if answer.state is CheckpointState.SUPERSEDED:
-                self._newer = Durable(answer.newer_sequence, answer.newer_step)
-            self._sequence = self._sequence or answer.sequence
-
-    def _never_began(self, message: str, hint: str) -> None:
-        self._described = True
-        self._reason = f"{message} ({hint})" if hint else message
-
-    def _failed(self) -> CheckpointFailedError:
-        reason = self.reason or "for an unknown reason"
-        return CheckpointFailedError(
-            f"the checkpoint of step {self.step} was {self._state.name.lower()}: {reason}"
-        )
+        return self._in_flight.wait_global(timeout)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint step={self.step} {self.state.name.lower()}>"
+        return f"<Checkpoint step={self.step} {self.state}>"

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from . import devices
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepHooks:
     """Calls a method, whose object may go away, before any of the optimizers steps.
 
-    `trusted` ends when a step was recorded in a CUDA graph: replays of it run no hooks. One that
-    trains on a GPU may be in a graph already, and must first be seen to step.
+    `trusted` ends when a step was recorded in a CUDA graph: replays of it run no hooks. Each of the
+    optimizers must first be seen to step: it may be in a graph already, or train by other methods
+    (SAM's first_step), or only be wrapped by what trains.
     """
 
     def __init__(self) -> None:
@@ -50,23 +52,27 @@ class StepHooks:
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
 
-        def before_step(optimizer: object, _args: object, _kwargs: object) -> None:
-            unseen.discard(id(optimizer))
+        def pass_gate() -> None:
             held = found()
             if held is not None:
-                # Before the gate is passed: whoever comes after that finds it out.
-                steps[id(optimizer)] = threading.get_ident(), sys._getframe(1)
                 held()
+
+        def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
+            unseen.discard(id(optimizer))
+            # Before the gate is passed: whoever comes after that finds it out.
+            steps[id(optimizer)] = threading.get_ident(), _caller()
+            return _later(optimizer, args, kwargs, pass_gate)
 
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
             steps.pop(id(optimizer), None)
 
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
-                self._handles.append(thing.register_step_pre_hook(before_step))
-                self._handles.append(thing.register_step_post_hook(after_step))
-                if _may_be_recorded(thing):
-                    unseen.add(id(thing))
+                unseen.add(id(thing))
+                # Not compiled into a step: what they look at changes without it.
+                before, after = map(torch.compiler.disable, (before_step, after_step))
+                self._handles.append(thing.register_step_pre_hook(before))
+                self._handles.append(thing.register_step_post_hook(after))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -76,9 +82,30 @@ class StepHooks:
         self._steps.clear()
 
 
-def _may_be_recorded(optimizer: torch.optim.Optimizer) -> bool:
-    return any(
-        group.get("capturable")
-        or any(devices.device_of(p) != devices.HOST for p in group["params"])
-        for group in optimizer.param_groups
-    )
+def _caller() -> FrameType:
+    """The call of step() that a hook is in."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch._dyn"):
+        frame = frame.f_back
+    return frame
+
+
+def _later(
+    optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], pass_gate: Callable[[], None]
+) -> _Arguments | None:
+    """Passes the gate, or gives the arguments of a step that passes it later: optimizers of torch
+    call a closure, in which forward and backward run, before they change anything."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
+        pass_gate()
+        return None
+
+    @functools.wraps(closure)
+    def then_pass() -> Any:
+        loss = closure()
+        pass_gate()  # at once when it was passed before
+        return loss
+
+    if len(args) > 1:
+        return (args[0], then_pass, *args[2:]), kwargs
+    return args, kwargs | {"closure": then_pass}

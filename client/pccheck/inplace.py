@@ -1,8 +1,9 @@
 """Puts a recovered state in place: straight into the tensors that are attached, where they fit.
 
-Everything is compared first; not a byte is written when something does not fit. Tensors of the same
-shape and dtype keep their memory, on whichever device: an optimizer's fp32 moments stay fp32
-(torch's own `Optimizer.load_state_dict` would cast them to the dtype of a bf16 parameter).
+Everything is compared first, and states without tensors go to their load_state_dict first; not a
+byte is written when something does not fit. Tensors of the same shape and dtype keep their memory,
+on whichever device: an optimizer's fp32 moments stay fp32 (torch's own
+`Optimizer.load_state_dict` would cast them to the dtype of a bf16 parameter).
 """
 
 from __future__ import annotations
@@ -18,14 +19,27 @@ from pccheck_wire import tree
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
-from . import devices
+from . import devices, origin
 from .extents import Range, pack, pack_device
+from .loaders import is_loader, set_again
 from .plan import RNG
 from .rebuild import Loader, Memory, state_of
 from .rng import restore_rng
 from .watch import ModuleWatch, OptimizerWatch
 
 _SHOWN = 5
+_COMPILED = (
+    "a part of one side is compiled, and its names have _orig_mod in them: attach the model "
+    "before its parts are compiled, or compile them in place, by part.compile()"
+)
+_OTHER_OPTIMIZER = (
+    "attach the optimizer that it was, or say restore(strict_optimizer=False) to put this state "
+    "into the attached one"
+)
+#: What schedulers of torch write into the groups, and may not have written yet.
+_BY_SCHEDULERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+)
 
 
 class Placement:
@@ -36,16 +50,28 @@ class Placement:
         described: tree.Tree,
         attached: Mapping[str, Any],
         leave: Collection[str] = (),
+        *,
+        strict_optimizer: bool = True,
     ) -> None:
         """Compares; what is attached under the names in `leave` stays as it is. Raises
         StateMismatchError by path."""
         self._tree = described
+        self._strict = strict_optimizer
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
+        # What is called without memory of the checkpoint, before anything is loaded; after that;
+        # and at the very end.
+        self._before: list[Callable[[Memory], None]] = []
         self._after: list[Callable[[Memory], None]] = []
+        self._last: list[Callable[[Memory], None]] = []
+        # The one that training draws from. Others (validation) may make their next iterator much
+        # later, when the generators have moved on.
+        self._loader = attached.get("loader") if "loader" not in leave else None
         for name, node, thing in _named(described, attached):
             if name in leave:
                 continue
+            if strict_optimizer and isinstance(thing, torch.optim.Optimizer):
+                _same_kind(name, described, thing)
             if isinstance(thing, torch.nn.Module) and ModuleWatch.loads_plainly(thing):
                 self._module(name, node, thing)
             elif isinstance(thing, torch.optim.Optimizer) and OptimizerWatch.loads_plainly(thing):
@@ -63,6 +89,8 @@ class Placement:
         direct = self._direct()
         copied = {node.extent for node, _ in self._pairs if node.extent >= 0} - direct.keys()
         memory = Memory(self._tree.extents, self._rebuilt | copied)
+        for finish in self._before:
+            finish(memory)
         for device in sorted({devices.device_of(live) for _, live in self._pairs}):
             if device != devices.HOST:
                 devices.synchronize(device)  # what is enqueued may still use the tensors
@@ -71,7 +99,7 @@ class Placement:
             for node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
                     _write(live, memory.tensor(node).detach())
-        for finish in self._after:
+        for finish in (*self._after, *self._last):
             finish(memory)
 
     def _direct(self) -> dict[int, _Target]:
@@ -115,24 +143,35 @@ class Placement:
 
     def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
         """Something with a load_state_dict of its own: gets the state as it was."""
-        self._want(node)
+        has_tensors = self._want(node)
+
+        def restore_generators(memory: Memory) -> None:
+            state = state_of(memory, node)
+            restore_rng(state)
+            if is_loader(self._loader):
+                set_again(self._loader, functools.partial(restore_rng, state))
 
         def finish(memory: Memory) -> None:
             state = state_of(memory, node)
-            if name == RNG and thing is True:
-                restore_rng(state)
-                return
             try:
                 thing.load_state_dict(state)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateMismatchError(f"{name}: load_state_dict refused: {error}") from error
 
-        self._after.append(finish)
+        if name == RNG and thing is True:
+            self._last.append(restore_generators)
+        else:
+            (self._after if has_tensors else self._before).append(finish)
 
-    def _want(self, node: tree.Node) -> None:
-        for _, item in tree.walk(node):
-            if isinstance(item, (tree.Tensor, tree.Array)) and item.extent >= 0:
-                self._rebuilt.add(item.extent)
+    def _want(self, node: tree.Node) -> bool:
+        """Asks for the tensors and arrays in it; whether there are some."""
+        found = {
+            item.extent
+            for _, item in tree.walk(node)
+            if isinstance(item, (tree.Tensor, tree.Array)) and item.extent >= 0
+        }
+        self._rebuilt |= found
+        return bool(found)
 
     def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         parts = _mapping(node, name)
@@ -141,6 +180,8 @@ class Placement:
             raise StateMismatchError(f"{name}: the checkpoint holds no optimizer under this name")
         saved_groups = [_mapping(item, f"{name}.param_groups") for item in groups.items]
         parameters = _numbered(name, saved_groups, optimizer)
+        if self._strict:
+            _same_options(name, saved_groups, optimizer)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
         common: dict[Any, tree.Node] = {}  # under names of the optimizer's own
         for number, entry in _mapping(parts["state"], f"{name}.state").items():
@@ -232,7 +273,8 @@ def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str,
     if not described.attached:
         raise StateMismatchError(
             "the checkpoint was made of a state given to checkpoint(state)",
-            hint="get it with recover()",
+            hint="get it with recover(); to save a value beside what is attached, use metadata= or "
+            "attach a dict",
         )
     saved = _mapping(described.root, "")
     _same_keys("what was attached", saved.keys(), attached.keys())
@@ -255,7 +297,9 @@ def _same_keys(path: str, saved: Any, live: Any) -> None:
             parts.append(f"only attached: {_some(extra)}")
         raise StateMismatchError(
             f"{path}: {'; '.join(parts)}",
-            hint="attach the same under the same names, or take what you need from recover()",
+            hint=_COMPILED
+            if any("_orig_mod" in name for name in missing + extra)
+            else "attach the same under the same names, or take what you need from recover()",
         )
 
 
@@ -310,6 +354,28 @@ def _numbered(
             )
         numbers.update(zip(map(tree.plain, ids.items), live["params"], strict=True))
     return numbers
+
+
+def _same_kind(name: str, described: tree.Tree, optimizer: torch.optim.Optimizer) -> None:
+    kind, mine = origin.optimizer_kind(described, name), type(optimizer).__qualname__
+    if kind not in ("", mine):
+        raise StateMismatchError(
+            f"{name}: the checkpoint is of a {kind}, attached is a {mine}", hint=_OTHER_OPTIMIZER
+        )
+
+
+def _same_options(
+    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
+) -> None:
+    """What only the attached one has stays as it is: newer versions of torch add options."""
+    for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        lost = sorted(map(str, group.keys() - live.keys() - _BY_SCHEDULERS))
+        if lost:
+            raise StateMismatchError(
+                f"{name}.param_groups.{index}: the attached {type(optimizer).__name__} has no "
+                f"{_some(lost)}",
+                hint=_OTHER_OPTIMIZER,
+            )
 
 
 def _set_groups(

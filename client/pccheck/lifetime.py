@@ -11,6 +11,8 @@ from .warn import LOG
 
 
 class _Client(Protocol):
+    place: tuple[str, int, str]  # job, rank and daemon: one client at a time
+
     def close(self) -> None: ...
     def forget_in_child(self) -> None: ...
 
@@ -19,7 +21,11 @@ _CLIENTS: weakref.WeakSet[_Client] = weakref.WeakSet()
 
 
 def watch(client: _Client) -> None:
-    """It is closed at exit, unless it is gone by then, and made inert in forked children."""
+    """It is closed at exit, unless it is gone by then, and made inert in forked children. One
+    that was made before it for the same place is closed now: a notebook's cell is run again."""
+    for other in list(_CLIENTS):
+        if other.place == client.place:
+            other.close()
     _CLIENTS.add(client)
 
 

@@ -12,6 +12,11 @@ from pathlib import Path
 from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import JOB_PATTERN, RANKS_MAX
 
+#: What `sys.argv[0]` comes to where no script runs: `python -c` and a prompt, notebooks, workers.
+_NO_SCRIPTS = frozenset(
+    ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -22,6 +27,7 @@ class Identity:
     world_size: int
     local_world_size: int
     launch: str
+    guessed: bool = False  #: the job has no name but the script's
 
 
 def identify(
@@ -31,7 +37,14 @@ def identify(
     environ: Mapping[str, str] = os.environ,
 ) -> Identity:
     """Arguments first, then the environment. Raises UsageError."""
-    name = job or environ.get("PCCHECK_JOB") or _script_name()
+    if job == "":
+        raise UsageError(
+            'job="" is no name', hint="leave job= out to take PCCHECK_JOB or the script's name"
+        )
+    if job is not None and not isinstance(job, str):
+        raise UsageError(f"job={job!r} is not a str", hint='job="NAME", or leave it out')
+    given = job or environ.get("PCCHECK_JOB")
+    name = given or _script_name()
     if not re.fullmatch(JOB_PATTERN, name):
         raise UsageError(
             f"{name[:140]!r} cannot be a job's name",
@@ -45,15 +58,22 @@ def identify(
             hint="rank counts from 0 and is below world_size; torchrun sets RANK and WORLD_SIZE",
         )
     local = min(max(1, _number("LOCAL_WORLD_SIZE", size, environ)), size)
-    return Identity(name, mine, size, local, _launch(environ))
+    return Identity(name, mine, size, local, _launch(environ), guessed=not given)
 
 
 def _script_name() -> str:
-    """`python -m a.b` and `python a/b.py` are both "b"; an interactive session is "python"."""
+    """`python -m a.b` and `python a/b.py` are both "b". Raises UsageError where there is no script
+    of the user's: all notebooks would be one job."""
     path = Path(sys.argv[0] if sys.argv else "")
     stem = path.parent.name if path.name == "__main__.py" else path.stem
-    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")
-    return cleaned[:128] or "python"
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:128]
+    if cleaned in _NO_SCRIPTS:
+        raise UsageError(
+            "the job has no name: this is a notebook, an interactive session, `python -c` or a "
+            "worker, and not a script",
+            hint='name it: PCcheckClient(job="NAME"), or PCCHECK_JOB',
+        )
+    return cleaned
 
 
 def _number(name: str, default: int, environ: Mapping[str, str]) -> int:

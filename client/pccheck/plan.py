@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import torch
 
 from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError
 
 from .devices import HOST
-from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out, pack
+from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out
 from .flatten import Flattener
 from .gating import Gating
 from .rng import captured_node
+from .unchanged import Reading, Tensors
 from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
 
 #: The name under which `attach(rng=True)` keeps the generators' states.
@@ -35,7 +37,8 @@ class Snapshot:
 
     `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
     `wait`: until when nothing changes: the snapshot is "copied", its source is "read", or "" for
-    what the gate says.
+    what the gate says. `in_place`: the tensors of what is not copied at once; `reading` then says
+    whether they changed.
     """
 
     ranges: bytes
@@ -45,6 +48,8 @@ class Snapshot:
     owners: list[object]
     device: DevicePart | None = None
     wait: str = ""
+    in_place: list[Tensors] = field(default_factory=list)
+    reading: Reading | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -52,7 +57,12 @@ class Snapshot:
 
 
 def plan_state(
-    state: object, gating: Gating, step: int, metadata: tree.Node, shape: Shape = IN_PLACE
+    state: object,
+    gating: Gating,
+    step: int,
+    metadata: tree.Node,
+    shape: Shape = IN_PLACE,
+    about: tree.Node = None,
 ) -> Snapshot:
     """A snapshot of a state that was given to `checkpoint(state)`."""
     flattener = Flattener()
@@ -60,14 +70,21 @@ def plan_state(
     gating.mark(flattener.views)
     # Nothing says which of these tensors are equal on all ranks: each rank stores its own.
     layout = lay_out(flattener.views, shape._replace(world_size=0))
-    return _encoded(layout, tree.Tree(step, metadata, False, layout.extents, root))
+    described = tree.Tree(step, metadata, False, layout.extents, root, about)
+    return _encoded(layout, described, flattener.views)
 
 
-def _encoded(layout: Layout, described: tree.Tree) -> Snapshot:
-    gated, volatile = layout.packed()
+def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapshot:
     return Snapshot(
-        gated, volatile, tree.encode(described), _aligned(layout.end), layout.owners, layout.device
-    )
+        *layout.packed(inline=layout.inline), tree.encode(described), _aligned(layout.end),
+        layout.owners, layout.device, in_place=_in_place(views, host=not layout.inline),
+    )  # fmt: skip
+
+
+def _in_place(views: list[View], *, host: bool = True) -> list[Tensors]:
+    """Those of the views, laid out already, that are read later; on GPUs only unless `host`."""
+    found = [view for view in views if not view.volatile and (host or view.device != HOST)]
+    return [Tensors(found)] if found else []
 
 
 def _aligned(offset: int) -> int:
@@ -78,16 +95,32 @@ def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
     """The node of something attached that is asked every time."""
     if name == RNG and thing is True:
         return captured_node(flattener, name)
-    return flattener.node(thing.state_dict(), name)
+    try:
+        state = thing.state_dict()
+    except Exception as error:  # the user's, and no reason to end training
+        raise UnsupportedStateError(
+            f"{name}: its state_dict() fails: {type(error).__name__}: {error}"
+        ) from error
+    return flattener.node(state, name)
 
 
 class AttachedPlan:
     """The plan for everything that was attached, under its names. Calling thread only."""
 
-    def __init__(self, attached: Mapping[str, Any], *, mode: str, shape: Shape = IN_PLACE) -> None:
+    def __init__(
+        self,
+        attached: Mapping[str, Any],
+        *,
+        mode: str,
+        shape: Shape = IN_PLACE,
+        loose: frozenset[str] = frozenset(),
+        about: tree.Node = None,
+    ) -> None:
         self._attached = dict(attached)
+        self._about = tree.Fragment(tree.encode_node(about))
         self.mode = mode
         self.shape = shape
+        self.loose = loose  #: see Gating
         self._fast: _FastPlan | None = None
         self.rebuilt = 0  #: how often the plan was made anew
 
@@ -97,13 +130,13 @@ class AttachedPlan:
             self._fast = None  # its tensors may go now
             self.rebuilt += 1
             if all(map(_is_plain, self._attached.values())):
-                self._fast = _FastPlan(self._attached, self._gating(), self.shape)
+                self._fast = _FastPlan(self._attached, self._gating(), self.shape, self._about)
         if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
             return made
         return self._slow(step, metadata)
 
     def _gating(self) -> Gating:
-        return Gating(self._attached.values(), self.mode)
+        return Gating(self._attached, self.mode, self.loose)
 
     def _slow(self, step: int, metadata: tree.Node) -> Snapshot:
         flattener = Flattener()
@@ -116,7 +149,8 @@ class AttachedPlan:
             gating.mark(flattener.views[first:], promised=own)
         root = tree.Mapping(tree.Tag.DICT, items)
         layout = lay_out(flattener.views, self.shape)
-        return _encoded(layout, tree.Tree(step, metadata, True, layout.extents, root))
+        described = tree.Tree(step, metadata, True, layout.extents, root, self._about)
+        return _encoded(layout, described, flattener.views)
 
 
 def _is_plain(thing: Any) -> bool:
@@ -130,8 +164,11 @@ def _is_plain(thing: Any) -> bool:
 class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
-    def __init__(self, attached: Mapping[str, Any], gating: Gating, shape: Shape) -> None:
+    def __init__(
+        self, attached: Mapping[str, Any], gating: Gating, shape: Shape, about: tree.Fragment
+    ) -> None:
         flattener = Flattener()
+        self._about = about.data
         self._parts: list[tuple[bytes, Callable[[], bytes] | None, str]] = []
         self._attached = attached
         self._watches: list[ModuleWatch | OptimizerWatch] = []
@@ -172,7 +209,8 @@ class _FastPlan:
         return lambda: None
 
     def _keep(self, layout: Layout, views: list[View]) -> None:
-        self._gated, self._volatile = layout.packed()
+        self._gated, self._volatile = layout.packed(inline=layout.inline)
+        self._in_place = _in_place(views, host=not layout.inline)
         self._device = layout.device
         self._owners: list[object] = layout.owners
         self._end = layout.end
@@ -203,13 +241,16 @@ class _FastPlan:
             if encoder is None:
                 nodes[name] = _dynamic_node(name, self._attached[name], flattener)
         self._take_groups(flattener)
-        volatile, extents, end, owners = self._volatile, self._extents_node, self._end, self._owners
+        gated, volatile, in_place = self._gated, self._volatile, self._in_place
+        extents, end, owners = self._extents_node, self._end, self._owners
         if flattener.views:
             if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
                 return None
             self._gating.mark(flattener.views, promised=False)
             layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
-            volatile += pack(layout.gated) + pack(layout.volatile)
+            later, at_once = layout.packed(inline=layout.is_small)
+            gated, volatile = gated + later, volatile + at_once
+            in_place = in_place + _in_place(flattener.views, host=not layout.is_small)
             extents = tree.encode_node(
                 self._extents + b"".join(map(tree.Extent.packed, layout.extents))
             )
@@ -218,8 +259,12 @@ class _FastPlan:
         for key, encoder, name in self._parts:
             root.append(key)
             root.append(encoder() if encoder else tree.encode_node(nodes[name]))
-        data = tree.assemble(step, metadata, True, extents, root, shared=self._shared)
-        return Snapshot(self._gated, volatile, data, _aligned(end), owners, self._device)
+        data = tree.assemble(
+            step, metadata, True, extents, root, shared=self._shared, about=self._about
+        )
+        return Snapshot(
+            gated, volatile, data, _aligned(end), owners, self._device, in_place=in_place
+        )
 
     def _take_groups(self, flattener: Flattener) -> None:
         """Optimizers put what is in their param_groups into this call's flattener."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pccheck_wire import tree
-from pccheck_wire.errors import UnsupportedStateError, UsageError
+import torch
 
+from pccheck_wire import tree
+from pccheck_wire.errors import UsageError
+
+from . import devices, origin
+from .again import Again
 from .arguments import Options
+from .attaching import checked
 from .extents import Shape
 from .gating import Gating
 from .hooks import StepHooks
 from .plan import RNG, AttachedPlan, Snapshot, plan_state
+from .unchanged import Moved, Reading
 
 
 class Planner:
@@ -23,27 +29,40 @@ class Planner:
         of it."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
-        self.plain = False  #: nothing is staged on a GPU: there is no room
+        self._plain = False  # nothing is staged on a GPU: there is no room
+        self._room: Again | None = None  # when to see whether there is some now; None: never
         self._options = options
         self._parts = (rank, world_size)
         self._plan: AttachedPlan | None = None
+        self._unheld = False  # what the gate should hold was changed without it
+        self._loose: frozenset[str] = frozenset()
 
-    def attach(self, things: Mapping[str, Any], *, rng: bool) -> None:
-        """Adds things, or puts them in the place of others. Raises UsageError."""
-        for name, thing in things.items():
-            if name == RNG or not all(
-                callable(getattr(thing, method, None))
-                for method in ("state_dict", "load_state_dict")
-            ):
-                raise UsageError(
-                    f"attach({name}=...): a {type(thing).__name__} has no state_dict and "
-                    "load_state_dict", hint="pass plain values to checkpoint(state) instead",
-                )  # fmt: skip
-        self.attached.update(things)
+    def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
+        """Adds things, or puts them in the place of others. Raises UsageError,
+        UnsupportedStateError."""
+        self.attached.update(checked(things))
         if rng:
             self.attached[RNG] = True
         self._plan = None
-        self.plain = False
+        self._plain = False
+
+    def on_gpu(self) -> bool:
+        """Whether a module that is attached lies on a GPU."""
+        modules = (m for m in self.attached.values() if isinstance(m, torch.nn.Module))
+        return any(devices.device_of(p) != devices.HOST for m in modules for p in m.parameters())
+
+    def no_room(self, *, for_good: bool) -> None:
+        """Nothing is staged any more: checkpoints return when the tensors were read. Without
+        `for_good` staging is tried again some checkpoints later."""
+        self._plain = True
+        self._room = None if for_good else self._room or Again()
+        if self._room is not None:
+            self._room.refused()
+
+    def look_for_room(self) -> None:
+        """Once a checkpoint."""
+        if self._plain and self._room is not None and self._room.due():
+            self._plain = False
 
     def forget(self) -> None:
         """The plan may be of another state than is attached now, or is not needed any more."""
@@ -55,19 +74,32 @@ class Planner:
         a gate holds the next update back."""
         if self._options.gate == "auto" and not self.hooks:
             return "copied"
-        return "read" if self.plain or self._options.snapshot == "blocking" else ""
+        blocking = self._plain or self._unheld or self._options.snapshot == "blocking"
+        return "read" if blocking else ""
+
+    def _moved(self, moved: Moved) -> None:
+        """A tensor was changed while it was read, without a gate: from now on it is not read in the
+        background. Any thread."""
+        if moved.loose:
+            self._loose |= {moved.loose}
+        else:
+            self._unheld = True
 
     def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
-        """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError."""
+        """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError, and
+        UsageError when nothing is attached."""
         wait = self.wait
         mode = "sync" if wait else self._options.gate
         shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)
         if state is not None:
-            gating = Gating(self.attached.values(), mode)
-            made = plan_state(state, gating, step, metadata, shape)
+            gating = Gating(self.attached, mode, self._loose)
+            about = origin.node({})
+            made = plan_state(state, gating, step, metadata, shape, about)
         else:
             made = self._planned(mode, shape, step, metadata)
         made.wait = wait
+        if made.in_place and not wait:
+            made.reading = Reading.begin(made.in_place, self._moved)
         return made
 
     def _planned(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
@@ -79,10 +111,14 @@ class Planner:
 
     def _of_attached(self, mode: str, shape: Shape) -> AttachedPlan:
         if not self.attached:
-            raise UnsupportedStateError(
+            raise UsageError(
                 "checkpoint() has nothing to save",
                 hint="call attach(model=..., optimizer=...) first, or checkpoint(state)",
             )
-        if self._plan is None or (self._plan.mode, self._plan.shape) != (mode, shape):
-            self._plan = AttachedPlan(self.attached, mode=mode, shape=shape)
+        wanted = mode, shape, self._loose
+        if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
+            about = origin.node(self.attached)
+            self._plan = AttachedPlan(
+                self.attached, mode=mode, shape=shape, loose=self._loose, about=about
+            )
         return self._plan

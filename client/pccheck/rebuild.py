@@ -120,7 +120,7 @@ def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> An
     if isinstance(node, tree.Array):
         return memory.array(node)
     if isinstance(node, tree.Scalar):
-        return _scalar(node)
+        return scalar(node)
     if isinstance(node, tree.Named):
         return _named(node)
     return node
@@ -161,7 +161,8 @@ def _named(node: tree.Named) -> object:
         raise DamagedError(f"the device {node.name[:40]!r} is not known") from error
 
 
-def _scalar(node: tree.Scalar) -> Any:
+def scalar(node: tree.Scalar) -> Any:
+    """NumPy's scalar. Raises DamagedError for a dtype that nobody stores."""
     dtype = _numpy_dtype(node.dtype)
     if len(node.data) != dtype.itemsize:
         raise DamagedError(f"a NumPy scalar of dtype {node.dtype} with {len(node.data)} bytes")

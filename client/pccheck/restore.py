@@ -23,16 +23,30 @@ from pccheck_wire.errors import (
     UnreadableError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Restored, Skipped
+from pccheck_wire.messages import (
+    Empty,
+    Open,
+    Opened,
+    Part,
+    Read,
+    ReplyBody,
+    Restored,
+    Skipped,
+    Writing,
+)
 from pccheck_wire.parts import merge, split
 
 from .extents import devices_of
 from .rebuild import Loader, state_of_tree
 from .transport import Connection
+from .warn import LOG
 
-#: `Open` may wait for the run before to become durable, or for other ranks.
 OPEN_LIMIT_S = 120.0
+#: Checkpoints of the run before that are being written are waited for, as long as more of them is
+#: written; pccheckd says every few seconds how much that is.
+STUCK_LIMIT_S = 120.0
 _READ_LIMIT_S = 60.0
+_MIB = 1 << 20
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
 #: How often others may be durable, and the one that was opened be gone, before it was read.
@@ -56,8 +70,14 @@ class RestoreResult:
     def __bool__(self) -> bool:
         return self.sequence > 0
 
+    def __repr__(self) -> str:
+        if not self:
+            return f"<{type(self).__name__}: nothing to restore>"
+        passed = f" skipped={[item.step for item in self.skipped]}" if self.skipped else ""
+        return f"<{type(self).__name__} step={self.step} source={self.source}{passed}>"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Found(RestoreResult):
     """What `recover()` found; `state` has the very structure that went in."""
 
@@ -88,7 +108,7 @@ def read_newest(
     failed: DamagedError | UnreadableError | None = None
     while True:
         try:
-            opened = connection.request(Open(step, before, replicated), timeout_s=OPEN_LIMIT_S)
+            opened = ask_open(connection, Open(step, before, replicated))
         except PccheckError as error:
             if failed is not None:
                 raise type(failed)(
@@ -115,6 +135,31 @@ def read_newest(
             before, failed = opened.sequence, error
             continue
         return opened, described, used, sorted(skipped.values(), key=lambda item: -item.sequence)
+
+
+def ask_open(connection: Connection, wanted: Open) -> ReplyBody:
+    """The answer, once what was copied is written. Raises WaitTimeoutError when writing stands
+    still."""
+    before: Writing | None = None
+    moved = time.monotonic()
+    while True:
+        answer = connection.request(wanted, timeout_s=OPEN_LIMIT_S)
+        if not isinstance(answer, Writing):
+            return answer
+        written, total = answer.total_bytes - answer.left_bytes, answer.total_bytes
+        how_far = (
+            f"pccheckd is still writing step {answer.step}: {written / _MIB:.0f} of "
+            f"{total / _MIB:.0f} MiB of {answer.checkpoints} checkpoints"
+        )
+        if answer != before:
+            before, moved = answer, time.monotonic()
+        elif time.monotonic() - moved >= STUCK_LIMIT_S:
+            raise WaitTimeoutError(
+                f"{how_far}; nothing was written for {STUCK_LIMIT_S:g} s",
+                hint="look at the disk (pccheckctl status, dmesg), then try again; what was copied "
+                "is in pccheckd's memory: do not restart it",
+            )
+        LOG.warning("restore waits: %s", how_far)
 
 
 def _said(skipped: Iterable[Skipped]) -> str:
@@ -190,33 +235,7 @@ def _read(
 ) -> None:
     """Raises DamagedError when a block does not fit its checksum, UnreadableError when the disk
     does not give it, DeviceError when a GPU fails, _GoneError when it was replaced."""
-    load = connection.next_load()
-    limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
-    deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
-    try:
-        try:
-            for device in devices_of(device_ranges):
-                connection.link.device_open(device)
-            connection.link.load_start(load, ranges, device_ranges)
-            _ask(connection, Read(load, opened.sequence, offset, length, part.rank))
-            code = connection.link.load_wait(load, deadline_ns)
-        except BaseException:
-            connection.load_broken_off = True
-            _cancel(connection, load)
-            raise
-        connection.load_broken_off = code in _DEVICE  # ended here: the daemon may still be at it
-    except TimeoutError as error:
-        if isinstance(error, PccheckError):
-            raise
-        raise WaitTimeoutError(
-            f"reading {length} bytes took longer than {limit_s:.0f} s"
-        ) from error
-    except NoCheckpointError:
-        code = _GONE
-    except NativeError as error:
-        raise DeviceError(f"the checkpoint could not be put on a GPU: {error}") from error
-    except (ConnectionError, ValueError) as error:
-        raise connection.gone() from error
+    code = _transfer(connection, opened, part, offset, length, ranges, device_ranges)
     if code == _GONE:
         raise _GoneError(
             f"the checkpoint of step {opened.step} was replaced by newer ones while it was read",
@@ -230,6 +249,47 @@ def _read(
         raise DeviceError(f"the checkpoint could not be copied to a GPU (code {code})")
     if code != 0:
         raise DaemonUnreachableError(f"the daemon could not read the checkpoint (code {code})")
+
+
+def _transfer(
+    connection: Connection,
+    opened: Opened,
+    part: Part,
+    offset: int,
+    length: int,
+    ranges: bytes,
+    device_ranges: bytes,
+) -> int:
+    """The native result of reading a part into the ranges. Raises WaitTimeoutError,
+    DeviceError, DaemonUnreachableError."""
+    load = connection.next_load()
+    limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
+    deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
+    try:
+        try:
+            for device in devices_of(device_ranges):
+                connection.link.device_open(device)
+            connection.link.load_start(load, ranges, device_ranges)
+            _ask(connection, Read(load, opened.sequence, offset, length, part.rank))
+            code = int(connection.link.load_wait(load, deadline_ns))
+        except BaseException:
+            connection.load_broken_off = True
+            _cancel(connection, load)
+            raise
+        connection.load_broken_off = code in _DEVICE  # ended here: the daemon may still be at it
+        return code
+    except TimeoutError as error:
+        if isinstance(error, PccheckError):
+            raise
+        raise WaitTimeoutError(
+            f"reading {length} bytes took longer than {limit_s:.0f} s"
+        ) from error
+    except NoCheckpointError:
+        return _GONE
+    except NativeError as error:
+        raise DeviceError(f"the checkpoint could not be put on a GPU: {error}") from error
+    except (ConnectionError, ValueError) as error:
+        raise connection.gone() from error
 
 
 def _ask(connection: Connection, read: Read) -> None:

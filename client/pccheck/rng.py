@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from pccheck_wire import tree
 
 from .flatten import Flattener
+from .warn import PccheckWarning
 
 
 def capture_rng() -> dict[str, Any]:
@@ -34,11 +36,18 @@ def captured_node(flattener: Flattener, path: str) -> tree.Node:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Puts back what capture_rng returned; CUDA states only where as many devices are there."""
+    """Puts back what capture_rng returned; CUDA states only where as many devices are there, else
+    with a PccheckWarning."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        known = torch.cuda.device_count()
-        if known >= len(state["cuda"]):
-            torch.cuda.set_rng_state_all(state["cuda"])
+    saved = len(state.get("cuda", ()))
+    known = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if saved > known:
+        warnings.warn(
+            f"PCcheck: generators of {saved} GPUs were saved, and {known} are here: those of the "
+            "CPU, Python and NumPy were restored, those of GPUs keep the values of this process",
+            PccheckWarning, stacklevel=2,
+        )  # fmt: skip
+    elif saved:
+        torch.cuda.set_rng_state_all(state["cuda"])

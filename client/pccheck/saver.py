@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 
 from pccheck_native import SNAPSHOTS, Link, NativeError
@@ -18,17 +19,14 @@ from pccheck_wire.messages import Begin, CheckpointState
 from .arguments import Options
 from .exposure import Exposure, Handover
 from .gate import Breaker, Gate, abandon
-from .handle import Checkpoint
+from .in_flight import FINAL, InFlight
 from .plan import Snapshot
 from .session import Session
 from .steps import Steps
 from .transport import Connection
+from .unchanged import LateVerdicts, Moved, Verdict
 from .warn import LOG, Warner
 
-_ENDS = (
-    CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED,
-    CheckpointState.SKIPPED, CheckpointState.FAILED,
-)  # fmt: skip
 _NEVER_COPIED = (CheckpointState.SKIPPED, CheckpointState.FAILED)
 
 
@@ -44,16 +42,19 @@ class Saver:
         self._gate = Gate(options.stall_limit_s, self._expired)
         self._breaker = Breaker(options.stall_limit_s)
         self._exposure = Exposure(options.transfer, options.stall_limit_s)
-        self._unfinished: dict[int, Checkpoint] = {}
+        self._unfinished: dict[int, InFlight] = {}
         self._pulled: set[int] = set()  # of the unfinished ones
-        self._recent: dict[int, Checkpoint] = {}  # by entry of the page
-        self._unexplained: list[Checkpoint] = []
+        self._recent: dict[int, InFlight] = {}  # by entry of the page
+        self._unexplained: list[InFlight] = []
         self._to_raise: list[CheckpointFailedError] = []
+        self._late = LateVerdicts()
+        self._moved: list[tuple[int, Moved]] = []  # not told yet
         self.counts: dict[CheckpointState, int] = {}
 
     def gate(self, *, on_cpu: bool = False) -> None:
         """Returns when the tensors may be changed; see Gate.wait."""
         self._gate.wait(on_cpu=on_cpu)
+        self._tell_moved()
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being recorded here."""
@@ -80,7 +81,7 @@ class Saver:
 
     def submit(
         self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps
-    ) -> Checkpoint:
+    ) -> InFlight:
         """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
         `wait` says, or when that has failed; otherwise at once, and the gate holds the next update
         back. Raises NoStagingError before anything has begun."""
@@ -89,8 +90,8 @@ class Saver:
         steps.of_start(self._session.incarnation)
         number = connection.next_snapshot()
         self._free_entry(number)
-        checkpoint = Checkpoint(step, connection, number)
-        connection.link.request(number)
+        checkpoint = InFlight(step, connection, number)
+        _request(connection, number)
         try:
             connection.post(
                 Begin(
@@ -114,13 +115,29 @@ class Saver:
                 self._wait(checkpoint, connection, wait)
             else:
                 host = bool(snapshot.ranges)
-                self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=part)
+                verdict = self._verdict_on(checkpoint, connection, snapshot)
+                self._gate.add(
+                    checkpoint, connection, snapshot.owners, host=host, part=part, verdict=verdict
+                )
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             abandon(checkpoint, connection, self._stall_limit_s)
             if isinstance(error, NativeError):
                 raise DeviceError(f"the snapshot could not be started: {error}") from error
             raise
         return checkpoint
+
+    def _verdict_on(
+        self, checkpoint: InFlight, connection: Connection, snapshot: Snapshot
+    ) -> Verdict | None:
+        if snapshot.reading is None:
+            return None
+        verdict = Verdict(
+            checkpoint, connection, snapshot.reading,
+            lambda item, moved: self._moved.append((item.step, moved)),
+        )  # fmt: skip
+        checkpoint.verdict = verdict
+        self._late.add(verdict, snapshot.payload_bytes)
+        return verdict
 
     def expose(self, connection: Connection, snapshot: Snapshot) -> None:
         """Has the daemon map the GPU memory now. Raises PccheckError."""
@@ -149,7 +166,7 @@ class Saver:
             self._gate.free_staging(snapshot.device, skip=self._on_busy == "skip")
         return handover
 
-    def _wait(self, checkpoint: Checkpoint, connection: Connection, what: str) -> None:
+    def _wait(self, checkpoint: InFlight, connection: Connection, what: str) -> None:
         since_ns = time.monotonic_ns()
         wait = checkpoint.wait_copied if what == "copied" else checkpoint.wait_read
         try:
@@ -168,17 +185,22 @@ class Saver:
 
     def _free_entry(self, number: int) -> None:
         """The page's entry of the snapshot SNAPSHOTS before is about to be used again."""
-        before = self._recent.pop(number % SNAPSHOTS, None)
+        before = self._recent.get(number % SNAPSHOTS)
         if before is None:
             return
-        if before.state not in _ENDS:
+        if before.state not in FINAL:
             if self._on_busy == "skip":
-                raise CheckpointFailedError(f"{SNAPSHOTS} checkpoints are in flight already")
-            with contextlib.suppress(CheckpointFailedError):
+                raise _too_many()
+            try:
                 before.wait_durable(self._stall_limit_s)
+            except CheckpointFailedError:
+                pass  # its own handle says so
+            except WaitTimeoutError as error:
+                raise _too_many() from error
         before.settle()
+        del self._recent[number % SNAPSHOTS]
 
-    def _expired(self, checkpoint: Checkpoint, connection: Connection) -> None:
+    def _expired(self, checkpoint: InFlight, connection: Connection) -> None:
         self._warner.once(
             "stall",
             f"the checkpoint of step {checkpoint.step} was given up, because the daemon had not "
@@ -188,12 +210,13 @@ class Saver:
         self._trip(connection, checkpoint.snapshot)
 
     def _trip(self, connection: Connection, snapshot: int) -> None:
-        in_flight = [item for item in self._unfinished.values() if item.state not in _ENDS]
+        in_flight = [item for item in self._unfinished.values() if item.state not in FINAL]
         self._breaker.trip(connection, in_flight, snapshot)
 
     def _look_around(self) -> None:
         """Takes note of checkpoints that ended, and tells of the first that failed."""
         states = [(number, item, item.state) for number, item in self._unfinished.items()]
+        self._tell_moved()
         self._gate.collect()  # after that look: what was given up by then has its reason now
         if self._gate.idle:
             self._exposure.trim()
@@ -205,13 +228,13 @@ class Saver:
                 self._pulled.discard(number)
                 if not copied:
                     self._exposure.broke()
-            if state in _ENDS:
+            if state in FINAL:
                 del self._unfinished[number]
                 self._pulled.discard(number)
                 self._count(checkpoint, state)
         self._explain()
 
-    def _count(self, checkpoint: Checkpoint, state: CheckpointState) -> None:
+    def _count(self, checkpoint: InFlight, state: CheckpointState) -> None:
         self.counts[state] = self.counts.get(state, 0) + 1
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
             self._warner.over("storage")
@@ -228,7 +251,7 @@ class Saver:
                 checkpoint.describe_later()
             else:
                 self._unexplained.remove(checkpoint)
-                if not reason.startswith(("abandoned", "the daemon ended")):
+                if not checkpoint.told:
                     self._failed_later(checkpoint.step, reason)
 
     def _failed_later(self, step: int, reason: str) -> None:
@@ -239,6 +262,21 @@ class Saver:
             )
         else:
             self.tell_failed(step, reason)
+
+    def _tell_moved(self) -> None:
+        """Tensors were changed while they were read; on the thread that trains."""
+        while self._moved:
+            step, moved = self._moved.pop(0)
+            what = f"the frozen parameters of {moved.loose}" if moved.loose else "what it saves"
+            text = (
+                f"the checkpoint of step {step} failed: {moved.path} was changed before it was "
+                f"read, outside of an attached optimizer's step. From now on checkpoint() returns "
+                f"when {what} was read; to train on meanwhile call gate() before such a change"
+            )
+            if self._raises:
+                self._to_raise.append(CheckpointFailedError(text))
+            else:
+                self._warner.once("moved", text)
 
     def tell_failed(self, step: int, reason: str) -> None:
         self._warner.once(
@@ -269,7 +307,7 @@ class Saver:
             except WaitTimeoutError:
                 self._warner.once(
                     "drain",
-                    f"the checkpoint of step {checkpoint.step} is {checkpoint.state.name.lower()} "
+                    f"the checkpoint of step {checkpoint.step} is {checkpoint.state} "
                     f"after {limit_s:g} s; what is copied becomes durable without this process",
                 )
                 break
@@ -284,22 +322,47 @@ class Saver:
                 self._explain()
 
 
+def _too_many() -> CheckpointFailedError:
+    return CheckpointFailedError(
+        f"{SNAPSHOTS} checkpoints are in flight already",
+        hint="save less often, or see pccheckctl status for what holds the oldest one up",
+    )
+
+
+def _request(connection: Connection, number: int) -> None:
+    """The entry of the snapshot in the page. Raises CheckpointFailedError while a GPU still copies
+    the one that had it before, though that one has ended."""
+    try:
+        connection.link.request(number)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise _too_many() from error
+        raise
+
+
 def _submit(
     link: Link, number: int, snapshot: Snapshot, handover: Handover | None, *, inline: bool
 ) -> None:
     """Everything that the link needs. Without `inline` nothing changes before it was read: no need
     for a copy of the copy."""
     ranges, volatile = snapshot.ranges, snapshot.volatile
+    provisional = snapshot.reading is not None
     if not inline:
         ranges, volatile = ranges + volatile, b""
     if handover is None:
-        link.submit(number, ranges, volatile, snapshot.tree, snapshot.tree_offset)
+        link.submit(
+            number, ranges, volatile, snapshot.tree, snapshot.tree_offset, provisional=provisional
+        )
         return
     handover.enqueue(link, number)
     if handover.map:
         link.submit(
             number, ranges, volatile, snapshot.tree, snapshot.tree_offset,
             pulled_bytes=handover.part.nbytes, pulled_devices=handover.part.mask,
+            provisional=provisional,
         )  # fmt: skip
     else:
-        link.submit(number, ranges, volatile, snapshot.tree, snapshot.tree_offset, handover.ranges)
+        link.submit(
+            number, ranges, volatile, snapshot.tree, snapshot.tree_offset, handover.ranges,
+            provisional=provisional,
+        )  # fmt: skip

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheck_wire.messages import (
     PROTOCOL_VERSION,
     Goodbye,
@@ -56,6 +56,7 @@ class Session:
         self._restored: int | None = 0 if fresh else None  # sequence that counts as taken over
         self._met = False  # some daemon has been reached
         self._process = _process_of(identity, solo=solo)
+        self.untold = 0  # failures that no daemon has counted
         self.incarnation = 0  # as the daemon that was reached last has said ...
         self._storage = ""  # ... of this directory
         self._protected_step: int | None = None  # of a run before, not restored
@@ -105,7 +106,15 @@ class Session:
         if payload_bytes <= self._registered_bytes:
             return
         rounded = -(-payload_bytes // _MIB) * _MIB
-        answer = connection.request(Register(rounded), timeout_s=self._stall_limit_s)
+        told = self.untold
+        try:
+            answer = connection.request(Register(rounded, told), timeout_s=self._stall_limit_s)
+        except DaemonUnreachableError:
+            raise
+        except PccheckError:  # it was heard all the same
+            self.untold -= told
+            raise
+        self.untold -= told
         assert isinstance(answer, Registered)
         self.registered, self._registered_bytes = answer, rounded
         self.incarnation = answer.incarnation or self.incarnation
@@ -126,8 +135,13 @@ class Session:
                 f"{identity.world_size} ranks these are not connected: {named}. A checkpoint can "
                 "be restored only if every rank saved it, so the checkpoints of this rank are of "
                 "no use until those ranks connect. If only this rank is meant to save (rank 0 of "
-                "plain DDP), make its client with PCcheckClient(solo=True).",
+                "plain DDP), make its client with PCcheckClient(solo=True); or make one on every "
+                "rank with PCcheckClient(replicated=True), so that each saves a part.",
             )
+
+    def saves_alone(self, world_size: int) -> bool:
+        """Whether a checkpoint of a start with so many ranks is whole on this rank."""
+        return world_size == 1 or self._solo
 
     def announce(self, connection: Connection, payload_bytes: int) -> None:
         """Has the daemon make room already, so that the first checkpoint need not wait for it."""
@@ -148,16 +162,19 @@ class Session:
                 "unrestored",
                 f"job {identity.job!r} (rank {identity.rank}) has a checkpoint of step "
                 f"{self._protected_step} that was NOT restored; this run makes its own beside it. "
-                "Call restore() before training, or say fresh=True if this is a new beginning. "
+                "Call restore() before training, or adopt() if this run got its state in another "
+                "way, or say fresh=True if this is a new beginning. "
                 "The old one is kept until you do.",
             )
 
-    def say_goodbye(self, done: bool) -> None:
-        """Raises PccheckError when the daemon does not answer; with `done` it trims the volume."""
+    def say_goodbye(self, done: bool) -> bool:
+        """Whether there is a daemon that knows. Raises PccheckError when it does not answer; with
+        `done` it trims the volume."""
         connection = self.current()
         if connection is not None:
             limit_s = GOODBYE_LIMIT_S if done else min(GOODBYE_LIMIT_S, self._stall_limit_s)
             connection.request(Goodbye(done), timeout_s=limit_s)
+        return connection is not None
 
     def forget_in_child(self) -> None:
         self._transport.forget_in_child()
@@ -175,7 +192,7 @@ class Session:
         self.incarnation, self._storage = welcome.incarnation, welcome.storage
         self._protected_step = welcome.protected_step
         if self._warner.over("daemon"):
-            LOG.warning("connected to pccheckd again (pid %d)", connection.welcome.pid)
+            LOG.warning("PCcheck: connected to pccheckd again (pid %d)", connection.welcome.pid)
 
     def _hello(self) -> Hello:
         identity = self.identity

@@ -27,6 +27,11 @@ class Steps:
         that was lower than the one before."""
         return self._back - self._base
 
+    @property
+    def last(self) -> int:
+        """The step of the last call since the last restore; -1 before there was one."""
+        return self._last
+
     def of_start(self, incarnation: int) -> None:
         """The process belongs to this start now. In an earlier one it may have gone back more often
         than the other members, so that it counts from here."""
@@ -39,6 +44,12 @@ class Steps:
         before. The first restore of a process is its beginning, on all ranks alike."""
         self._back += self._begun
         self.repeat, self._last, self._begun = 0, -1, True
+
+    def fresh(self) -> None:
+        """A client began without a checkpoint. Where the process had begun already, it made its
+        client again, and the other ranks, which did not, count on."""
+        if not self._begun:
+            self.restored()
 
     def called(self, step: int) -> None:
         """`checkpoint()` was called for this step."""

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,8 @@ BACKOFF_SLOW_S = 30.0
 RETRY_CONNECT_S = 2.0
 #: Descriptors that have to be free: libzmq ends the process when it gets none.
 FILES_FREE = 32
-_POLL_MS = 50
+#: How long a thread that waits for its answer sleeps, should another thread have taken it.
+_POLL_MS = 10
 _WAITING_MAX = 64
 
 Callback = Callable[[ReplyBody], None]
@@ -65,6 +67,7 @@ class Connection:
         self._waiting: dict[int, Callback] = {}
         self._snapshots = itertools.count(1)
         self._loads = itertools.count(1)
+        self._break_count = 0
         with contextlib.ExitStack() as undo:  # an attempt that fails leaves no descriptor open
             undo.callback(attachment.close)
             self.link = Link(attachment.link_fd, attachment.page_fd)
@@ -97,26 +100,33 @@ class Connection:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             number = self._send(body, answers.append)
+            breaks = self._break_count
+            arrivals = select.poll()
+            arrivals.register(int(self._socket.get(zmq.FD)), select.POLLIN)
+        try:
             while not answers:
-                if not self.alive():
-                    self._waiting.pop(number, None)
+                with self._lock:  # not while it waits: a training thread may want to send
+                    # Asked first: an answer that came before still counts.
+                    broke, alive = self._count_breaks() != breaks, self.alive()
+                    self.pump()
+                if answers:
+                    break
+                if not alive:
                     raise self.gone()
-                if time.monotonic() >= deadline:
-                    self._waiting.pop(number, None)
-                    raise WaitTimeoutError(
-                        f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
-                        hint="is it stopped or overloaded? its log tells",
-                    )
-                self._socket.poll(_POLL_MS)
-                broke = self._broke()  # asked first: an answer that came before still counts
-                self.pump()
-                if broke and not answers:
-                    self._waiting.pop(number, None)
+                if broke:
                     raise DaemonUnreachableError(
                         "pccheckd's process that takes this user's requests has ended, and the "
                         "request with it",
                         hint="try again; pccheckd starts another one, and its log says why",
                     )
+                if time.monotonic() >= deadline:
+                    raise WaitTimeoutError(
+                        f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
+                        hint="is it stopped or overloaded? its log tells",
+                    )
+                arrivals.poll(_POLL_MS)
+        finally:
+            self._waiting.pop(number, None)
         if isinstance(answers[0], Failure):
             found = answers[0]
             raise error_from_wire(found.code, found.message, found.hint, found.retryable)
@@ -142,13 +152,15 @@ class Connection:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     return
+                except zmq.ZMQError as error:  # closed by another thread
+                    raise self.gone() from error
                 reply = codec.decode(frames[-1], Reply, bytes_max=codec.REPLY_BYTES_MAX)
                 callback = self._waiting.pop(reply.number, None)
                 if callback is not None:
                     callback(reply.body)
 
     def _send(self, body: RequestBody, callback: Callback | None) -> int:
-        self._broke()  # nothing of this one's
+        self._count_breaks()  # nothing of this one's
         number = next(self._numbers) if callback else 0
         data = codec.encode(Request(number, self.welcome.token, body))
         try:
@@ -161,15 +173,14 @@ class Connection:
             self._waiting[number] = callback
         return number
 
-    def _broke(self) -> bool:
-        """Whether the way to the daemon has been interrupted since this was asked last. libzmq
-        makes another one by itself; what was under way is lost."""
-        broke = False
+    def _count_breaks(self) -> int:
+        """How often the way to the daemon has been interrupted. libzmq makes another one by itself;
+        what was under way is lost."""
         with contextlib.suppress(zmq.ZMQError):  # no more of them
             while True:
                 self._breaks.recv_multipart(zmq.NOBLOCK)
-                broke = True
-        return broke
+                self._break_count += 1
+        return self._break_count
 
     def gone(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(

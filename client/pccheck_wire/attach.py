@@ -35,13 +35,15 @@ from .messages import (
     RequestBody,
     Role,
     Welcome,
+    Writing,
 )
+from .peer import require_trusted
 
 CONNECT_LIMIT_S = 10.0
 CONNECT_RETRY_S = 0.01
 
 #: What a request may be answered with, apart from Failure, which is raised.
-Answer = Registered | Described | Opened | Empty | Done | Report
+Answer = Registered | Described | Opened | Empty | Writing | Done | Report
 
 
 class Attachment:
@@ -121,8 +123,9 @@ def connect(
 ) -> Attachment:
     """Connects, says hello and returns the session.
 
-    Raises DaemonUnreachableError (nobody there), ProtocolError (another version), or whatever the
-    daemon refuses with; WaitTimeoutError when it does not answer in time.
+    Raises DaemonUnreachableError (nobody there), ProtocolError (another version), RefusedError (who
+    listens there is not to be trusted), or whatever the daemon refuses with; WaitTimeoutError when
+    it does not answer in time.
     """
     where = socket_path(path)
     deadline = time.monotonic() + timeout_s
@@ -130,6 +133,7 @@ def connect(
     descriptors: list[int] = []
     try:
         _connect(connection, where, deadline)
+        require_trusted(connection, where)
         _send(connection, codec.encode(hello), deadline)
         packet, descriptors = _receive(connection, deadline, descriptors_max=2)
         answer = codec.decode_any(packet, Welcome, Failure)

@@ -1,4 +1,5 @@
-"""What is needed before the first message: the protocol's number and where the daemon listens.
+"""What is needed before the first message: the protocol's number and where the daemon listens; and
+sizes as people read them.
 Apart from `messages`, so that a command line which only asks starts without its classes; without
 `pathlib`, too, which takes longer than the answer."""
 
@@ -6,13 +7,15 @@ from __future__ import annotations
 
 import os
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"
 
 #: What clients and the command line read, the daemon's options apart.
-VARIABLES = ("PCCHECK_SOCKET", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG")
+VARIABLES = (
+    "PCCHECK_SOCKET", "PCCHECK_DAEMON_UID", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG",
+)  # fmt: skip
 
 START_HINT = "start it with: pccheckd --storage DIR"
 #: Of a daemon that was told nothing at all; pccheckctl tells it from what is wrong in a file.
@@ -29,3 +32,29 @@ def socket_name(given: str | os.PathLike[str] | None = None) -> str:
     if not runtime or os.path.exists(DEFAULT_SOCKET):  # noqa: PTH110
         return DEFAULT_SOCKET
     return f"{runtime}/pccheck/attach.sock"
+
+
+_SIZES = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(count: int) -> str:
+    """Bytes with three significant digits: "0 B", "1.50 MiB", "12.3 GiB"."""
+    if count < 1024:
+        return f"{count} B"
+    value = float(count)
+    for unit in _SIZES:
+        value /= 1024
+        if value < 1023.5 or unit == _SIZES[-1]:
+            break
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def did_you_mean(words: list[str], known: list[str]) -> str:
+    """For the first of these words that resembles a known one: "did you mean --slots? ", or ""."""
+    import difflib  # for people who mistyped only
+
+    for word in words:
+        near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
+        if near:
+            return f"did you mean {near[0]}? "
+    return ""

@@ -32,16 +32,18 @@ class UsageError(PccheckError):
     exit_code = 2
 
 
-class UnsupportedStateError(UsageError):
+class UnsupportedStateError(PccheckError):
     """A value in the state that cannot be represented; the message names its path in the tree."""
 
     code = "UNSUPPORTED_STATE"
+    exit_code = UsageError.exit_code
 
 
-class StateMismatchError(UsageError):
+class StateMismatchError(PccheckError):
     """What was recovered does not fit what was attached; the message names the path."""
 
     code = "STATE_MISMATCH"
+    exit_code = UsageError.exit_code
 
 
 class DaemonUnreachableError(PccheckError):
@@ -105,6 +107,12 @@ class CheckpointFailedError(PccheckError):
     """A checkpoint ended failed, skipped or abandoned; it will never be durable."""
 
     code = "CHECKPOINT_FAILED"
+
+
+class TornStateError(CheckpointFailedError):
+    """The attached state is a mix of two: a restore broke off."""
+
+    code = "TORN_STATE"
 
 
 class DeviceError(PccheckError):

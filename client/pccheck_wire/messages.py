@@ -34,6 +34,9 @@ class CheckpointState(enum.IntEnum):
     SKIPPED = 7
     FAILED = 8
 
+    def __str__(self) -> str:
+        return self.name.lower()
+
 
 class Role(enum.StrEnum):
     """What a connection is for."""
@@ -97,6 +100,8 @@ class Welcome:
     newest_step: int | None = None
     #: The newest step of a run before that the peer has not restored, and that is kept for it (P7).
     protected_step: int | None = None
+    #: With "push": the daemon may be able to pull later, and an `Expose` is worth trying then.
+    transfer_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ class Register:
 
     TAG: ClassVar[str] = "register"
     payload_bytes: int
+    failed: int = 0  # checkpoints of this client that failed and that no daemon has counted yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +217,7 @@ class Skipped:
 @dataclass(frozen=True, slots=True)
 class Open:
     """Chooses the checkpoint to recover: the newest valid one, of `step` if given, and older than
-    sequence `before` if given. -> `Opened` | `Empty` | `Failure`."""
+    sequence `before` if given. -> `Opened` | `Empty` | `Writing` | `Failure`."""
 
     TAG: ClassVar[str] = "open"
     step: int | None = None
@@ -245,6 +251,7 @@ class Opened:
     world_size: int = 1  # that saved it
     rank: int | None = None  # whose payload this is; None: the peer's own
     parts: list[Part] = field(default_factory=list)  # all ranks' payloads, of a group's
+    wall_ns: int = 0  # when it became durable, since 1970
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +260,18 @@ class Empty:
 
     TAG: ClassVar[str] = "empty"
     skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """`Open` cannot be answered yet: checkpoints that it might choose are on their way to the disk.
+    Comes after some seconds; ask again."""
+
+    TAG: ClassVar[str] = "writing"
+    step: int  # of the newest of them
+    checkpoints: int  # how many there are, on all ranks of the job ...
+    total_bytes: int  # ... with so much payload ...
+    left_bytes: int  # ... of which so much is copied to DRAM and not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +294,16 @@ class Restored:
 
     TAG: ClassVar[str] = "restored"
     sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The durable checkpoint of `step` is not recycled on any rank, or, without `pinned`, may be
+    again. -> `Done`"""
+
+    TAG: ClassVar[str] = "pin"
+    step: int
+    pinned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,10 +384,10 @@ class Report:
 
 
 RequestBody = (
-    Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Goodbye | Status
+    Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Pin | Goodbye | Status
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
-ReplyBody = Registered | Described | Opened | Empty | Done | Report | Failure
+ReplyBody = Registered | Described | Opened | Empty | Writing | Done | Report | Failure
 
 
 @dataclass(frozen=True, slots=True)

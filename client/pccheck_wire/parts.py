@@ -46,7 +46,7 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
         if found.offset == tree.ELSEWHERE:
             raise DamagedError(f"rank {extent.owner} does not store the extent that it should")
         extents[index] = extent._replace(offset=extent.owner + 1 << RANK_SHIFT | found.offset)
-    return tree.Tree(own.step, own.metadata, own.attached, extents, own.root)
+    return tree.Tree(own.step, own.metadata, own.attached, extents, own.root, own.about)
 
 
 def placed(offset: int) -> tuple[int, int]:

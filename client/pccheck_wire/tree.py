@@ -4,7 +4,7 @@ msgpack made by the client and opaque to the daemon; the last bytes of a payload
 torch nor NumPy, so that the command line can show a checkpoint on any machine. Equal states give
 equal bytes.
 
-    tree    = [MAGIC, version, step, metadata, attached, extents, root]
+    tree    = [MAGIC, version, step, metadata, attached, extents, root, about]
     extents = one packed (offset, bytes, place) of little-endian u64 per extent
     node    = nil | bool | int | float | str | bin           the value itself
             | [tag, ...]                                      everything else, see `Tag`
@@ -15,6 +15,9 @@ an address that suits their dtype. The rest of `place` is 0, or in version 2, fo
 one more than the rank that stores this extent for all: on the other ranks its offset is ELSEWHERE,
 and what is shared appears in the state in the same order on every rank. Maps, extension types,
 unknown tags, views outside of their extent and too deep nesting are refused.
+
+`about` is what the client records beside the state: the process that made it, and the classes of
+attached optimizers.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
 TREE_BYTES_MAX = 512 << 20
 LEAD_ALIGN = 16
+LONG_BITS = 2000  # an int of so many has 603 digits; Python's limit may be set to 640
 
 #: Bytes per element of every torch dtype that can be stored, by its name.
 ITEM_BYTES: dict[str, int] = {
@@ -177,6 +181,7 @@ class Tree:
     attached: bool
     extents: list[Extent]
     root: Node
+    about: Node = None
 
     def shared(self) -> list[int]:
         """The extents that one rank stores for all, by their first appearance in the state: in the
@@ -193,6 +198,7 @@ class Tree:
 
 _PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
 _HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header
+NIL = _PACK(None)
 _NATIVE = {type(None), bool, float, str, bytes}
 
 
@@ -201,7 +207,7 @@ def encode(tree: Tree) -> bytes:
     packed = b"".join(extent.packed() for extent in tree.extents)
     return assemble(
         tree.step, tree.metadata, tree.attached, encode_node(packed), (encode_node(tree.root),),
-        shared=any(extent.owner >= 0 for extent in tree.extents),
+        shared=any(extent.owner >= 0 for extent in tree.extents), about=encode_node(tree.about),
     )  # fmt: skip
 
 
@@ -213,12 +219,13 @@ def assemble(
     root: Iterable[bytes],
     *,
     shared: bool = False,
+    about: bytes = NIL,
 ) -> bytes:
     """A tree whose extents and root are encoded already (the fast path keeps what did not
     change); the root may come in pieces."""
     version = VERSION_SHARED if shared else VERSION
-    head = _HEAD(7) + _PACK(MAGIC) + _PACK(version) + _PACK(step)
-    data = b"".join((head, encode_node(metadata), _PACK(attached), extents, *root))
+    head = _HEAD(8) + _PACK(MAGIC) + _PACK(version) + _PACK(step)
+    data = b"".join((head, encode_node(metadata), _PACK(attached), extents, *root, about))
     if len(data) > TREE_BYTES_MAX:
         raise UnsupportedStateError(
             f"the Python values of the state take {len(data)} bytes, the limit is {TREE_BYTES_MAX}",
@@ -377,7 +384,7 @@ def leaf_entries(tree: Tree) -> list[LeafEntry]:
         elif isinstance(node, Scalar):
             entries.append(LeafEntry(path, f"numpy {node.dtype}", node.data.hex()))
         elif not isinstance(node, (Sequence, Mapping, Tensor, Array, Fragment)):
-            entries.append(LeafEntry(path, type(node).__name__, repr(node)))
+            entries.append(LeafEntry(path, type(node).__name__, shown(node)))
     return entries
 
 
@@ -394,8 +401,30 @@ def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 
 def join(path: str, key: object) -> str:
     """`path` extended by a key of a mapping or an index."""
-    text = key if isinstance(key, str) else repr(key)
+    text = key if isinstance(key, str) else shown(key)
     return f"{path}.{text}" if path else text
+
+
+def is_long(value: int) -> bool:
+    """More digits than Python turns into text (sys.set_int_max_str_digits)."""
+    return value.bit_length() > LONG_BITS
+
+
+def shown(value: object) -> str:
+    """repr() of a value or key, with ints that are too long for it in hexadecimal."""
+    if isinstance(value, int) and is_long(value):
+        return hex(value)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return f"{type(value).__name__}({', '.join(map(shown, value))})" if _has_long(value) else (
+            repr(value)
+        )  # fmt: skip
+    return repr(value)
+
+
+def _has_long(value: object) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(map(_has_long, value))
+    return isinstance(value, int) and is_long(value)
 
 
 def plain(node: Node) -> object:

@@ -20,6 +20,7 @@ from .tree import (
     LEAD_ALIGN,
     MAGIC,
     MAPPINGS,
+    REQUIRES_GRAD,
     SEQUENCES,
     TREE_BYTES_MAX,
     VERSION,
@@ -63,14 +64,19 @@ def decode_tree(data: bytes | memoryview, payload_bytes: int | None) -> Tree:
             f"the checkpoint's tree has version {version!r}, this PCcheck reads {VERSION_SHARED}",
             hint="install a newer PCcheck",
         )
-    if len(top) != 7:
-        raise _bad(f"{len(top)} parts instead of 7")
-    step, metadata, attached, packed, root = top[2:]
+    if len(top) == 7:
+        top.append(None)  # written before a tree said who saved it
+    if len(top) != 8:
+        raise _bad(f"{len(top)} parts instead of 8")
+    step, metadata, attached, packed, root, about = top[2:]
     if type(step) is not int or type(attached) is not bool or type(packed) is not bytes:
         raise _bad("step, attached or extents have a wrong type")
     extents = _extents(packed, payload_bytes, shared=version == VERSION_SHARED)
     reader = _Reader(extents)
-    return Tree(step, reader.node(metadata, 0), attached, extents, reader.node(root, 0))
+    return Tree(
+        step, reader.node(metadata, 0), attached, extents, reader.node(root, 0),
+        reader.node(about, 0),
+    )  # fmt: skip
 
 
 def _extents(packed: bytes, payload_bytes: int | None, *, shared: bool) -> list[Extent]:
@@ -166,6 +172,8 @@ class _Reader:
         dtype, flags = _choice(raw, 5, ITEM_BYTES), _natural(raw, 6)
         if len(shape) != len(strides) or flags > FLAGS_MAX:
             raise _bad("a tensor whose parts do not fit each other")
+        if flags & REQUIRES_GRAD and not dtype.startswith(("float", "bfloat", "complex")):
+            raise _bad(f"a tensor of {dtype} that requires a gradient")
         item_bytes = ITEM_BYTES[dtype]
         self._inside(extent, offset, span_bytes(shape, strides, item_bytes), item_bytes)
         return Tensor(shape, strides, dtype, flags, extent, offset)

@@ -13,7 +13,7 @@ from pccheck_wire.errors import StorageFullError, UsageError
 from pccheck_wire.units import GIB, MIB
 
 from . import disk, render
-from .output import Document, part, print_json, text
+from .output import Document, part, print_json, say, text
 from .progress import Bar
 
 SIZE_DEFAULT, SIZE_MIN = 2 * GIB, 64 * MIB
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document(figures))
     else:
-        print(as_text(figures))
+        say(as_text(figures))
     return 0
 
 

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import grp
 import os
+import platform
 import pwd
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from . import VERSION, config, render
 from .findings import Finding, ok, problem, warning
 from .online import Observer
 from .output import Document, number, part, rows, text, texts, whole
+
+DEVICES = Path("/dev")
 
 
 class Answer:
@@ -177,7 +181,7 @@ def pool(answer: Answer) -> Iterator[Finding]:
 def cuda(answer: Answer) -> Iterator[Finding]:
     """Whether GPUs can be pulled from, and why not. The driver is loaded, not begun: nothing is
     made on a GPU."""
-    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    devices = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
     if not _has_driver():
         if not devices:
             yield ok("cuda", "no driver here (libcuda.so.1) and no GPU: tensors are the CPU's")
@@ -188,6 +192,7 @@ def cuda(answer: Answer) -> Iterator[Finding]:
                 mend="install the driver; in a container, pass its libraries (nvidia runtime)",
             )  # fmt: skip
         return
+    yield from _pinning(platform.release())
     daemon = part(answer.status, "daemon")
     transfer, reason = text(daemon, "transfer"), text(daemon, "transfer_reason")
     if not daemon:
@@ -198,8 +203,9 @@ def cuda(answer: Answer) -> Iterator[Finding]:
         yield warning(
             "cuda", f"the daemon does not pull: {reason or 'it does not say why'}",
             costs="GPU tensors are pushed by the training process, which takes its CPU time",
-            mend="let pccheckd see driver and GPUs (/dev/nvidia*), then restart it",
+            mend="let pccheckd see driver and GPUs (/dev/nvidia*); it tries again by itself",
         )  # fmt: skip
+        yield from _device_files()
     elif owner not in (None, 0, user):
         yield warning(
             "cuda", f"the daemon runs as {_user(owner or 0)}, this user is {_user(user)}",
@@ -216,6 +222,27 @@ def cuda(answer: Answer) -> Iterator[Finding]:
                 "cuda", f"job {text(session, 'job')} rank {text(session, 'rank')} pushes: {why}",
                 costs="its copies take the training process's CPU time", mend="see the reason",
             )  # fmt: skip
+
+
+def _pinning(release: str) -> Iterator[Finding]:
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if version and (6, 11) <= (int(version[1]), int(version[2])) <= (6, 13):
+        yield warning(
+            "cuda", f"Linux {release}: kernels from 6.11 to 6.13 are reported to leak or refuse "
+            "memory that is pinned for GPUs for long",
+            costs="the pool may not be pinned; GPU tensors are pushed then, slowly",
+            mend="run 6.10 or older, or 6.14 or newer",
+        )  # fmt: skip
+
+
+def _device_files() -> Iterator[Finding]:
+    """What CUDA opens, as this process sees it."""
+    lacking = [name for name in ("nvidiactl", "nvidia-uvm") if not (DEVICES / name).exists()]
+    if lacking:
+        yield warning(
+            "cuda", f"{' and '.join(f'{DEVICES}/{name}' for name in lacking)} not there",
+            costs="no CUDA program works before they are", mend="nvidia-modprobe -c 0 -u, as root",
+        )  # fmt: skip
 
 
 def _has_driver() -> bool:

@@ -19,7 +19,7 @@ from .findings import Finding, ok, read, warning
 FILES_WANTED = 65536
 #: Descriptors of the daemon's: sockets, page, segment, watches, volume; one ring per transfer at a
 #: time; the process that reads a user's messages. A test counts them.
-FILES_OF_A_TRAINER, FILES_OF_RINGS, FILES_OF_A_USER = 6, 8, 3
+FILES_OF_A_TRAINER, FILES_OF_RINGS, FILES_OF_A_USER = 7, 8, 3
 MEMLOCK_WANTED = 64 << 20
 _IO_URING_SETUP = 425  # the same number on x86-64 and arm64
 MADV_COLLAPSE = 25

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from pccheck_native import cgroups
+
 from . import render
 from .checks_kernel import MADV_COLLAPSE, huge_page_bytes
 from .findings import Finding, ok, problem, read, warning
@@ -54,30 +56,10 @@ def available() -> tuple[int, str]:
     """Bytes that may still be taken, and what bounds them."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)
     free, bound = int(found[1]) * 1024 if found else 0, "RAM"
-    for limit, used, name in _cgroups():
-        if limit - used < free:
-            free, bound = max(0, limit - used), name
+    for limit in cgroups.limits():
+        if limit.nbytes - limit.used_bytes < free:
+            free, bound = max(0, limit.nbytes - limit.used_bytes), limit.name
     return free, bound
-
-
-def _cgroups() -> Iterator[tuple[int, int, str]]:
-    """Limit and use of every memory cgroup that we are in."""
-    for line in read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        two = not controllers
-        if not two and "memory" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup") if two else Path("/sys/fs/cgroup/memory")
-        names = ("memory.max", "memory.current") if two else (
-            "memory.limit_in_bytes", "memory.usage_in_bytes"
-        )  # fmt: skip
-        place = root / path.lstrip("/")
-        for group in (place, *place.parents):
-            limit, used = (read(str(group / name)) for name in names)
-            if limit.isdigit() and used.isdigit():
-                yield int(limit), int(used), f"the limit of cgroup {group}"
-            if group == root:
-                break
 
 
 def huge_pages() -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 
+from pccheck_wire.basics import did_you_mean
 from pccheck_wire.errors import PccheckError, UsageError
 
 from . import VERSION
@@ -39,7 +40,18 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of exiting, so that `--json` also holds for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"see: {self.prog} --help")
+        words = [word for word in message.split() if word.startswith("-")]
+        meant = did_you_mean(words, self._options()) if "unrecognized" in message else ""
+        raise UsageError(message, hint=f"{meant}see: {self.prog} --help")
+
+    def _options(self) -> list[str]:
+        """Its own, and those of its commands."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for sub in action.choices.values():
+                    found += sub._option_string_actions
+        return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,10 +100,7 @@ def _named(given: list[str]) -> str | None:
 
 
 def _no_such(word: str) -> UsageError:
-    import difflib  # for people who mistyped only
-
-    near = difflib.get_close_matches(word, [command.name for command in COMMANDS], n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
+    meant = did_you_mean([word], [command.name for command in COMMANDS])
     return UsageError(f"there is no command {word!r}", hint=f"{meant}see: pccheckctl --help")
 
 
@@ -112,9 +121,11 @@ def report(error: PccheckError, *, as_json: bool) -> None:
         }
         print(json.dumps(document, indent=2), flush=True)
         return
-    print(f"pccheckctl: {error.message}", file=sys.stderr)
+    from .render import safe
+
+    print(f"pccheckctl: {safe(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        print(f"hint: {safe(error.hint)}", file=sys.stderr)
 
 
 def _told(error: OSError) -> str:

@@ -79,6 +79,11 @@ def _watched(to: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _status(to: argparse.ArgumentParser) -> None:
+    _watched(to)
+    to.add_argument("--all", action="store_true", help="also all jobs that nobody is connected to")
+
+
 def _listing(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", nargs="?", default="", help="only this job")
     to.add_argument("--rank", type=int, help="only this rank")
@@ -98,7 +103,7 @@ def _which(to: argparse.ArgumentParser, default: str) -> None:
 
 
 def _verify(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", nargs="?", default="", help="only this job")
+    to.add_argument("job", nargs="*", default=[], help="only these jobs")
     to.add_argument("--rank", type=int, help="only this rank")
     _which(to, "all")
     to.add_argument(
@@ -200,6 +205,7 @@ def _trace(to: argparse.ArgumentParser) -> None:
         "--last", type=_duration, default=60.0, metavar="AGE", help="how far back (60s)"
     )
     to.add_argument("--output", "-o", metavar="FILE", help="default: stdout")
+    to.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
 def _config(to: argparse.ArgumentParser) -> None:
@@ -219,7 +225,7 @@ def _nothing(_: argparse.ArgumentParser) -> None:
 
 COMMANDS: tuple[Command, ...] = (
     Command("status", "status", "what the daemon does; without one, what the volumes say",
-            _watched),
+            _status),
     Command("list", "listing", "the checkpoints, newest first", _listing),
     Command("show", "show", "what is in one checkpoint: tensors, values, metadata", _show),
     Command("recover", "export",

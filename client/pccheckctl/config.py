@@ -12,7 +12,7 @@ from pccheck_wire.basics import STORAGE_MISSING
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
 
 from . import render
-from .output import Document, note, part, print_json, rows, text, texts
+from .output import Document, note, part, print_json, rows, say, text, texts
 
 LIMIT_S = 30.0
 
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document)
     else:
-        print(as_text(document, origins=arguments.origin))
+        say(as_text(document, origins=arguments.origin))
         for warning in texts(document, "warnings"):
             note(f"warning: {warning}")
     return 0
@@ -100,4 +100,4 @@ def as_text(document: Document, *, origins: bool) -> str:
 def _head(document: Document) -> str:
     daemon, file = part(document, "daemon"), text(document, "file") or "none"
     told = f"pccheckd {text(daemon, 'version')}, pid {text(daemon, 'pid')}"
-    return f"daemon   {told if daemon else 'none asked'}\nfile     {file}"
+    return f"daemon   {told if daemon else 'not asked'}\nfile     {file}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import checks_daemon, checks_disk, checks_kernel, checks_memory, render
 from .findings import OK, PROBLEM, WARNING, Finding, guarded
-from .output import Document, part, print_json, whole
+from .output import Document, part, print_json, say, whole
 
 ERROR, DEGRADED = 1, 3
 
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document(storage, found))
     else:
-        print(as_text(storage, found))
+        say(as_text(storage, found))
     return exit_code(found)
 
 

@@ -9,7 +9,7 @@ import time
 from pccheck_wire.errors import UsageError
 
 from . import render
-from .output import Document, number, print_json, rows, text, whole
+from .output import Document, number, print_json, rows, say, text, whole
 from .source import choose
 
 
@@ -20,13 +20,13 @@ def run(arguments: argparse.Namespace) -> int:
         document = chosen.drop(arguments.job, **wanted, dry_run=True)
         if not arguments.dry_run:
             if not arguments.yes and not _agreed(arguments, document):
-                print("nothing was dropped")
+                say("nothing was dropped")
                 return 1
             document = chosen.drop(arguments.job, **wanted, dry_run=False)
     if arguments.json:
         print_json(document)
     else:
-        print(as_text(document))
+        say(as_text(document))
     return 0
 
 
@@ -37,7 +37,7 @@ def _agreed(arguments: argparse.Namespace, document: Document) -> bool:
             f"dropping job {arguments.job!r} has to be confirmed",
             hint="look first with --dry-run, then say --yes",
         )
-    print(as_text(document))
+    say(as_text(document))
     return input("drop these for ever? [y/N] ").strip().lower() in ("y", "yes")
 
 

@@ -57,7 +57,9 @@ def _no_daemon(storage: Path) -> Iterator[None]:
             pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StoreLockedError(
                 f"a pccheckd (pid {pid}) serves {storage}",
-                hint="let it do that: pccheckctl drop without --storage",
+                hint=f"have it do that: pccheckctl --socket {socket} drop"
+                if (socket := layout.noted_socket(storage))
+                else "have it do that: pccheckctl drop without --storage",
             ) from error
         yield
     finally:

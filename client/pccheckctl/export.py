@@ -18,7 +18,7 @@ from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 
 from . import offline, render, safetensors_file, subtree
-from .output import Document, note, print_json
+from .output import Document, note, print_json, say
 from .output_file import Output, OutputDirectory, OutputFile
 from .progress import Bar, Watched
 from .reading import RecycledError, Store, WholeReader
@@ -53,6 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     written."""
     if arguments.all_ranks and arguments.sequence is not None:
         raise UsageError("--sequence counts within one rank", hint="use --rank R, or --step")
+    if arguments.output.endswith("/") and arguments.format != DCP:
+        raise UsageError(
+            f"{arguments.output} names a directory, and a file is to be written",
+            hint=f"name the file: --output {arguments.output}{arguments.job}.pt; or, for "
+            "torch.distributed.checkpoint, make it the directory: pccheckctl export --format dcp",
+        )
     storage = files(arguments)
     output = Path(arguments.output)
     skipped: list[Skipped] = []
@@ -272,11 +278,11 @@ def _tell(arguments: argparse.Namespace, written: list[Written], skipped: list[S
         for skip in skipped:
             one = skip.checkpoint
             note(
-                f"passed over the checkpoint of step {one.step} (sequence {one.sequence}, rank "
+                f"skipped the checkpoint of step {one.step} (sequence {one.sequence}, rank "
                 f"{one.rank}): {skip.reason}"
             )
         for item in written:
-            print(
+            say(
                 f"{item.path}: step {item.checkpoint.step} of job {item.checkpoint.job} rank "
                 f"{item.checkpoint.rank}, {render.size(item.bytes)}, {item.format}"
             )

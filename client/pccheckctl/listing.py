@@ -6,7 +6,7 @@ import argparse
 import time
 
 from . import render
-from .output import Document, note, number, print_json, rows, text, whole
+from .output import Document, note, number, print_json, rows, say, text, whole
 from .source import choose
 
 HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     text_of_all = as_text(document)
     if not rows(document, "checkpoints") and arguments.job:
         text_of_all += f" of job {arguments.job!r}"
-    print(text_of_all)
+    say(text_of_all)
     for item in rows(document, "unreadable"):
         note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
     return 0
@@ -76,4 +76,5 @@ def age_s(one: Document, now_s: float) -> float | None:
 
 
 def flags(one: Document) -> str:
-    return ", ".join(name for name in ("global", "pinned", "damaged") if one.get(name) is True)
+    shown = ("global", "pinned", "protected", "damaged")
+    return ", ".join(name for name in shown if one.get(name) is True)

@@ -95,7 +95,7 @@ def _usage(action: argparse.Action, *, required: bool) -> str:
 def _bare(action: argparse.Action) -> str:
     """With the last of its flags, which is the long one or the only one."""
     if not action.option_strings:
-        return _name(action)
+        return _name(action) + (" ..." if action.nargs == "*" else "")
     long = next((f for f in action.option_strings if f.startswith("--")), action.option_strings[0])
     return " ".join([_bold(long), *_value(action)])
 

@@ -189,24 +189,9 @@ def _groups(found: catalog.Catalog) -> list[Document]:
         shared = catalog.common_step(by_rank, world_size)
         behind = group.behind(catalog.ranks_of(by_rank), world_size)
         mine = list(shared.checkpoints.values()) if shared else []
-        documents.append({
-            "uid": uid,
-            "job": job,
-            "world_size": world_size,
-            "global": {
-                "sequence": mine[0].sequence,
-                "step": mine[0].step,
-                "wall_ns": max(one.wall_ns for one in mine),
-            }
-            if mine
-            else None,
-            "waits_s": 0.0,
-            "lost": 0,
-            "slowest_rank": None,
-            "behind": {str(rank): count for rank, count in behind.items() if count},
-            "absent": [],
-            "late": False,
-        })  # fmt: skip
+        newest_ns = max((one.wall_ns for one in mine), default=0)
+        common = (mine[0].sequence, mine[0].step, newest_ns) if mine else None
+        documents.append(catalog.group_document(uid, job, world_size, common, behind=behind))
     return documents
 
 

@@ -23,6 +23,7 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
     error_from_wire,
 )
+from pccheck_wire.peer import require_trusted
 
 from . import VERSION
 from .output import Document, rows
@@ -65,6 +66,7 @@ class Observer:
         self._token = b""
         try:
             self._connect(timeout_s)
+            require_trusted(self._socket, self.path)
             welcome = self._exchange(hello(), timeout_s)
         except BaseException:
             self._socket.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 Document = dict[str, object]
@@ -13,9 +14,42 @@ def print_json(document: Document) -> None:
     print(json.dumps(document, indent=2))
 
 
+def say(text: str) -> None:
+    """A result for people. Its line breaks are ours: those in names of others are written out
+    before they get here."""
+    print(lines_of(text), flush=True)
+
+
+def lines_of(text: str) -> str:
+    """The same text, each line of which a terminal may have."""
+    from .render import safe
+
+    return "\n".join(safe(line) for line in text.split("\n"))
+
+
 def note(text: str) -> None:
     """A remark for people; stdout stays for results."""
-    print(f"pccheckctl: {text}", file=sys.stderr)
+    from .render import safe
+
+    print(f"pccheckctl: {safe(text)}", file=sys.stderr)
+
+
+def as_json(value: object) -> object:
+    """Metadata as JSON has it; what JSON cannot say is said by its repr, and an int that is too
+    long for Python's decimals in hexadecimal."""
+    from pccheck_wire.tree import is_long, shown
+
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else shown(k): as_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int) and not is_long(value):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return shown(value)
 
 
 def rows(document: Document, key: str) -> list[Document]:

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Protocol, Self
 
+from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, StorageFullError, UsageError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -137,10 +138,11 @@ def reserve(descriptor: int, nbytes: int, where: Path) -> None:
         return
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else errno.EFBIG
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageFullError(
-                f"{where} has no room for {nbytes} bytes", hint="choose another --output"
+                f"{where} has no room for {size_text(nbytes)}", hint="choose another --output"
             ) from error
         raise
 

@@ -67,6 +67,7 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     """From the list; where the tree lies is said when it is opened."""
     flags = {
         "pinned": _core.SLOT_PINNED,
+        "protected": _core.SLOT_PROTECTED,
         "damaged": _core.SLOT_DAMAGED,
     }
     return catalog.Checkpoint(

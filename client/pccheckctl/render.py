@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from pccheck_wire.basics import size_text as size
+
+__all__ = ["age", "brief", "duration", "plural", "rate", "safe", "shape", "size", "table"]
+
 #: Columns of numbers are aligned to the right.
 _NUMERIC = frozenset("0123456789")
 
 
-def size(count: int) -> str:
-    """Bytes with three significant digits: "0 B", "1.50 MiB", "12.3 GiB"."""
-    if count < 1024:
-        return f"{count} B"
-    value = float(count)
-    for unit in _UNITS[1:]:
-        value /= 1024
-        if value < 1023.5 or unit == _UNITS[-1]:
-            break
-    return f"{_digits(value)} {unit}"
+def safe(text: str) -> str:
+    """One line for a terminal. What would move its cursor, turn text around, or cannot be printed
+    (control characters, newlines, bidi marks, surrogates) is written out, like "\\x1b": names that
+    other users have given reach a terminal by this only."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def duration(seconds: float) -> str:
@@ -64,7 +66,9 @@ def age(seconds: float | None) -> str:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns as wide as their widest cell, two spaces apart, numbers to the right."""
-    cells = [["-" if cell is None or cell == "" else str(cell) for cell in row] for row in rows]
+    cells = [
+        ["-" if cell is None or cell == "" else safe(str(cell)) for cell in row] for row in rows
+    ]
     lines = [list(headings), *cells]
     widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
     right = [_is_numeric([row[at] for row in cells]) for at in range(len(headings))]

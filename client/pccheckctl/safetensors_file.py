@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError
 
+from .output import as_json
 from .output_file import OutputFile
 from .reading import Reader
 from .strides import contiguous_strides, gather, same_layout
@@ -83,7 +84,7 @@ def plan(content: tree.Tree, about: dict[str, str]) -> Plan:
     values, others = _values(content)
     metadata = {"format": "pt", **about, "pccheck.values": json.dumps(values)}
     if content.metadata is not None:
-        metadata["pccheck.metadata"] = json.dumps(tree.plain(content.metadata), default=repr)
+        metadata["pccheck.metadata"] = json.dumps(as_json(tree.plain(content.metadata)))
     header: dict[str, object] = {"__metadata__": metadata}
     for piece in pieces:
         header[piece.name] = {
@@ -197,7 +198,8 @@ def _values(content: tree.Tree) -> tuple[dict[str, object], list[str]]:
     for path, node in tree.walk(content.root):
         if isinstance(node, (tree.Tensor, tree.Array, tree.Sequence, tree.Mapping)):
             continue
-        exact = node is None or type(node) in (bool, int, str)
+        exact = node is None or type(node) in (bool, str)
+        exact = exact or (type(node) is int and not tree.is_long(node))
         if (exact or (isinstance(node, float) and math.isfinite(node))) and path not in values:
             values[path] = node
         else:

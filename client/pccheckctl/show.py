@@ -14,7 +14,7 @@ from pccheck_wire.errors import DamagedError, UnreadableError
 
 from . import offline, render
 from .listing import age_s, flags
-from .output import Document, note, print_json, text, whole
+from .output import Document, as_json, note, print_json, say, text, whole
 from .reading import read_tree
 from .source import files
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             for passed in damaged:
                 note(f"{passed.message}; showing the one before")
-            print(as_text(document))
+            say(as_text(document))
         return DamagedError.exit_code if damaged else 0
     if damaged:
         raise damaged[0]
@@ -59,6 +59,7 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
         **catalog.checkpoint_document(one),
         "attached": content.attached,
         "metadata": as_json(tree.plain(content.metadata)),
+        "about": as_json(tree.plain(content.about)),
         "tensors": [
             {
                 "path": entry.path,
@@ -80,19 +81,6 @@ def content_bytes(entry: tree.TensorEntry) -> int:
     return entry.nbytes if item is None else math.prod(entry.shape) * item
 
 
-def as_json(value: object) -> object:
-    """Metadata as JSON has it; what JSON cannot say is said by its repr."""
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): as_json(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    return repr(value)
-
-
 def as_text(document: Document) -> str:
     """The same for people: a head, then tensors, then leaves."""
     tensors, leaves = document["tensors"], document["leaves"]
@@ -105,8 +93,13 @@ def as_text(document: Document) -> str:
         f"{render.age(age_s(document, time.time()))}"
         + (f", {flags(document)}" if flags(document) else "")
     ]
+    if isinstance(about := document["about"], dict):
+        lines.append(
+            f"saved by {about.get('command')}, pid {about.get('pid')} on {about.get('host')}, "
+            f"in {about.get('directory')}"
+        )
     if document["metadata"]:
-        lines.append(f"metadata: {document['metadata']}")
+        lines.append(render.safe(f"metadata: {document['metadata']}"))
     if tensors:
         cells = [
             (t["path"] or ".", t["dtype"], render.shape(t["shape"]), render.size(t["bytes"]))

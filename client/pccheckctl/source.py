@@ -39,11 +39,26 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
         if not fallback:
             raise DaemonUnreachableError(
                 error.message,
-                hint=f"{error.hint}; or without one, with the files: pccheckctl --storage DIR ...",
+                hint=f"{error.hint}; or without one, with the files: pccheckctl --storage DIR ..."
+                f"{_private_daemons()}",
             ) from error
     from .offline import Storage
 
     return Storage(fallback)
+
+
+def _private_daemons() -> str:
+    """Sockets of private daemons (autostart=True) that may run, for the hint."""
+    import glob
+    import tempfile
+
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    places = [f"{runtime}/pccheck"] if runtime else []
+    places.append(f"{tempfile.gettempdir()}/pccheck-{os.getuid()}")
+    found = [one for place in places for one in glob.glob(f"{place}/*/attach.sock")]  # noqa: PTH207
+    if not found:
+        return ""
+    return f"; a private daemon has a socket here: pccheckctl --socket {found[0]} status"
 
 
 def daemon(arguments: argparse.Namespace) -> Observer:

@@ -7,10 +7,11 @@ import time
 
 from . import render
 from .listing import age_s
-from .output import Document, number, part, print_json, rows, text, texts, whole
+from .output import Document, number, part, print_json, rows, say, text, texts, whole
 from .source import choose
 
 DEGRADED = 3
+ENDED_SHOWN = 8
 #: States of a checkpoint that is on its way; the others have ended.
 MOVING = ("requested", "copying", "copied", "writing")
 
@@ -20,18 +21,41 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         from . import watching
 
-        return watching.run(arguments, fetch, as_text)
+        return watching.run(
+            arguments, fetch, lambda document: as_text(document, every=arguments.all)
+        )
     document = fetch(arguments)
     if arguments.json:
         print_json(document)
     else:
-        print(as_text(document))
+        say(as_text(document, every=arguments.all))
     return DEGRADED if degraded(document) else 0
 
 
 def fetch(arguments: argparse.Namespace) -> Document:
+    if arguments.storage and (document := _served(arguments)) is not None:
+        return document
     with choose(arguments) as chosen:
         return chosen.status(uid=arguments.uid)
+
+
+def _served(arguments: argparse.Namespace) -> Document | None:
+    """The document of the daemon of --storage; None when there is none that we may ask."""
+    from pathlib import Path
+
+    from pccheck_native import layout
+    from pccheck_wire.errors import PccheckError
+
+    from .online import Observer
+
+    socket = layout.noted_socket(Path(arguments.storage))
+    if socket is None:
+        return None
+    try:
+        with Observer(str(socket)) as seen:
+            return seen.status(uid=arguments.uid)
+    except PccheckError:  # it was killed, or is another version: the files can be read
+        return None
 
 
 def degraded(document: Document) -> bool:
@@ -39,15 +63,23 @@ def degraded(document: Document) -> bool:
     return state != "ok" if state else bool(texts(document, "warnings"))
 
 
-def as_text(document: Document, *, now_s: float | None = None) -> str:
-    """The same for people; `now_s` is wall time."""
+def as_text(document: Document, *, now_s: float | None = None, every: bool = False) -> str:
+    """The same for people; `now_s` is wall time. Of the ranks that nobody is connected to, only the
+    newest few, unless `every`."""
     now_s = time.time() if now_s is None else now_s
     blocks = ["\n".join(_head(document, now_s))]
+    if warnings := texts(document, "warnings"):
+        blocks.append("\n".join(f"warning: {warning}" for warning in warnings))
     ranks, groups = rows(document, "ranks"), rows(document, "groups")
     if groups:
         blocks.append(_groups(groups, now_s))
     if ranks:
-        blocks.append(_ranks(ranks, now_s, served=bool(part(document, "daemon"))))
+        served = bool(part(document, "daemon"))
+        shown = _shown(ranks, every=every or not served)
+        blocks.append(_ranks(shown, now_s, served=served))
+        if len(shown) < len(ranks):
+            hidden = render.plural(len(ranks) - len(shown), "rank")
+            blocks[-1] += f"\n{hidden} more that nobody is connected to: pccheckctl status --all"
     else:
         blocks.append("no jobs")
     transfers = [one for one in rows(document, "sessions") if _worth_a_line(one)]
@@ -57,21 +89,19 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
               if text(one, "state") in MOVING]  # fmt: skip
     if moving:
         blocks.append(_in_flight(moving))
-    remarks = [f"warning: {warning}" for warning in texts(document, "warnings")]
-    remarks += [f"note: {notice}" for notice in texts(document, "notices")]
-    if remarks:
-        blocks.append("\n".join(remarks))
+    if notices := texts(document, "notices"):
+        blocks.append("\n".join(f"note: {notice}" for notice in notices))
     return "\n\n".join(blocks)
 
 
 def _head(document: Document, now_s: float) -> list[str]:
     daemon, pool, storage = (part(document, key) for key in ("daemon", "pool", "storage"))
-    place = (
-        f"storage  {text(storage, 'path')}, {render.size(whole(storage, 'free_bytes'))} free of "
-        f"{render.size(whole(storage, 'total_bytes'))}"
-    )
+    place = f"storage  {text(storage, 'path')}"
+    if number(storage, "total_bytes") is not None:
+        free, total = (whole(storage, f"{key}_bytes") for key in ("free", "total"))
+        place += f", {render.size(free)} free of {render.size(total)}"
     if not daemon:
-        return ["daemon   none asked: this is what the volumes say", place]
+        return ["daemon   not running, or not asked; read from the volumes", place]
     return [
         f"daemon   {text(daemon, 'state')}: pccheckd {text(daemon, 'version')}, "
         f"pid {text(daemon, 'pid')}, up {render.duration(number(daemon, 'uptime_s') or 0)}",
@@ -166,32 +196,54 @@ def _groups(groups: list[Document], now_s: float) -> str:
     return render.table(headings, lines)
 
 
+def _shown(ranks: list[Document], *, every: bool) -> list[Document]:
+    """Those with a trainer, or with checkpoints on their way, then the others, newest first."""
+    live = [one for one in ranks if one.get("connected") or whole(one, "in_flight")]
+    ended = [one for one in ranks if one not in live]
+    if every:
+        return [*live, *ended]
+    ended.sort(key=lambda one: -(number(part(one, "newest"), "wall_ns") or 0))
+    return [*live, *ended[:ENDED_SHOWN]]
+
+
 def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
     """One line per rank; what only a daemon knows is left out without one, and NUMA nodes where
     nothing is placed."""
     uids = {rank.get("uid") for rank in ranks}
-    headings = ("job", "rank", "pid", "run", "last durable step", "age", "in flight", "DRAM",
-                "durable", "superseded", "skipped", "failed", "node")  # fmt: skip
+    headings = ("job", "rank", "trouble", "pid", "run", "last durable step", "age", "in flight",
+                "DRAM", "durable", "superseded", "skipped", "failed", "node")  # fmt: skip
     lines = []
     for rank in ranks:
         newest, counters = part(rank, "newest"), part(rank, "counters")
         lines.append((
             text(rank, "job") if len(uids) == 1 else f"{rank.get('uid')}/{rank.get('job')}",
             rank.get("rank"),
+            _trouble(rank),
             rank.get("pid"),
             rank.get("incarnation"),
             newest.get("step"),
             render.age(age_s(newest, now_s)),
             rank.get("in_flight"),
             _dram(part(rank, "dram")),
-            *(counters.get(name) for name in headings[8:12]),
+            *(counters.get(name) for name in headings[9:13]),
             rank.get("numa_node"),
         ))  # fmt: skip
     placed = any(rank.get("numa_node") is not None for rank in ranks)
-    shown = range(len(headings) - (not placed)) if served else (0, 1, 3, 4, 5)
+    troubled = any(_trouble(rank) for rank in ranks)
+    left = {2: not troubled, 13: not placed}
+    shown = [at for at in range(len(headings)) if not left.get(at)] if served else [0, 1, 4, 5, 6]
     return render.table(
         [headings[at] for at in shown], [[line[at] for at in shown] for line in lines]
     )
+
+
+def _trouble(rank: Document) -> str:
+    """Of a trainer that gets no checkpoints, in one word or two."""
+    if not rank.get("connected"):
+        return ""
+    if rank.get("refused"):
+        return "REFUSED"
+    return f"failing: {count}" if (count := whole(rank, "failing")) else ""
 
 
 def _dram(dram: Document) -> str:

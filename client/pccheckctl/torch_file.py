@@ -99,9 +99,21 @@ def _disk_errors(where: Path) -> Iterator[None]:
             raise StorageFullError(
                 f"{where} has no room for this state", hint="choose another --output"
             ) from error
+        if hidden is None and not isinstance(error, PccheckError):
+            raise UnsupportedStateError(
+                f"torch cannot save this state: {_reason(error)}",
+                hint="use --only NAME, or another --format",
+            ) from error
         if hidden in (None, error):
             raise
         raise hidden from None
+
+
+def _reason(error: BaseException) -> str:
+    """What torch.distributed.checkpoint wraps, in a line."""
+    wrapped = [found for found, _ in getattr(error, "failures", {}).values()]
+    text = str(wrapped[0] if wrapped else error) or type(error).__name__
+    return text.splitlines()[0]
 
 
 def _hidden(error: BaseException) -> BaseException | None:
@@ -206,12 +218,12 @@ class Plain:
         return tree.Tensor(node.shape, strides, dtype, 0, node.extent, node.offset)
 
     def _scalar(self, node: tree.Scalar, path: str) -> Node:
-        import numpy as np
+        from pccheck import rebuild
 
         self._note(path, "NumPy scalar became Python's")
         if not node.data:
             return ""
-        value = np.frombuffer(node.data, np.dtype(node.dtype))[0].item()
+        value = rebuild.scalar(node).item()
         return value if isinstance(value, (bool, int, float, complex, str, bytes)) else str(value)
 
     def _note(self, path: str, what: str) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from . import render
-from .output import Document, print_json, rows, text, whole
+from .output import Document, print_json, rows, say, text, whole
+from .output_file import OutputFile
 from .source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
@@ -40,12 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output in (None, "-"):
         sys.stdout.write(made + "\n")
         return 0
-    Path(arguments.output).write_text(made)
+    with OutputFile(Path(arguments.output), force=arguments.force) as output:
+        with os.fdopen(os.dup(output.descriptor), "w") as file:
+            file.write(made)
+        output.commit()
     if arguments.json:
         count = len(rows(document, "checkpoints"))
         print_json({"schema": 1, "path": arguments.output, "checkpoints": count})
     else:
-        print(summary(document, arguments.output))
+        say(summary(document, arguments.output))
     return 0
 
 

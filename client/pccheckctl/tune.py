@@ -13,7 +13,7 @@ from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 
 from . import bench, disk, render, tuning
-from .output import Document, number, part, print_json, rows, text, whole
+from .output import Document, number, part, print_json, rows, say, text, whole
 
 COPY_PROBE_BYTES = 128 * MIB
 FAR = 4  # times larger or smaller: fixed costs weigh otherwise
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document(rates, wish, advice))
     else:
-        print(as_text(rates, wish, advice))
+        say(as_text(rates, wish, advice))
     return 0
 
 

@@ -16,7 +16,7 @@ from pccheck_wire.errors import (
 )
 
 from . import offline, render
-from .output import Document, print_json
+from .output import Document, print_json, say
 from .progress import Bar, bytes_read
 from .reading import RecycledError, Store, read_tree
 from .source import files
@@ -36,16 +36,21 @@ def run(arguments: argparse.Namespace) -> int:
     """0 when everything is whole, 14 when something is damaged or cannot be read, 13 when there is
     nothing."""
     storage = files(arguments)
-    found = storage.scan(uid=arguments.uid, job=arguments.job, rank=arguments.rank)
-    wanted = offline.matching(found.checkpoints, step=arguments.step, sequence=arguments.sequence)
-    denied = [item for item in found.unreadable if item.code_name in ("EACCES", "EPERM")]
+    wanted: list[catalog.Checkpoint] = []
+    unreadable: list[catalog.Unreadable] = []
+    for job in arguments.job or [""]:
+        found = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
+        mine = offline.matching(found.checkpoints, step=arguments.step, sequence=arguments.sequence)
+        if not mine and not found.unreadable:
+            raise NoCheckpointError(
+                f"there is no checkpoint{_asked(arguments, job)} in {storage.path}",
+                hint="see: pccheckctl list",
+            )
+        wanted += mine
+        unreadable += found.unreadable
+    denied = [item for item in unreadable if item.code_name in ("EACCES", "EPERM")]
     if denied:
         raise offline.error_of(denied[0])
-    if not wanted and not found.unreadable:
-        raise NoCheckpointError(
-            f"there is no checkpoint{_asked(arguments)} in {storage.path}",
-            hint="see: pccheckctl list",
-        )
     part = chosen(arguments)
     payload = sum(one.payload_bytes for one in wanted)
     results = []
@@ -53,17 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
         for one in wanted:
             results.append(check(storage, one, part))
             bar.advance(one.payload_bytes)
-    bad = bool(found.unreadable) or any(one.result in BAD for one in results)
+    bad = bool(unreadable) or any(one.result in BAD for one in results)
     if arguments.json:
-        print_json(document(results, found.unreadable, part))
+        print_json(document(results, unreadable, part))
     else:
-        print(as_text(results, found.unreadable, part))
+        say(as_text(results, unreadable, part))
     return DamagedError.exit_code if bad else 0
 
 
-def _asked(arguments: argparse.Namespace) -> str:
+def _asked(arguments: argparse.Namespace, job: str) -> str:
     words = {
-        "of job": repr(arguments.job) if arguments.job else None, "of rank": arguments.rank,
+        "of job": repr(job) if job else None, "of rank": arguments.rank,
         "of step": arguments.step, "with sequence": arguments.sequence,
     }  # fmt: skip
     return "".join(f" {word} {value}" for word, value in words.items() if value is not None)

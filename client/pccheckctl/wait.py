@@ -18,7 +18,7 @@ from pccheck_wire.owners import one_owner
 
 from . import render
 from .listing import filtered
-from .output import Document, note, print_json, rows, text, whole
+from .output import Document, note, print_json, rows, say, text, whole
 from .source import daemon
 
 NAMED_MAX = 8
@@ -186,4 +186,4 @@ def _tell(arguments: argparse.Namespace, one: Document) -> None:
         asked = (
             "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
         )
-        print(f"step {one.get('step')} is {one.get('state')}{asked}")
+        say(f"step {one.get('step')} is {one.get('state')}{asked}")

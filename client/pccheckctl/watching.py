@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from pccheck_wire.errors import DaemonUnreachableError, WaitTimeoutError
 
-from .output import Document, note
+from .output import Document, note, say
+from .render import safe
 
 _HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K", "\x1b[J"
 _CLEAR = "\x1b[2J"
@@ -44,7 +45,7 @@ def run(
             elif live:
                 _redraw(as_text(document), arguments.watch)
             else:
-                print(("" if first else "\n") + f"{_now()}\n{as_text(document)}", flush=True)
+                say(("" if first else "\n") + f"{_now()}\n{as_text(document)}")
             first = False
         sleep(arguments.watch)
 
@@ -52,11 +53,11 @@ def run(
 def _redraw(text: str, period_s: float) -> None:
     """What fits on the terminal; each line clears what was behind it, so that nothing flickers."""
     size = shutil.get_terminal_size()
-    lines = [f"{_now()}, every {period_s:g} s; Ctrl-C ends", "", *text.splitlines()]
+    lines = [f"{_now()}, every {period_s:g} s; Ctrl-C ends", "", *map(safe, text.split("\n"))]
     if len(lines) >= size.lines:
         hidden = len(lines) - size.lines + 2
         lines = [*lines[: size.lines - 2], f"... {hidden} more lines"]
-    cut = (line[: size.columns] for line in lines)
+    cut = (line[: size.columns - 1] for line in lines)  # a full line would wrap, or lose its end
     sys.stdout.write(_HOME + "".join(f"{line}{_LINE_END}\n" for line in cut) + _REST)
     sys.stdout.flush()
 

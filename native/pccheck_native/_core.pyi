@@ -24,10 +24,12 @@ class NativeError(Exception):
 FORMAT_VERSION: int
 SNAPSHOTS: int
 SLOTS_MAX: int
+GIVEN_UP_MAX: int
 JOB_BYTES_MAX: int
 BLOCK_BYTES_DEFAULT: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
+SLOT_PROTECTED: int
 SLOT_PINNED: int
 SLOT_QUARANTINED: int
 SLOT_DAMAGED: int
@@ -137,6 +139,9 @@ class Volume:
     @property
     def bytes_per_second(self) -> int: ...  # the limit; 0 = none
     def limit(self, bytes_per_second: int) -> None: ...  # from now on; waits for no disk
+    def require_in_place(self) -> None:
+        """Raises NativeError REMOVED, REPLACED or TRUNCATED unless the file that it was opened from
+        is the one at its path, and whole."""
     def info(self) -> VolumeInfo: ...
     def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
@@ -211,10 +216,11 @@ def cuda_driver() -> tuple[int, int]:
 
 @final
 class Gpus:
-    """The GPUs that trainers expose memory of. NativeError NO_DRIVER when there can be none."""
+    """The GPUs that trainers expose memory of. The driver is loaded at the first use of one."""
 
     def __init__(self) -> None: ...
     def info(self) -> list[GpuInfo]: ...
+    def rest(self, unused_s: float) -> None: ...
     def close(self) -> None: ...
 
 class ChannelUsage(NamedTuple):
@@ -224,6 +230,7 @@ class ChannelUsage(NamedTuple):
     full_chunks: int
     cached_chunks: int
     lent_chunks: int
+    left_chunks: int  # never used again; shrink gives them back
     in_flight: int
     pinned_bytes: int
     exposed_bytes: int
@@ -277,6 +284,7 @@ class Channel:
         now, those that stay, and the segments that the client was asked for and still has."""
 
     def release_memory(self) -> None: ...
+    def rest(self, unmapped_s: float) -> None: ...
     def expose(self, map: int, exposure: bytes) -> str:
         """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure
         before is gone either way."""
@@ -338,7 +346,9 @@ class Link:
         *,
         pulled_bytes: int = 0,
         pulled_devices: int = 0,  # bit mask
-    ) -> None: ...
+        provisional: bool = False,
+    ) -> None:
+        """`provisional`: the daemon cannot vouch for it before confirm()."""
     def device_open(self, device: int) -> str:
         """Readies a GPU for this link; "" or why the daemon cannot pull from it. NativeError
         NO_DRIVER, DEVICE."""
@@ -372,6 +382,9 @@ class Link:
     def wait_copied(self, snapshot: int, deadline_ns: int) -> bool: ...
     def wait_global(self, snapshot: int, deadline_ns: int) -> bool: ...
     def wait_durable(self, snapshot: int, deadline_ns: int) -> bool: ...
+    def confirm(self, snapshot: int) -> None:
+        """The source of a provisional snapshot was not changed before it was read."""
+
     def abandon(self, snapshot: int) -> bool: ...
     def state(self, snapshot: int) -> LinkState | None: ...
     def load_start(self, load_id: int, ranges: _Packed, device_ranges: _Packed = b"") -> None: ...

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from pccheck_native._core import (
     SLOT_DAMAGED,
     SLOT_PINNED,
+    SLOT_PROTECTED,
     NativeError,
     SlotEntry,
     Volume,
@@ -51,8 +52,13 @@ class Checkpoint(NamedTuple):
         return bool(self.flags & SLOT_DAMAGED)
 
     @property
-    def is_pinned(self) -> bool:
+    def is_protected(self) -> bool:
         """Kept until somebody restores it or says that he starts fresh."""
+        return bool(self.flags & SLOT_PROTECTED)
+
+    @property
+    def is_pinned(self) -> bool:
+        """The user pinned it."""
         return bool(self.flags & SLOT_PINNED)
 
 
@@ -231,6 +237,7 @@ def checkpoint_document(item: Checkpoint) -> dict[str, object]:
         "payload_bytes": item.payload_bytes,
         "wall_ns": item.wall_ns,
         "pinned": item.is_pinned,
+        "protected": item.is_protected,
         "damaged": item.is_damaged,
         "volume": str(item.volume_path),
     }
@@ -253,6 +260,38 @@ def volume_document(path: Path, info: VolumeInfo) -> dict[str, object]:
         "done": info.done,
         "stopped": info.stopped,
         "valid_replicas": info.valid_replicas,
+    }
+
+
+def group_document(
+    uid: int,
+    job: str,
+    world_size: int,
+    common: tuple[int, int | None, int | None] | None,
+    *,
+    behind: Mapping[int, int],
+    waits_s: float = 0.0,
+    lost: int = 0,
+    slowest: int | None = None,
+    absent: Iterable[int] = (),
+    late: bool = False,
+) -> dict[str, object]:
+    """The ranks of a job together, in the same documents; what one rank has durable is not the
+    job's. `common`: sequence, step and wall_ns of the newest checkpoint that all have."""
+    shared = (
+        None if common is None else dict(zip(("sequence", "step", "wall_ns"), common, strict=True))
+    )
+    return {
+        "uid": uid,
+        "job": job,
+        "world_size": world_size,
+        "global": shared,
+        "waits_s": round(waits_s, 4),
+        "lost": lost,
+        "slowest_rank": slowest,
+        "behind": {str(rank): count for rank, count in behind.items() if count},
+        "absent": list(absent),
+        "late": late,
     }
 
 

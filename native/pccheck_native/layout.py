@@ -1,6 +1,7 @@
 """Names and places in a storage directory.
 
     <storage>/.pccheckd.lock                          the daemon's flock
+    <storage>/.pccheckd.socket                        where a private daemon listens
     <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
     <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
 
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 LOCK_NAME = ".pccheckd.lock"
+SOCKET_NAME = ".pccheckd.socket"
+_PATH_BYTES_MAX = 4096
 UID_MAX = 2**32 - 2  # (uid_t)-1 means "nobody in particular" to the kernel
 RANK_MAX = 65535
 GENERATION_MAX = 10**9 - 1
@@ -53,6 +57,38 @@ def _check_number(what: str, value: int, highest: int) -> int:
     if not 0 <= value <= highest:
         raise ValueError(f"{what} {value} is not within 0..{highest}")
     return value
+
+
+def socket_note(storage: Path) -> Path:
+    """The file that names the socket of the directory's private daemon."""
+    return storage / SOCKET_NAME
+
+
+def note_socket(storage: Path, socket: Path) -> None:
+    """Writes into the directory where its daemon listens. Needs the daemon's lock. Raises
+    OSError."""
+    note = socket_note(storage)
+    fresh = note.with_name(SOCKET_NAME + ".tmp")
+    fresh.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(fresh, flags, 0o600), "wb") as file:
+        file.write(os.fsencode(socket.absolute()))
+    fresh.replace(note)
+
+
+def noted_socket(storage: Path) -> Path | None:
+    """Where the daemon of a directory listens, or did when it was killed; None where there is no
+    such note, or note or socket belong to another user."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(socket_note(storage), flags), "rb") as file:
+            mine = os.fstat(file.fileno()).st_uid == os.geteuid()
+            named = Path(os.fsdecode(file.read(_PATH_BYTES_MAX)))
+        found = named.lstat()
+    except (OSError, ValueError):
+        return None
+    ours = mine and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+    return named if ours and named.is_absolute() else None
 
 
 def lock_path(storage: str | os.PathLike[str]) -> Path:

@@ -21,6 +21,20 @@ int pcc_py_u64(PyObject *object, void *out)
     return 1;
 }
 
+int pcc_py_seconds(PyObject *object, void *out)
+{
+    const double seconds = PyFloat_AsDouble(object);
+    if (seconds == -1.0 && PyErr_Occurred()) {
+        return 0;
+    }
+    if (!(seconds >= 0 && seconds < 1e9)) {
+        PyErr_SetString(PyExc_ValueError, "seconds are from 0 to 1e9");
+        return 0;
+    }
+    *(uint64_t *)out = (uint64_t)(seconds * 1e9);
+    return 1;
+}
+
 int pcc_py_u32(PyObject *object, void *out)
 {
     uint64_t value;

@@ -1,5 +1,6 @@
 #include "channel.h"
 
+#include <errno.h>
 #include <string.h>
 
 #define REASON_BYTES 192
@@ -99,6 +100,22 @@ static PyObject *channel_release_memory(PyObject *self, PyObject *unused)
     return pcc_py_channel_leave_with(self, result);
 }
 
+static PyObject *channel_rest(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"unmapped_s", NULL};
+    uint64_t unmapped_ns;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:rest", names, pcc_py_seconds,
+                                     &unmapped_ns)) {
+        return NULL;
+    }
+    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    if (channel == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_channel_rest(channel, unmapped_ns));
+    return pcc_py_channel_leave_with(self, 0);
+}
+
 static PyObject *channel_usage(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -110,10 +127,11 @@ static PyObject *channel_usage(PyObject *self, PyObject *unused)
     PCC_PY_UNLOCKED(pcc_channel_usage(channel, &usage));
     pcc_py_channel_leave(self);
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
-                         Py_BuildValue("(KKKKKKIKKIi)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKKIKKIi)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
-                                       usage.lent_chunks, usage.in_flight, usage.pinned_bytes,
-                                       usage.exposed_bytes, usage.mappings, usage.numa_node));
+                                       usage.lent_chunks, usage.left_chunks, usage.in_flight,
+                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings,
+                                       usage.numa_node));
 }
 
 /* "" or why not. */
@@ -146,7 +164,11 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
                             pcc_channel_expose(channel, map, exposure.buf, (uint64_t)exposure.len,
                                                reason, sizeof(reason)));
         pcc_py_channel_leave(self);
-        told = reason_new(result, reason);
+        if (result == -ENOMEM) {
+            PyErr_SetString(PyExc_MemoryError, reason);
+        } else {
+            told = reason_new(result, reason);
+        }
     }
     PyBuffer_Release(&exposure);
     return told;
@@ -326,8 +348,11 @@ PyMethodDef pcc_py_channel_methods[] = {
      "client was asked for and still has)."},
     {"release_memory", channel_release_memory, METH_NOARGS,
      "Gives every segment back; EBUSY unless detached and idle."},
+    {"rest", PCC_PY_METHOD(channel_rest), KEYWORDS,
+     "Unpins the segments when no GPU memory was mapped for so long."},
     {"expose", PCC_PY_METHOD(channel_expose), KEYWORDS,
-     "Takes over an exposure of GPU memory; \"\" or why not."},
+     "Takes over an exposure of GPU memory; \"\" or why not; MemoryError when "
+     "GPU or host memory is short."},
     {"begin", PCC_PY_METHOD(channel_begin), KEYWORDS, "Admits a snapshot; its sequence."},
     {"refuse", PCC_PY_METHOD(channel_refuse), KEYWORDS, "Refuses a snapshot."},
     {"requested", channel_requested, METH_NOARGS, "Snapshots whose word says REQUESTED."},

@@ -81,6 +81,7 @@ PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyO
 /* "O&" converters that refuse what does not fit instead of cutting it. */
 int pcc_py_u32(PyObject *object, void *out);
 int pcc_py_u64(PyObject *object, void *out);
+int pcc_py_seconds(PyObject *object, void *out); /* a float; nanoseconds, a uint64_t */
 
 /* True when the first `count` of these keyword-only arguments were given; else TypeError. (The
  * format strings of PyArg_ParseTupleAndKeywords know optional ones only.) */

@@ -24,6 +24,8 @@ static const struct {
     {PCC_E_DEVICE_LOST, "the GPU's context is gone for this process"},
     {PCC_E_BAD_HANDLE, "this GPU memory cannot be shared with the daemon"},
     {PCC_E_UNREADABLE, "the disk could not read it"},
+    {PCC_E_REMOVED, "the file was removed or moved away while it was open"},
+    {PCC_E_REPLACED, "another file was put in the place of the open one"},
 };
 
 static const char *text_of(int code)

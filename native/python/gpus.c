@@ -102,8 +102,26 @@ static PyObject *gpus_info(PyObject *self, PyObject *Py_UNUSED(unused))
     return list;
 }
 
+static PyObject *gpus_rest(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"unused_s", NULL};
+    uint64_t unused_ns;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:rest", names, pcc_py_seconds, &unused_ns)) {
+        return NULL;
+    }
+    struct pcc_gpus *gpus = pcc_py_enter((struct pcc_py_object *)self);
+    if (gpus == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_gpus_rest(gpus, unused_ns));
+    pcc_py_leave((struct pcc_py_object *)self);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"info", gpus_info, METH_NOARGS, "What each GPU in use has done."},
+    {"rest", PCC_PY_METHOD(gpus_rest), METH_VARARGS | METH_KEYWORDS,
+     "Gives back the contexts of GPUs that were not used for so long."},
     {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
     {NULL, NULL, 0, NULL},
 };

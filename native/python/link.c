@@ -148,22 +148,24 @@ static PyObject *submit(PyObject *self, uint64_t snapshot, const struct pcc_subm
 
 static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot",     "ranges",         "inline_ranges",
-                            "tail",         "tail_offset",    "device_ranges",
-                            "pulled_bytes", "pulled_devices", NULL};
+    static char *names[] = {
+        "snapshot",      "ranges",       "inline_ranges",  "tail",        "tail_offset",
+        "device_ranges", "pulled_bytes", "pulled_devices", "provisional", NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
     struct pcc_py_ranges ranges = {0};
     struct pcc_py_ranges inline_ranges = {0};
     struct pcc_py_ranges device_ranges = {0};
     Py_buffer tail = {0};
+    int provisional = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&y*O&|O&$O&O&:submit", names, pcc_py_u64, &snapshot, pcc_py_ranges,
+            args, kwargs, "O&O&O&y*O&|O&$O&O&p:submit", names, pcc_py_u64, &snapshot, pcc_py_ranges,
             &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
             &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
-            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices)) {
+            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional)) {
         return NULL;
     }
+    submission.provisional = provisional != 0;
     submission.ranges = ranges.items;
     submission.range_count = ranges.count;
     submission.inline_ranges = inline_ranges.items;
@@ -178,6 +180,21 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     pcc_py_ranges_done(&inline_ranges);
     pcc_py_ranges_done(&ranges);
     return result;
+}
+
+static PyObject *link_confirm(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", NULL};
+    uint64_t snapshot;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:confirm", names, pcc_py_u64, &snapshot)) {
+        return NULL;
+    }
+    struct pcc_link *link = pcc_py_link_enter(self);
+    if (link == NULL) {
+        return NULL;
+    }
+    PCC_PY_UNLOCKED(pcc_link_confirm(link, snapshot));
+    return pcc_py_link_leave_with(self, 0);
 }
 
 static PyObject *link_abandon(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -213,6 +230,8 @@ static PyMethodDef methods[] = {
      "Until every rank of the group has it, or a newer one, or it ended otherwise."},
     {"wait_durable", PCC_PY_METHOD(pcc_py_link_wait_durable), KEYWORDS,
      "True once it or a newer one is durable, or it ended otherwise."},
+    {"confirm", PCC_PY_METHOD(link_confirm), KEYWORDS,
+     "The source was not changed before it was read; for provisional ones."},
     {"abandon", PCC_PY_METHOD(link_abandon), KEYWORDS, "True when this call gave it up."},
     {"state", PCC_PY_METHOD(link_state), KEYWORDS, "LinkState; None when it is long gone."},
     {"device_open", PCC_PY_METHOD(pcc_py_link_device_open), KEYWORDS,

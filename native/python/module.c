@@ -2,6 +2,7 @@
 #include "core.h"
 #include "pcc_format.h"
 #include "pcc_shared.h"
+#include "pcc_volume.h"
 
 static int add_constants(PyObject *module)
 {
@@ -12,10 +13,12 @@ static int add_constants(PyObject *module)
         {"FORMAT_VERSION", PCC_FORMAT_VERSION},
         {"SNAPSHOTS", PCC_SNAPSHOTS},
         {"SLOTS_MAX", PCC_SLOTS_MAX},
+        {"GIVEN_UP_MAX", PCC_GIVEN_UP_MAX},
         {"JOB_BYTES_MAX", PCC_JOB_BYTES_MAX},
         {"BLOCK_BYTES_DEFAULT", PCC_BLOCK_BYTES_DEFAULT},
         {"DEVICES", PCC_DEVICES},
         {"EXPOSURE_BYTES_MAX", PCC_EXPOSURE_BYTES_MAX},
+        {"SLOT_PROTECTED", PCC_SLOT_PROTECTED},
         {"SLOT_PINNED", PCC_SLOT_PINNED},
         {"SLOT_QUARANTINED", PCC_SLOT_QUARANTINED},
         {"SLOT_DAMAGED", PCC_SLOT_DAMAGED},

@@ -18,8 +18,9 @@ static const struct {
                                "rehomed times"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
-        {"ChannelUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "
-                         "lent_chunks in_flight pinned_bytes exposed_bytes mappings numa_node"},
+        {"ChannelUsage",
+         "bytes free_chunks granted_chunks full_chunks cached_chunks "
+         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings numa_node"},
     [PCC_PY_LINK_STATE] = {"LinkState", "word outcome sequence source_read error error_name"},
     [PCC_PY_KEPT_STATE] = {"KeptState", "uuid uid job rank chunk_bytes block_bytes lanes copied"},
 };

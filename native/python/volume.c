@@ -14,19 +14,6 @@ static void volume_close(void *handle)
     pcc_volume_close(handle);
 }
 
-/* Each step takes what the one before gave, on failure too. */
-static int open_volume(const char *path, bool writable, const struct pcc_io_options *options,
-                       struct pcc_volume **out)
-{
-    struct pcc_io *io;
-    int fd = -1;
-    int result = pcc_volume_open_file(path, writable, &fd);
-    if (result == 0) {
-        result = pcc_io_open(fd, options, &io);
-    }
-    return result == 0 ? pcc_volume_open_io(io, writable, out) : result;
-}
-
 /* "O&" converter. */
 static int engine_named(PyObject *object, void *out)
 {
@@ -59,7 +46,7 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     struct pcc_volume *volume = NULL;
     int result;
     const char *name = PyBytes_AsString(path);
-    PCC_PY_UNLOCKED(result = open_volume(name, writable != 0, &options, &volume));
+    PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable != 0, &options, &volume));
     PyObject *self = NULL;
     if (result == 0) {
         self = pcc_py_object_new(type, "Volume", volume, volume_close);
@@ -174,6 +161,19 @@ static PyObject *volume_table(PyObject *self, PyObject *unused)
         }
     }
     return table;
+}
+
+static PyObject *volume_require_in_place(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    if (volume == NULL) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_volume_in_place(volume));
+    pcc_py_leave((struct pcc_py_object *)self);
+    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
 }
 
 /* -- how fast it may be: waits for no disk ------------------------------------------------------
@@ -354,6 +354,8 @@ static PyGetSetDef properties[] = {
 static PyMethodDef methods[] = {
     {"info", volume_info, METH_NOARGS, "Identity, geometry and health."},
     {"table", volume_table, METH_NOARGS, "One SlotEntry per slot, of the newest durable record."},
+    {"require_in_place", volume_require_in_place, METH_NOARGS,
+     "Raises unless its file is the one at its path, and whole."},
     {"limit", PCC_PY_METHOD(volume_limit), METH_VARARGS | METH_KEYWORDS,
      "Bytes per second that may pass from now on; 0: no limit."},
     {"flag", PCC_PY_METHOD(volume_flag), METH_VARARGS | METH_KEYWORDS,

@@ -38,6 +38,8 @@ static const char *const error_names[PCC_E_LAST - PCC_E_FIRST] = {
     [PCC_E_DEVICE_LOST - PCC_E_FIRST] = "DEVICE_LOST",
     [PCC_E_BAD_HANDLE - PCC_E_FIRST] = "BAD_HANDLE",
     [PCC_E_UNREADABLE - PCC_E_FIRST] = "UNREADABLE",
+    [PCC_E_REMOVED - PCC_E_FIRST] = "REMOVED",
+    [PCC_E_REPLACED - PCC_E_FIRST] = "REPLACED",
 };
 
 const char *pcc_error_name(int code)

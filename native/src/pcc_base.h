@@ -44,6 +44,8 @@ enum {
     PCC_E_DEVICE_LOST,          /* the GPU's context is gone for this process */
     PCC_E_BAD_HANDLE,           /* device memory that cannot be shared with the daemon */
     PCC_E_UNREADABLE,           /* data could not be read: whether it is whole is not known */
+    PCC_E_REMOVED,              /* an open file is no longer at its path */
+    PCC_E_REPLACED,             /* another file is at the path of an open one */
     PCC_E_LAST,
 };
 

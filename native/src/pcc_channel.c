@@ -14,6 +14,9 @@
 #include "pcc_thread.h"
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
+/* A process that was killed closes its sockets some time before it has ended: its GPU's driver
+ * takes the GPU's memory apart in between. */
+#define DEATH_LIMIT_MS 2000
 
 int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc_gpus *gpus,
                      const struct pcc_channel_spec *spec, struct pcc_channel **out)
@@ -57,6 +60,7 @@ int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pc
     channel->geometry = geometry;
     channel->bound = PCC_CHANNEL_VOLUMES;
     channel->socket_fd = -1;
+    channel->trainer_fd = -1;
     atomic_init(&channel->trainer_node, PCC_NUMA_ANYWHERE);
     atomic_init(&channel->numa_node, PCC_NUMA_ANYWHERE);
     *out = channel;
@@ -76,6 +80,7 @@ void pcc_channel_close(struct pcc_channel *channel)
     }
     for (uint32_t i = 0; i < channel->segment_count; i++)
         pcc_channel_segment_return(channel, &channel->segments[i]);
+    pcc_channel_pin_stop(channel);
     for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++)
         free(channel->saves[i].seen);
     (void)pthread_cond_destroy(&channel->pull.part_ended);
@@ -207,6 +212,7 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
 
     if (socket_copy < 0)
         return -errno;
+    const int trainer_fd = pcc_process_watch(pid);
     struct pcc_process trainer = pcc_process_open(channel->gpus != NULL ? pid : 0);
     int error = pcc_memfd_make("pccheck-page", channel->geometry.page_bytes, &page_fd, &bytes);
     if (error != 0)
@@ -216,6 +222,7 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
     pcc_page_make(bytes, &channel->geometry, session, &channel->view);
     channel->session = session;
     channel->socket_fd = socket_copy;
+    channel->trainer_fd = trainer_fd;
     channel->broken = false;
     channel->pull.trainer = trainer;
     atomic_store_explicit(&channel->stopping, false, memory_order_relaxed);
@@ -236,6 +243,9 @@ static int attach(struct pcc_channel *channel, int socket_fd, uint64_t session, 
 fail:
     channel->pull.trainer = (struct pcc_process){0};
     pcc_process_close(&trainer);
+    if (trainer_fd >= 0)
+        (void)close(trainer_fd);
+    channel->trainer_fd = -1;
     (void)close(socket_copy);
     return error;
 }
@@ -250,9 +260,22 @@ int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t sess
     return error;
 }
 
+/* The ring was drained: the client is granted nothing more. True when nothing of it can still write
+ * to a chunk: it has closed, or its process is known to have ended. */
+static bool is_quiet(struct pcc_channel *channel)
+{
+    pcc_channel_lock(channel);
+    channel->broken = true;
+    const bool any = channel->granted_count > 0;
+    /* Acquire pairs with the client's release. */
+    const bool closed = atomic_load_explicit(&channel->view.page->quiet, memory_order_acquire) != 0;
+    pcc_channel_unlock(channel);
+    return !any || closed || pcc_process_ended(channel->trainer_fd, DEATH_LIMIT_MS);
+}
+
 /* With the lock held, after the ring was drained: nothing of the session goes on but copied saves.
- */
-static void session_end(struct pcc_channel *channel)
+ * What the client had to fill it may still fill, unless it is `quiet`. */
+static void session_end(struct pcc_channel *channel, bool quiet)
 {
     for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {
         if (channel->saves[i].session == channel->session)
@@ -263,10 +286,15 @@ static void session_end(struct pcc_channel *channel)
         if (chunk->state == PCC_CHUNK_LENT && chunk->lent_cached) {
             chunk->state = PCC_CHUNK_CACHED;
             chunk->lent_cached = false;
+        } else if (chunk->state == PCC_CHUNK_GRANTED && !quiet) {
+            chunk->state = PCC_CHUNK_LEFT;
         } else if (chunk->state == PCC_CHUNK_LENT || chunk->state == PCC_CHUNK_GRANTED) {
             pcc_channel_chunk_free(channel, i);
         }
     }
+    /* Release pairs with the client's acquire. */
+    atomic_store_explicit(&channel->view.page->ended, 1, memory_order_release);
+    pcc_channel_wake_client(channel);
     grants_forget(channel);
     channel->granted_count = 0;
     channel->load.lent = 0;
@@ -282,15 +310,19 @@ void pcc_channel_detach(struct pcc_channel *channel)
         pcc_bell_ring(&channel->view.page->daemon_bell);
         (void)pthread_join(channel->drain, NULL);
         pcc_channel_load_stop(channel);
+        const bool quiet = is_quiet(channel);
 
         pcc_channel_lock(channel);
-        session_end(channel);
+        session_end(channel, quiet);
         void *page = channel->view.page;
         channel->view.page = NULL;
         pcc_channel_unlock(channel);
         (void)munmap(page, channel->geometry.page_bytes);
         (void)close(channel->socket_fd);
         channel->socket_fd = -1;
+        if (channel->trainer_fd >= 0)
+            (void)close(channel->trainer_fd);
+        channel->trainer_fd = -1;
         pcc_channel_pull_end(channel);
 
         pcc_channel_lock(channel);

@@ -5,7 +5,9 @@
  * A chunk is FREE -> GRANTED (a FREE message is out) -> FULL (validated, with the saver) -> CACHED
  * (written; re-used oldest first) -> FREE; loads borrow FREE or CACHED chunks (LENT). The drain
  * thread, one per attached session, is the only consumer of to_daemon; everything the client says
- * is checked against this table.
+ * is checked against this table. A chunk that a client still had to fill when its session ended is
+ * LEFT, unless it has closed or its process has ended: that process may write to it at any time, so
+ * that nobody gets it again, and its segment goes back to the kernel.
  *
  * Pull: chunks of a payload's device part are filled by the GPU's copier (pcc_gpus.h) out of memory
  * that the trainer exposed, without passing through the client (pcc_channel_pull.c).
@@ -93,8 +95,9 @@ struct pcc_kept_outcome { /* a save that it had copied */
 };
 #define PCC_KEPT_OUTCOMES_MAX 64u
 
-/* A segment, by its id there. Takes `fd` on success. Codes of pcc_pool_adopt, -EBUSY when it is too
- * late, -ENOSPC when there are more than chunk_capacity. */
+/* A segment, by its id there: for what bind_kept finds in it. Its other chunks are LEFT, since a
+ * client of the daemon before may have had them to fill. Takes `fd` on success. Codes of
+ * pcc_pool_adopt, -EBUSY when it is too late, -ENOSPC when there are more than chunk_capacity. */
 PCC_MUST_CHECK int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id);
 /* pcc_channel_bind to a volume with its state memfd: goes on with what was copied, as saves of
  * session 0 whose snapshot is their sequence, up to where settle takes over. Without I/O.
@@ -114,8 +117,9 @@ void pcc_channel_settle(struct pcc_channel *channel);
 PCC_MUST_CHECK int pcc_channel_attach(struct pcc_channel *channel, int socket_fd, uint64_t session,
                                       int32_t pid, int *page_fd_out);
 /* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
- * takes granted chunks back, closes its GPU mappings. DETACHED follows as an event. Blocks for the
- * drain and for GPU copies under way. */
+ * takes granted chunks back if nothing can still write to them (they are LEFT else), closes its GPU
+ * mappings. DETACHED follows as an event. Blocks for the drain, for GPU copies under way, and two
+ * seconds at most for the end of a process. */
 void pcc_channel_detach(struct pcc_channel *channel);
 /* Adds segments until the channel has at least `bytes` of chunks or the budget ends; what it now
  * has goes to *granted_out. 0 also when less was granted. Blocks (page faults). */
@@ -127,7 +131,8 @@ struct pcc_channel_holding {
     uint32_t asked;         /* segments that the client was asked for and has not returned */
 };
 /* Takes segments back, the last ones first, until at most `bytes` are left, with a trainer or
- * without, and never below two chunks. Does what can be done now: their chunks are not used anew,
+ * without, and never below two chunks; and from the first one on that has LEFT chunks, once no save
+ * is in flight or nothing else is there. Does what can be done now: their chunks are not used anew,
  * the client is asked, and what nobody uses goes. Called again and again until `lasting_bytes` is
  * all there is; until then nothing grows. What was begun is not taken back. Waits for a grow, and
  * blocks for the unmapping. */
@@ -135,6 +140,10 @@ void pcc_channel_shrink(struct pcc_channel *channel, uint64_t bytes,
                         struct pcc_channel_holding *out);
 /* Detached and idle only: gives every segment back; -EBUSY otherwise. */
 PCC_MUST_CHECK int pcc_channel_release_memory(struct pcc_channel *channel);
+/* Unpins the segments when no GPU memory has been mapped here for so long, so that the GPU they
+ * were pinned for can be given back (pcc_gpus_rest). What is exposed next pins them again. Blocks.
+ */
+void pcc_channel_rest(struct pcc_channel *channel, uint64_t unmapped_ns);
 
 /* Pull: takes over the exposure `map` (struct pcc_exposure; a positive number of the client's)
  * in the place of the one before, which copies under way still finish with. Checks every number,
@@ -176,6 +185,7 @@ bool pcc_channel_cached(struct pcc_channel *channel, uint64_t sequence);
 
 struct pcc_channel_usage {
     uint64_t bytes, free_chunks, granted_chunks, full_chunks, cached_chunks, lent_chunks;
+    uint64_t left_chunks;   /* never used again; pcc_channel_shrink gives them back */
     uint64_t pinned_bytes;  /* of the segments */
     uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
     uint32_t mappings;      /* open IPC handles */

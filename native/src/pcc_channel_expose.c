@@ -1,5 +1,5 @@
-/* What is mapped of the trainer's GPUs: exposures opened, shared between layouts, and closed; and
- * the channel's memory pinned for the copies. Driver calls happen without the channel's lock. */
+/* What is mapped of the trainer's GPUs: exposures opened, shared between layouts, and closed.
+ * Driver calls happen without the channel's lock. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -67,8 +67,15 @@ static void imports_close(struct pcc_channel *channel, struct pcc_channel_map *m
 static void map_close(struct pcc_channel *channel, struct pcc_channel_map *map)
 {
     imports_close(channel, map);
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        if (map->gpus[i] != NULL)
+            pcc_gpu_put(map->gpus[i]);
     pcc_exposure_free(&map->view);
     free(map);
+    pcc_channel_lock(channel);
+    channel->pull.maps--;
+    channel->pull.mapped_ns = pcc_now_ns();
+    pcc_channel_unlock(channel);
 }
 
 void pcc_channel_maps_close(struct pcc_channel *channel)
@@ -82,69 +89,6 @@ void pcc_channel_maps_close(struct pcc_channel *channel)
         map_close(channel, map);
         map = next;
     }
-}
-
-/* -- pinned memory -- */
-
-int pcc_channel_segment_pin(struct pcc_channel *channel, struct pcc_channel_segment *segment)
-{
-    struct pcc_gpu *gpu = channel->pull.pinner;
-
-    /* Nothing is pulled with a lost GPU; memory for push does not depend on it. */
-    if (segment->pinned_by != NULL || gpu == NULL || pcc_gpu_is_lost(gpu))
-        return 0;
-    const int error = pcc_gpu_pin_host(gpu, segment->memory.bytes, segment->memory.length_bytes);
-    if (error != 0)
-        return error;
-    pcc_channel_lock(channel);
-    segment->pinned_by = gpu;
-    channel->pull.pinned_bytes += segment->memory.length_bytes;
-    pcc_channel_unlock(channel);
-    return 0;
-}
-
-void pcc_channel_segment_return(struct pcc_channel *channel, struct pcc_channel_segment *segment)
-{
-    struct pcc_segment *memory = &segment->memory;
-    struct pcc_gpu *gpu = segment->pinned_by;
-    bool lost = false;
-
-    if (gpu != NULL) {
-        pcc_channel_lock(channel);
-        channel->pull.pinned_bytes -= memory->length_bytes;
-        pcc_channel_unlock(channel);
-    }
-    segment->pinned_by = NULL;
-    for (uint32_t i = 0; i < memory->chunk_count; i++)
-        lost = lost || channel->chunks[memory->first_chunk + i].state == PCC_CHUNK_LOST;
-    if (lost)
-        pcc_pool_abandon(channel->pool, channel->label, memory);
-    else if (gpu != NULL && pcc_gpu_unpin_host(gpu, memory->bytes, memory->length_bytes) != 0)
-        pcc_pool_retire(channel->pool, channel->label, memory);
-    else
-        pcc_pool_return(channel->pool, channel->label, memory);
-}
-
-static int memory_pin(struct pcc_channel *channel, const struct pcc_channel_map *map,
-                      struct words words)
-{
-    int error = 0;
-
-    (void)pthread_mutex_lock(&channel->growing);
-    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
-        if (map->gpus[i] != NULL) {
-            channel->pull.pinner = map->gpus[i];
-            break;
-        }
-    }
-    for (uint32_t i = 0; error == 0 && i < channel->segment_count; i++)
-        error = pcc_channel_segment_pin(channel, &channel->segments[i]);
-    if (error != 0)
-        channel->pull.pinner = NULL;
-    (void)pthread_mutex_unlock(&channel->growing);
-    if (error != 0)
-        say(words, "the driver does not pin the daemon's memory: %s", pcc_error_name(error));
-    return error;
 }
 
 /* -- opening -- */
@@ -162,6 +106,11 @@ static int gpus_take(struct pcc_channel *channel, struct pcc_channel_map *map, s
         else if (error == -PCC_E_DEVICE_LOST)
             say(words, "the daemon has lost GPU %u and cannot use it before it is restarted",
                 allocation->device);
+        else if (error == -EBUSY)
+            say(words, "GPU %u takes one process only (its compute mode; nvidia-smi -c DEFAULT)",
+                allocation->device);
+        else if (error == -ENOMEM)
+            say(words, "GPU %u has no memory left for the daemon (ENOMEM)", allocation->device);
         else if (error != 0)
             say(words, "the daemon cannot use GPU %u: %s", allocation->device,
                 pcc_error_name(error));
@@ -171,12 +120,17 @@ static int gpus_take(struct pcc_channel *channel, struct pcc_channel_map *map, s
     return 0;
 }
 
-static void import_failed(struct words words, int error, CUresult result)
+static void import_failed(struct words words, int error, const struct pcc_gpu_answers *answers)
 {
-    char name[PCC_CUDA_WORDS_BYTES];
+    const CUresult result = answers->first;
+    char name[PCC_CUDA_WORDS_BYTES], second[PCC_CUDA_WORDS_BYTES];
 
     pcc_cuda_describe(result, name, sizeof(name));
-    if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_MAP_FAILED)
+    pcc_cuda_describe(answers->second, second, sizeof(second));
+    if (answers->second != CUDA_SUCCESS)
+        say(words, "how long the trainer's GPU memory is cannot be found out: %s, %s", name,
+            second);
+    else if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_MAP_FAILED)
         say(words,
             "the trainer's GPU memory cannot be opened by the daemon: %s; is it another user's, or "
             "in another container (PID or IPC namespace)?",
@@ -215,17 +169,17 @@ static struct pcc_channel_import *import_share(struct pcc_channel *channel,
 static int import_open(struct pcc_channel *channel, const struct pcc_exposed_allocation *wanted,
                        struct pcc_gpu *gpu, struct pcc_channel_import **out, struct words words)
 {
-    CUresult result;
+    struct pcc_gpu_answers answers;
     struct pcc_channel_import *import = calloc(1, sizeof(*import));
 
     if (import == NULL)
         return -ENOMEM;
     const int error =
-        pcc_gpu_import(gpu, wanted->handle, &import->address, &import->length_bytes, &result);
+        pcc_gpu_import(gpu, wanted->handle, &import->address, &import->length_bytes, &answers);
     if (error != 0) {
-        import_failed(words, error, result);
+        import_failed(words, error, &answers);
         free(import);
-        return result == CUDA_ERROR_ALREADY_MAPPED ? -EEXIST : error;
+        return answers.first == CUDA_ERROR_ALREADY_MAPPED ? -EEXIST : error;
     }
     memcpy(import->handle, wanted->handle, sizeof(import->handle));
     import->buffer_id = wanted->buffer_id;
@@ -260,6 +214,19 @@ static int imports_open(struct pcc_channel *channel, struct pcc_channel_map *map
             return error;
     }
     return 0;
+}
+
+static int memory_pin(struct pcc_channel *channel, const struct pcc_channel_map *map,
+                      struct words words)
+{
+    struct pcc_gpu *gpu = NULL;
+
+    for (uint32_t i = 0; gpu == NULL && i < PCC_DEVICES; i++)
+        gpu = map->gpus[i];
+    const int error = pcc_channel_pin_for(channel, gpu);
+    if (error != 0)
+        say(words, "the driver does not pin the daemon's memory: %s", pcc_error_name(error));
+    return error;
 }
 
 /* Nothing is read beyond what the driver says is there, whatever the trainer said. */
@@ -345,6 +312,7 @@ static int expose(struct pcc_channel *channel, uint64_t number, const void *byte
     pcc_channel_lock(channel);
     struct pcc_channel_map *before = channel->pull.map;
     channel->pull.map = NULL; /* no new save through it, and its imports stay while we hold it */
+    channel->pull.maps++;
     pcc_channel_unlock(channel);
     if (error == 0)
         error = map_open(channel, map, before, words);
@@ -378,8 +346,8 @@ int pcc_channel_expose(struct pcc_channel *channel, uint64_t map, const void *by
     else if (map == 0)
         error = -PCC_E_BAD_PEER;
     pcc_channel_unlock(channel);
-    if (error == 0 && channel->gpus == NULL) {
-        const char *missing = pcc_cuda_missing();
+    const char *missing = error == 0 ? pcc_cuda_missing() : "";
+    if (error == 0 && (channel->gpus == NULL || missing[0] != '\0')) {
         say(words, "%s", missing[0] != '\0' ? missing : "the daemon uses no GPU");
         error = -PCC_E_NO_DRIVER;
     } else if (error == 0 && !channel->pull.trainer.known) {

@@ -38,6 +38,25 @@ void pcc_channel_kept_drop(struct pcc_channel *channel, struct pcc_channel_bindi
     binding->kept_id = 0;
 }
 
+/* With growing held. Nobody knows which chunks a client of the daemon before had to fill, and may
+ * still write to. What belongs to a copied save it had not. */
+static int adopted_add(struct pcc_channel *channel, const struct pcc_channel_segment *segment)
+{
+    const uint32_t first = channel->chunk_count;
+    const uint64_t chunks = segment->memory.length_bytes / channel->spec.chunk_bytes;
+
+    if (chunks * channel->spec.chunk_bytes != segment->memory.length_bytes)
+        return -EINVAL;
+    if (chunks > channel->spec.chunk_capacity - first)
+        return -ENOSPC;
+    pcc_channel_segment_add(channel, segment);
+    pcc_channel_lock(channel);
+    for (uint32_t i = first; i < channel->chunk_count; i++)
+        channel->chunks[i].state = PCC_CHUNK_LEFT;
+    pcc_channel_unlock(channel);
+    return 0;
+}
+
 int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id)
 {
     struct pcc_channel_segment segment = {0};
@@ -51,14 +70,8 @@ int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id)
     if (error == 0)
         error = pcc_pool_adopt(channel->pool, fd, id, channel->label, &segment.memory);
     if (error == 0) {
-        const uint64_t chunks = segment.memory.length_bytes / channel->spec.chunk_bytes;
-        if (chunks * channel->spec.chunk_bytes != segment.memory.length_bytes)
-            error = -EINVAL;
-        else if (chunks > channel->spec.chunk_capacity - channel->chunk_count)
-            error = -ENOSPC;
-        if (error == 0)
-            pcc_channel_segment_add(channel, &segment);
-        else
+        error = adopted_add(channel, &segment);
+        if (error != 0)
             pcc_pool_unadopt(channel->pool, &segment.memory);
     }
     (void)pthread_mutex_unlock(&channel->growing);
@@ -94,7 +107,7 @@ static void forget_absent(struct pcc_channel *channel, const struct pcc_kept *ke
 
     for (uint32_t i = 0; i < pieces; i++) {
         const int64_t index = chunk_find(channel, pcc_kept_piece(kept, place, i));
-        if (index < 0 || channel->chunks[index].state != PCC_CHUNK_FREE)
+        if (index < 0 || channel->chunks[index].state != PCC_CHUNK_LEFT)
             pcc_kept_reused(kept, place, i);
     }
 }
@@ -204,7 +217,7 @@ static int state_check(const struct pcc_channel *channel, const struct pcc_kept 
     return fits ? 0 : -EINVAL;
 }
 
-/* With control held. What it says of slots counts only if nobody has had the volume meanwhile. */
+/* With control held. */
 static int state_take_over(struct pcc_channel *channel, uint32_t index, struct pcc_volume *volume)
 {
     struct pcc_kept *kept = &channel->bindings[index].kept;
@@ -215,12 +228,6 @@ static int state_take_over(struct pcc_channel *channel, uint32_t index, struct p
     int error = state_check(channel, kept, &record, &geometry);
     if (error != 0)
         return error;
-    struct pcc_kept_header *header = pcc_kept_header(kept);
-    const uint64_t epoch = atomic_load_explicit(&header->boot_epoch, memory_order_relaxed);
-    if (epoch + 1 != record.boot_epoch)
-        for (uint32_t i = 0; i < header->places; i++)
-            pcc_kept_moved(kept, i, PCC_SLOTS_MAX, kept->piece_capacity);
-    pcc_kept_opened(kept, record.boot_epoch);
     return pcc_channel_binding_open(channel, index, volume);
 }
 

@@ -1,6 +1,9 @@
 /* Loads: checked payload on its way back to the client. Reader threads take pieces of one chunk's
  * length in order; a piece whose chunk is still cached is checked where it lies and lent as it is,
  * any other is read from the volume into a chunk that is taken for it. */
+#include <stdlib.h>
+#include <string.h>
+
 #include "pcc_channel_private.h"
 #include "pcc_numa.h"
 #include "pcc_thread.h"
@@ -123,6 +126,23 @@ static bool send_cached(struct pcc_channel *channel, const struct piece *piece)
     return true;
 }
 
+/* Without the lock, after a mismatch: the client may have written to the chunk. Read once more
+ * where it cannot, so that only the disk's own bytes are called damaged. */
+static int read_privately(struct pcc_channel *channel, uint32_t index, const struct piece *piece)
+{
+    const uint64_t length = pcc_align_up(piece->length_bytes, PCC_IO_ALIGN);
+    void *bytes = aligned_alloc(PCC_IO_ALIGN, length);
+
+    if (bytes == NULL)
+        return -ENOMEM;
+    const int error =
+        pcc_load_chunk(channel->load.load, bytes, piece->offset_bytes, piece->length_bytes);
+    if (error == 0)
+        memcpy(channel->chunks[index].bytes, bytes, length);
+    free(bytes);
+    return error;
+}
+
 static int send_read(struct pcc_channel *channel, const struct piece *piece)
 {
     int64_t found;
@@ -139,8 +159,10 @@ static int send_read(struct pcc_channel *channel, const struct piece *piece)
     const uint32_t index = (uint32_t)found;
     take(channel, index, false);
     pcc_channel_unlock(channel);
-    const int error = pcc_load_chunk(channel->load.load, channel->chunks[index].bytes,
-                                     piece->offset_bytes, piece->length_bytes);
+    int error = pcc_load_chunk(channel->load.load, channel->chunks[index].bytes,
+                               piece->offset_bytes, piece->length_bytes);
+    if (error == -PCC_E_DAMAGED)
+        error = read_privately(channel, index, piece);
     pcc_channel_lock(channel);
     if (error != 0) {
         pcc_channel_load_put_back(channel, index, false);

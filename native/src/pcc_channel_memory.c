@@ -53,7 +53,7 @@ static uint64_t segment_length(struct pcc_channel *channel, uint64_t wanted_byte
  * nothing is pulled any more: the next exposure pins first, and is refused with words. */
 static void pull_stop(struct pcc_channel *channel)
 {
-    channel->pull.pinner = NULL;
+    pcc_channel_pin_stop(channel);
     pcc_channel_lock(channel);
     if (channel->pull.map != NULL)
         pcc_channel_map_put(channel, channel->pull.map); /* the drain thread closes it */
@@ -135,7 +135,7 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
     for (uint32_t i = 0; i < count; i++)
         pcc_channel_segment_return(channel, &channel->segments[i]);
     if (!busy)
-        channel->pull.pinner = NULL; /* the next session may have no use for it */
+        pcc_channel_pin_stop(channel); /* the next session may have no use for it */
     (void)pthread_mutex_unlock(&channel->growing);
     (void)pthread_mutex_unlock(&channel->control);
     return busy ? -EBUSY : 0;
@@ -191,6 +191,9 @@ void pcc_channel_usage(struct pcc_channel *channel, struct pcc_channel_usage *ou
             usage.lent_chunks++;
             break;
         case PCC_CHUNK_LOST:
+            break;
+        case PCC_CHUNK_LEFT:
+            usage.left_chunks++;
             break;
         }
     }

@@ -35,6 +35,7 @@ enum pcc_chunk_state {
     PCC_CHUNK_LENT,    /* a DATA message is out */
     PCC_CHUNK_PULLED, /* a GPU copies into it; whatever becomes of its save, until that has ended */
     PCC_CHUNK_LOST,   /* a lost GPU may still write to it: never used again */
+    PCC_CHUNK_LEFT,   /* a client of a session before may still write to it: the same */
 };
 
 struct pcc_channel_chunk {
@@ -114,11 +115,13 @@ struct pcc_channel_pull {
     struct pcc_channel_map *map;    /* exposed last; NULL = none */
     struct pcc_channel_map *unused; /* nobody holds them: to be closed without the lock */
     struct pcc_channel_part *parts; /* that copiers have */
-    struct pcc_gpu *pinner;         /* guarded by growing: new segments are pinned for it */
+    struct pcc_gpu *pinner;         /* guarded by growing: new segments are pinned for it; held */
     uint64_t limit_ns;              /* how long a GPU may take to end what is under way */
     uint64_t pinned_bytes;
     uint64_t exposed_bytes;
     uint32_t mappings;
+    uint32_t maps;      /* that are not closed */
+    uint64_t mapped_ns; /* until then there was one */
 };
 
 struct pcc_channel_binding {
@@ -181,6 +184,7 @@ struct pcc_channel {
     bool broken;           /* the peer broke the protocol: its ring is no longer read */
     _Atomic bool stopping; /* read by the drain thread without the lock */
     uint64_t session;
+    int trainer_fd; /* of the attached session: readable when its process has ended; -1 */
     int socket_fd;
     struct pcc_page_view view; /* the drain thread alone consumes to_daemon, without the lock */
     pthread_t drain;
@@ -287,7 +291,14 @@ void pcc_channel_kept_drop(struct pcc_channel *channel, struct pcc_channel_bindi
 void pcc_channel_map_put(struct pcc_channel *channel, struct pcc_channel_map *map);
 /* Without locks: closes what nobody holds. */
 void pcc_channel_maps_close(struct pcc_channel *channel);
-/* With growing held: for the copies of the channel's GPUs; 0 when there are none. */
+
+/* -- pcc_channel_pin.c -- */
+/* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
+ * uses; without success none that comes later is. */
+PCC_MUST_CHECK int pcc_channel_pin_for(struct pcc_channel *channel, struct pcc_gpu *gpu);
+/* With growing held, or when closing: segments that come later are not pinned. */
+void pcc_channel_pin_stop(struct pcc_channel *channel);
+/* With growing held: as pcc_channel_pin_for said; 0 also when it did not. */
 PCC_MUST_CHECK int pcc_channel_segment_pin(struct pcc_channel *channel,
                                            struct pcc_channel_segment *segment);
 /* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */

@@ -17,12 +17,17 @@
 
 #define CHUNKS_MIN 2u /* one is filled while one is written: less, and a copy could not go on */
 
+static bool is_dead(const struct pcc_channel_chunk *chunk)
+{
+    return chunk->state == PCC_CHUNK_LOST || chunk->state == PCC_CHUNK_LEFT;
+}
+
 static uint32_t usable(const struct pcc_channel *channel, const struct pcc_segment *memory)
 {
     uint32_t count = 0;
 
     for (uint32_t i = 0; i < memory->chunk_count; i++)
-        count += channel->chunks[memory->first_chunk + i].state != PCC_CHUNK_LOST;
+        count += !is_dead(&channel->chunks[memory->first_chunk + i]);
     return count;
 }
 
@@ -34,10 +39,34 @@ static uint32_t lasting_chunks(const struct pcc_channel *channel)
                : channel->chunk_count;
 }
 
+static bool is_idle(const struct pcc_channel *channel)
+{
+    for (uint32_t i = 0; i < PCC_CHANNEL_VOLUMES; i++)
+        if (channel->bindings[i].active > 0)
+            return false;
+    return true;
+}
+
+/* The first segment with a LEFT chunk goes, and those behind it. While saves are in flight that
+ * would hold up the next ones: then it waits, as long as there are chunks to go on with. */
+static void choose_left(struct pcc_channel *channel)
+{
+    uint32_t usable_count = 0;
+
+    for (uint32_t i = 0; i < channel->lasting_count; i++)
+        usable_count += usable(channel, &channel->segments[i].memory);
+    if (usable_count > 0 && !is_idle(channel))
+        return;
+    for (uint32_t i = 0; i < lasting_chunks(channel); i++)
+        if (channel->chunks[i].state == PCC_CHUNK_LEFT)
+            channel->lasting_count = channel->chunks[i].segment;
+}
+
 static void choose(struct pcc_channel *channel, uint64_t bytes)
 {
-    uint32_t left = 0;
+    choose_left(channel);
 
+    uint32_t left = 0;
     for (uint32_t i = 0; i < channel->lasting_count; i++)
         left += usable(channel, &channel->segments[i].memory);
     while (channel->lasting_count > 0 &&
@@ -109,7 +138,7 @@ static bool empty(struct pcc_channel *channel, const struct pcc_channel_segment 
         const enum pcc_chunk_state state = channel->chunks[index].state;
         if (channel->chunks[index].settling)
             is_empty = false;
-        if (state == PCC_CHUNK_FREE || state == PCC_CHUNK_LOST)
+        if (state == PCC_CHUNK_FREE || is_dead(&channel->chunks[index]))
             continue;
         if (state != PCC_CHUNK_CACHED || !pcc_channel_uncache(channel, index))
             is_empty = false;

@@ -66,7 +66,7 @@ static bool is_kept(const struct pcc_record *record, uint32_t slot, uint32_t kee
 {
     const struct pcc_slot_entry *entry = &record->slots[slot];
 
-    if ((entry->flags & PCC_SLOT_PINNED) != 0)
+    if ((entry->flags & PCC_SLOT_LASTING) != 0)
         return true;
     if (pcc_commit_is_grouped(record))
         return entry->sequence >= group->oldest && !pcc_commit_gives_up(group, entry->sequence);
@@ -80,7 +80,7 @@ static bool is_dispensable(const struct pcc_record *record, uint32_t slot,
 {
     const struct pcc_slot_entry *entry = &record->slots[slot];
 
-    if ((entry->flags & PCC_SLOT_PINNED) != 0)
+    if ((entry->flags & PCC_SLOT_LASTING) != 0)
         return false;
     return pcc_commit_is_grouped(record) ? entry->sequence < group->newest
                                          : rank_of(record, slot) > 0;
@@ -102,12 +102,10 @@ static bool is_waiting_for_ranks(const struct pcc_record *record, uint32_t expen
 uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
                                const struct pcc_volume_group *group)
 {
-    uint32_t expendable = 0, kept = 0, usable = 0;
+    uint32_t expendable = 0, kept = 0;
 
     for (uint32_t slot = 0; slot < record->slot_count; slot++) {
-        const struct pcc_slot_entry *entry = &record->slots[slot];
-        usable += (entry->flags & PCC_SLOT_QUARANTINED) == 0;
-        if (entry->state != PCC_SLOT_DURABLE)
+        if (record->slots[slot].state != PCC_SLOT_DURABLE)
             continue;
         if (is_kept(record, slot, keep, group))
             kept++;
@@ -116,8 +114,9 @@ uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
     }
     if (is_waiting_for_ranks(record, expendable, group))
         return expendable;
-    /* The next checkpoint needs a slot: the one worth least goes. */
-    while (kept >= usable) {
+    /* The next checkpoint needs a slot: the one worth least goes. Not for a slot in quarantine,
+     * which may be well again: what is durable would be given for it (pcc_volume_take_slot). */
+    while (kept >= record->slot_count) {
         uint32_t worst = PCC_SLOTS_MAX;
         for (uint32_t slot = 0; slot < record->slot_count; slot++) {
             const struct pcc_slot_entry *entry = &record->slots[slot];
@@ -145,8 +144,11 @@ static int write_replica(struct pcc_volume *volume, uint32_t replica)
 
     pcc_record_seal(record, generation, replica);
     PCC_ASSERT(pcc_record_accept(record, record->offset_bytes) == 0);
-    const int result =
+    int result =
         pcc_io_write_durable_all(volume->io, record, PCC_RECORD_BYTES, record->offset_bytes);
+    /* What is durable in a file that nobody can find any more is not. */
+    if (result == 0)
+        result = pcc_volume_in_place(volume);
     if (result != 0)
         /* Release: pairs with the acquire in pcc_volume_stopped(). */
         atomic_store_explicit(&volume->stopped, true, memory_order_release);
@@ -166,11 +168,22 @@ static void prepare(struct pcc_volume *volume)
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
+/* With `lock` held: durable, and called damaged neither there nor by what waits for the next
+ * record. */
+static uint64_t newest_sound(const struct pcc_volume *volume)
+{
+    struct pcc_record record = volume->durable;
+
+    for (uint32_t slot = 0; slot < record.slot_count; slot++)
+        if (volume->staged.slots[slot].sequence == record.slots[slot].sequence)
+            record.slots[slot].flags |= volume->staged.slots[slot].flags & PCC_SLOT_DAMAGED;
+    return pcc_commit_newest(&record);
+}
+
 void pcc_commit_superseding(struct pcc_volume *volume)
 {
-    const uint64_t sequence = pcc_commit_is_grouped(&volume->durable)
-                                  ? volume->group.newest
-                                  : pcc_commit_newest(&volume->durable);
+    const uint64_t sequence =
+        pcc_commit_is_grouped(&volume->durable) ? volume->group.newest : newest_sound(volume);
     /* Release: pairs with the acquire in pcc_volume_superseding(). */
     atomic_store_explicit(&volume->superseding, sequence, memory_order_release);
 }
@@ -190,18 +203,6 @@ int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *contex
     if (on_durable)
         on_durable(context);
     return write_replica(volume, 1);
-}
-
-/* A slot is quarantined for good, but not when that leaves nowhere to write: the error may have
- * been the cable's, and every completion is checked anyway. */
-static void forgive(struct pcc_record *record)
-{
-    uint32_t usable = 0;
-
-    for (uint32_t slot = 0; slot < record->slot_count; slot++)
-        usable += (record->slots[slot].flags & PCC_SLOT_QUARANTINED) == 0;
-    for (uint32_t slot = 0; usable <= record->keep && slot < record->slot_count; slot++)
-        record->slots[slot].flags &= ~PCC_SLOT_QUARANTINED;
 }
 
 int pcc_commit_opening(struct pcc_volume *volume, const struct pcc_commit_found *found)
@@ -225,7 +226,6 @@ int pcc_commit_opening(struct pcc_volume *volume, const struct pcc_commit_found 
             volume->health.repaired_replicas++;
     }
     if (result == 0) {
-        forgive(&volume->staged);
         volume->staged.boot_epoch++;
         result = pcc_commit_staged(volume, NULL, NULL);
     }
@@ -353,7 +353,10 @@ static int find_newest(struct search *search)
             return -PCC_E_DAMAGED;
         return search->read_error != 0 ? search->read_error : -PCC_E_NOT_A_VOLUME;
     }
-    if (geometry.volume_bytes > search->io->size_bytes)
+    /* Behind the last record there is padding only: a file without it is whole. */
+    if (pcc_geometry_record_offset(&geometry, PCC_GENERATIONS - 1, PCC_REPLICAS - 1) +
+            PCC_RECORD_BYTES >
+        search->io->size_bytes)
         return -PCC_E_TRUNCATED;
     for (uint32_t generation = 0; generation < PCC_GENERATIONS; generation++)
         for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++)

@@ -226,6 +226,16 @@ int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out)
     return 0;
 }
 
+/* Who has a context there keeps all others out. */
+static bool is_exclusive(const struct pcc_cuda *cuda, CUdevice device)
+{
+    int mode = CU_COMPUTEMODE_DEFAULT;
+
+    return cuda->device_attribute(&mode, CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, device) ==
+               CUDA_SUCCESS &&
+           mode != CU_COMPUTEMODE_DEFAULT;
+}
+
 int pcc_gpu_device_find(const CUuuid *uuid, struct pcc_gpu_device *out)
 {
     const struct pcc_cuda *cuda;
@@ -242,7 +252,8 @@ int pcc_gpu_device_find(const CUuuid *uuid, struct pcc_gpu_device *out)
         if (cuda->device_get(&device, ordinal) == CUDA_SUCCESS &&
             cuda->device_uuid(&found, device) == CUDA_SUCCESS &&
             memcmp(&found, uuid, sizeof(found)) == 0)
-            return pcc_gpu_device_open((uint32_t)ordinal, out);
+            return is_exclusive(cuda, device) ? -EBUSY
+                                              : pcc_gpu_device_open((uint32_t)ordinal, out);
     }
     return -ENODEV;
 }

@@ -67,6 +67,10 @@ enum {
     CU_POINTER_ATTRIBUTE_BUFFER_ID = 7, /* of an allocation; never used again in a process */
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
+    CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11,
+    CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12,
+    CU_COMPUTEMODE_DEFAULT = 0,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20,
     CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33,
     CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34,
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
@@ -154,8 +158,8 @@ struct pcc_gpu_device { /* one GPU as this process sees it */
     bool memory_ops; /* streams can wait for and write 64-bit words */
     int numa_node;   /* of its PCI slot; -1 = unknown */
 };
-/* Retains the primary context of the device with this ordinal, or with this UUID (-ENODEV: this
- * process sees no such GPU). */
+/* Retains the primary context of the device with this ordinal, or with this UUID, beside another
+ * process's (-ENODEV: this process sees no such GPU; -EBUSY: the GPU takes one process only). */
 PCC_MUST_CHECK int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out);
 PCC_MUST_CHECK int pcc_gpu_device_find(const CUuuid *uuid, struct pcc_gpu_device *out);
 void pcc_gpu_device_close(struct pcc_gpu_device *device);

@@ -20,11 +20,6 @@ struct pcc_gpus {
 
 int pcc_gpus_open(struct pcc_gpus **out)
 {
-    const struct pcc_cuda *ignored;
-    const int error = pcc_cuda_load(&ignored);
-
-    if (error != 0)
-        return error;
     struct pcc_gpus *gpus = calloc(1, sizeof(*gpus));
     if (gpus == NULL)
         return -ENOMEM;
@@ -41,15 +36,19 @@ static void driver_objects_close(struct pcc_gpu *gpu)
 {
     const struct pcc_cuda *cuda = gpu->device.cuda;
 
-    for (uint32_t i = 0; i < PCC_GPU_CHUNKS; i++)
+    for (uint32_t i = 0; i < PCC_GPU_CHUNKS; i++) {
         if (gpu->slots[i].event != NULL)
             (void)cuda->event_destroy(gpu->slots[i].event);
+        gpu->slots[i].event = NULL;
+    }
     if (gpu->stream != NULL)
         (void)cuda->stream_destroy(gpu->stream);
     if (gpu->side != NULL)
         (void)cuda->stream_destroy(gpu->side);
+    gpu->stream = gpu->side = NULL;
     if (gpu->landing_pinned)
         (void)pcc_gpu_unpin(&gpu->device, gpu->landing, PCC_GPU_LANDING_BYTES);
+    gpu->landing_pinned = false;
 }
 
 static int driver_objects_open(struct pcc_gpu *gpu)
@@ -78,14 +77,15 @@ static void gpu_free(struct pcc_gpu *gpu)
     free(gpu);
 }
 
-static int gpu_start(struct pcc_gpu *gpu, const uint8_t uuid[16])
+/* With `making` held. */
+static int gpu_start(struct pcc_gpu *gpu)
 {
-    CUuuid wanted;
+    int error = pcc_gpu_device_find(&gpu->uuid, &gpu->device);
 
-    memcpy(&wanted, uuid, sizeof(wanted));
-    int error = pcc_gpu_device_find(&wanted, &gpu->device);
     if (error != 0)
         return error;
+    gpu->numa_node = gpu->device.numa_node;
+    gpu->stopping = false;
     if (gpu->device.cuda->device_name(gpu->name, sizeof(gpu->name) - 1, gpu->device.device) !=
         CUDA_SUCCESS)
         gpu->name[0] = '\0';
@@ -101,6 +101,7 @@ static int gpu_start(struct pcc_gpu *gpu, const uint8_t uuid[16])
 fail:
     if (error != 0)
         pcc_gpu_device_close(&gpu->device);
+    gpu->open = error == 0;
     return error;
 }
 
@@ -111,6 +112,7 @@ static int gpu_open(const uint8_t uuid[16], struct pcc_gpu **out)
 
     if (gpu == NULL)
         return -ENOMEM;
+    memcpy(&gpu->uuid, uuid, sizeof(gpu->uuid));
     (void)pthread_mutex_init(&gpu->reading, NULL);
     (void)pthread_mutex_init(&gpu->lock, NULL);
     (void)pthread_condattr_init(&monotonic);
@@ -124,7 +126,7 @@ static int gpu_open(const uint8_t uuid[16], struct pcc_gpu **out)
         gpu->landing = page;
         /* A forked child must not make the GPU's page one of its own. */
         (void)madvise(page, PCC_GPU_LANDING_BYTES, MADV_DONTFORK);
-        error = gpu_start(gpu, uuid);
+        error = gpu_start(gpu);
     }
     if (error != 0) {
         gpu_free(gpu);
@@ -156,7 +158,8 @@ static struct {
     struct pcc_gpu *first;
 } left_behind = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static void gpu_close(struct pcc_gpu *gpu)
+/* Gives its context back. False: it is lost, and left behind. */
+static bool gpu_stop(struct pcc_gpu *gpu)
 {
     /* The driver of a lost GPU may wait for ever, and its engine may still write. */
     if (!copier_stop(gpu) || pcc_gpu_is_lost(gpu)) {
@@ -164,14 +167,15 @@ static void gpu_close(struct pcc_gpu *gpu)
         gpu->left_behind = left_behind.first;
         left_behind.first = gpu;
         (void)pthread_mutex_unlock(&left_behind.lock);
-        return;
+        return false;
     }
     if (pcc_gpu_enter(&gpu->device) == 0) {
         driver_objects_close(gpu);
         pcc_gpu_leave(&gpu->device);
     }
     pcc_gpu_device_close(&gpu->device);
-    gpu_free(gpu);
+    gpu->open = false;
+    return true;
 }
 
 void pcc_gpus_close(struct pcc_gpus *gpus)
@@ -179,7 +183,8 @@ void pcc_gpus_close(struct pcc_gpus *gpus)
     if (gpus == NULL)
         return;
     for (uint32_t i = 0; i < gpus->count; i++)
-        gpu_close(gpus->gpus[i]);
+        if (!gpus->gpus[i]->open || gpu_stop(gpus->gpus[i]))
+            gpu_free(gpus->gpus[i]);
     (void)pthread_mutex_destroy(&gpus->lock);
     (void)pthread_mutex_destroy(&gpus->making);
     free(gpus);
@@ -192,13 +197,13 @@ uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t
         const struct pcc_gpu *gpu = gpus->gpus[i];
         struct pcc_gpu_info *info = &out[i];
         *info = (struct pcc_gpu_info){
-            .numa_node = gpu->device.numa_node,
+            .numa_node = gpu->numa_node,
             .lost = pcc_gpu_is_lost(gpu),
             .copied_bytes = atomic_load_explicit(&gpu->copied_bytes, memory_order_relaxed),
             .copies = atomic_load_explicit(&gpu->copies, memory_order_relaxed),
             .failures = atomic_load_explicit(&gpu->failures, memory_order_relaxed),
         };
-        memcpy(info->uuid, &gpu->device.uuid, sizeof(info->uuid));
+        memcpy(info->uuid, &gpu->uuid, sizeof(info->uuid));
         memcpy(info->name, gpu->name, sizeof(info->name));
     }
     const uint32_t count = gpus->count;
@@ -210,7 +215,7 @@ uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t
 static struct pcc_gpu *gpu_find(const struct pcc_gpus *gpus, const uint8_t uuid[16])
 {
     for (uint32_t i = 0; i < gpus->count; i++)
-        if (memcmp(&gpus->gpus[i]->device.uuid, uuid, sizeof(CUuuid)) == 0)
+        if (memcmp(&gpus->gpus[i]->uuid, uuid, sizeof(CUuuid)) == 0)
             return gpus->gpus[i];
     return NULL;
 }
@@ -222,7 +227,7 @@ int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16], struct pcc_gpu *
     (void)pthread_mutex_lock(&gpus->making);
     struct pcc_gpu *gpu = gpu_find(gpus, uuid);
     if (gpu != NULL) {
-        error = pcc_gpu_is_lost(gpu) ? -PCC_E_DEVICE_LOST : 0;
+        error = pcc_gpu_is_lost(gpu) ? -PCC_E_DEVICE_LOST : gpu->open ? 0 : gpu_start(gpu);
     } else if (gpus->count == PCC_GPUS_MAX) {
         error = -ENODEV;
     } else {
@@ -233,10 +238,52 @@ int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16], struct pcc_gpu *
             (void)pthread_mutex_unlock(&gpus->lock);
         }
     }
-    (void)pthread_mutex_unlock(&gpus->making);
-    if (error == 0)
+    if (error == 0) {
+        pcc_gpu_hold(gpu);
         *out = gpu;
+    }
+    (void)pthread_mutex_unlock(&gpus->making);
     return error;
+}
+
+void pcc_gpu_hold(struct pcc_gpu *gpu)
+{
+    (void)pthread_mutex_lock(&gpu->lock);
+    gpu->users++;
+    (void)pthread_mutex_unlock(&gpu->lock);
+}
+
+void pcc_gpu_put(struct pcc_gpu *gpu)
+{
+    (void)pthread_mutex_lock(&gpu->lock);
+    PCC_ASSERT(gpu->users > 0);
+    if (--gpu->users == 0)
+        gpu->unused_ns = pcc_now_ns();
+    (void)pthread_mutex_unlock(&gpu->lock);
+}
+
+/* With `making` held, without which nobody becomes its first user. */
+static bool is_unused(struct pcc_gpu *gpu, uint64_t unused_ns)
+{
+    (void)pthread_mutex_lock(&gpu->lock);
+    const bool unused = gpu->users == 0 && pcc_now_ns() - gpu->unused_ns >= unused_ns;
+    (void)pthread_mutex_unlock(&gpu->lock);
+    return unused && gpu->open && !pcc_gpu_is_lost(gpu);
+}
+
+void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns)
+{
+    (void)pthread_mutex_lock(&gpus->making);
+    for (uint32_t i = 0; i < gpus->count;) {
+        if (!is_unused(gpus->gpus[i], unused_ns) || gpu_stop(gpus->gpus[i])) {
+            i++;
+            continue;
+        }
+        (void)pthread_mutex_lock(&gpus->lock); /* lost while it was closed */
+        gpus->gpus[i] = gpus->gpus[--gpus->count];
+        (void)pthread_mutex_unlock(&gpus->lock);
+    }
+    (void)pthread_mutex_unlock(&gpus->making);
 }
 
 /* -- on the caller's thread -- */
@@ -255,8 +302,29 @@ static int code_of(struct pcc_gpu *gpu, CUresult result)
     return error;
 }
 
+/* Where imported memory begins and how long it is. That cuMemGetAddressRange takes a pointer that
+ * was imported no manual promises; the attributes are those of any pointer. */
+static bool range_of(const struct pcc_cuda *cuda, CUdeviceptr address, CUdeviceptr *base,
+                     size_t *length, struct pcc_gpu_answers *answers)
+{
+    answers->first = cuda->address_range(base, length, address);
+    if (answers->first != CUDA_SUCCESS) {
+        CUresult result =
+            cuda->pointer_attribute(base, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address);
+        if (result == CUDA_SUCCESS)
+            result = cuda->pointer_attribute(length, CU_POINTER_ATTRIBUTE_RANGE_SIZE, address);
+        answers->second = result;
+        if (result != CUDA_SUCCESS)
+            return false;
+    }
+    /* It may lie within a larger block that the driver shares as a whole. */
+    const bool within = address >= *base && address - *base < *length;
+    *answers = (struct pcc_gpu_answers){.first = within ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND};
+    return within;
+}
+
 int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64], CUdeviceptr *address_out,
-                   uint64_t *length_out, CUresult *result_out)
+                   uint64_t *length_out, struct pcc_gpu_answers *answers_out)
 {
     const struct pcc_cuda *cuda = gpu->device.cuda;
     CUipcMemHandle name;
@@ -264,20 +332,14 @@ int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64], CUdeviceptr *a
     size_t length = 0;
     int error = pcc_gpu_enter(&gpu->device);
 
-    *result_out = CUDA_SUCCESS;
+    *answers_out = (struct pcc_gpu_answers){0};
     if (error != 0)
         return error;
     memcpy(&name, handle, sizeof(name));
-    *result_out = cuda->ipc_open(&address, name, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
-    if (*result_out == CUDA_SUCCESS) {
-        *result_out = cuda->address_range(&base, &length, address);
-        /* It may lie within a larger block that the driver shares as a whole. */
-        if (*result_out == CUDA_SUCCESS && (address < base || address - base >= length))
-            *result_out = CUDA_ERROR_NOT_FOUND;
-        if (*result_out != CUDA_SUCCESS)
-            (void)cuda->ipc_close(address);
-    }
-    error = code_of(gpu, *result_out);
+    answers_out->first = cuda->ipc_open(&address, name, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+    if (answers_out->first == CUDA_SUCCESS && !range_of(cuda, address, &base, &length, answers_out))
+        (void)cuda->ipc_close(address);
+    error = code_of(gpu, answers_out->first);
     pcc_gpu_leave(&gpu->device);
     if (error != 0)
         return error == -ENOMEM || error == -PCC_E_DEVICE_LOST ? error : -PCC_E_BAD_HANDLE;

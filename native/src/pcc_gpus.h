@@ -6,7 +6,8 @@
  * stream: whether a snapshot is ready is asked by the CPU. A GPU whose context is lost stays lost
  * (the driver gives it to new processes only): its copies fail, trainers are told to push.
  *
- * Any thread. Contexts are made at the first exposure, never at the start. */
+ * Any thread. Contexts are made at the first exposure, never at the start, and are given back by
+ * pcc_gpus_rest. */
 #ifndef PCC_GPUS_H
 #define PCC_GPUS_H
 
@@ -14,13 +15,13 @@
 
 struct pcc_gpus;
 
-/* -PCC_E_NO_DRIVER (pcc_cuda_missing() says why). */
+/* The driver is loaded at the first use. -ENOMEM. */
 PCC_MUST_CHECK int pcc_gpus_open(struct pcc_gpus **out);
 void pcc_gpus_close(struct pcc_gpus *gpus); /* every channel must be closed */
 
 #define PCC_GPU_NAME_BYTES 64
 
-struct pcc_gpu_info { /* of a GPU in use */
+struct pcc_gpu_info { /* of a GPU that was used */
     uint8_t uuid[16];
     char name[PCC_GPU_NAME_BYTES];
     int32_t numa_node; /* -1 = unknown */
@@ -29,7 +30,11 @@ struct pcc_gpu_info { /* of a GPU in use */
     uint64_t copies;       /* calls of the driver for them */
     uint64_t failures;
 };
-/* The first `capacity` GPUs in use; how many there are. */
+/* The first `capacity` GPUs that were used; how many there are. */
 uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t capacity);
+
+/* Gives back the contexts of GPUs that nothing has used for `unused_ns`: each takes hundreds of
+ * megabytes of the GPU's memory. A lost one stays. Blocks for as long as the driver does. */
+void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns);
 
 #endif

@@ -77,6 +77,9 @@ struct pcc_gpu_jobs {
 };
 
 struct pcc_gpu {
+    CUuuid uuid;
+    int numa_node;
+    bool open; /* guarded by `making`: what follows down to the lock is there while it is */
     struct pcc_gpu_device device;
     char name[PCC_GPU_NAME_BYTES];
     _Atomic bool lost;
@@ -92,6 +95,8 @@ struct pcc_gpu {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     bool stopping;
+    uint32_t users;           /* maps and pinned segments; without any the context may go */
+    uint64_t unused_ns;       /* since when there are none */
     struct pcc_gpu_jobs jobs; /* in turn */
     const struct pcc_gpu_job *calling;
 
@@ -106,15 +111,23 @@ struct pcc_gpu {
 /* -- pcc_gpus.c; any thread -- */
 #define PCC_GPU_LANDING_BYTES 4096u
 
-/* The GPU with that UUID, readied at its first use: context, streams, copier. Never goes away
- * before pcc_gpus_close. -ENODEV, -PCC_E_DEVICE_LOST, -PCC_E_DEVICE, -ENOMEM. */
+/* The GPU with that UUID, readied when nobody else uses it: context, streams, copier. The caller is
+ * a user of it from now on. -ENODEV, -EBUSY (it admits one process only), -PCC_E_DEVICE_LOST,
+ * -PCC_E_DEVICE, -ENOMEM. */
 PCC_MUST_CHECK int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16],
                                 struct pcc_gpu **out);
+/* For who is a user already: one more, one less. */
+void pcc_gpu_hold(struct pcc_gpu *gpu);
+void pcc_gpu_put(struct pcc_gpu *gpu);
+struct pcc_gpu_answers { /* of the driver, when a handle does not open */
+    CUresult first;
+    CUresult second; /* of another way to ask how long the memory is; or CUDA_SUCCESS */
+};
 /* Opens an IPC handle; *length_out is what can be read from *address_out on, as the driver says.
- * -PCC_E_BAD_HANDLE with *result_out, -PCC_E_DEVICE_LOST, -ENOMEM. */
+ * -PCC_E_BAD_HANDLE with *answers_out, -PCC_E_DEVICE_LOST, -ENOMEM. */
 PCC_MUST_CHECK int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64],
                                   CUdeviceptr *address_out, uint64_t *length_out,
-                                  CUresult *result_out);
+                                  struct pcc_gpu_answers *answers_out);
 /* These two do nothing to a lost GPU: its driver may wait for ever. */
 void pcc_gpu_import_close(struct pcc_gpu *gpu, CUdeviceptr address);
 PCC_MUST_CHECK int pcc_gpu_unpin_host(struct pcc_gpu *gpu, void *bytes, uint64_t length);

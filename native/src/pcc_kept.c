@@ -76,7 +76,6 @@ void pcc_kept_make(struct pcc_kept *kept, void *bytes, const struct pcc_kept_sha
     header->job_bytes = volume->job_bytes;
     memcpy(header->job, volume->job, PCC_JOB_BYTES_MAX);
     header->total_bytes = kept->length_bytes;
-    pcc_kept_opened(kept, volume->boot_epoch);
     header->magic = PCC_KEPT_MAGIC;
 }
 
@@ -133,12 +132,6 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place)
 }
 
 /* -- the writer -- */
-
-void pcc_kept_opened(const struct pcc_kept *kept, uint64_t boot_epoch)
-{
-    if (kept != NULL)
-        store64(&pcc_kept_header(kept)->boot_epoch, boot_epoch);
-}
 
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
                     uint32_t slot, uint32_t piece_count)

@@ -22,9 +22,8 @@
  *   end      commit = 0: durable, superseded or failed         durable and killed before this: the
  *            volume's table says so
  *
- * What was copied in part has commit 0 and is dropped. `boot_epoch` is the opening of the volume
- * that `slot` and WRITTEN speak of: when the volume was opened in between by anybody else, they
- * mean nothing, and only saves that are in DRAM as a whole go on. */
+ * What was copied in part has commit 0 and is dropped. What lies in a slot only is believed for its
+ * checksums' sake: others may have had the volume, and the slot, in between. */
 #ifndef PCC_KEPT_H
 #define PCC_KEPT_H
 
@@ -33,7 +32,7 @@
 #include "pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */
-#define PCC_KEPT_VERSION 1u
+#define PCC_KEPT_VERSION 2u
 #define PCC_KEPT_HASHED 1u
 #define PCC_KEPT_WRITTEN 2u
 
@@ -50,7 +49,6 @@ struct pcc_kept_header {
     uint32_t job_bytes;
     uint32_t reserved;
     char job[PCC_JOB_BYTES_MAX];
-    _Atomic uint64_t boot_epoch;
     uint64_t total_bytes;
 };
 
@@ -110,7 +108,6 @@ uint8_t *pcc_kept_manifest(const struct pcc_kept *kept, uint32_t place);
 bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place);
 
 /* -- the writer; accept kept = NULL, and then do nothing -- */
-void pcc_kept_opened(const struct pcc_kept *kept, uint64_t boot_epoch);
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
                     uint32_t slot, uint32_t piece_count);
 void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t position,

@@ -105,6 +105,7 @@ int pcc_link_open(int socket_fd, int page_fd, struct pcc_link **out)
     link->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
     link->page_by = PCC_HOST;
     atomic_store_explicit(&link->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
+    atomic_store_explicit(&link->ahead_bytes, PCC_AHEAD_BYTES, memory_order_relaxed);
     int error = 0;
     link->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
     if (link->socket_fd < 0)
@@ -153,6 +154,9 @@ void pcc_link_close(struct pcc_link *link)
         (void)pthread_cond_wait(&link->idle, &link->lock);
     (void)pthread_mutex_unlock(&link->lock);
     pcc_link_devices_close(link);
+    if (!link->leaked)
+        /* Release pairs with the daemon's acquire: our writes came before. */
+        atomic_store_explicit(&link->view.page->quiet, 1, memory_order_release);
     link_free(link);
 }
 
@@ -212,11 +216,13 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->memory = NULL;
     job->snapshot = snapshot;
     job->hung_up = false;
+    job->provisional = false;
     job->error = 0;
     job->pulled = job->held = 0;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_job_device *part = &job->devices[i];
-        *part = (struct pcc_job_device){.marked = part->marked, .copied = part->copied};
+        *part = (struct pcc_job_device){
+            .marked = part->marked, .copied = part->copied, .waited = part->waited};
     }
     atomic_store_explicit(&job->stop, false, memory_order_relaxed);
     atomic_store_explicit(&job->host_read, false, memory_order_relaxed);
@@ -352,7 +358,7 @@ bool pcc_link_abandon(struct pcc_link *link, uint64_t snapshot)
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
     if (job->snapshot == snapshot &&
         (pcc_link_word(link, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
-         state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED ||
+         state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED || job->provisional ||
          !pcc_link_pulled_read(link, job)))
         won = pcc_link_job_abandon(link, job, 0);
     if (won) {

@@ -58,6 +58,9 @@ struct pcc_submission {
     uint64_t device_range_count;
     uint64_t pulled_bytes;
     uint32_t pulled_devices;
+    /* Nothing keeps the source as it is while it is read: the last chunk stays here, and so the
+     * daemon cannot vouch, until pcc_link_confirm. */
+    bool provisional;
 };
 /* Step 2: the copy itself, done by the thread once the daemon admits it. All kinds of ranges
  * ascending and disjoint, together, too; gaps become zeros; the lists are copied during the call.
@@ -137,10 +140,13 @@ enum pcc_wait_for {
 /* 0, -ETIMEDOUT, -ECONNRESET (the daemon is gone). The caller reads the state afterwards. */
 PCC_MUST_CHECK int pcc_link_wait(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_for what,
                                  uint64_t deadline_ns);
+/* A provisional snapshot becomes like any other: the source was not changed before it was read, and
+ * from now on something holds changes back. */
+void pcc_link_confirm(struct pcc_link *link, uint64_t snapshot);
 /* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are let go, and
  * the thread stops reading the source before it returns (bounded for a GPU that does not answer).
  * False: it was COPIED or refused, or it is COPYING and the source was read already, so that there
- * is nothing to let go of. */
+ * is nothing to let go of; a provisional one is abandoned then, too. */
 bool pcc_link_abandon(struct pcc_link *link, uint64_t snapshot);
 
 struct pcc_link_state {

@@ -107,7 +107,7 @@ static bool fill(const struct pcc_link *link, struct pcc_job *job, uint32_t chun
             const uint64_t count = end - at < PIECE_BYTES ? end - at : PIECE_BYTES;
             /* Relaxed: who sets it then waits for `busy` under the lock. */
             if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
-                atomic_load_explicit(&link->stop, memory_order_relaxed))
+                atomic_load_explicit(&link->stop, memory_order_relaxed) || pcc_link_ended(link))
                 return false;
             (void)pcc_link_gather(job, out + at, job->filled_bytes + at, count, NULL);
             pcc_hash_add(&hash, out + at, count);
@@ -163,7 +163,8 @@ void pcc_link_job_note(struct pcc_link *link, struct pcc_job *job)
         pcc_link_job_end(job);
 }
 
-/* With lock held. False when the daemon broke the protocol. */
+/* With lock held; the last chunk of a provisional snapshot is kept. False when the daemon broke the
+ * protocol. */
 static bool hand_over(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
                       uint64_t offset_bytes, uint64_t length_bytes)
 {
@@ -173,11 +174,51 @@ static bool hand_over(struct pcc_link *link, struct pcc_job *job, uint32_t chunk
                                         .offset_bytes = offset_bytes,
                                         .length_bytes = (uint32_t)length_bytes};
 
+    if (job->provisional && job->left_bytes == length_bytes) {
+        job->last = message;
+        job->kept = true;
+        job->flights++;
+        link->kept++;
+        return true;
+    }
     link->held[chunk] = false;
     if (!pcc_link_tell(link, &message))
         return false;
     job->left_bytes -= length_bytes;
     return true;
+}
+
+/* Last chunks that were kept go to the daemon, or come back when their snapshot was given up. As
+ * pcc_link_work. */
+static int release_kept(struct pcc_link *link)
+{
+    bool moved = false, whole = true;
+
+    if (link->kept == 0)
+        return 0;
+    (void)pthread_mutex_lock(&link->lock);
+    for (uint32_t i = 0; whole && i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &link->jobs[i];
+        const bool over =
+            atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_ENDED ||
+            !pcc_link_open_word(link, job->snapshot);
+        if (!job->kept || (job->provisional && !over))
+            continue;
+        moved = true;
+        job->kept = false;
+        job->flights--;
+        link->kept--;
+        if (over) {
+            link->free_chunks[link->free_count++] = job->last.chunk;
+            continue;
+        }
+        whole =
+            hand_over(link, job, job->last.chunk, job->last.offset_bytes, job->last.length_bytes);
+        if (whole)
+            pcc_link_job_note(link, job);
+    }
+    (void)pthread_mutex_unlock(&link->lock);
+    return whole ? moved : -1;
 }
 
 /* -- chunks that a GPU fills -- */
@@ -195,6 +236,7 @@ static void take_off(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
     flight->pieces = part->pieces;
     link->free_count--;
     link->devices[part->device].pieces += part->pieces;
+    link->devices[part->device].flying_bytes += part->length_bytes;
     pcc_link_list_add(link, &link->devices[part->device].flying, chunk);
     job->flying++;
     job->flights++;
@@ -323,6 +365,9 @@ static int devices_land(struct pcc_link *link)
 int pcc_link_work(struct pcc_link *link)
 {
     link->polling = false;
+    const int released = release_kept(link);
+    if (released < 0)
+        return -1;
     const int landed = devices_land(link);
     if (landed < 0)
         return -1;
@@ -334,5 +379,5 @@ int pcc_link_work(struct pcc_link *link)
     const int finished = finish_one(link);
     if (finished < 0)
         return -1;
-    return landed > 0 || filled > 0 || finished > 0;
+    return released > 0 || landed > 0 || filled > 0 || finished > 0;
 }

@@ -122,7 +122,7 @@ static void page_map(struct pcc_link *link, uint32_t index)
 static void streams_destroy(struct pcc_link_device *device)
 {
     const struct pcc_cuda *cuda = device->gpu.cuda;
-    CUstream const streams[] = {device->copy, device->side, device->load, device->fence};
+    CUstream const streams[] = {device->copy, device->side, device->load};
 
     for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++) {
         if (streams[i] != NULL)
@@ -137,7 +137,7 @@ static void streams_destroy(struct pcc_link_device *device)
 static CUresult streams_create(struct pcc_link_device *device)
 {
     const struct pcc_cuda *cuda = device->gpu.cuda;
-    CUstream *const streams[] = {&device->copy, &device->side, &device->load, &device->fence};
+    CUstream *const streams[] = {&device->copy, &device->side, &device->load};
     CUresult result = CUDA_SUCCESS;
 
     for (size_t i = 0; result == CUDA_SUCCESS && i < sizeof(streams) / sizeof(*streams); i++)
@@ -221,20 +221,38 @@ int pcc_link_capturing(struct pcc_link *link, uint32_t device, uint64_t stream, 
 
 /* -- closing -- */
 
+/* Whether one of the trainer's streams is still on its way to a word of the page. */
+static bool is_on_its_way(const struct pcc_link *link, uint32_t index)
+{
+    const struct pcc_cuda *cuda = link->devices[index].gpu.cuda;
+
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        const struct pcc_job_device *part = &link->jobs[i].devices[index];
+        if ((part->marked != NULL && cuda->event_query(part->marked) == CUDA_ERROR_NOT_READY) ||
+            (part->waited != NULL && cuda->event_query(part->waited) == CUDA_ERROR_NOT_READY))
+            return true;
+    }
+    return false;
+}
+
 /* True when nothing of ours runs on the GPU any more, and none of the trainer's streams is still on
  * its way to a word of the page. */
-static bool quiet(struct pcc_link_device *device, uint64_t deadline_ns)
+static bool quiet(const struct pcc_link *link, uint32_t index, uint64_t deadline_ns)
 {
-    CUstream const streams[] = {device->copy, device->side, device->load, device->fence};
+    const struct pcc_link_device *device = &link->devices[index];
+    CUstream const streams[] = {device->copy, device->side, device->load};
     uint64_t nap_ns = NAP_NS_MIN;
+    bool busy = true;
 
-    for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++) {
+    while (busy) {
+        busy = is_on_its_way(link, index);
         /* Any other answer: the context is lost or the driver has ended, nothing runs. */
-        while (device->gpu.cuda->stream_query(streams[i]) == CUDA_ERROR_NOT_READY) {
-            if (pcc_now_ns() >= deadline_ns)
-                return false;
+        for (size_t i = 0; !busy && i < sizeof(streams) / sizeof(*streams); i++)
+            busy = device->gpu.cuda->stream_query(streams[i]) == CUDA_ERROR_NOT_READY;
+        if (busy && pcc_now_ns() >= deadline_ns)
+            return false;
+        if (busy)
             nap(&nap_ns);
-        }
     }
     return !device->unfenced;
 }
@@ -250,6 +268,8 @@ static void events_destroy(struct pcc_link *link, uint32_t index)
             (void)cuda->event_destroy(part->marked);
         if (part->copied != NULL)
             (void)cuda->event_destroy(part->copied);
+        if (part->waited != NULL)
+            (void)cuda->event_destroy(part->waited);
     }
     for (uint32_t i = 0; i < link->view.geometry.chunk_capacity; i++) {
         if (link->flights[i].event != NULL && link->flights[i].device == index)
@@ -282,7 +302,7 @@ void pcc_link_devices_close(struct pcc_link *link)
         struct pcc_link_device *device = pcc_link_device(link, i);
         if (device == NULL || pcc_link_gpu_enter(device, &mode) != 0)
             continue;
-        if (!quiet(device, deadline))
+        if (!quiet(link, i, deadline))
             link->leaked = true;
         pcc_link_gpu_leave(device, mode);
     }

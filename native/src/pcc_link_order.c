@@ -103,19 +103,18 @@ uint64_t pcc_link_expire(struct pcc_link *link)
     return nearest;
 }
 
-/* Our fence stream comes behind what is on `stream` now, so that close() can tell when the
- * trainer's streams have passed the page. Within enter/leave. */
-static void fence(struct pcc_link *link, struct pcc_link_device *device, CUstream stream)
+/* The event comes behind what is on `stream` now, so that close() can tell when the trainer's
+ * streams have passed the page. Where it stood before may be on another stream, which has not come
+ * there yet: then this one passes after that one. */
+static CUresult record_behind(const struct pcc_cuda *cuda, CUevent *event, CUstream stream)
 {
-    const struct pcc_cuda *cuda = device->gpu.cuda;
+    CUresult result = CUDA_SUCCESS;
 
-    (void)pthread_mutex_lock(&link->gpu_lock);
-    CUresult result = cuda->event_record(device->scratch, stream);
-    if (result == CUDA_SUCCESS)
-        result = cuda->stream_wait_event(device->fence, device->scratch, 0);
-    if (result != CUDA_SUCCESS)
-        device->unfenced = true;
-    (void)pthread_mutex_unlock(&link->gpu_lock);
+    if (*event == NULL)
+        result = cuda->event_create(event, CU_EVENT_DISABLE_TIMING);
+    else if (cuda->event_query(*event) == CUDA_ERROR_NOT_READY)
+        result = cuda->stream_wait_event(stream, *event, 0);
+    return result == CUDA_SUCCESS ? cuda->event_record(*event, stream) : result;
 }
 
 /* The page's words of a snapshot, as the GPU's streams see them. */
@@ -136,18 +135,21 @@ static CUresult mark(struct pcc_link *link, uint64_t snapshot, uint32_t index, C
     const struct pcc_cuda *cuda = device->gpu.cuda;
     CUresult result = CUDA_SUCCESS;
 
-    if (part->marked == NULL)
-        result = cuda->event_create(&part->marked, CU_EVENT_DISABLE_TIMING);
-    if (result == CUDA_SUCCESS && part->copied == NULL && !pull)
-        result = cuda->event_create(&part->copied, CU_EVENT_DISABLE_TIMING);
-    if (result == CUDA_SUCCESS && pull) {
-        result = cuda->stream_write_value(
-            stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
-            snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
-        fence(link, device, stream);
+    if (!pull) {
+        if (part->marked == NULL)
+            result = cuda->event_create(&part->marked, CU_EVENT_DISABLE_TIMING);
+        if (result == CUDA_SUCCESS && part->copied == NULL)
+            result = cuda->event_create(&part->copied, CU_EVENT_DISABLE_TIMING);
+        return result == CUDA_SUCCESS ? cuda->event_record(part->marked, stream) : result;
     }
-    if (result == CUDA_SUCCESS)
-        result = cuda->event_record(part->marked, stream);
+    result = cuda->stream_write_value(
+        stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
+        snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
+    if (result == CUDA_SUCCESS) {
+        result = record_behind(cuda, &part->marked, stream);
+        if (result != CUDA_SUCCESS)
+            device->unfenced = true;
+    }
     return result;
 }
 
@@ -259,6 +261,20 @@ static enum hold_way hold_way(struct pcc_link *link, uint64_t snapshot, uint32_t
     return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
 }
 
+/* Its copies, and those of snapshots before it, are all enqueued now: this stream is to wait for
+ * them. */
+static void copies_all(struct pcc_link *link, uint64_t snapshot)
+{
+    uint64_t newest = atomic_load_explicit(&link->at_gate, memory_order_relaxed);
+
+    while (newest < snapshot &&
+           !atomic_compare_exchange_weak_explicit(&link->at_gate, &newest, snapshot,
+                                                  memory_order_relaxed, memory_order_relaxed))
+        ;
+    if (newest < snapshot)
+        pcc_bell_ring(&link->view.page->client_bell);
+}
+
 /* Waits on the host while copies are to be enqueued, at most until then. */
 static enum hold_way hold_await(struct pcc_link *link, uint64_t snapshot, uint32_t device,
                                 CUevent *event_out, uint64_t until_ns)
@@ -273,6 +289,7 @@ static enum hold_way hold_await(struct pcc_link *link, uint64_t snapshot, uint32
         const uint64_t now = pcc_now_ns();
         if (way != HOLD_LATER || now >= until_ns)
             return way;
+        copies_all(link, snapshot);
         const uint64_t left = until_ns - now;
         pcc_futex_wait(bell, rung, left < SLICE_NS ? left : SLICE_NS);
         if (!pcc_link_alive(link) && !atomic_load_explicit(&link->dead, memory_order_relaxed))
@@ -299,6 +316,18 @@ static void hold_arm(struct pcc_link *link, uint64_t snapshot, uint32_t device,
     }
     (void)pthread_mutex_unlock(&link->lock);
     pcc_bell_ring(&link->view.page->client_bell);
+}
+
+/* The stream waits for a word of the page from now on. Within enter/leave. */
+static void waited(struct pcc_link *link, uint64_t snapshot, uint32_t device, CUstream stream)
+{
+    struct pcc_link_device *mine = &link->devices[device];
+    struct pcc_job_device *part = &link->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
+
+    (void)pthread_mutex_lock(&link->gpu_lock);
+    if (record_behind(mine->gpu.cuda, &part->waited, stream) != CUDA_SUCCESS)
+        mine->unfenced = true;
+    (void)pthread_mutex_unlock(&link->gpu_lock);
 }
 
 static void hold_recheck(struct pcc_link *link, uint64_t snapshot)
@@ -334,7 +363,8 @@ int pcc_link_hold(struct pcc_link *link, uint64_t snapshot, uint32_t device, uin
                 result = mine->gpu.cuda->stream_wait_value(
                     on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
                     snapshot, CU_STREAM_WAIT_VALUE_GEQ);
-                fence(link, mine, on);
+                if (result == CUDA_SUCCESS)
+                    waited(link, snapshot, device, on);
             } else {
                 result = mine->gpu.cuda->stream_wait_event(on, event, 0);
             }

@@ -19,6 +19,9 @@
 
 #define PCC_HOST UINT32_MAX     /* in the place of a GPU: host memory */
 #define PCC_NO_CHUNK UINT32_MAX /* the end of a list of chunks */
+/* Copies under way per GPU, in bytes, while nobody waits at the gate, and two chunks at least: the
+ * trainer's own copies queue behind them, since one engine serves a direction. */
+#define PCC_AHEAD_BYTES (48ull << 20)
 #define PCC_PIECES_MAX                                                                             \
     512u /* copies under way per GPU and direction; a stream's queue holds about twice that */
 
@@ -39,6 +42,7 @@ struct pcc_source { /* payload [offset, offset+length) */
 
 struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for the next one */
     CUevent marked;     /* behind all that the part depends on */
+    CUevent waited;     /* pull: behind the waits for it; under gpu_lock */
     CUevent copied;     /* push: behind its last copy */
     bool is_marked;
     bool aside;         /* `marked` is behind the staging */
@@ -55,8 +59,11 @@ struct pcc_job {
     _Atomic bool host_read; /* as `state`: the trainer's host memory was read */
     bool busy;              /* the thread reads the sources now */
     bool hung_up;           /* ended by the daemon's death */
-    int error;              /* why this side let go of it */
-    void *memory;           /* the sources, then inline bytes and tail */
+    bool provisional;       /* not confirmed */
+    bool kept;              /* its last chunk is full, and waits for that; see `last` */
+    struct pcc_message last;
+    int error;    /* why this side let go of it */
+    void *memory; /* the sources, then inline bytes and tail */
     struct pcc_source *sources;
     uint64_t source_count;
     uint64_t cursor; /* sources before this one lie before filled_bytes */
@@ -66,7 +73,8 @@ struct pcc_job {
     uint64_t trainer_bytes; /* the trainer's memory that we read ends here in the payload */
     uint64_t host_bytes;    /* and here what of it is host memory */
     uint32_t flying;        /* chunks that copies are filling */
-    uint32_t flights;       /* these, and the ones that were filled so and not handed over yet */
+    uint32_t flights;       /* these, the ones that were filled so and not handed over yet, and a
+                               last one that is kept */
     uint32_t pulled;        /* bits: GPUs that the daemon reads */
     uint32_t held;          /* bits: of them, those that a stream waits for */
     uint64_t deadline_ns;   /* of `held` */
@@ -129,14 +137,14 @@ struct pcc_link_device {
     CUstream copy;           /* push */
     CUstream side;           /* staging beside the training */
     CUstream load;           /* into device memory */
-    CUstream fence;          /* waits for all uses of the page by the trainer's streams */
     CUevent scratch, loaded; /* the second one is the thread's, for a moment */
 
     struct pcc_staging *staging; /* these two under gpu_lock */
-    bool unfenced;
+    bool unfenced;               /* a stream may use the page that no event of ours is behind */
 
     struct pcc_chunk_list flying; /* the thread's own: in the order of `copy` */
     uint32_t pieces;              /* copies enqueued and not known to be done */
+    uint64_t flying_bytes;        /* of the payload, in these */
     uint64_t progress_ns;
     struct pcc_chunk_list loading; /* these three are the same for loads, on `load` */
     uint32_t load_pieces;
@@ -170,6 +178,8 @@ struct pcc_link {
 
     /* A GPU whose copies could run and that finishes none for so long is taken for dead. */
     _Atomic uint64_t patience_ns;
+    _Atomic uint64_t ahead_bytes; /* PCC_AHEAD_BYTES, or a test's */
+    _Atomic uint64_t at_gate;     /* the newest snapshot whose copies a stream is to wait for */
     pthread_mutex_t gpu_lock;
     uint32_t page_by; /* the GPU in whose context the page was registered; PCC_HOST = none */
     struct pcc_exposed *exposed;
@@ -187,6 +197,7 @@ struct pcc_link {
     struct pcc_flight *flights; /* [chunk_capacity] */
     uint32_t free_count;
     struct pcc_chunk_list landed; /* filled by copies, not handed over yet */
+    uint32_t kept;                /* jobs whose last chunk is */
     bool polling;                 /* something of a GPU is to be asked for soon */
 };
 
@@ -195,6 +206,13 @@ static inline uint64_t pcc_link_word(const struct pcc_link *link, uint64_t snaps
     /* Acquire pairs with the daemon's moves. */
     return atomic_load_explicit(&pcc_page_snapshot(&link->view, snapshot)->word,
                                 memory_order_acquire);
+}
+
+/* The daemon has ended the session: chunks are not ours any more. */
+static inline bool pcc_link_ended(const struct pcc_link *link)
+{
+    /* Acquire pairs with the daemon's release. */
+    return atomic_load_explicit(&link->view.page->ended, memory_order_acquire) != 0;
 }
 
 static inline void pcc_link_enter(struct pcc_link *link)

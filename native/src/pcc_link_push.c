@@ -1,10 +1,10 @@
-/* Push from GPU memory: the link's thread enqueues copies into granted chunks, as many as there
- * are, and asks when they are done. It never waits inside the driver: host memory is pinned first,
- * no more copies are enqueued than a stream's queue takes, and into memory that could not be
- * pinned, where a copy's call lasts as long as the copy, only when nothing is left to wait for. And
- * while a stream waits for the daemon (`armed`) it makes no call at all: another thread may be
- * inside one that ends with that wait, and holds a lock of the driver's, and we are the one to let
- * go. */
+/* Push from GPU memory: the link's thread enqueues copies into granted chunks, a few at a time
+ * and all that there are once the trainer waits at the gate, and asks when they are done. It never
+ * waits inside the driver: host memory is pinned first, no more copies are enqueued than a stream's
+ * queue takes, and into memory that could not be pinned, where a copy's call lasts as long as the
+ * copy, only when nothing is left to wait for. And while a stream waits for the daemon (`armed`) it
+ * makes no call at all: another thread may be inside one that ends with that wait, and holds a lock
+ * of the driver's, and we are the one to let go. */
 #include "pcc_futex.h"
 #include "pcc_link_private.h"
 
@@ -128,6 +128,18 @@ static CUresult chunk_enqueue(struct pcc_link *link, struct pcc_job *job, uint32
     return result;
 }
 
+/* Whether another chunk may be put before the copies that the trainer enqueues from now on. At the
+ * gate it has none left that could come before ours. */
+static bool may_go_ahead(const struct pcc_link *link, const struct pcc_link_device *device,
+                         const struct pcc_job *job, const struct pcc_part *part)
+{
+    const uint64_t two_chunks = 2ull * link->view.geometry.chunk_bytes;
+    const uint64_t ahead = atomic_load_explicit(&link->ahead_bytes, memory_order_relaxed);
+
+    return job->snapshot <= atomic_load_explicit(&link->at_gate, memory_order_relaxed) ||
+           device->flying_bytes + part->length_bytes <= (ahead > two_chunks ? ahead : two_chunks);
+}
+
 int pcc_link_enqueue(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
                      const struct pcc_part *part, bool *taken_out)
 {
@@ -139,6 +151,8 @@ int pcc_link_enqueue(struct pcc_link *link, struct pcc_job *job, uint32_t chunk,
     if (atomic_load_explicit(&link->armed, memory_order_relaxed))
         return 0;
     if (device->pieces > 0 && device->pieces + part->pieces > PCC_PIECES_MAX)
+        return 0;
+    if (!may_go_ahead(link, device, job, part))
         return 0;
     int result = pcc_link_gpu_enter(device, &mode);
     if (result != 0)
@@ -168,6 +182,7 @@ static void landed(struct pcc_link *link, struct pcc_link_device *device, int er
     struct pcc_job *job = flight->job;
 
     device->pieces -= flight->pieces;
+    device->flying_bytes -= flight->length_bytes;
     device->progress_ns = pcc_now_ns();
     if (error == 0)
         pcc_link_list_add(link, &link->landed, chunk);

@@ -132,7 +132,7 @@ void *pcc_link_run(void *argument)
         if (atomic_load_explicit(&link->stop, memory_order_acquire))
             return NULL;
         const uint64_t deadline_ns = pcc_link_expire(link);
-        if (!pcc_link_take_grants(link) || !take_messages(link))
+        if (pcc_link_ended(link) || !pcc_link_take_grants(link) || !take_messages(link))
             break;
         const int worked = pcc_link_work(link);
         const int retired = worked < 0 ? -1 : pcc_link_retire(link); /* it adds to `polling` */

@@ -211,6 +211,7 @@ static int job_start(struct pcc_link *link, uint64_t snapshot, void *memory,
     job->left_bytes = plan->end_bytes - from->pulled_bytes;
     job->trainer_bytes = plan->trainer_bytes;
     job->host_bytes = plan->host_bytes;
+    job->provisional = from->provisional;
     for (uint32_t i = 0; i < PCC_DEVICES; i++)
         job->devices[i].end_bytes = plan->device_end_bytes[i];
     atomic_store_explicit(&job->state, PCC_JOB_SUBMITTED, memory_order_relaxed);
@@ -245,4 +246,15 @@ int pcc_link_submit(struct pcc_link *link, uint64_t snapshot,
     }
     pcc_bell_ring(&link->view.page->client_bell);
     return 0;
+}
+
+void pcc_link_confirm(struct pcc_link *link, uint64_t snapshot)
+{
+    struct pcc_job *job = &link->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&link->lock);
+    if (job->snapshot == snapshot)
+        job->provisional = false;
+    (void)pthread_mutex_unlock(&link->lock);
+    pcc_bell_ring(&link->view.page->client_bell); /* the rings are the thread's */
 }

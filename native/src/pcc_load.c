@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pcc_pace.h"
 #include "pcc_thread.h"
 
 #define LOAD_THREADS_MAX 64u
@@ -18,6 +19,7 @@ struct pcc_load {
     uint8_t *manifest;
     const uint64_t *checksums;
     uint64_t block_count;
+    uint32_t uid; /* whose volume it is */
 };
 
 /* Only what was read, and not as it was written, is damage: that stays. What could not be read may
@@ -41,6 +43,7 @@ static int read_manifest(struct pcc_load *load)
     if (result != 0)
         return as_unreadable(result);
     pcc_volume_record(load->volume, &record);
+    load->uid = record.uid;
     result = pcc_manifest_accept(load->manifest, &record, load->slot, &load->entry);
     load->checksums =
         (const uint64_t *)(const void *)(load->manifest + sizeof(struct pcc_manifest_header));
@@ -116,13 +119,33 @@ int pcc_load_check(const struct pcc_load *load, const void *bytes, uint64_t offs
     return 0;
 }
 
+/* As one read, or piece by piece beside the saves of others (pcc_pace.h). */
+static int read_in_turn(const struct pcc_load *load, uint8_t *bytes, uint64_t offset_bytes,
+                        uint64_t length_bytes)
+{
+    int result = 0;
+
+    while (result == 0 && length_bytes > 0) {
+        const bool turn = pcc_pace_enter(load->uid);
+        const uint64_t piece =
+            turn && length_bytes > PCC_PACE_PIECE_BYTES ? PCC_PACE_PIECE_BYTES : length_bytes;
+        result = pcc_io_read_all(pcc_volume_io(load->volume), bytes, piece,
+                                 load->slot_offset_bytes + offset_bytes);
+        if (turn)
+            pcc_pace_leave(load->uid);
+        bytes += piece;
+        offset_bytes += piece;
+        length_bytes -= piece;
+    }
+    return result;
+}
+
 int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
 {
     if (!is_whole_blocks(load, offset_bytes, length_bytes) || offset_bytes % PCC_IO_ALIGN != 0)
         return -EINVAL;
-    const int result = pcc_io_read_all(pcc_volume_io(load->volume), bytes,
-                                       pcc_align_up(length_bytes, PCC_IO_ALIGN),
-                                       load->slot_offset_bytes + offset_bytes);
+    const int result =
+        read_in_turn(load, bytes, offset_bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN));
     return result != 0 ? as_unreadable(result)
                        : pcc_load_check(load, bytes, offset_bytes, length_bytes);
 }

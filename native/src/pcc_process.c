@@ -1,9 +1,11 @@
 #include "pcc_process.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 /* Fields of /proc/PID/stat by their numbers in proc(5). The name, field 2, may hold anything. */
@@ -78,4 +80,16 @@ bool pcc_process_lives(const struct pcc_process *process)
     /* Nothing to read: the address space of then has no user any more. */
     return process->known && pread(process->maps_fd, text, sizeof(text), 0) > 0 &&
            !is_ending(process->stat_fd);
+}
+
+int pcc_process_watch(int32_t pid)
+{
+    return pid > 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
+}
+
+bool pcc_process_ended(int watch_fd, int limit_ms)
+{
+    struct pollfd watched = {.fd = watch_fd, .events = POLLIN};
+
+    return watch_fd >= 0 && poll(&watched, 1, limit_ms) > 0 && (watched.revents & POLLIN) != 0;
 }

@@ -99,7 +99,7 @@ static inline struct pcc_kept_shape pcc_kept_shape_of(const struct pcc_geometry 
 /* Goes on with the copied save that the saver's state memfd holds in `place`, before any other save
  * begins: takes its lane, its slot if it is free, and its sequence. Every chunk is to be handed
  * over again, or found where it was written (pcc_save_found), and then it is to be sealed. It
- * becomes durable with PCC_SLOT_PINNED, which is its owner's to take away. `tag` is the owner's.
+ * becomes durable with PCC_SLOT_PROTECTED, which is its owner's to take away. `tag` is the owner's.
  * -ENOENT (no copied save there), -EALREADY (it or a newer one is durable), -ENODATA (a part of it
  * is neither in DRAM nor in its slot), codes of pcc_save_begin. */
 PCC_MUST_CHECK int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag,

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "pcc_hash.h"
+#include "pcc_pace.h"
 #include "pcc_save_private.h"
 
 static bool on_disk(const struct pcc_kept_piece *piece)
@@ -55,6 +56,7 @@ static int lane_take(struct pcc_saver *saver, uint32_t place, struct pcc_save **
         save->used = true;
         lane->current = save;
         saver->in_flight++;
+        pcc_pace_save_begins(saver->identity.uid);
         *out = save;
         error = 0;
     }
@@ -120,7 +122,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     save_fill(save, found, tag, slot);
     /* From the first record on, or a run that follows and has not read it could recycle it before
      * anybody can say so (P7). */
-    save->entry.flags = PCC_SLOT_PINNED;
+    save->entry.flags = PCC_SLOT_PROTECTED;
     *out = save;
     return 0;
 }

@@ -10,7 +10,8 @@
  * beside a write of the same save, and a save never ends while a write of it is under way.
  *
  * Locks, outermost first: the volume's publishing -> a save's lock -> the volume's lock. The
- * saver's two locks stand alone. Owners' callbacks run without any of them. */
+ * saver's two locks stand alone, but that of pcc_pace.h is taken under any of them. Owners'
+ * callbacks run without any of them. */
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
 

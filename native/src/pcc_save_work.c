@@ -3,9 +3,14 @@
  *
  * The same functions run under the threads and under pcc_saver_step. */
 #include <string.h>
+#include <time.h>
 
 #include "pcc_hash.h"
+#include "pcc_pace.h"
 #include "pcc_save_private.h"
+
+#define PAUSE_NS_MIN 1000000
+#define PAUSE_NS_MAX 999000000
 
 /* An item: which place of the lane, a step or none, and a position in the payload. */
 static uint64_t make_item(const struct pcc_save *save, enum pcc_save_step step, uint32_t position)
@@ -26,7 +31,11 @@ static void unlock(struct pcc_save *save)
 static void push(struct pcc_save *save, uint64_t item)
 {
     save->pending++;
-    /* Room for every piece and a step of both places: pcc_saver_open. */
+    pcc_pace_step_queued(save->lane->saver->identity.uid);
+    /* There is room for every piece and a step of both places (pcc_saver.c). The queue also counts
+     * an item as there whose consumer stands still in the middle of taking it: until it goes on its
+     * save is pending, so that the lane begins no other one, and no piece is queued a second time.
+     */
     PCC_ASSERT(pcc_queue_push(&save->lane->work, item));
 }
 
@@ -74,6 +83,27 @@ static void look_for_newer(struct pcc_save *save)
         return;
     save->given_up = pcc_volume_gives_up(volume, save->sequence);
     save->superseded = save->given_up || pcc_volume_superseding(volume) > save->sequence;
+}
+
+/* Something is short now, here or behind the disk (a thin pool): it says nothing of the place. */
+static bool is_scarcity(int error)
+{
+    return error == -ENOMEM || error == -EAGAIN || error == -ENOSPC || error == -EDQUOT ||
+           error == -EINTR;
+}
+
+/* Without locks. Writes again what failed for scarcity, for a second at most. */
+static int write_all(const struct pcc_saver *saver, const void *bytes, uint64_t length,
+                     uint64_t offset)
+{
+    int error = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, length, offset);
+
+    for (long pause_ns = PAUSE_NS_MIN; is_scarcity(error) && pause_ns <= PAUSE_NS_MAX;
+         pause_ns *= 2) {
+        (void)nanosleep(&(struct timespec){.tv_nsec = pause_ns}, NULL);
+        error = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, length, offset);
+    }
+    return error;
 }
 
 static void slot_error(struct pcc_save *save, int error, const char *stage)
@@ -139,8 +169,8 @@ static void write_piece(struct pcc_save *save, uint32_t position)
     if (first && saver->spec.events->writing)
         saver->spec.events->writing(saver->spec.owner, tag);
     hash_piece(save, position);
-    const int result = pcc_io_write_all(pcc_volume_io(saver->volume), piece->bytes,
-                                        pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
+    const int result =
+        write_all(saver, piece->bytes, pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
     lock(save);
     if (result == 0) {
         piece->state = PCC_SAVE_CHUNK_WRITTEN;
@@ -173,10 +203,9 @@ static void write_manifest(struct pcc_save *save)
         return;
     pcc_manifest_seal(save->manifest, &saver->identity, save->slot, checksums, &save->entry);
     const int result =
-        pcc_io_write_all(pcc_volume_io(saver->volume), save->manifest,
-                         pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN),
-                         pcc_geometry_slot_offset(&saver->geometry, save->slot) +
-                             pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
+        write_all(saver, save->manifest, pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN),
+                  pcc_geometry_slot_offset(&saver->geometry, save->slot) +
+                      pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
     lock(save);
     if (result == 0) {
         save->last_step = PCC_SAVE_STEP_MANIFEST;
@@ -228,23 +257,22 @@ static void became_durable(void *context)
 static void publish(struct pcc_save *save)
 {
     const struct pcc_saver *saver = save->lane->saver;
-    bool superseded = false;
-    const int result = pcc_volume_publish(saver->volume, save->slot, &save->entry, &superseded,
+    enum pcc_published published = PCC_PUBLISHED;
+    const int result = pcc_volume_publish(saver->volume, save->slot, &save->entry, &published,
                                           became_durable, save);
 
     lock(save);
-    /* The slot is the table's now, the queue's again, or, after an error, nobody's: the media may
-     * name it, and the volume is stopped. */
+    /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
+     * media may name it, and the volume is stopped. */
     save->has_slot = false;
     if (result != 0) {
         save->error = result;
         save->stage = "publish";
         save->failed = !save->durable;
-    } else if (superseded) {
-        save->superseded = true;
-        save->given_up = pcc_volume_gives_up(saver->volume, save->sequence);
     } else {
-        PCC_ASSERT(save->durable);
+        save->superseded = published != PCC_PUBLISHED;
+        save->given_up = published == PCC_PUBLISH_GIVEN_UP;
+        PCC_ASSERT(save->superseded != save->durable);
     }
     unlock(save);
 }
@@ -254,7 +282,7 @@ static void leave_slot(struct pcc_save *save)
 {
     struct pcc_volume *volume = save->lane->saver->volume;
 
-    if (save->has_slot && save->slot_failed) {
+    if (save->has_slot && save->slot_failed && !is_scarcity(save->error)) {
         pcc_volume_quarantine_slot(volume, save->slot);
         save->quarantined = true;
     } else if (save->has_slot) {
@@ -336,14 +364,13 @@ static void end(struct pcc_save *save)
     pcc_save_leave_place(save);
 }
 
-void pcc_save_work(struct pcc_lane *lane, uint64_t item)
+/* Does it; how many bytes of payload it was about. */
+static uint64_t do_item(struct pcc_save *save, uint64_t item)
 {
-    struct pcc_save *save = &lane->saves[item >> 48];
-
     switch ((enum pcc_save_step)(item >> 32 & 0xffff)) {
     case PCC_SAVE_STEP_NONE:
         write_piece(save, (uint32_t)item);
-        break;
+        return save->pieces[(uint32_t)item].length_bytes;
     case PCC_SAVE_STEP_MANIFEST:
         write_manifest(save);
         break;
@@ -356,14 +383,26 @@ void pcc_save_work(struct pcc_lane *lane, uint64_t item)
     case PCC_SAVE_STEP_MOVE:
         move(save);
         break;
-    case PCC_SAVE_STEP_END:
-        end(save); /* the place may be another save's already */
-        return;
     default:
         pcc_assert_failed("a known step", __FILE__, __LINE__);
     }
+    return 0;
+}
+
+void pcc_save_work(struct pcc_lane *lane, uint64_t item)
+{
+    struct pcc_save *save = &lane->saves[item >> 48];
+    const uint32_t uid = lane->saver->identity.uid;
+
+    if ((enum pcc_save_step)(item >> 32 & 0xffff) == PCC_SAVE_STEP_END) {
+        pcc_pace_step_done(uid, 0);
+        end(save); /* the place may be another save's already, the saver be gone */
+        return;
+    }
+    const uint64_t written_bytes = do_item(save, item);
     lock(save);
     save->pending--;
     pcc_save_advance(save);
     unlock(save);
+    pcc_pace_step_done(uid, written_bytes); /* the next one is queued: no gap to read in */
 }

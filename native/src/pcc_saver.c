@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "pcc_numa.h"
+#include "pcc_pace.h"
 #include "pcc_save_private.h"
 #include "pcc_thread.h"
 
@@ -193,6 +194,7 @@ struct pcc_save *pcc_saver_take_lane(struct pcc_saver *saver)
         found->used = true;
         found->lane->current = found;
         saver->in_flight++;
+        pcc_pace_save_begins(saver->identity.uid);
     }
     (void)pthread_mutex_unlock(&saver->lock);
     return found;
@@ -206,6 +208,7 @@ void pcc_save_leave_lane(struct pcc_save *save)
     PCC_ASSERT(save->lane->current == save && saver->in_flight > 0);
     save->lane->current = NULL;
     saver->in_flight--;
+    pcc_pace_save_ends(saver->identity.uid);
     (void)pthread_mutex_unlock(&saver->lock);
 }
 

@@ -19,7 +19,7 @@
 #include "pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 4u
+#define PCC_PAGE_VERSION 5u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 
@@ -109,6 +109,9 @@ struct pcc_page {
     uint32_t ring_capacity;  /* power of two, > 2 * chunk_capacity */
     uint64_t session;
     _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
+    /* Stored once, when the session is over: */
+    _Atomic uint32_t ended; /* by the daemon: no chunk is the client's to fill any more */
+    _Atomic uint32_t quiet; /* by the client: nothing of it writes to a chunk any more */
     _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
     struct pcc_ring_index to_client;
     struct pcc_ring_index to_daemon;

@@ -7,12 +7,13 @@
 
 /* -- opening and closing -- */
 
-static void fill_free_queue(struct pcc_volume *volume)
+static void find_free(struct pcc_volume *volume)
 {
+    volume->last_slot = volume->geometry.slot_count - 1;
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
         const struct pcc_slot_entry *entry = &volume->durable.slots[slot];
         if (entry->state == PCC_SLOT_FREE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
-            PCC_ASSERT(pcc_queue_push(&volume->free_slots, slot));
+            volume->free_slots |= 1u << slot;
     }
 }
 
@@ -31,7 +32,7 @@ int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out
     (void)pthread_mutex_init(&volume->publishing, NULL);
     (void)pthread_mutex_init(&volume->lock, NULL);
     volume->buffer = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
-    if (!volume->buffer || pcc_queue_init(&volume->free_slots, PCC_SLOTS_MAX) != 0)
+    if (!volume->buffer)
         goto fail;
     result = pcc_commit_find(io, &found);
     if (result != 0)
@@ -46,7 +47,7 @@ int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out
         result = pcc_commit_opening(volume, &found);
         if (result != 0)
             goto fail;
-        fill_free_queue(volume);
+        find_free(volume);
     }
     *out = volume;
     return 0;
@@ -60,9 +61,9 @@ void pcc_volume_close(struct pcc_volume *volume)
     if (!volume)
         return;
     pcc_io_close(volume->io);
-    pcc_queue_destroy(&volume->free_slots);
     (void)pthread_mutex_destroy(&volume->publishing);
     (void)pthread_mutex_destroy(&volume->lock);
+    pcc_named_file_destroy(&volume->file);
     free(volume->buffer);
     free(volume);
 }
@@ -96,13 +97,21 @@ struct pcc_io *pcc_volume_io(struct pcc_volume *volume)
 
 uint32_t pcc_volume_free_slots(struct pcc_volume *volume)
 {
-    return (uint32_t)pcc_queue_count(&volume->free_slots);
+    (void)pthread_mutex_lock(&volume->lock);
+    const int count = __builtin_popcount(volume->free_slots);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return (uint32_t)count;
 }
 
 bool pcc_volume_stopped(struct pcc_volume *volume)
 {
     /* Acquire: pairs with the release where a record write failed. */
     return atomic_load_explicit(&volume->stopped, memory_order_acquire);
+}
+
+int pcc_volume_in_place(const struct pcc_volume *volume)
+{
+    return pcc_named_file_check(&volume->file);
 }
 
 uint64_t pcc_volume_superseding(struct pcc_volume *volume)
@@ -149,7 +158,7 @@ int pcc_volume_publish_staged(struct pcc_volume *volume)
 int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, uint32_t clear,
                     bool now)
 {
-    const uint32_t allowed = PCC_SLOT_PINNED | PCC_SLOT_DAMAGED;
+    const uint32_t allowed = PCC_SLOT_LASTING | PCC_SLOT_DAMAGED;
     uint32_t slot, staged_slot;
 
     if (!volume->writable)
@@ -165,6 +174,7 @@ int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, 
         PCC_ASSERT(slot == staged_slot);
         struct pcc_slot_entry *entry = &volume->staged.slots[slot];
         entry->flags = (entry->flags | set) & ~clear;
+        pcc_commit_superseding(volume);
     }
     (void)pthread_mutex_unlock(&volume->lock);
     return result == 0 && now ? pcc_volume_publish_staged(volume) : result;
@@ -208,12 +218,11 @@ bool pcc_volume_has_expendable(struct pcc_volume *volume)
 
 /* -- slots -- */
 
-/* With `lock` held, so that whoever finds the queue empty under it knows that no push is half done.
- */
+/* With `lock` held. */
 static void push_free(struct pcc_volume *volume, uint32_t slot)
 {
-    /* The queue has room for every slot: a full one means that a slot was freed twice. */
-    PCC_ASSERT(pcc_queue_push(&volume->free_slots, slot));
+    PCC_ASSERT((volume->free_slots >> slot & 1u) == 0);
+    volume->free_slots |= 1u << slot;
 }
 
 /* With `lock` held: the slots of `mask` leave the staged table; the record that says so is not
@@ -296,42 +305,57 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
     return taken;
 }
 
+/* With `lock` held: when all that is left holds what has to be kept, slots in quarantine are used
+ * again. The error may have been the cable's, and every completion is checked anyway. */
+static void forgive(struct pcc_volume *volume)
+{
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        if (entry->state != PCC_SLOT_DURABLE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            return; /* a save's, or a reader's: it comes back */
+    }
+    if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group) != 0)
+        return;
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        if ((entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            continue;
+        entry->flags &= ~PCC_SLOT_QUARANTINED;
+        push_free(volume, slot);
+    }
+}
+
 int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
 {
-    uint64_t slot;
+    const uint32_t count = volume->geometry.slot_count;
+    int result = -PCC_E_NO_SLOT;
 
     if (!volume->writable)
         return -EROFS;
     if (pcc_volume_stopped(volume))
         return -PCC_E_STOPPED;
-    bool found = pcc_queue_pop(&volume->free_slots, &slot);
-    if (!found) {
-        (void)pthread_mutex_lock(&volume->lock);
-        found = pcc_queue_pop(&volume->free_slots, &slot);
-        (void)pthread_mutex_unlock(&volume->lock);
+    (void)pthread_mutex_lock(&volume->lock);
+    if (volume->free_slots == 0)
+        forgive(volume);
+    for (uint32_t i = 1; result != 0 && i <= count; i++) {
+        const uint32_t slot = (volume->last_slot + i) % count;
+        if ((volume->free_slots >> slot & 1u) == 0)
+            continue;
+        volume->free_slots &= ~(1u << slot);
+        *slot_out = volume->last_slot = slot;
+        result = 0;
     }
-    if (!found)
-        return -PCC_E_NO_SLOT;
-    PCC_ASSERT(slot < volume->geometry.slot_count);
-    *slot_out = (uint32_t)slot;
-    return 0;
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result;
 }
 
 bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot)
 {
-    bool found = false;
-    uint64_t other;
-
     if (!volume->writable || slot >= volume->geometry.slot_count)
         return false;
     (void)pthread_mutex_lock(&volume->lock);
-    uint64_t left = pcc_queue_count(&volume->free_slots);
-    while (left-- > 0 && pcc_queue_pop(&volume->free_slots, &other)) {
-        if (other == slot)
-            found = true;
-        else
-            push_free(volume, (uint32_t)other);
-    }
+    const bool found = (volume->free_slots >> slot & 1u) != 0;
+    volume->free_slots &= ~(1u << slot);
     (void)pthread_mutex_unlock(&volume->lock);
     return found;
 }
@@ -365,19 +389,21 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 
 /* -- the publisher -- */
 
-/* With both locks held. The tables hold the same checkpoints then, as no other record is under way,
- * but a damage flag may be in one of them only. A group's checkpoints become durable in any order,
- * for the others may not have the newest one of this rank. */
-static bool is_superseded(const struct pcc_volume *volume, uint64_t sequence)
+/* With both locks held. The tables hold the same checkpoints then, as no other record is under way;
+ * a damage flag that waits for the next record is in the staged one. A group's checkpoints become
+ * durable in any order, for the others may not have the newest one of this rank. */
+static enum pcc_published verdict(const struct pcc_volume *volume, uint64_t sequence)
 {
-    if (pcc_commit_is_grouped(&volume->staged))
-        return sequence < volume->group.newest || pcc_commit_gives_up(&volume->group, sequence);
-    return pcc_commit_newest(&volume->durable) > sequence ||
-           pcc_commit_newest(&volume->staged) > sequence;
+    const bool is_grouped = pcc_commit_is_grouped(&volume->staged);
+
+    if (is_grouped && pcc_commit_gives_up(&volume->group, sequence))
+        return PCC_PUBLISH_GIVEN_UP;
+    const uint64_t newest = is_grouped ? volume->group.newest : pcc_commit_newest(&volume->staged);
+    return sequence < newest ? PCC_PUBLISH_SUPERSEDED : PCC_PUBLISHED;
 }
 
 int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pcc_slot_entry *entry,
-                       bool *superseded_out, void (*on_durable)(void *context), void *context)
+                       enum pcc_published *out, void (*on_durable)(void *context), void *context)
 {
     uint32_t dropped = 0;
     int result = 0;
@@ -385,13 +411,19 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
     PCC_ASSERT(volume->writable && slot < volume->geometry.slot_count);
     PCC_ASSERT(entry->state == PCC_SLOT_DURABLE && entry->sequence > 0);
     (void)pthread_mutex_lock(&volume->publishing);
-    if (pcc_volume_stopped(volume)) {
+    /* Asked first: a file that was removed is the better reason. */
+    result = pcc_volume_in_place(volume);
+    if (result != 0)
+        pcc_volume_return_slot(volume, slot);
+    else if (pcc_volume_stopped(volume))
+        result = -PCC_E_STOPPED;
+    if (result != 0) {
         (void)pthread_mutex_unlock(&volume->publishing);
-        return -PCC_E_STOPPED;
+        return result;
     }
     (void)pthread_mutex_lock(&volume->lock);
-    const bool superseded = is_superseded(volume, entry->sequence);
-    if (superseded) {
+    const enum pcc_published published = verdict(volume, entry->sequence);
+    if (published != PCC_PUBLISHED) {
         push_free(volume, slot);
         (void)pthread_mutex_unlock(&volume->lock);
     } else {
@@ -409,7 +441,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
     }
     (void)pthread_mutex_unlock(&volume->publishing);
     if (result == 0)
-        *superseded_out = superseded;
+        *out = published;
     return result;
 }
 

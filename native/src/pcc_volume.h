@@ -1,11 +1,11 @@
 /* A volume: the storage of one (uid, job, rank); its slot table, its free slots and its publisher.
  *
  * Two tables: `durable` is what the newest record on the media says; `staged` is what the next one
- * will say. A slot leaves the free queue when a checkpoint takes it and comes back when the newest
+ * will say. A slot leaves the free ones when a checkpoint takes it and comes back when the newest
  * record, both replicas durable, does not mention it. Policy flags are staged at once and reach the
  * media with the next record.
  *
- * Any thread. publish() is serialised inside; the free queue is lock-free. */
+ * Any thread. publish() is serialised inside; slots are taken and returned at any time. */
 #ifndef PCC_VOLUME_H
 #define PCC_VOLUME_H
 
@@ -49,7 +49,12 @@ PCC_MUST_CHECK int pcc_volume_open_io(struct pcc_io *io, bool writable, struct p
 /* open + flock (writable) + fsync before anything read is trusted: a descriptor for pcc_io_open,
  * whose engine is for pcc_volume_open_io. */
 PCC_MUST_CHECK int pcc_volume_open_file(const char *path, bool writable, int *fd_out);
-/* All three, with the engine pwrite. bandwidth 0 means unlimited. */
+/* All three. From now on no record is published, and no checkpoint is told to be durable, while
+ * the file is not in its place. */
+PCC_MUST_CHECK int pcc_volume_open_at(const char *path, bool writable,
+                                      const struct pcc_io_options *options,
+                                      struct pcc_volume **out);
+/* The same with the engine pwrite. bandwidth 0 means unlimited. */
 PCC_MUST_CHECK int pcc_volume_open(const char *path, bool writable, bool allow_buffered,
                                    uint64_t bytes_per_second, struct pcc_volume **out);
 void pcc_volume_close(struct pcc_volume *volume); /* takes; accepts NULL */
@@ -61,6 +66,9 @@ struct pcc_geometry pcc_volume_geometry(const struct pcc_volume *volume);
 struct pcc_io *pcc_volume_io(struct pcc_volume *volume); /* borrows */
 uint32_t pcc_volume_free_slots(struct pcc_volume *volume);
 bool pcc_volume_stopped(struct pcc_volume *volume); /* a record write failed */
+/* Codes of pcc_named_file_check(): whether the file that this volume was opened from is still the
+ * one at its path, and whole. */
+PCC_MUST_CHECK int pcc_volume_in_place(const struct pcc_volume *volume);
 
 /* Set or clear policy flags of the durable checkpoint `sequence`; -ENOENT. Staged; with `now`
  * a record is published at once (damage found, quarantine). */
@@ -102,7 +110,8 @@ bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence);
 PCC_MUST_CHECK int pcc_volume_publish_staged(struct pcc_volume *volume);
 /* Takes `wanted`, or the next one for 0; 0 when `wanted` is not above all that were taken. */
 uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted);
-/* -PCC_E_NO_SLOT or -PCC_E_STOPPED. */
+/* Slots in quarantine come last: when every other one holds what has to be kept. -PCC_E_NO_SLOT or
+ * -PCC_E_STOPPED. */
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
 /* The same for one that a save had when the daemon before was killed; false when it is not free. */
 bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot);
@@ -110,13 +119,18 @@ bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot);
 void pcc_volume_sequence_taken(struct pcc_volume *volume, uint64_t sequence);
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);     /* never published */
 void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
-/* The publisher: newest wins. The data and the manifest in entry's slot must be flushed. On 0 the
- * record is durable in both replicas, superseded slots are free; *superseded_out says that the
- * sequence was superseded or given up, nothing was written and the slot is free again. Any error is
- * sticky
- * (the volume stops publishing). `on_durable` (may be NULL) is called between replica A and B. */
+enum pcc_published {
+    PCC_PUBLISHED = 0,
+    PCC_PUBLISH_SUPERSEDED, /* these two: nothing was written, and the slot is free again */
+    PCC_PUBLISH_GIVEN_UP,   /* by the group */
+};
+/* The publisher: newest wins. The data and the manifest in the slot of `entry` must be flushed. On
+ * 0 *out says what came of it; when published, the record is durable in both replicas, and slots
+ * that it has let go are free. Any error is sticky (the volume stops publishing), but when
+ * pcc_volume_in_place() gives one before anything is written: then the slot is free again.
+ * `on_durable` (may be NULL) is called between replica A and B. */
 PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
-                                      const struct pcc_slot_entry *entry, bool *superseded_out,
+                                      const struct pcc_slot_entry *entry, enum pcc_published *out,
                                       void (*on_durable)(void *context), void *context);
 /* Readers hold a slot so that it is not recycled under them. -ENOENT. */
 PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out,

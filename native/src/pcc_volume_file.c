@@ -7,9 +7,12 @@
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
-#include "pcc_volume.h"
+#include "pcc_volume_private.h"
+
+#define LOCK_TRIES 10
 
 /* The directory's name ends before the last slash; "." when there is none. */
 static int open_directory(const char *path)
@@ -115,12 +118,37 @@ int pcc_volume_create(const char *path, const struct pcc_volume_spec *spec, bool
     return result;
 }
 
+/* A reader that looks whether it is locked has it for a moment. */
+static int lock(int fd)
+{
+    for (int i = 0; i < LOCK_TRIES; i++) {
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0)
+            return 0;
+        if (errno != EWOULDBLOCK)
+            return -errno;
+        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    return -PCC_E_LOCKED;
+}
+
+/* The kernel tells once that what it had in its cache was not written. A writer has to hear of that
+ * itself, and its records are durable one by one: there is nothing to sync beside it. */
+static bool has_writer(int fd)
+{
+    if (flock(fd, LOCK_SH | LOCK_NB) != 0)
+        return errno == EWOULDBLOCK;
+    (void)flock(fd, LOCK_UN);
+    return false;
+}
+
 /* Locks for writing; and before anything is trusted, what a crashed writer left in the cache goes
  * to the media, so that no record is believed that a power cut could still take back. */
 static int lock_and_sync(int fd, bool writable)
 {
-    if (writable && flock(fd, LOCK_EX | LOCK_NB) != 0)
-        return errno == EWOULDBLOCK ? -PCC_E_LOCKED : -errno;
+    const int result = writable ? lock(fd) : 0;
+
+    if (result != 0 || (!writable && has_writer(fd)))
+        return result;
     if (fsync(fd) == 0)
         return 0;
     /* A reader may stand on a read-only file system, where nothing is left to be written. */
@@ -143,16 +171,38 @@ int pcc_volume_open_file(const char *path, bool writable, int *fd_out)
     return 0;
 }
 
-int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64_t bytes_per_second,
-                    struct pcc_volume **out)
+int pcc_volume_open_at(const char *path, bool writable, const struct pcc_io_options *options,
+                       struct pcc_volume **out)
 {
+    struct pcc_named_file file = {0};
     struct pcc_io *io;
     int fd = -1;
     int result = pcc_volume_open_file(path, writable, &fd);
 
+    if (result != 0)
+        return result;
+    result = pcc_named_file_take(fd, path, &file);
+    if (result != 0) {
+        (void)close(fd);
+        return result;
+    }
+    result = pcc_io_open(fd, options, &io);
     if (result == 0)
-        result = pcc_io_pwrite_open(fd, allow_buffered, &io);
+        result = pcc_volume_open_io(io, writable, out);
     if (result == 0)
-        result = pcc_io_throttle_open(io, bytes_per_second, &io);
-    return result == 0 ? pcc_volume_open_io(io, writable, out) : result;
+        (*out)->file = file;
+    else
+        pcc_named_file_destroy(&file);
+    return result;
+}
+
+int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64_t bytes_per_second,
+                    struct pcc_volume **out)
+{
+    const struct pcc_io_options options = {.allow_buffered = allow_buffered};
+    const int result = pcc_volume_open_at(path, writable, &options, out);
+
+    if (result == 0)
+        pcc_io_limit((*out)->io, bytes_per_second);
+    return result;
 }

@@ -2,23 +2,23 @@
  * finding, repairing, publishing).
  *
  * Locks, outermost first: publishing (held over record I/O) -> lock (tables and holds; held for
- * microseconds, never over I/O). The free queue needs neither. */
+ * microseconds, never over I/O). */
 #ifndef PCC_VOLUME_PRIVATE_H
 #define PCC_VOLUME_PRIVATE_H
 
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "pcc_queue.h"
+#include "pcc_named_file.h"
 #include "pcc_volume.h"
 
-_Static_assert((PCC_SLOTS_MAX & (PCC_SLOTS_MAX - 1)) == 0, "the free queue's capacity");
+_Static_assert(PCC_SLOTS_MAX <= 32, "a bit for each slot");
 
 struct pcc_volume {
     struct pcc_io *io;
     bool writable;
+    struct pcc_named_file file;
     struct pcc_geometry geometry;
-    struct pcc_queue free_slots; /* room for every slot, and each is in it at most once */
 
     pthread_mutex_t publishing;
     struct pcc_record *buffer; /* aligned; guarded by publishing */
@@ -26,6 +26,8 @@ struct pcc_volume {
     pthread_mutex_t lock;
     struct pcc_record durable; /* sealed as replica A */
     struct pcc_record staged; /* slots, incarnation, world_size and done count; the rest is stale */
+    uint32_t free_slots;      /* bits */
+    uint32_t last_slot;       /* that was taken: the next one is the first free one behind it */
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;

@@ -1,7 +1,7 @@
 /* Crash enumerator: for every position of the core's write log, the images that a power cut may
  * leave there (exhaustively where at most 14 units are pending, sampled above), each recovered by
- * the real core and judged. Sessions follow one another on crashed media, so that recovery itself
- * is cut off too.
+ * the real core and judged, as a reader opens it and as a writer does. Sessions follow one another
+ * on crashed media, so that recovery itself is cut off too.
  *
  *   crash_enum [--model direct|mmap|pmem] [--images N] [--history K]
  *              [--mutant no-flush|no-durable|wrong-slot] [--killed] [--alone]
@@ -10,6 +10,7 @@
  * --killed: the core is a mutant, a violation is what we want; --alone: other saves rest while a
  * record is being written. */
 #include "media.h"
+#include "repair.h"
 #include "report.h"
 #include "workload.h"
 
@@ -29,12 +30,14 @@ struct enumeration {
     struct media *media;
     struct hash_set judged; /* (image, what is required of it) */
     struct hash_set images;
+    struct hash_set repaired; /* contents of the places of the records */
     uint64_t states, epochs, exhaustive_epochs, positions, histories, sessions;
     uint64_t gaps[PART_COUNT][WHENS];
     uint64_t recovered_newer, recovered_nothing;
     uint64_t violations;
     uint64_t seed;
     const char *program;
+    const struct pcc_geometry *geometry; /* of the history at hand */
     enum sim_model model;
     bool quiet;
     bool alone; /* nothing moves while a record is being written */
@@ -60,16 +63,20 @@ static void judge_state(struct enumeration *e, const struct position *at,
     struct sim_view view;
     sim_view_open(&view, e->media->image, e->media->size_bytes, UINT64_MAX);
     struct judgement found = judge(at->oracle, &view.io, &at->rules);
+    const char *broken = NULL;
+    if (found.verdict == VERDICT_SOUND &&
+        hash_set_add(&e->repaired, repair_hash(e->media->image, e->geometry)))
+        broken = repair_judge(e->media->image, e->media->size_bytes);
     media_revert(e->media, choice);
     e->recovered_newer += found.sequence > at->rules.required;
     e->recovered_nothing += found.sequence == 0;
-    if (found.verdict == VERDICT_SOUND)
+    if (found.verdict == VERDICT_SOUND && !broken)
         return;
     if (e->violations++ == 0 && !e->quiet)
         report_violation("%s: log position %u, %u pending units, recovered sequence %llu of %u "
                          "entries, last acknowledged %llu, error %d",
-                         verdict_names[found.verdict], at->rules.position, e->media->unit_count,
-                         (unsigned long long)found.sequence, found.entries,
+                         broken ? broken : verdict_names[found.verdict], at->rules.position,
+                         e->media->unit_count, (unsigned long long)found.sequence, found.entries,
                          (unsigned long long)at->rules.required, found.error);
 }
 
@@ -161,6 +168,8 @@ static void enumerate(struct enumeration *e, const struct workload *w, uint32_t 
         media_complete(e->media, at.next);
         if (at.next->kind == SIM_ACK && at.next->sequence > at.rules.required)
             at.rules.required = at.next->sequence;
+        if (at.next->kind == SIM_DAMAGED)
+            at.rules.required = at.next->sequence;
         if (at.next->kind == SIM_RETAIN)
             at.rules.flagged = at.next->sequence;
         at.previous = at.next;
@@ -195,6 +204,7 @@ static struct workload_spec draw_spec(struct rng *rng, uint64_t history)
     spec.chunk_bytes = rng_chance(rng, 2) ? 4096 : 8192;
     spec.payload_pages_max = 1 + rng_below(rng, 3);
     spec.policy_one_in = rng_chance(rng, 3) ? 0 : 25;
+    spec.reuse_one_in = rng_chance(rng, 2) ? 16 : 0;
     spec.fault_one_in = rng_chance(rng, 2) ? 40 : 0;
     return spec;
 }
@@ -227,6 +237,7 @@ static void run_history(struct enumeration *e, uint64_t history, enum sim_mutant
     if (e->alone)
         w->sim->beside = NULL;
     e->media = media_new(w->sim->size_bytes);
+    e->geometry = &w->sim->geometry;
     e->histories++;
     int result = workload_format(w);
     PCC_ASSERT(result == 0);
@@ -298,21 +309,23 @@ int main(int argc, char **argv)
     e.alone = report_option(argc, argv, "--alone") != NULL;
     hash_set_open(&e.judged, 1u << 22);
     hash_set_open(&e.images, 1u << 22);
+    hash_set_open(&e.repaired, 1u << 22);
     uint64_t history = report_number(argc, argv, "--history", 0);
     do
         run_history(&e, history++, mutant);
     while (!only && e.violations == 0 && e.images.count < wanted);
-    printf("crash_enum (%s): %llu states, %llu distinct images, %llu judged, %llu epochs (%llu "
-           "exhaustive), %llu positions, %llu sessions of %llu histories, %llu violations, seed "
-           "%llu\n",
+    printf("crash_enum (%s): %llu states, %llu distinct images, %llu judged, %llu repaired, %llu "
+           "epochs (%llu exhaustive), %llu positions, %llu sessions of %llu histories, %llu "
+           "violations, seed %llu\n",
            sim_model_names[e.model], (unsigned long long)e.states,
            (unsigned long long)e.images.count, (unsigned long long)e.judged.count,
-           (unsigned long long)e.epochs, (unsigned long long)e.exhaustive_epochs,
-           (unsigned long long)e.positions, (unsigned long long)e.sessions,
-           (unsigned long long)e.histories, (unsigned long long)e.violations,
-           (unsigned long long)e.seed);
+           (unsigned long long)e.repaired.count, (unsigned long long)e.epochs,
+           (unsigned long long)e.exhaustive_epochs, (unsigned long long)e.positions,
+           (unsigned long long)e.sessions, (unsigned long long)e.histories,
+           (unsigned long long)e.violations, (unsigned long long)e.seed);
     hash_set_close(&e.judged);
     hash_set_close(&e.images);
+    hash_set_close(&e.repaired);
     if (killed || e.violations > 0)
         return (e.violations > 0) == killed ? 0 : 1;
     bool covered = print_gaps(&e);

@@ -70,6 +70,45 @@ static void judge_crashes(struct loop *loop, const struct workload *w, struct rn
     media_free(media);
 }
 
+static uint32_t durable_count(struct workload *w)
+{
+    struct pcc_record record;
+    uint32_t count = 0;
+    pcc_volume_record(w->volume, &record);
+    for (uint32_t i = 0; i < record.slot_count; i++)
+        count += record.slots[i].state == PCC_SLOT_DURABLE;
+    return count;
+}
+
+/* Recycles where there is no slot, as the daemon does. */
+static bool saves_again(struct workload *w)
+{
+    int result = workload_save(w, 1);
+    if (result == -PCC_E_NO_SLOT && pcc_volume_recycle(w->volume) == 0)
+        result = workload_save(w, 1);
+    /* Pinned ones and the newest may fill the table. */
+    return result == PCC_SAVE_DURABLE ||
+           (result == -PCC_E_NO_SLOT && durable_count(w) == w->spec.slots);
+}
+
+/* Nothing is closed and opened: what was kept is kept, and the next save becomes durable. */
+static void check_open(struct workload *w)
+{
+    struct sim *sim = w->sim;
+    uint32_t kept = durable_count(w);
+    /* Saves go on failing for as long as the disk does. */
+    for (uint32_t i = 0; i < 3 && !pcc_volume_stopped(w->volume); i++)
+        (void)workload_save(w, 1);
+    if (durable_count(w) < (kept < w->spec.keep ? kept : w->spec.keep))
+        sim_breach(sim, "a disk that fails costs what was kept");
+    struct sim_fault fault = sim->fault;
+    sim_set_fault(sim, FAULT_NONE, 0, false);
+    if (!pcc_volume_stopped(w->volume) && !sim->unreported && !w->flagged && !w->reading &&
+        !saves_again(w))
+        sim_breach(sim, "no checkpoint becomes durable in a volume that stayed open");
+    sim->fault = fault;
+}
+
 /* The volume's life while the fault strikes. False when it could not even be made. */
 static bool live_through(struct loop *loop, struct workload *w)
 {
@@ -94,6 +133,8 @@ static bool live_through(struct loop *loop, struct workload *w)
         }
         if (w->volume)
             workload_restore(w);
+        if (w->volume)
+            check_open(w);
         workload_close(w);
         if (pcc_io_flush(&sim->io) != 0)
             break;
@@ -121,9 +162,8 @@ static void check_after(struct loop *loop, struct workload *w)
     pcc_volume_record(w->volume, &record);
     for (uint32_t i = 0; i < record.slot_count; i++)
         loop->quarantined += (record.slots[i].flags & PCC_SLOT_QUARANTINED) != 0;
-    bool room = pcc_volume_free_slots(w->volume) > 0;
     w->faulty = false;
-    if (room && workload_save(w, 1) != PCC_SAVE_DURABLE)
+    if (!saves_again(w))
         violation(loop, "no checkpoint becomes durable on a disk that is well again", NULL,
                   required);
     workload_close(w);

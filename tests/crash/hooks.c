@@ -5,6 +5,7 @@
 
 #include <string.h>
 #include <sys/random.h>
+#include <time.h>
 
 static struct rng hooks_rng;
 static uint64_t hooks_clock_ns;
@@ -27,6 +28,14 @@ uint64_t __wrap_pcc_wall_ns(void)
     return hooks_clock_ns += 1000;
 }
 
+int __wrap_nanosleep(const struct timespec *pause, struct timespec *left);
+int __wrap_nanosleep(const struct timespec *pause, struct timespec *left)
+{
+    (void)left;
+    hooks_clock_ns += (uint64_t)pause->tv_nsec;
+    return 0;
+}
+
 ssize_t __wrap_getrandom(void *bytes, size_t length, unsigned flags);
 ssize_t __wrap_getrandom(void *bytes, size_t length, unsigned flags)
 {
@@ -34,6 +43,42 @@ ssize_t __wrap_getrandom(void *bytes, size_t length, unsigned flags)
     for (size_t i = 0; i < length; i++)
         ((uint8_t *)bytes)[i] = (uint8_t)rng_next(&hooks_rng);
     return (ssize_t)length;
+}
+
+static uint32_t published =
+    PCC_SLOTS_MAX; /* the slot that the record under way puts in the table */
+
+/* Slots that failed are used again when every other one is in the table, and not before. */
+static bool may_forgive(struct pcc_volume *volume)
+{
+    struct pcc_record record;
+
+    pcc_volume_record(volume, &record);
+    for (uint32_t i = 0; i < record.slot_count; i++)
+        if (i != published && record.slots[i].state != PCC_SLOT_DURABLE &&
+            !sim_current->slot_bad[i] && (record.slots[i].flags & PCC_SLOT_QUARANTINED) == 0)
+            return false;
+    return pcc_volume_free_slots(volume) == 0;
+}
+
+/* A failed flush concerns a slot, too, which the disk does not know of. */
+void __real_pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot);
+void __wrap_pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot);
+void __wrap_pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
+{
+    sim_current->slot_bad[slot] = true;
+    __real_pcc_volume_quarantine_slot(volume, slot);
+}
+
+int __real_pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
+int __wrap_pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
+int __wrap_pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
+{
+    const bool forgives = may_forgive(volume);
+    const int result = __real_pcc_volume_take_slot(volume, slot_out);
+    if (result == 0 && forgives)
+        memset(sim_current->slot_bad, 0, sizeof sim_current->slot_bad);
+    return result;
 }
 
 struct inner {
@@ -51,20 +96,21 @@ static void acknowledged(void *context)
 }
 
 int __real_pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
-                              const struct pcc_slot_entry *entry, bool *superseded_out,
+                              const struct pcc_slot_entry *entry, enum pcc_published *out,
                               void (*on_durable)(void *context), void *context);
 int __wrap_pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
-                              const struct pcc_slot_entry *entry, bool *superseded_out,
+                              const struct pcc_slot_entry *entry, enum pcc_published *out,
                               void (*on_durable)(void *context), void *context);
 int __wrap_pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
-                              const struct pcc_slot_entry *entry, bool *superseded_out,
+                              const struct pcc_slot_entry *entry, enum pcc_published *out,
                               void (*on_durable)(void *context), void *context)
 {
     struct inner inner = {entry->sequence, on_durable, context};
     enum sim_purpose before = sim_current->purpose;
     sim_current->purpose = PURPOSE_SAVE;
-    int result =
-        __real_pcc_volume_publish(volume, slot, entry, superseded_out, acknowledged, &inner);
+    published = slot;
+    int result = __real_pcc_volume_publish(volume, slot, entry, out, acknowledged, &inner);
+    published = PCC_SLOTS_MAX;
     sim_current->purpose = before;
     return result;
 }

@@ -1,4 +1,4 @@
-"""Broken protocols, each of which an enumerator must catch.
+"""Broken protocols, each of which an enumerator must catch, or a native test where no crash tells.
 
 Some are made by the simulated disk (`arguments`), the others are changed copies of one core source:
 the text must occur once in today's source, white space aside, else this fails. Nothing in native/
@@ -12,23 +12,13 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+from mutant import Mutant
+from native_mutants import NATIVE, NATIVE_MUTANTS, TESTS
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "native" / "src"
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One way to break the protocol; `changes` are (old, new) texts in `source`."""
-
-    name: str
-    why: str
-    program: str = "crash_enum"
-    arguments: tuple[str, ...] = ()
-    source: str = ""
-    changes: tuple[tuple[str, str], ...] = ()
 
 
 MUTANTS = (
@@ -201,8 +191,8 @@ MUTANTS = (
         source="pcc_volume.c",
         changes=(
             (
-                "const bool superseded = is_superseded(volume, entry->sequence);",
-                "const bool superseded = 0;",
+                "const enum pcc_published published = verdict(volume, entry->sequence);",
+                "(void)verdict;\n    const enum pcc_published published = PCC_PUBLISHED;",
             ),
         ),
     ),
@@ -232,10 +222,53 @@ MUTANTS = (
     ),
     Mutant(
         "bad slot reused",
-        "a slot in which a write failed goes back to the free queue",
+        "a slot in which a write failed is free again",
         program="fault_loop",
         source="pcc_save_work.c",
-        changes=(("if (save->has_slot && save->slot_failed) {", "if (0) {"),),
+        changes=(
+            ("if (save->has_slot && save->slot_failed && !is_scarcity(save->error)) {", "if (0) {"),
+        ),
+    ),
+    Mutant(
+        "quarantine for ever",
+        "after an outage no slot is left until the next opening",
+        program="fault_loop",
+        source="pcc_volume.c",
+        changes=(("if (volume->free_slots == 0) forgive(volume);", "(void)forgive;"),),
+    ),
+    Mutant(
+        "nothing is repaired",
+        "an opening leaves a record with one replica",
+        source="pcc_commit.c",
+        changes=(("if (found->good[replica])", "if (1)"),),
+    ),
+    Mutant(
+        "flag of one that goes",
+        "a flag meets a slot that the record under way gives to nobody",
+        source="pcc_volume.c",
+        changes=(
+            (
+                "result = find_sequence(&volume->staged, sequence, &staged_slot);",
+                "staged_slot = slot;",
+            ),
+        ),
+    ),
+    Mutant(
+        "announced before it is written",
+        "the owner re-uses memory that is not on the disk",
+        source="pcc_save_work.c",
+        changes=(
+            (
+                "    const int result =\n        write_all(saver, piece->bytes,",
+                "    lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
+                "    announce = !piece->announced;\n    piece->announced = true;\n"
+                "    unlock(save);\n"
+                "    if (announce)\n"
+                "        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);\n"
+                "    announce = false;\n"
+                "    const int result =\n        write_all(saver, piece->bytes,",
+            ),
+        ),
     ),
     Mutant(
         "checksums not compared",
@@ -273,26 +306,31 @@ def mutated_source(mutant: Mutant, directory: Path) -> Path:
 
 def build(mutant: Mutant, options: argparse.Namespace) -> str:
     """The program to run: the sound one, or one linked with the changed source."""
-    if not mutant.source:
+    if not mutant.source and mutant.program not in TESTS:
         return f"build/{mutant.program}"
     directory = HERE / "build" / "mutants" / mutant.name.replace(" ", "-")
     directory.mkdir(parents=True, exist_ok=True)
-    changed = mutated_source(mutant, directory)
-    replaced = f"build/core/{Path(mutant.source).stem}.o"
-    objects = [item for item in options.core.split() if item != replaced]
-    if len(objects) == len(options.core.split()):
-        raise SystemExit(f"mutant {mutant.name!r}: {replaced} is not linked")
+    objects = options.core.split()
+    if mutant.source:
+        replaced = f"build/core/{Path(mutant.source).stem}.o"
+        if replaced not in objects:
+            raise SystemExit(f"mutant {mutant.name!r}: {replaced} is not linked")
+        objects[objects.index(replaced)] = str(mutated_source(mutant, directory))
     program = directory / mutant.program
+    if mutant.program in TESTS:
+        wraps = [f"-Wl,--wrap={name}" for name in TESTS[mutant.program]]
+        sources = [
+            '-DFORMAT_MD="../../native/FORMAT.md"', *wraps, str(NATIVE / f"{mutant.program}.c")
+        ]  # fmt: skip
+    else:
+        sources = [*options.wrap.split(), f"build/{mutant.program}.o", *options.common.split()]
     subprocess.run(
         [
             *options.cc.split(),
             "-Wno-error",
             "-w",
-            options.wrap,
-            f"build/{mutant.program}.o",
-            *options.common.split(),
+            *sources,
             *objects,
-            str(changed),
             "-o",
             str(program),
         ],
@@ -310,12 +348,16 @@ def main() -> int:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     survived = 0
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    chosen = [mutant for mutant in (*MUTANTS, *NATIVE_MUTANTS) if options.only in mutant.name]
+    for program in {mutant.program for mutant in chosen} & TESTS.keys():
+        sound = build(Mutant(f"sound {program}", "", program), options)
+        subprocess.run([sound], cwd=HERE, check=True, stdout=subprocess.DEVNULL, timeout=120)
     for mutant in chosen:
-        command = [build(mutant, options), "--killed", *mutant.arguments]
+        is_test = mutant.program in TESTS
+        command = [build(mutant, options), *(() if is_test else ("--killed",)), *mutant.arguments]
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
         asserted = done.returncode == -signal.SIGABRT and "broken invariant" in done.stderr
-        killed = done.returncode == 0 or asserted
+        killed = (done.returncode == 0) != is_test or asserted
         survived += not killed
         print(f"  {'killed  ' if killed else 'SURVIVED'} {mutant.name}: {mutant.why}")
         last = done.stderr.splitlines()[0] if asserted else done.stdout.strip().split("\n")[-1]

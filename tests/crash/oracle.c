@@ -63,6 +63,8 @@ void oracle_crashed(struct oracle *oracle, const struct sim *sim, uint32_t posit
     for (uint32_t i = 0; i < position; i++)
         if (sim->log[i].kind == SIM_ACK)
             acknowledge(oracle, sim->log[i].sequence);
+        else if (sim->log[i].kind == SIM_DAMAGED)
+            oracle->required = sim->log[i].sequence;
     for (uint32_t i = 0; i < oracle->count; i++) {
         struct oracle_save *save = &oracle->saves[i];
         save->sealed_at = save->sealed_at <= position ? 0 : ORACLE_NEVER;
@@ -161,11 +163,13 @@ struct judgement judge(const struct oracle *oracle, struct pcc_io *io,
     }
     struct pcc_record record;
     pcc_volume_record(volume, &record);
-    bool flagged_found = rules->flagged == 0;
+    bool flagged_found = rules->flagged == 0; /* also with a flag that says that it is damaged */
+    for (uint32_t i = 0; i < record.slot_count; i++)
+        flagged_found |=
+            record.slots[i].state == PCC_SLOT_DURABLE && record.slots[i].sequence == rules->flagged;
     const struct pcc_slot_entry *entry = newest_below(&record, UINT64_MAX);
     for (; entry; entry = newest_below(&record, entry->sequence)) {
         found.entries++;
-        flagged_found |= entry->sequence == rules->flagged;
         enum verdict verdict = verify(oracle, volume, entry, rules->position);
         if (verdict == VERDICT_SOUND && found.sequence == 0)
             found.sequence = entry->sequence;

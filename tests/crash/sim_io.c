@@ -93,8 +93,10 @@ void sim_mark(struct sim *sim, enum sim_kind kind, uint64_t sequence)
     if (kind == SIM_ACK) {
         PCC_ASSERT(sequence < SIM_SEQUENCES_MAX);
         sim->acknowledged[sequence] = true;
-        sim->last_ack = sequence;
+        sim->last_ack = sim->top_ack = sequence;
     }
+    if (kind == SIM_DAMAGED)
+        sim->last_ack = sequence;
     if (sim->recording)
         append(sim, kind, kind == SIM_ACK ? PART_ACK : PART_RETAIN)->sequence = sequence;
 }
@@ -220,7 +222,8 @@ static int64_t sim_write(struct pcc_io *io, const void *bytes, uint64_t length, 
     if (strikes(sim, is_write(sim) || sim->fault.kind == FAULT_DATA))
         moved = faulted_length(sim, length);
     if (moved == -EIO || moved == -ENOSPC) {
-        sim->slot_bad[slot] = sim->moving = true;
+        sim->slot_bad[slot] |= moved == -EIO;
+        sim->moving = true;
         fail_write(sim, SIM_WRITE, part, bytes, length, offset);
     } else if (moved > 0) {
         offset = misdirected(sim, offset, slot);
@@ -373,7 +376,7 @@ void sim_restart(struct sim *sim, const uint8_t *media)
     sim_reopened(sim);
     sim->recording = true;
     memset(sim->acknowledged, 0, sizeof sim->acknowledged);
-    sim->operations = sim->last_ack = 0;
+    sim->operations = sim->last_ack = sim->top_ack = 0;
     sim->breach = NULL;
 }
 

@@ -24,7 +24,7 @@ enum sim_model {
 };
 extern const char *const sim_model_names[SIM_MODELS];
 
-enum sim_kind { SIM_WRITE, SIM_DURABLE, SIM_FLUSH, SIM_ACK, SIM_RETAIN };
+enum sim_kind { SIM_WRITE, SIM_DURABLE, SIM_FLUSH, SIM_ACK, SIM_RETAIN, SIM_DAMAGED };
 
 /* Which part of the protocol an operation belongs to; what happens just before or during it is a
  * gap that crashes must hit. */
@@ -41,7 +41,8 @@ enum sim_part {
     PART_OPEN_B,
     PART_POLICY_A, /* flags, incarnation, done, quarantine */
     PART_POLICY_B,
-    PART_RETAIN, /* only marks that a flagged checkpoint may not go from here on */
+    PART_RETAIN, /* only marks that a pinned checkpoint may not go from here on, or that one is
+                    going to be flagged damaged */
     PART_COUNT,
 };
 extern const char *const sim_part_names[PART_COUNT];
@@ -56,7 +57,8 @@ struct sim_entry {
     uint64_t length;
     uint8_t *bytes;
     uint64_t arrived;  /* failed writes: bit per sim_doubt_bytes, what a later read saw of it */
-    uint64_t sequence; /* of SIM_ACK and SIM_RETAIN (0: nothing retained any more) */
+    uint64_t sequence; /* of SIM_ACK; SIM_RETAIN (0: nothing retained any more); SIM_DAMAGED: what
+                          is the newest from here on */
 };
 
 enum sim_fault_kind {
@@ -120,7 +122,8 @@ struct sim {
     bool slot_bad[PCC_SLOTS_MAX]; /* a write failed there: nobody may write there again */
     bool record_bad; /* a record write failed: nothing may be published before a reopen */
     bool acknowledged[SIM_SEQUENCES_MAX];
-    uint64_t last_ack;  /* newest sequence acknowledged since the log began */
+    uint64_t last_ack;  /* newest sequence acknowledged since the log began, and not damaged */
+    uint64_t top_ack;   /* the same, damaged or not */
     bool lenient;       /* a mutant is at work: only crashes are to convict it */
     const char *breach; /* the first rule the core broke, or NULL */
 };

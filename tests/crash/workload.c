@@ -26,6 +26,9 @@ static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
     if (index >= live->chunk_count || !(live->handed >> index & 1))
         sim_breach(workload->sim, "a chunk was written that nobody handed over");
     live->written |= 1u << index;
+    /* Some owners have something else for it at once. */
+    if (workload->spec.reuse_one_in && rng_chance(&workload->rng, workload->spec.reuse_one_in))
+        workload_uncache_chunk(workload, live, index);
 }
 
 /* An end must agree with what was acknowledged; memory is the owner's again. */
@@ -48,7 +51,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
         break;
     case PCC_SAVE_SUPERSEDED:
         workload->count.superseded++;
-        if (sim->last_ack <= result->sequence)
+        if (sim->top_ack <= result->sequence)
             sim_breach(sim, "a save was superseded by nothing newer");
         break;
     default:
@@ -245,7 +248,11 @@ void workload_feed(struct workload *workload, struct live *live)
 /* The owner takes a written chunk back and fills it with something else. */
 void workload_uncache(struct workload *workload, struct live *live)
 {
-    uint32_t index = rng_below(&workload->rng, WORKLOAD_CHUNKS_MAX);
+    workload_uncache_chunk(workload, live, rng_below(&workload->rng, WORKLOAD_CHUNKS_MAX));
+}
+
+void workload_uncache_chunk(struct workload *workload, struct live *live, uint32_t index)
+{
     if (!live->save || !(live->written >> index & 1) || (live->uncached >> index & 1))
         return;
     if (!pcc_save_uncache(workload->saver, live->tag, index))

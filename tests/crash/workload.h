@@ -16,6 +16,7 @@ struct workload_spec {
     uint32_t block_bytes, chunk_bytes;
     uint32_t payload_pages_max;
     uint32_t policy_one_in; /* how seldom flags, incarnations, finish, reopen come; 0: never */
+    uint32_t reuse_one_in;  /* how seldom a chunk is re-used the moment it was written; 0: never */
     uint32_t fault_one_in;  /* how seldom an action arms a transient fault; 0: never */
 };
 
@@ -73,6 +74,7 @@ void workload_restore(struct workload *workload);
 int workload_begin(struct workload *workload, uint32_t pages);
 void workload_feed(struct workload *workload, struct live *live); /* next chunk, or the seal */
 void workload_uncache(struct workload *workload, struct live *live);
+void workload_uncache_chunk(struct workload *workload, struct live *live, uint32_t index);
 int workload_step(struct workload *workload, uint32_t lane); /* -EAGAIN: nothing to do */
 void workload_beside(void *workload); /* data of other saves moves while a record is written */
 

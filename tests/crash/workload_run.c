@@ -86,17 +86,32 @@ static void toggle_reader(struct workload *workload)
     }
 }
 
-/* At most one flag stands, so that saves do not run out of slots. */
-static void change_flag(struct workload *workload)
+/* What has to be recovered once `flagged` is called damaged. */
+static uint64_t newest_beside(const struct pcc_record *record, uint64_t flagged)
 {
-    bool now = rng_chance(&workload->rng, 2);
+    uint64_t newest = 0;
+    for (uint32_t i = 0; i < record->slot_count; i++)
+        if (record->slots[i].state == PCC_SLOT_DURABLE && record->slots[i].sequence != flagged &&
+            (record->slots[i].flags & PCC_SLOT_DAMAGED) == 0 && record->slots[i].sequence > newest)
+            newest = record->slots[i].sequence;
+    return newest;
+}
+
+static void clear_flag(struct workload *workload, bool now)
+{
+    sim_mark(workload->sim, SIM_RETAIN, 0);
+    int result =
+        pcc_volume_flag(workload->volume, workload->flagged, 0, workload->flagged_with, now);
+    if (result == -ENOENT && (workload->flagged_with & PCC_SLOT_LASTING) != 0)
+        sim_breach(workload->sim, "a pinned checkpoint was recycled");
+    workload->flagged = 0;
+}
+
+/* At most one flag stands, so that saves do not run out of slots. */
+static void change_flag(struct workload *workload, bool now)
+{
     if (workload->flagged) {
-        sim_mark(workload->sim, SIM_RETAIN, 0);
-        int result =
-            pcc_volume_flag(workload->volume, workload->flagged, 0, workload->flagged_with, now);
-        if (result == -ENOENT)
-            sim_breach(workload->sim, "a flagged checkpoint was recycled");
-        workload->flagged = 0;
+        clear_flag(workload, now);
         return;
     }
     struct pcc_record record;
@@ -104,11 +119,16 @@ static void change_flag(struct workload *workload)
     /* With less than two slots beside the flagged and the newest one, saves would only wait. */
     if (!entry || workload->spec.slots < workload->spec.keep + 2)
         return;
-    uint32_t flag = PCC_SLOT_PINNED;
+    const uint32_t lasting = rng_chance(&workload->rng, 2) ? PCC_SLOT_PROTECTED : PCC_SLOT_PINNED;
+    const uint32_t flag = rng_chance(&workload->rng, 3) ? PCC_SLOT_DAMAGED : lasting;
+    /* Before the call: its record may arrive at any time from then on. */
+    if (flag == PCC_SLOT_DAMAGED && newest_beside(&record, 0) == entry->sequence)
+        sim_mark(workload->sim, SIM_DAMAGED, newest_beside(&record, entry->sequence));
     if (pcc_volume_flag(workload->volume, entry->sequence, flag, 0, now) == 0) {
         workload->flagged = entry->sequence;
         workload->flagged_with = flag;
-        sim_mark(workload->sim, SIM_RETAIN, entry->sequence);
+        if ((flag & PCC_SLOT_LASTING) != 0)
+            sim_mark(workload->sim, SIM_RETAIN, entry->sequence);
     }
 }
 
@@ -145,7 +165,7 @@ static void change_policy(struct workload *workload)
         result = pcc_volume_recycle(workload->volume);
         break;
     default:
-        change_flag(workload);
+        change_flag(workload, rng_chance(&workload->rng, 2));
     }
     if (result != 0 && !workload->faulty)
         sim_breach(workload->sim, "a policy change failed on a disk without faults");
@@ -200,8 +220,9 @@ void workload_run(struct workload *workload, uint32_t actions)
     }
 }
 
-/* Writers go on while the publisher writes a record: a save may begin in whatever slot is free now
- * and fill it. Sealed saves stay put, for they might want to publish, which only one may at a time.
+/* Others go on while the publisher writes a record: a flag may change, a save may begin in whatever
+ * slot is free now and fill it. Sealed saves stay put, for they might want to publish, which only
+ * one may at a time.
  */
 void workload_beside(void *owner)
 {
@@ -213,6 +234,8 @@ void workload_beside(void *owner)
         sealed += workload->lives[i].save && workload->lives[i].sealed;
     if (sealed > (workload->stepping > 0))
         return;
+    if (workload->spec.policy_one_in && rng_chance(&workload->rng, 4))
+        change_flag(workload, false);
     begin_any(workload);
     for (uint32_t i = 0; i < workload->lanes; i++) {
         struct live *live = &workload->lives[i];

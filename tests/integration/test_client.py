@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,11 +26,14 @@ from pccheck import (
     PCcheckClient,
     PccheckError,
     StateMismatchError,
-    UnsupportedStateError,
     UsageError,
     WaitTimeoutError,
+    autostart,
+    restore,
 )
+from pccheck_native import layout
 from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
 from tests.unit.test_flatten import same
 from tests.unit.test_inplace import make, states
 
@@ -66,9 +72,9 @@ def test_a_whole_training_state(daemon: Daemon, connect: Connect) -> None:
     client, kit = connect(daemon), make(1)
     client.attach(**kit, rng=True)
     assert not client.restore()
-    for _ in range(4):
+    for step in range(1, 5):
         update(kit)
-        handle = client.checkpoint(metadata={"loss": 0.5, "tags": ["a", None]})
+        handle = client.checkpoint(step=step, metadata={"loss": 0.5, "tags": ["a", None]})
     expected, drawn = states(kit), torch.rand(3)
     assert (handle.step, handle.wait_durable(30).step, handle.sequence) == (4, 4, 4)
     client.close()
@@ -79,7 +85,7 @@ def test_a_whole_training_state(daemon: Daemon, connect: Connect) -> None:
     assert (bool(done), done.step, done.metadata) == (True, 4, {"loss": 0.5, "tags": ["a", None]})
     assert same(expected, states(other)) and torch.equal(torch.rand(3), drawn)
     update(other)
-    assert again.checkpoint().step == 5
+    assert again.checkpoint(step=5).step == 5
     found = again.recover()
     assert found.step in (4, 5) and list(found.state) == ["model", "optimizer", "scheduler", "rng"]
 
@@ -90,7 +96,7 @@ def test_a_whole_training_state(daemon: Daemon, connect: Connect) -> None:
 def test_a_given_state(daemon: Daemon, connect: Connect, state: Any) -> None:
     client = connect(daemon)
     if state is None:
-        with pytest.raises(UnsupportedStateError, match="attach"):
+        with pytest.raises(UsageError, match="attach"):
             client.checkpoint()
         return
     handle = client.checkpoint(state)
@@ -132,9 +138,10 @@ def test_buffers_are_as_they_were_at_the_call(
     kit["model"].big = torch.nn.Parameter(torch.zeros(1_500_000))
     kit["optimizer"].add_param_group({"params": [kit["model"].big]})
     client.attach(**kit)
-    client.checkpoint().wait_durable(30)
+    update(kit)  # its hook is trusted
+    client.checkpoint(step=1).wait_durable(30)
     before = kit["model"].norm.running_mean.clone()
-    handle = client.checkpoint()
+    handle = client.checkpoint(step=2)
     kit["model"].norm(torch.randn(3, 4))  # a forward pass changes buffers while the copy goes on
     assert handle.state < CheckpointState.COPIED
     handle.wait_durable(30)
@@ -152,7 +159,7 @@ def test_frozen_parameters_are_as_they_were_at_the_call(
     client.attach(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), ema=average)
     for step in (1, 2):
         average[0].fill_(step)
-        handle = client.checkpoint()
+        handle = client.checkpoint(step=step)
         average[0].fill_(-1)
         handle.wait_durable(30)
         assert bool((client.recover().state["ema"]["0"] == step).all())
@@ -241,7 +248,7 @@ def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
 def test_restoring_what_does_not_fit_changes_nothing(daemon: Daemon, connect: Connect) -> None:
     client, kit = connect(daemon), make(1, steps=2)
     client.attach(**kit)
-    client.checkpoint().wait_durable(30)
+    client.checkpoint(step=1).wait_durable(30)
     client.attach(model=make(2, width=6)["model"])
     with pytest.raises(StateMismatchError, match=r"model\.embed\.weight"):
         client.restore()
@@ -277,12 +284,6 @@ def test_steps_and_metadata_are_taken_by_value(daemon: Daemon, connect: Connect)
     client = connect(daemon)
     assert client.checkpoint([1], step=torch.tensor(7)).step == 7
     assert client.checkpoint([1]).step == 8
-    with pytest.raises(UnsupportedStateError):
-        client.checkpoint([object()])
-    assert client.checkpoint([1]).step == 9  # what was refused does not count
-    for wrong in ({"x": object()}, {1: 2}, torch.ones(1), (1,)):
-        with pytest.raises(UnsupportedStateError, match="metadata"):
-            client.checkpoint([1], metadata=wrong)
     with pytest.raises(UsageError):
         client.checkpoint([1], step=1.5)  # type: ignore[arg-type]
 
@@ -302,7 +303,8 @@ def run(storage: Path, end: str, runtime: Path) -> list[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(storage=str(storage), end=end)],
-        capture_output=True, text=True, timeout=90, env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
+        capture_output=True, text=True, timeout=90,
+        env=environ | {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": "3"},
     )  # fmt: skip
     assert ran.returncode in (0, -9), ran.stderr
     assert "started a private" not in ran.stderr or f"socket {runtime}/" in ran.stderr
@@ -318,14 +320,34 @@ def test_autostart(daemon: Daemon) -> None:
     (pid_file,) = runtime.rglob("pid")
     pid = int(pid_file.read_text())
     os.kill(pid, 0)
+    # Ranks that come later have other GPUs.
+    assert b"CUDA_VISIBLE_DEVICES" not in Path(f"/proc/{pid}/environ").read_bytes()
     assert run(storage, "", runtime) == ["1"]
     assert pid == int(pid_file.read_text())
+    ended(pid)
+    assert run(storage, "client.close()", runtime) == ["2"]
+
+
+def test_autostart_begins_anew_when_its_directory_was_removed(daemon: Daemon) -> None:
+    """With the private daemon alive, and with the trainer alive, too."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    runtime.mkdir(mode=0o700)
+    assert run(storage, "import os; os.kill(os.getpid(), 9)", runtime) == ["0"]
+    shutil.rmtree(storage)
+    (pid_file,) = runtime.rglob("pid")
+    pid = int(pid_file.read_text())
+    end = f"import shutil; shutil.rmtree({str(storage)!r}); client.close()"
+    assert run(storage, end, runtime) == ["0"]
+    ended(pid)
+    assert run(storage, "client.close()", runtime) == ["0"]
+
+
+def ended(pid: int) -> None:
     for _ in range(300):
         if not _alive(pid):
-            break
+            return
         select_sleep()
     assert not _alive(pid)
-    assert run(storage, "client.close()", runtime) == ["2"]
 
 
 def select_sleep() -> None:
@@ -341,8 +363,156 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def test_autostart_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> None:
+    storage = daemon.root / "private"
+    first, second = daemon.root / "r1", daemon.root / "r2"
+    first.mkdir(mode=0o700)
+    second.mkdir(mode=0o700)
+    kill = "import os; os.kill(os.getpid(), 9)"
+    assert run(storage, kill, first) == ["0"]
+    (pid_file,) = first.rglob("pid")
+    pid = int(pid_file.read_text())
+    assert run(storage, kill, second) == ["1"]
+    assert not list(second.rglob("pid")) and _alive(pid)  # no second daemon was started
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "--json", "status"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(ran.stdout)["daemon"]["pid"] == pid, ran.stderr
+    assert run(storage, "client.close()", second) == ["2"]  # ends it, too
+    ended(pid)
+    assert not (storage / layout.SOCKET_NAME).exists()
+    assert run(storage, "client.close()", second) == ["3"]
+
+
+def test_the_daemon_of_autostart_sees_every_gpu_and_bounds_its_log(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    runtime = daemon.root / "r"
+    runtime.mkdir(mode=0o700)
+    run(daemon.root / "private", "import os; os.kill(os.getpid(), 9)", runtime)
+    (pid_file,) = runtime.rglob("pid")
+    pid = int(pid_file.read_text())
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    os.kill(pid, signal.SIGTERM)
+    assert not any(one.startswith(b"CUDA_VISIBLE_DEVICES=") for one in environ)
+    assert any(one.startswith(b"PCCHECKD_LOG_BYTES=") for one in environ)
+
+
+def test_autostart_says_who_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autostart, "_LOCK_LIMIT_S", 0.0)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with (tmp_path / ".pccheckd.starting").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(WaitTimeoutError, match="another process has held"):
+            PCcheckClient(job="x", autostart=True, storage=tmp_path, on_error="raise")
+
+
 def test_autostart_needs_a_parent_directory(tmp_path: Path) -> None:
     with pytest.raises(PccheckError, match="storage directory"), warnings.catch_warnings():
         PCcheckClient(
             job="x", autostart=True, storage=tmp_path / "not" / "mounted", on_error="raise"
         )
+
+
+def _killed_with_copied(daemon: Daemon, start_trainer: Callable[..., Trainer]) -> None:
+    trainer = start_trainer(daemon, [3_000_000])
+    for _ in range(5):
+        trainer.step()
+    assert trainer.wait_copied(trainer.checkpoint())
+    trainer.kill()
+
+
+def test_restore_waits_for_what_is_still_being_written_and_says_how_far_it_is(
+    start_daemon: Callable[..., Daemon],
+    start_trainer: Callable[..., Trainer],
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    daemon = start_daemon("--max-bandwidth", "1MiB")
+    _killed_with_copied(daemon, start_trainer)
+    monkeypatch.setattr(restore, "STUCK_LIMIT_S", 20.0)
+    found = connect(daemon).recover()
+    assert found.step == 5
+    lines = [one.getMessage() for one in caplog.records if "still writing" in one.getMessage()]
+    assert lines and all(
+        "step 5: " in line and " of 11 MiB of 1 checkpoints" in line for line in lines
+    )
+
+
+def test_restore_names_the_disk_when_what_is_being_written_stands_still(
+    start_daemon: Callable[..., Daemon],
+    start_trainer: Callable[..., Trainer],
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    daemon = start_daemon("--max-bandwidth", "64KiB")
+    _killed_with_copied(daemon, start_trainer)
+    monkeypatch.setattr(restore, "STUCK_LIMIT_S", 0.0)
+    with pytest.raises(WaitTimeoutError, match=r"still writing step 5: \d+ of 11 MiB") as caught:
+        connect(daemon).recover()
+    assert "nothing was written" in caught.value.message and "disk" in caught.value.hint
+    daemon.kill()
+
+
+CLIENTS = """
+import torch
+from pccheck import PCcheckClient
+for number in range(6):
+    client = PCcheckClient(job=f"sweep-{{number}}", autostart=True, storage={storage!r})
+    handles = [client.checkpoint([torch.ones(1000)], step=step) for step in (1, 2)]
+    handles[-1].wait_durable(60)
+    client.close()
+    client.close(done=True)
+    print([handle.state.name for handle in handles if handle.state.name == "FAILED"])
+"""
+
+
+def test_clients_of_a_private_daemon_follow_each_other(daemon: Daemon) -> None:
+    """The next one comes while the daemon ends, since the one before was its last client."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    runtime.mkdir(mode=0o700)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", CLIENTS.format(storage=str(storage))],
+        capture_output=True, text=True, timeout=200,
+        env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["[]"] * 6, ran.stderr
+
+
+KILLED = """
+import os, signal, time
+import torch
+from pccheck import PCcheckClient
+client = PCcheckClient(job="auto", autostart=True, storage={storage!r})
+client.checkpoint([torch.ones(1000)], step=1).wait_durable(60)
+os.kill(client._session.require().welcome.pid, signal.SIGKILL)
+deadline, state = time.monotonic() + 100, ""
+while state not in ("durable", "global") and time.monotonic() < deadline:
+    handle = client.checkpoint([torch.ones(1000)], step=2)
+    handle.exception(60)
+    state = str(handle.state)
+    time.sleep(0.05)
+print(state)
+client.close()
+"""
+
+
+def test_a_private_daemon_that_was_killed_is_started_again(daemon: Daemon) -> None:
+    """Nobody but the trainer would: its next checkpoints find a new one, which ends with it."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    runtime.mkdir(mode=0o700)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED.format(storage=str(storage))],
+        capture_output=True, text=True, timeout=200,
+        env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "durable\n"), ran.stderr
+    (pid_file,) = runtime.rglob("pid")
+    ended(int(pid_file.read_text()))

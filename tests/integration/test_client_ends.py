@@ -81,8 +81,9 @@ def test_waits_can_be_interrupted(
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.attach(model=torch.nn.ParameterList([parameter]), optimizer=optimizer)
-        client.checkpoint()
-        handle = client.checkpoint()
+        optimizer.step()  # from then on its hook is trusted
+        client.checkpoint(step=1)
+        handle = client.checkpoint(step=2)
         interrupt(0.2)
         with pytest.raises(KeyboardInterrupt):
             _ = handle.wait_durable() if where == "wait" else optimizer.step()

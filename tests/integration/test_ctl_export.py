@@ -168,7 +168,7 @@ def test_damage_is_passed_over_or_told(ctl: Ctl, storage: Path, tmp_path: Path, 
     assert [entry.name for entry in tmp_path.iterdir()] == ["storage"]
     ran = ctl(storage, *chosen)
     assert ran.code == 14
-    assert "passed over the checkpoint of step 30" in ran.err
+    assert "skipped the checkpoint of step 30" in ran.err
     assert (tmp_path / "a").exists()
 
 
@@ -288,3 +288,10 @@ def test_the_bar_is_about_what_is_read(
     ctl(storage, "export", "job", "-o", tmp_path / "a.pt", "--only", "array")
     (bar,) = bars
     assert bar.total < 4 * WIDE
+
+
+def test_a_directory_is_no_name_of_a_file(storage: Path, ctl: Ctl, tmp_path: Path) -> None:
+    told = ctl(storage, "export", "job", "-o", f"{tmp_path}/out/")
+    assert told.code == 2
+    assert "--format dcp" in told.err
+    assert not (tmp_path / "out").exists()

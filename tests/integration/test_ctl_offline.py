@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from pccheck_wire.tree import Sequence, Tag
 from pccheckctl import cli, listing, offline, show, status, verify  # noqa: F401
 from tests.support.ctl import Ctl
-from tests.support.volumes import Rank, mapping, scribble
+from tests.support.volumes import Rank, make, mapping, scribble
 
 # -- status, list, show ------------------------------------------------------------------------
 
@@ -135,13 +137,19 @@ def test_a_job_name_cannot_leave_the_directory(ctl: Ctl, storage: Path) -> None:
     assert ctl(storage, "show", "../../etc").code == 2
 
 
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A storage directory that other users can get at; what lies above `tmp_path` is closed."""
+    with tempfile.TemporaryDirectory(prefix="pcc-") as place:
+        Path(place).chmod(0o755)
+        yield make(Path(place) / "storage", 10)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 @pytest.mark.parametrize("command", ["list", "status", "show job", "verify"])
 def test_anothers_volumes_are_refused_with_a_hint(
-    command: str, storage: Path, tmp_path: Path
+    command: str, public: Path, tmp_path: Path
 ) -> None:
-    for place in (tmp_path, *tmp_path.parents[:2]):
-        place.chmod(0o755)
     out = (tmp_path / "out").open("w+")
     pid = os.fork()  # an interpreter of root's may not be started by another user
     if pid == 0:
@@ -150,7 +158,7 @@ def test_anothers_volumes_are_refused_with_a_hint(
         os.setresuid(65534, 65534, 65534)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         try:
-            code = cli.main(["--storage", str(storage), *command.split()])
+            code = cli.main(["--storage", str(public), *command.split()])
         except BaseException:
             code = 99
         sys.stderr.flush()
@@ -202,3 +210,12 @@ def test_reads_while_the_volume_is_open_for_writing(
         assert ctl(storage, "verify").code == 0
         writer.put(40)
         assert ctl(storage, "show", "job", "--json").json["step"] == 40
+
+
+def test_several_jobs_are_verified_at_once(tmp_path: Path, ctl: Ctl) -> None:
+    storage = tmp_path / "s"
+    for job in ("one", "two", "three"):
+        make(storage, 10, job=job)
+    told = ctl(storage, "verify", "one", "three")
+    assert (told.code, told.out.count(" ok"), "two" in told.out) == (0, 3, False)
+    assert ctl(storage, "verify", "one", "none").code == 13

@@ -76,6 +76,7 @@ OURS = {
     "pccheckctl", "pccheckctl.cli", "pccheckctl.commands", "pccheckctl.listing",
     "pccheckctl.online", "pccheckctl.output", "pccheckctl.render", "pccheckctl.source",
     "pccheckctl.status", "pccheck_wire", "pccheck_wire.basics", "pccheck_wire.errors",
+    "pccheck_wire.peer",
 }  # fmt: skip
 
 

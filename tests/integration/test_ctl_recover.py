@@ -85,7 +85,7 @@ def test_damage_takes_the_one_before_and_says_so(
     assert (tmp_path / name).exists()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     ran = ctl(storage, "recover", "job", "-o", tmp_path / name, "--force")
-    assert "passed over the checkpoint of step 30" in ran.err
+    assert "skipped the checkpoint of step 30" in ran.err
 
 
 def test_when_all_is_damaged_nothing_is_written(ctl: Ctl, storage: Path, tmp_path: Path) -> None:

@@ -210,9 +210,9 @@ def test_numbers_in_the_errors_of_admission(start_daemon: Start) -> None:
     daemon = start_daemon("--max-storage", "24MiB")
     saved(daemon, 1, size=100_000, job="first")
     with Rank(daemon.socket, job="second") as rank:
-        with pytest.raises(StorageFullError, match=r"--max-storage 25165824.*first") as error:
+        with pytest.raises(StorageFullError, match=r"--max-storage 24.0 MiB.*first") as error:
             rank.register(SIZE)
-        assert "bytes" in error.value.message
+        assert "MiB" in error.value.message
         with pytest.raises(StorageFullError, match="free"):
             rank.register(1 << 42)
         with pytest.raises(UsageError):

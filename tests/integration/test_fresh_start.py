@@ -57,3 +57,18 @@ def test_a_daemon_that_comes_late_does_not_look_empty(
     daemon.start()
     assert trainer.restore()["step"] == 9
     assert trainer.check(9) == ""
+
+
+def test_what_a_run_took_over_late_is_not_given_away(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """It saved, restored that, and was killed before its next checkpoint; the next run forgets."""
+    daemon = start_daemon("--slots", "3", "--keep", "2")
+    earlier_run(daemon, start_trainer, step=3)
+    trainer = start_trainer(daemon)
+    trainer.step(4)
+    trainer.wait_durable(trainer.checkpoint())
+    assert trainer.restore()["step"] == 4
+    trainer.kill()
+    forgetful = forgetful_run(daemon, start_trainer)
+    assert forgetful.recover(step=4)["wrong"] == ""

@@ -3,7 +3,9 @@ or fails cleanly, training goes on, nothing stays mapped, and the next checkpoin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,9 +258,9 @@ def test_the_trainers_context_is_lost_under_a_copy(start_node: Start) -> None:
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
 def test_no_room_for_staging(start_node: Start, snapshot: str) -> None:
     """checkpoint() returns when the tensors were read then, and says so once."""
-    node = start_node("--dram", "128MiB")
+    node = start_node("--dram", "128MiB", memory_bytes=49 << 20)
     parts = (Part(OWN), Part(OWN // 2, kind="buffer"), Part(500))
-    trainer = node.connect(parts, snapshot=snapshot, memory_bytes=49 << 20)
+    trainer = node.connect(parts, snapshot=snapshot)
     for _ in range(3):
         trainer.step()
         handle = trainer.checkpoint()
@@ -267,7 +269,86 @@ def test_no_room_for_staging(start_node: Start, snapshot: str) -> None:
         assert ended(trainer, handle) == "durable"
     found = trainer.recover()
     assert (found["step"], found["wrong"]) == (3, "")
-    assert len([w for w in trainer.warnings if "from now on" in w]) == 1
+    assert len([w for w in trainer.warnings if "now waits until" in w]) == 1
+
+
+def fill(trainer: Any) -> None:
+    """Takes all of the GPU's memory: as torch has, when its cache is what nobody else can have."""
+    size = 16 << 20
+    while size >= 4096:
+        try:
+            trainer.gpu.keep_unused(size)
+        except fakegpu.DriverError:
+            size //= 2
+
+
+def test_a_gpu_whose_memory_torch_keeps_for_later(start_node: Start) -> None:
+    """There is none for the daemon's context, nor for the probe, before torch gives some back."""
+    node = start_node("--dram", "128MiB", memory_bytes=96 << 20, context_bytes=8 << 20)
+    trainer = node.connect((Part(OWN), Part(500)), attach=False)
+    trainer.step()
+    trainer.evaluate(fill)
+    trainer.attach()
+    assert ended(trainer, trainer.checkpoint()) == "durable"
+    assert node.transfer() == ("pull", "")
+    assert trainer.warnings == []
+
+
+def test_the_daemon_has_its_part_of_a_gpu_before_training_begins(start_node: Start) -> None:
+    node = start_node("--dram", "128MiB", memory_bytes=96 << 20, context_bytes=8 << 20)
+    trainer = node.connect((Part(OWN), Part(500)))
+    assert node.faults.contexts == 1
+    trainer.evaluate(fill)
+    trainer.evaluate(hold_back)
+    assert ended(trainer, trainer.checkpoint()) == "durable"
+    assert node.transfer() == ("pull", "")
+
+
+def test_a_gpu_that_is_full_for_a_while(start_node: Start) -> None:
+    """Push, and pull when there is room."""
+    node = start_node("--dram", "128MiB", memory_bytes=96 << 20, context_bytes=8 << 20)
+    trainer = node.connect((Part(OWN), Part(500)), attach=False)
+    trainer.step()
+    trainer.evaluate(fill)
+    trainer.evaluate(hold_back)
+    trainer.attach()
+    assert ended(trainer, trainer.checkpoint()) == "durable"
+    assert node.transfer()[0] == "push"
+    trainer.evaluate(release)
+    for _ in range(12):
+        trainer.step()
+        assert ended(trainer, trainer.checkpoint()) == "durable"
+    assert node.transfer() == ("pull", "")
+
+
+def test_staging_is_tried_again_when_there_is_room(start_node: Start) -> None:
+    node = start_node("--dram", "128MiB", memory_bytes=96 << 20)
+    trainer = node.connect((Part(OWN), Part(OWN // 2, kind="buffer"), Part(500)))
+    trainer.step()
+    trainer.evaluate(fill)
+    trainer.evaluate(hold_back)
+    assert ended(trainer, trainer.checkpoint()) == "durable"
+    assert trainer.evaluate(staged) == 0
+    trainer.evaluate(release)
+    for _ in range(12):
+        trainer.step()
+        assert ended(trainer, trainer.checkpoint()) == "durable"
+    assert trainer.evaluate(staged) > 0
+
+
+def staged(_trainer: Any) -> int:
+    """Copies on the device, which only staging makes here."""
+    return fakegpu.Faults(Path(os.environ["PCCHECK_STANDIN_FAULTS"])).copies_on_device
+
+
+def hold_back(trainer: Any) -> None:
+    """What torch keeps is in use now."""
+    trainer.held, trainer.gpu._unused = trainer.gpu._unused, {}
+
+
+def release(trainer: Any) -> None:
+    trainer.gpu._unused = trainer.held
+    trainer.gpu.empty_cache()
 
 
 def undo_forward(trainer: Any) -> None:

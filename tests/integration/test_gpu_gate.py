@@ -85,17 +85,31 @@ def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None
 
 @stand_in
 def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
-    """Shows that the tests above can fail: the same, and an update that asks nobody."""
+    """Shows that the tests above can fail: the same, and an update that asks nobody and that torch
+    does not count."""
     node = start_node()
     trainer = node.ready(gate="manual")
     node.faults.hold_copies(after=1)
     handle = trainer.checkpoint()
-    trainer.update_unasked()
+    trainer.update_unasked(counted=False)
     node.faults.wait_for(lambda f: f.held_copies > 0)
     trainer.synchronize()
     node.faults.release_copies()
     assert trainer.wait_durable(handle) == "durable"
     assert "off from step 2 by" in trainer.recover()["wrong"]
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_an_update_that_torch_counts_fails_the_checkpoint(start_node: Start, transfer: str) -> None:
+    node = start_node()
+    trainer = node.ready(gate="manual", transfer=transfer)
+    with held_back(node):
+        handle = trainer.checkpoint()
+        trainer.update_unasked(counted=True)
+    assert trainer.ended(handle) == "failed"
+    assert "model.part0 was changed" in trainer.reason(handle)
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert "off" not in trainer.recover()["wrong"]
 
 
 def test_a_manual_gate(start_node: Start) -> None:
@@ -112,19 +126,27 @@ def test_a_manual_gate(start_node: Start) -> None:
 
 def ask_and_update(trainer: Any) -> None:
     trainer.client.gate()
-    trainer.update_unasked()
+    trainer.update_unasked(counted=False)
 
 
 def test_buffers_may_change_at_once(start_node: Start) -> None:
-    """Batch statistics and a frozen average: no gate is asked, and they change many times."""
+    """Batch statistics: no gate is asked, and they change many times. So may a frozen average once
+    it is known that it moves."""
     node = start_node()
     parts = (Part(300_000), Part(70_000, kind="buffer"), Part(500, "int8", kind="buffer"),
              Part(9_000, "bfloat16", kind="frozen"))  # fmt: skip
-    trainer = node.ready(parts)
+    trainer = node.connect(parts)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    with held_back(node):
+        moved = trainer.checkpoint()
+        trainer.step(ask=False)
+    assert trainer.ended(moved) == "failed" and "part3" in trainer.reason(moved)
+    trainer.wait_durable(trainer.checkpoint())  # exposes what is copied at once from now on
     with held_back(node):
         handle = trainer.checkpoint()
         for _ in range(3):
-            trainer.forward()
+            trainer.forward(ask=False)
         if not fakegpu.is_real():
             trainer.synchronize()
         assert under_way(trainer, handle)
@@ -169,7 +191,8 @@ def busy_for_long(trainer: Any) -> tuple[int, list[str]]:
     for _ in range(3):
         trainer.step()
         trainer.checkpoint()
-    return len(trainer.handles) - 1, [h.state.name for h in trainer.handles if h.snapshot == 0]
+    never_begun = [h for h in trainer.handles if h._in_flight.snapshot == 0]
+    return len(trainer.handles) - 1, [h.state.name for h in never_begun]
 
 
 @stand_in
@@ -190,8 +213,8 @@ def test_a_gpu_with_much_to_do_is_no_stall(start_node: Start, snapshot: str, tra
 def checkpoint_and_damage(trainer: Any) -> bool:
     made = trainer.client.checkpoint(step=trainer.optimizer.now)
     trainer.handles.append(made)
-    read = made.source_read
-    trainer.update_unasked()
+    read = made._in_flight.source_read
+    trainer.update_unasked(counted=False)
     return bool(read)
 
 
@@ -229,7 +252,7 @@ def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
         assert trainer.step() == 3
         trainer.synchronize()  # without the deadline this would never return
         assert trainer.state(handle) == "failed"
-        assert "let go" in trainer.reason(handle)
+        assert "stall_limit_s" in trainer.reason(handle)
         assert trainer.state(trainer.checkpoint()) == "skipped"
         trainer.step(3)
         assert trainer.check(6) == ""

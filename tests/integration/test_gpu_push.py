@@ -94,6 +94,23 @@ def test_a_daemon_that_cannot_open_handles(start_node: Start, code: int, word: s
 
 
 @stand_in
+def test_a_driver_that_does_not_know_how_long_imported_memory_is(start_node: Start) -> None:
+    """Asked in another way; when that fails, too, both answers are told."""
+    node = start_node()
+    node.faults.set(range_fail=1)
+    trainer = node.connect()
+    saves(trainer)
+    assert node.transfer() == ("pull", "")
+    trainer.kill()
+    node.faults.set(range_fail=3)
+    trainer = node.connect(job="other")
+    saves(trainer)
+    transfer, reason = node.transfer()
+    assert transfer == "push"
+    assert "INVALID_VALUE (1)" in reason and "NOT_SUPPORTED (801)" in reason
+
+
+@stand_in
 def test_no_stream_memory_operations(start_node: Start) -> None:
     node = start_node()
     trainer = node.process()
@@ -117,8 +134,47 @@ def test_a_daemon_whose_memory_is_not_pinned(start_node: Start) -> None:
 
 @stand_in
 def test_a_driver_that_does_not_start(start_node: Start) -> None:
-    node = start_node(init_fail_code=100)
+    node = start_node(driver={"init_fail_code": 100})
     pushed(node, node.connect(), "no CUDA driver")
+
+
+def pulls_later(node: Node, trainer: GpuTrainer) -> None:
+    """The next checkpoints are pushed, and after some of them pull is tried again."""
+    assert node.transfer()[0] == "push"
+    for _ in range(12):
+        saves(trainer, 1)
+    assert node.transfer() == ("pull", "")
+
+
+@stand_in
+def test_a_driver_that_works_after_some_time(start_node: Start) -> None:
+    """As at boot: modules and devices come after the daemon."""
+    node = start_node(driver={"init_fail_code": 802, "init_fail_count": 2})
+    trainer = node.connect()
+    saves(trainer)
+    node.wait_for(lambda: node.status()["daemon"]["transfer"] == "pull")
+    pulls_later(node, trainer)
+
+
+@stand_in
+def test_a_driver_that_is_slow_to_start(start_node: Start) -> None:
+    """Nobody waits for it for long, and it is used once it answers."""
+    node = start_node(driver={"init_hold": 1})
+    trainer = node.connect()
+    saves(trainer)
+    assert node.transfer()[1] == "the CUDA driver does not answer"
+    node.faults.set(init_hold=0)
+    node.wait_for(lambda: node.status()["daemon"]["transfer"] == "pull")
+    pulls_later(node, trainer)
+
+
+@stand_in
+def test_a_handle_that_does_not_open_once(start_node: Start) -> None:
+    node = start_node()
+    node.faults.fail_open(201, times=1)
+    trainer = node.connect()
+    saves(trainer)
+    pulls_later(node, trainer)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -128,7 +184,7 @@ def test_pull_that_was_demanded_and_cannot_be_had(start_node: Start, on_error: s
     trainer = node.connect(parts, transfer="pull", on_error=on_error)
     trainer.step()
     if on_error == "raise":
-        with pytest.raises(RemoteError, match="cannot be had") as caught:
+        with pytest.raises(RemoteError, match="is not available") as caught:
             trainer.checkpoint()
         assert caught.value.kind == "DeviceError"
         assert trainer.step() == 2
@@ -136,7 +192,7 @@ def test_pull_that_was_demanded_and_cannot_be_had(start_node: Start, on_error: s
     for _ in range(3):
         assert trainer.state(trainer.checkpoint()) == "failed"
         trainer.step()
-    assert len([w for w in trainer.warnings if "cannot be had" in w]) == 1
+    assert len([w for w in trainer.warnings if "is not available" in w]) == 1
     assert trainer.check(4) == ""
 
 

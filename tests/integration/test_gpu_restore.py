@@ -45,7 +45,7 @@ def test_many_chunks_are_in_flight(start_node: Start) -> None:
     assert again.check(1) == ""
     assert again.faults.to_device_queued_most > CHUNK  # parts of two chunks at least
     assert again.faults.to_device_queued == 0
-    assert again.faults.pageable_copies == 1  # the probe's
+    assert again.faults.pageable_copies <= 2  # probes, at attach() and after the restore
 
 
 @pytest.mark.parametrize("at", [-100, 5 * CHUNK, 0])

@@ -30,9 +30,10 @@ def test_a_gpu_without_two_free_mebibytes(start_node: Start) -> None:
     """torch has taken all of its memory: there is no room for the probe, so that tensors are
     pushed. Every checkpoint failed instead."""
     node = start_node()
-    trainer = node.connect(PARTS)
+    trainer = node.connect(PARTS, attach=False)
     trainer.step()
     trainer.faults.fail_alloc()
+    trainer.attach()
     handle = trainer.checkpoint()
     trainer.step()
     durable_and_right(trainer, handle, 1)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from pccheck_native import dropping
+from pccheck_native import Volume, dropping
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
+from tests.support.rank import Rank
 from tests.support.trainer import RemoteError, Trainer, mismatch
 
 Start = Callable[..., Daemon]
@@ -201,19 +202,21 @@ def test_the_first_to_reconnect_does_not_split_the_step(
     assert restored(ranks(start_trainer, daemon, "1")) == [step, step]
 
 
-def renew(trainer: Trainer, daemon: Daemon, rank: int) -> None:
+def renew(trainer: Trainer, daemon: Daemon, rank: int, **options: object) -> None:
     """Closes the client; a new one in the same process goes on with the same tensors."""
-    trainer.evaluate(_Renew(str(daemon.socket), rank))
+    trainer.evaluate(_Renew(str(daemon.socket), rank, options))
 
 
 class _Renew:
-    def __init__(self, socket: str, rank: int) -> None:
+    def __init__(self, socket: str, rank: int, options: dict[str, Any]) -> None:
         self.socket = socket
         self.rank = rank
+        self.options = options
 
     def __call__(self, trainer: Any) -> None:
         trainer.client.close()
-        trainer.client = type(trainer.client)("job", self.rank, 2, socket=self.socket)
+        made = type(trainer.client)("job", self.rank, 2, socket=self.socket, **self.options)
+        trainer.client = made
         trainer.client.attach(model=trainer.model, optimizer=trainer.optimizer)
 
 
@@ -234,6 +237,19 @@ def test_a_new_client_in_a_rank_does_not_split_the_job(
     save(group)
     end(group)
     assert restored(ranks(start_trainer, daemon, "1")) == [3, 3]
+
+
+def test_a_new_client_that_says_fresh_again_does_not_split_the_job(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """As a script does that makes its client twice, with the same arguments."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0", fresh=True)
+    save(group, to=2)
+    renew(group[1], daemon, 1, fresh=True)
+    save(group, to=4)
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "1")) == [4, 4]
 
 
 def test_a_new_client_after_a_rollback_does_not_split_the_job(
@@ -347,7 +363,8 @@ def test_a_rank_that_saves_alone_is_told_and_not_stalled(
         alone.checkpoint()
         if step:
             slow.append(time.monotonic() - since)
-    assert any("solo=True" in warning for warning in alone.warnings), alone.warnings
+    (warning,) = [one for one in alone.warnings if "solo=True" in one]
+    assert "replicated=True" in warning
     assert max(slow) < 5 and sum(slow) < 10, slow
 
 
@@ -465,3 +482,22 @@ def test_a_run_that_found_nothing_because_its_disk_was_away(
         assert mismatch(list(state["model"].values()), 40) == ""
     for trainer in group:
         assert any("NOT restored" in warning for warning in trainer.warnings), trainer.warnings
+
+
+def test_a_process_that_moved_to_a_newer_start_saves_and_is_shown_as_one_of_that(
+    start_daemon: Start,
+) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket, rank=0, world_size=2) as stays:
+        Rank(daemon.socket, rank=1, world_size=2).close()
+        with Rank(daemon.socket, rank=1, world_size=2) as again:
+            assert (stays.welcome.incarnation, again.welcome.incarnation) == (1, 2)
+            stays.register(100_000)  # it has asked for no checkpoint, so it moves along
+            document = stays.status()
+            assert {one["incarnation"] for one in document["sessions"]} == {2}
+            assert {one["incarnation"] for one in document["ranks"] if one["connected"]} == {2}
+            (path,) = daemon.storage.glob("*/*/rank-0.*.pcc")
+    daemon.stop()
+    volume = Volume(str(path), writable=False, allow_buffered=True)
+    assert volume.info().incarnation == 2
+    volume.close()

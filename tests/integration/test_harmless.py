@@ -95,12 +95,14 @@ data = TensorDataset(torch.randn(64, 300))
 loader = DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
 client = PCcheckClient(job="job", socket=sys.argv[1], on_error="raise")
 client.attach(model=model, optimizer=optimizer)
+step = 0
 for epoch in range(3):
     for (batch,) in loader:
+        step += 1
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-        handle = client.checkpoint()
+        handle = client.checkpoint(step=step)
 handle.wait_durable(60)
 if sys.argv[2] == "workers":
     (again,) = [DataLoader(data, batch_size=8, num_workers=2)]
@@ -158,7 +160,7 @@ for step in range(110):
         print("ready", flush=True)
         sys.stdin.readline()
     optimizer.step()
-    client.checkpoint()
+    client.checkpoint(step=step)
 print("trained")
 """
 

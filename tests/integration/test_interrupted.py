@@ -78,8 +78,8 @@ def test_a_handler_in_the_middle_of_an_update_gets_no_checkpoint(
 ) -> None:
     kit, handles = Kit(client), []
     kit.optimizer.step()
-    client.checkpoint().wait_durable(30)
-    on_signal(lambda: handles.append(client.checkpoint()))
+    client.checkpoint(step=1).wait_durable(30)
+    on_signal(lambda: handles.append(client.checkpoint(step=2)))
     kit.optimizer.between = arrive
     with pytest.warns(PccheckWarning, match="middle of a step.*set a flag"):
         kit.optimizer.step()
@@ -97,7 +97,7 @@ def test_another_thread_in_the_middle_of_an_update_gets_none_either(client: PCch
     kit, handles = Kit(client), []
 
     def elsewhere() -> None:
-        thread = threading.Thread(target=lambda: handles.append(client.checkpoint()))
+        thread = threading.Thread(target=lambda: handles.append(client.checkpoint(step=3)))
         thread.start()
         thread.join()
 
@@ -119,7 +119,7 @@ def test_a_step_that_failed_does_not_count_as_one_that_goes_on(client: PCcheckCl
     kit.optimizer.between = fail
     with pytest.raises(MemoryError):
         kit.optimizer.step()
-    client.checkpoint().wait_durable(30)
+    client.checkpoint(step=4).wait_durable(30)
 
 
 class Asking:
@@ -143,7 +143,7 @@ def test_a_handler_in_the_middle_of_a_checkpoint_gets_none_of_its_own(
 ) -> None:
     loader, handles = Asking(), []
     kit = Kit(client, loader=loader)
-    on_signal(lambda: handles.append(client.checkpoint()))
+    on_signal(lambda: handles.append(client.checkpoint(step=5)))
     loader.asked = arrive
     with pytest.warns(PccheckWarning, match="in the middle of another call"):
         outer = client.checkpoint(step=0)
@@ -158,7 +158,7 @@ def test_a_handler_in_the_middle_of_restoring_gets_none_either(
     loader, handles = Asking(), []
     Kit(client, loader=loader)
     client.checkpoint(step=0).wait_durable(30)
-    on_signal(lambda: handles.append(client.checkpoint()))
+    on_signal(lambda: handles.append(client.checkpoint(step=6)))
     loader.asked = arrive
     with pytest.warns(PccheckWarning, match="in the middle of another call"):
         assert client.restore().step == 0
@@ -173,7 +173,7 @@ def test_a_handler_at_the_end_of_a_gate_gets_none_either(
     Kit(client)
     gate = client._saver.gate
     monkeypatch.setattr(client._saver, "gate", lambda **how: (gate(**how), arrive()))
-    on_signal(lambda: handles.append(client.checkpoint()))
+    on_signal(lambda: handles.append(client.checkpoint(step=7)))
     with pytest.warns(PccheckWarning, match="in the middle of another call"):
         client.gate()
     assert [handle.state for handle in handles] == [CheckpointState.SKIPPED]
@@ -186,7 +186,7 @@ def test_a_handler_that_closes_does_not_break_the_call_it_came_in(
     Kit(client, loader=loader)
     on_signal(client.close)
     loader.asked = arrive
-    outer = client.checkpoint()
+    outer = client.checkpoint(step=8)
     assert outer.state is CheckpointState.SKIPPED
     assert "closed" in outer.reason
 
@@ -198,12 +198,12 @@ def test_a_thread_that_saves_beside_training_saves_whole_steps(client: PCcheckCl
     def save() -> None:
         for _ in range(30):
             calls.release()
-            handle = client.checkpoint()
+            handle = client.checkpoint(step=9)
             if handle.state is not CheckpointState.SKIPPED:
                 handle.wait_durable(60)
         ended.set()
 
-    client.checkpoint().wait_durable(60)
+    client.checkpoint(step=8).wait_durable(60)
     saver = threading.Thread(target=save)
     saver.start()
     while not ended.is_set():

@@ -50,6 +50,8 @@ class TwoNodes(Daemon):
         """The CPUs that each writer thread may use."""
         found = []
         for task in Path(f"/proc/{self.pid}/task").iterdir():
+            if not (task / "status").exists():  # a thread that has ended meanwhile
+                continue
             fields = dict(
                 line.split(":\t", 1) for line in (task / "status").read_text().splitlines()
             )

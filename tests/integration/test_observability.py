@@ -171,7 +171,10 @@ def test_a_trace_shows_the_overlap(
         found = rows(observer.trace(3600), "checkpoints")
         assert rows(observer.trace(0), "checkpoints") == []
     path = tmp_path / "trace.json"
-    assert cli.main(["--socket", str(daemon.socket), "trace", "-o", str(path)]) == 0
+    command = ["--socket", str(daemon.socket), "trace", "-o", str(path)]
+    assert cli.main(command) == 0
+    assert cli.main(command) == 2  # it is there, and stays
+    assert cli.main([*command, "--force"]) == 0
     events = json.loads(path.read_text())["traceEvents"]
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"lane 0: copy", "lane 1: copy", "admission", "gate: the trainer is held"} <= tracks

@@ -117,7 +117,8 @@ def test_the_update_waits_for_the_copy(start_daemon: Start, start_trainer: Conne
 
 
 def test_without_the_gate_the_snapshot_is_torn(start_daemon: Start, start_trainer: Connect) -> None:
-    """Shows that the test above can fail: the same copy, and an update that does not ask."""
+    """Shows that the test above can fail: the same copy, and an update that does not ask, in a way
+    that torch does not count."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB], gate="manual", hook=False)
     trainer.damage_ungated(1)
@@ -126,6 +127,20 @@ def test_without_the_gate_the_snapshot_is_torn(start_daemon: Start, start_traine
     trainer.damage_ungated(2)
     trainer.wait_durable(handle)
     assert "off from step 1" in trainer.recover()["wrong"]
+
+
+def test_a_torn_snapshot_fails_where_torch_counts_the_change(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """P4: the same again, but for the counting."""
+    daemon = start_daemon("--dram", "4MiB", *SLOW)
+    trainer = start_trainer(daemon, [8 * MIB], gate="manual", hook=False)
+    trainer.damage_ungated(1)
+    handle = trainer.checkpoint(step=1)
+    assert trainer.watch(handle, "copying") == "copying"
+    trainer.damage_ungated(2, counted=True)
+    assert trainer.ended(handle) == "failed"
+    assert "model.parts.0" in trainer.reason(handle)
 
 
 def test_an_abandoned_snapshot_is_never_vouched_for(

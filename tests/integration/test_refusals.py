@@ -65,9 +65,23 @@ def test_wrong_flags(stack: object, flags: tuple[str, ...], said: str) -> None:
         assert said in text
 
 
-def test_storage_that_is_not_there() -> None:
+def test_a_misspelt_flag_is_answered_with_the_one_that_was_meant() -> None:
     with Daemon() as daemon:
-        shutil.rmtree(daemon.storage)
+        code, text = refused(daemon, "--slot", "4")
+        assert code == 2
+        assert text == (
+            "pccheckd: unrecognized arguments: --slot 4 (did you mean --slots? see: pccheckd "
+            "--help)\n"
+        )
+
+
+def test_a_storage_directory_is_made_but_not_its_parents() -> None:
+    with Daemon() as daemon:
+        daemon.storage.rmdir()
+        daemon.start()
+        assert daemon.storage.is_dir()
+        daemon.stop()
+        daemon.storage = daemon.storage / "not" / "mounted"
         code, text = refused(daemon)
         assert code == 10
         assert "mkdir" in text

@@ -61,7 +61,8 @@ def test_the_filter_bites(confined: Confined) -> None:
     assert not {"chroot", "mount", "ptrace", "setpriority", "init_module", "bpf"} & names
 
 
-def test_it_serves_in_confinement(confined: Confined) -> None:
+def test_it_serves_in_confinement(confined: Confined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCHECK_DAEMON_UID", "65534")  # as seen from outside its user namespace
     confined.start()
     status = Path(f"/proc/{confined.pid}/status").read_text()
     assert "\nSeccomp:\t2\n" in status and "\nNoNewPrivs:\t1\n" in status

@@ -40,7 +40,7 @@ class Limited(Daemon):
         return [sys.executable, "-c", LIMITED, name, str(limit), *super().command(*flags)[1:]]
 
 
-@pytest.mark.parametrize("limit", [("RLIMIT_MEMLOCK", 0), ("RLIMIT_AS", 700 * MIB)])
+@pytest.mark.parametrize("limit", [("RLIMIT_MEMLOCK", 0), ("RLIMIT_AS", 780 * MIB)])
 def test_what_the_limits_leave_is_used(limit: tuple[str, int]) -> None:
     """A checkpoint becomes durable, or is refused in words; the daemon goes on."""
     daemon = Limited("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "1GiB")
@@ -90,6 +90,31 @@ def group() -> Iterator[Path]:
         pytest.skip(f"no memory cgroup to be had: {error}")
     yield made
     made.rmdir()
+
+
+class Grouped(Daemon):
+    """A daemon that starts in a cgroup."""
+
+    group = GROUPS
+
+    def command(self, *flags: str) -> list[str]:
+        join = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); "
+        join += "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+        procs = str(self.group / "cgroup.procs")
+        return [sys.executable, "-c", join, procs, *super().command(*flags)[1:]]
+
+
+def test_the_default_dram_is_a_quarter_of_the_cgroups_limit(group: Path) -> None:
+    (group / "memory.limit_in_bytes").write_text(str(512 * MIB))
+    with Grouped("--chunk", "1MiB") as daemon:
+        daemon.group = group
+        daemon.start()
+        assert "DRAM 0.12 GiB" in daemon.log.read_text()  # 128 MiB
+        assert daemon.stop() == 0
+        daemon.start("--dram", "1GiB")
+        log = daemon.log.read_text()
+        assert f"--dram 1GiB is more than memory.limit_in_bytes of cgroup {group} allows" in log
+        assert daemon.stop() == 0
 
 
 def test_killed_for_its_memory(

@@ -116,11 +116,10 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
     service.wait_for(lambda said: said == "READY=1")
     assert "RELOADING=1" in service.heard
     assert any(said.startswith("MONOTONIC_USEC=") for said in service.heard)
-    log = service.log.read_text()
-    assert "not taken over, these need a restart: slots 4 -> 9" in log
+    service.wait_log("not taken over, these need a restart: slots 4 -> 9")
     with (
         Rank(service.socket) as rank,
-        pytest.raises(Exception, match=r"--max-storage 1048576 are used"),
+        pytest.raises(Exception, match=r"--max-storage 1.00 MiB are used"),
     ):
         rank.register(SIZE)
     service.file.write_text("slots = nine")

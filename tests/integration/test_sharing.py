@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,6 +193,30 @@ def test_two_chunks_for_everybody(start_daemon: Start) -> None:
         ranks[2].save(1, payload_of(9, 3 * MIB))
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, for two users")
+def test_the_sessions_of_one_user_do_not_hold_all_memory(start_daemon: Start) -> None:
+    """They hold two chunks each, answer nothing, and were there first."""
+    daemon = start_daemon("--dram", "16MiB")
+    daemon.open_to_everybody()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.as_user", "12345", "tests.support.hostile",
+         "minimal_sessions", str(daemon.socket), "{}"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as attacker:  # fmt: skip
+        assert attacker.stdout is not None and attacker.stdin is not None
+        assert attacker.stdout.readline() == "enough\n"
+        assert status(daemon)["pool"]["used_bytes"] == 16 * MIB
+        for job in ("first", "second"):
+            with Rank(daemon.socket, job=job) as rank:
+                rank.register(3 * MIB)
+                for step in (1, 2):
+                    rank.save(step, payload_of(step, 3 * MIB))
+                assert rank.restore()[1] == payload_of(2, 3 * MIB)
+        attacker.stdin.close()
+        assert int(attacker.stdout.readline()) > 0
+    assert "uid 12345" in daemon.log.read_text()
+
+
 def _registers(rank: Rank, size: int) -> bool:
     try:
         rank.register(size)
@@ -243,7 +269,7 @@ def test_storage_of_one_user(start_daemon: Start) -> None:
     with Rank(daemon.socket, job="old") as old, Rank(daemon.socket, job="new") as new:
         old.register(6 * MIB)
         old.save(1, payload_of(1, 6 * MIB))
-        with pytest.raises(StorageFullError, match="--max-storage-per-user 41943040") as full:
+        with pytest.raises(StorageFullError, match=r"--max-storage-per-user 40.0 MiB") as full:
             new.register(6 * MIB)
         assert "pccheckctl drop old" in full.value.hint
 

@@ -20,7 +20,7 @@ def test_a_full_disk_is_named_and_what_fits_goes_on(
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.checkpoint([1]).wait_durable(30)
-        with pytest.warns(PccheckWarning, match=r"bytes.*free") as told:
+        with pytest.warns(PccheckWarning, match=r"MiB free") as told:
             ended = [client.checkpoint([torch.ones(5_000_000)]) for _ in range(3)]
         assert len(told) == 1
         assert {handle.state for handle in ended} == {CheckpointState.FAILED}

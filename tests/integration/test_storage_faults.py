@@ -13,7 +13,7 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import Trainer
+from tests.support.trainer import RemoteError, Trainer
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
@@ -107,3 +107,21 @@ def _settled(trainer: object) -> bool:
     except Exception:
         return False
     return True
+
+
+def test_after_a_failed_record_the_next_trainer_saves(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon(shim="enospc:record-a:1")
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    daemon.armed.touch()
+    trainer.step()
+    with pytest.raises(RemoteError):
+        trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == 1
+    again.step()
+    assert again.wait_durable(again.checkpoint()) == "durable"

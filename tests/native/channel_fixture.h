@@ -131,6 +131,21 @@ static inline void grow(struct fixture *f, uint64_t bytes, uint64_t segment_byte
     }
 }
 
+/* As the daemon does after a session that still had chunks to fill: other memory in its place. */
+static inline void renew(struct fixture *f, const struct settings *settings)
+{
+    struct pcc_channel_usage usage;
+    struct pcc_channel_holding holding;
+    const uint64_t deadline = soon();
+
+    do {
+        CHECK(pcc_now_ns() < deadline);
+        pcc_channel_shrink(f->channel, settings->memory_bytes, &holding);
+        pcc_channel_usage(f->channel, &usage);
+    } while (usage.left_chunks > 0 || holding.bytes > holding.lasting_bytes);
+    grow(f, settings->memory_bytes, settings->segment_bytes);
+}
+
 static inline void fixture_open(struct fixture *f, const struct settings *settings)
 {
     const struct pcc_volume_spec volume = {.payload_capacity_bytes = settings->payload_capacity,

@@ -35,6 +35,7 @@ static CUresult (*fill_async)(CUdeviceptr, unsigned char, size_t, CUstream);
 static CUresult (*alloc_unshareable)(CUdeviceptr *, size_t);
 static CUresult (*capture_begin)(CUstream, int);
 static CUresult (*capture_end)(CUstream);
+static CUresult (*load_module)(void);
 
 static inline void symbol(void *library, const char *name, void *out)
 {
@@ -66,6 +67,7 @@ static inline void standin_open(void)
     symbol(library, "standinAllocUnshareable", &alloc_unshareable);
     symbol(library, "standinBeginCapture", &capture_begin);
     symbol(library, "standinEndCapture", &capture_end);
+    symbol(library, "standinLoadModule", &load_module);
     CHECK(pcc_cuda_load(&cuda) == 0);
     for (uint32_t i = 0; i < 4; i++)
         CHECK(pcc_gpu_device_open(i, &gpus[i]) == 0);
@@ -137,6 +139,7 @@ static inline struct pcc_device_range on_gpu(uint32_t gpu, CUdeviceptr address, 
 
 struct stream {
     uint32_t gpu;
+    CUdeviceptr scratch;
     CUstream handle;
     _Atomic bool blocked;
 };

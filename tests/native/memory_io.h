@@ -16,6 +16,7 @@ struct memory_io {
     uint8_t *bytes;
     pthread_mutex_t lock;
     _Atomic int fail_writes; /* so many writes fail from now on; -1: all */
+    _Atomic int write_error; /* with this; 0: -EIO */
     _Atomic int fail_durables;
     _Atomic int fail_flushes;
     _Atomic int fail_reads;
@@ -25,6 +26,7 @@ struct memory_io {
     _Atomic int writes, durables, flushes, reads;
     _Atomic long write_ns; /* how long a write takes */
     _Atomic int writing, writing_most;
+    _Atomic int flushing, flushing_most;
 };
 
 static inline struct memory_io *memory_of(struct pcc_io *io)
@@ -77,7 +79,9 @@ static inline int64_t memory_write(struct pcc_io *io, const void *bytes, uint64_
     if (pause.tv_nsec > 0)
         (void)nanosleep(&pause, NULL);
     const int64_t moved =
-        memory_spend(&self->fail_writes) ? -EIO : memory_move_in(self, bytes, length, offset);
+        memory_spend(&self->fail_writes)
+            ? (atomic_load(&self->write_error) != 0 ? atomic_load(&self->write_error) : -EIO)
+            : memory_move_in(self, bytes, length, offset);
     atomic_fetch_sub(&self->writing, 1);
     return moved;
 }
@@ -112,7 +116,16 @@ static inline int64_t memory_read(struct pcc_io *io, void *bytes, uint64_t lengt
 
 static inline int memory_flush(struct pcc_io *io)
 {
-    atomic_fetch_add(&memory_of(io)->flushes, 1);
+    struct memory_io *self = memory_of(io);
+    const int now = atomic_fetch_add(&self->flushing, 1) + 1;
+    int most = atomic_load(&self->flushing_most);
+    while (now > most && !atomic_compare_exchange_weak(&self->flushing_most, &most, now)) {
+    }
+    const struct timespec pause = {.tv_nsec = atomic_load(&self->write_ns)};
+    if (pause.tv_nsec > 0)
+        (void)nanosleep(&pause, NULL);
+    atomic_fetch_sub(&self->flushing, 1);
+    atomic_fetch_add(&self->flushes, 1);
     return memory_spend(&memory_of(io)->fail_flushes) ? -EIO : 0;
 }
 

@@ -65,14 +65,13 @@ static const struct pcc_save_events owner_events = {
     .ended = owner_ended,
 };
 
-static inline struct owner *owner_new(uint32_t slots, uint32_t keep, uint32_t lanes,
-                                      uint32_t writers)
+static inline struct owner *owner_of(struct memory_io *media, uint32_t lanes, uint32_t writers)
 {
     struct owner *owner = calloc(1, sizeof *owner);
     CHECK(owner);
     (void)pthread_mutex_init(&owner->lock, NULL);
     (void)pthread_cond_init(&owner->ended, NULL);
-    owner->media = formatted(slots, keep);
+    owner->media = media;
     owner->volume = opened(owner->media);
     const struct pcc_saver_spec spec = {.lanes = lanes,
                                         .writers_per_lane = writers,
@@ -81,6 +80,12 @@ static inline struct owner *owner_new(uint32_t slots, uint32_t keep, uint32_t la
                                         .owner = owner};
     CHECK_EQUAL(pcc_saver_open(owner->volume, &spec, &owner->saver), 0);
     return owner;
+}
+
+static inline struct owner *owner_new(uint32_t slots, uint32_t keep, uint32_t lanes,
+                                      uint32_t writers)
+{
+    return owner_of(formatted(slots, keep), lanes, writers);
 }
 
 static inline void owner_free(struct owner *owner)

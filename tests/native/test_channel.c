@@ -244,6 +244,7 @@ static void test_trainer_killed(void)
         struct pcc_channel_usage usage;
         pcc_channel_usage(f.channel, &usage);
         CHECK(usage.granted_chunks == 0 && usage.in_flight == 0);
+        renew(&f, &roomy); /* the channel was not told which process it is */
     }
     CHECK(durable >= 3);
     printf("  killed in mid-copy: %u failed, %u durable\n", failed, durable);

@@ -1,7 +1,10 @@
 /* What no honest client says. The client here is hand-made: it maps the page and writes into it
  * what it likes. Each lie ends the session with BAD_PEER and nothing else: no copy is vouched for,
  * and the channel serves the next session. Then the races that an honest client can lose. */
+#include <signal.h>
+
 #include "client_fixture.h"
+#include "pcc_hash.h"
 
 static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 8 * CHUNK};
 
@@ -159,6 +162,7 @@ static void test_lies(void)
             CHECK(pcc_now_ns() < deadline);
         } while (usage.in_flight > 0);
         CHECK(usage.granted_chunks == 0 && usage.full_chunks == 0 && usage.lent_chunks == 0);
+        renew(&f, &roomy);
     }
     /* The next client is honest. */
     static uint8_t bytes[PAYLOAD];
@@ -260,6 +264,218 @@ static void test_abandoned_before_the_last_message(void)
     fixture_close(&f);
 }
 
+/* -- a process that outlives its session -- */
+
+/* A mapping of its own, as a client has one. */
+static uint8_t *map(const struct fixture *f, uint32_t chunk)
+{
+    const struct pcc_segment *memory =
+        &f->channel->segments[f->channel->chunks[chunk].segment].memory;
+    uint8_t *bytes = mmap(NULL, CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED, memory->fd,
+                          (off_t)(chunk - memory->first_chunk) * CHUNK);
+
+    CHECK(bytes != MAP_FAILED);
+    return bytes;
+}
+
+struct writer {
+    uint8_t *chunks[4];
+    _Atomic bool stop;
+};
+
+static void *write_on(void *argument)
+{
+    struct writer *writer = argument;
+
+    for (uint32_t i = 0; !atomic_load(&writer->stop); i++)
+        memset(writer->chunks[i % 4], (int)i, CHUNK);
+    return NULL;
+}
+
+static uint64_t left_chunks(struct fixture *f)
+{
+    struct pcc_channel_usage usage;
+
+    pcc_channel_usage(f->channel, &usage);
+    return usage.left_chunks;
+}
+
+/* A stopped process, or a GPU that was late, fills the chunks that it once had: no checkpoint of a
+ * session after it is in them. */
+static void test_late_writes(void)
+{
+    struct fixture f;
+    struct writer writer = {0};
+    pthread_t thread;
+    uint32_t chunks[4];
+    static uint8_t bytes[PAYLOAD];
+
+    fixture_open(&f, &roomy);
+    page_open(&f);
+    admitted(&f, 1, chunks);
+    for (uint32_t i = 0; i < 4; i++)
+        writer.chunks[i] = map(&f, chunks[i]);
+    detach(&f);
+    CHECK_EQUAL(left_chunks(&f), 4);
+    CHECK(pthread_create(&thread, NULL, write_on, &writer) == 0);
+    for (uint64_t session = 0; session < 2; session++) { /* beside them, and in their place */
+        link_open(&f);
+        for (uint64_t snapshot = 1; snapshot <= 50; snapshot++) {
+            pattern(bytes, sizeof(bytes), snapshot);
+            const uint64_t sequence = save(&f, snapshot, bytes, sizeof(bytes));
+            load_equals(&f, sequence, snapshot, bytes, sizeof(bytes));
+        }
+        detach(&f);
+        renew(&f, &roomy);
+        CHECK_EQUAL(left_chunks(&f), 0);
+    }
+    atomic_store(&writer.stop, true);
+    CHECK(pthread_join(thread, NULL) == 0);
+    for (uint32_t i = 0; i < 4; i++)
+        CHECK(munmap(writer.chunks[i], CHUNK) == 0);
+    fixture_close(&f);
+}
+
+/* A client that writes to its chunks while they are read has nobody call the checkpoint damaged. */
+static void test_scribbling_is_no_damage(void)
+{
+    struct fixture f;
+    struct writer writer = {0};
+    pthread_t thread;
+    static uint8_t bytes[PAYLOAD];
+
+    fixture_open(&f, &(struct settings){.payload_capacity = 1u << 20, .memory_bytes = 4 * CHUNK});
+    pattern(bytes, sizeof(bytes), 1);
+    link_open(&f);
+    const uint64_t sequence = save(&f, 1, bytes, sizeof(bytes));
+    for (uint32_t i = 0; i < 4; i++)
+        writer.chunks[i] = map(&f, i);
+    CHECK(pthread_create(&thread, NULL, write_on, &writer) == 0);
+    for (uint64_t id = 1; id <= 20; id++) {
+        CHECK(pcc_link_load_start(f.link, id, NULL, 0, NULL, 0) == 0);
+        CHECK(pcc_channel_load(f.channel, f.volume, false, sequence, 0, PAYLOAD, id) == 0);
+        CHECK(pcc_link_load_wait(f.link, id, soon()) == 0);
+        CHECK_EQUAL(event_until(&f, PCC_EVENT_LOAD_ENDED).error, 0);
+    }
+    atomic_store(&writer.stop, true);
+    CHECK(pthread_join(thread, NULL) == 0);
+    for (uint32_t i = 0; i < 4; i++)
+        CHECK(munmap(writer.chunks[i], CHUNK) == 0);
+    detach(&f);
+    fixture_close(&f);
+}
+
+/* All that a channel has, while what was copied is still being written. */
+static void test_nothing_else_is_left(void)
+{
+    struct fixture f;
+    static const struct settings little = {.payload_capacity = 1u << 20, .memory_bytes = 4 * CHUNK};
+    uint32_t chunks[4];
+    static uint8_t bytes[PAYLOAD];
+
+    fixture_open(&f, &little);
+    page_open(&f);
+    admitted(&f, 1, chunks);
+    detach(&f);
+    CHECK_EQUAL(left_chunks(&f), 4);
+    link_open(&f);
+    submit(&f, 1, bytes, sizeof(bytes));
+    CHECK(begin_wait(&f, 1, sizeof(bytes)) > 0); /* it waits for memory, and so its save is live */
+    renew(&f, &little);
+    CHECK(pcc_link_wait(f.link, 1, PCC_WAIT_DURABLE, soon()) == 0);
+    detach(&f);
+    fixture_close(&f);
+}
+
+/* A process that has ended writes nothing: its chunks are used again. */
+static void test_the_dead_write_nothing(void)
+{
+    struct fixture f;
+    uint32_t chunks[4];
+
+    fixture_open(&f, &roomy);
+    f.trainer = fork();
+    CHECK(f.trainer >= 0);
+    if (f.trainer == 0)
+        for (;;)
+            (void)pause();
+    page_open(&f);
+    admitted(&f, 1, chunks);
+    CHECK(kill(f.trainer, SIGKILL) == 0); /* and it stays a zombie */
+    detach(&f);
+    CHECK_EQUAL(left_chunks(&f), 0);
+    CHECK(waitpid(f.trainer, NULL, 0) == f.trainer);
+    fixture_close(&f);
+}
+
+/* A client that closes has stopped writing, and says so. */
+static void test_a_closed_link_has_nothing(void)
+{
+    struct fixture f;
+
+    fixture_open(&f, &roomy);
+    for (uint64_t round = 0; round < 50; round++) {
+        link_open(&f);
+        CHECK(pcc_link_request(f.link, 1) == 0);
+        CHECK(begin_wait(&f, 1, PAYLOAD) > 0);
+        pcc_link_close(f.link);
+        f.link = NULL;
+        detach(&f);
+        CHECK_EQUAL(left_chunks(&f), 0);
+    }
+    fixture_close(&f);
+}
+
+static struct { /* where the link's thread stands still in the middle of a chunk */
+    _Atomic uint32_t pieces;
+    _Atomic bool there, go;
+} barrier;
+
+void __real_pcc_hash_add(struct pcc_hash *hash, const void *bytes, uint64_t length_bytes);
+void __wrap_pcc_hash_add(struct pcc_hash *hash, const void *bytes, uint64_t length_bytes);
+
+void __wrap_pcc_hash_add(struct pcc_hash *hash, const void *bytes, uint64_t length_bytes)
+{
+    if (atomic_load(&barrier.pieces) > 0 && atomic_fetch_sub(&barrier.pieces, 1) == 1) {
+        atomic_store(&barrier.there, true);
+        while (!atomic_load(&barrier.go))
+            (void)usleep(200);
+    }
+    __real_pcc_hash_add(hash, bytes, length_bytes);
+}
+
+/* A thread that is in the middle of a chunk when the session ends stops there. */
+static void test_a_copy_ends_with_its_session(void)
+{
+    struct fixture f;
+    static uint8_t bytes[CHUNK];
+    uint32_t chunk = 0;
+    const uint64_t deadline = soon();
+
+    fixture_open(&f, &roomy);
+    memset(bytes, 0xa5, CHUNK);
+    link_open(&f);
+    atomic_store(&barrier.pieces, 4);
+    submit(&f, 1, bytes, CHUNK);
+    CHECK(begin_wait(&f, 1, CHUNK) > 0);
+    while (!atomic_load(&barrier.there)) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(200);
+    }
+    while (f.channel->chunks[chunk].state != PCC_CHUNK_GRANTED)
+        chunk++;
+    uint8_t *filled = map(&f, chunk);
+    pcc_channel_detach(f.channel);
+    atomic_store(&barrier.go, true);
+    CHECK(pcc_link_wait(f.link, 1, PCC_WAIT_READ, soon()) == -ECONNRESET);
+    CHECK(filled[4 * BLOCK - 1] == 0xa5);
+    for (uint32_t at = 4 * BLOCK; at < CHUNK; at++)
+        CHECK(filled[at] == 0);
+    CHECK(munmap(filled, CHUNK) == 0);
+    ends_close(&f);
+    fixture_close(&f);
+}
+
 /* A client that takes loaded data and never gives it back: the load waits, the detach does not. */
 static void test_load_never_taken(void)
 {
@@ -298,5 +514,11 @@ int main(void)
     RUN(test_ring_is_drained);
     RUN(test_abandoned_before_the_last_message);
     RUN(test_load_never_taken);
+    RUN(test_late_writes);
+    RUN(test_scribbling_is_no_damage);
+    RUN(test_nothing_else_is_left);
+    RUN(test_the_dead_write_nothing);
+    RUN(test_a_closed_link_has_nothing);
+    RUN(test_a_copy_ends_with_its_session);
     return 0;
 }

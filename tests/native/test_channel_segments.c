@@ -151,7 +151,7 @@ static void test_lies(void)
         ring(&f);
         CHECK(event_until(&f, PCC_EVENT_BAD_PEER).session == f.session);
         detach(&f);
-        shrink_whole(&f); /* what it had counts as returned */
+        renew(&f, &cut); /* what it had counts as returned */
     }
     static uint8_t bytes[PAYLOAD];
     pattern(bytes, sizeof(bytes), 1);

@@ -257,7 +257,8 @@ static void test_bounds_are_checked_behind_the_crc(void)
     BAD(format_version = 0);
     BAD(next_sequence = 9);
     BAD(slots[1].state = 2);
-    BAD(slots[1].flags = 16);
+    BAD(slots[1].flags = 32);
+    BAD(offset_bytes = 0);
     BAD(slots[1].flags = PCC_SLOT_QUARANTINED);
     BAD(slots[1].sequence = 0);
     BAD(slots[1].payload_bytes = 1ull << 60);
@@ -266,7 +267,7 @@ static void test_bounds_are_checked_behind_the_crc(void)
     BAD(slots[1].tree_offset_bytes = 100001);
     BAD(slots[1].tree_bytes = UINT64_MAX);
     BAD(slots[0].sequence = 3);
-    BAD(slots[3].flags = PCC_SLOT_PINNED);
+    BAD(slots[3].flags = PCC_SLOT_PROTECTED);
     BAD(slots[4].sequence = 3);
     BAD(slots[2] = good.slots[1]);
 #undef BAD

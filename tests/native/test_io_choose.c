@@ -55,7 +55,8 @@ static void forbid(int call, uint32_t error)
     const struct sock_fprog program = {.len = sizeof filter / sizeof *filter, .filter = filter};
 
     CHECK_EQUAL(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
-    CHECK_EQUAL(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program), 0);
+    /* qemu's user mode knows no filters, and has no io_uring that could be forbidden. */
+    CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0 || errno == EINVAL);
 }
 
 static void check_without_uring(void)

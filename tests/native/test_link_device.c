@@ -1,5 +1,7 @@
 /* The order between a trainer's streams and a daemon that pulls: marks, holds, and everybody who
  * may let a stream go. And what the daemon is told: the exposure. */
+#include <pthread.h>
+
 #include "link_fixture.h"
 
 #include <sys/wait.h>
@@ -67,6 +69,81 @@ static void test_words(void)
     daemon_close(&d);
     stream_close(&stream);
     gpu_free(0, memory);
+}
+
+/* Marks and holds make no stream wait but the trainer's own: whatever shares a hardware queue with
+ * another one would stand behind it. Yet close() waits until every stream has passed the page, also
+ * one whose place in the page's entry another stream has taken. */
+static void test_no_stream_of_ours_waits(void)
+{
+    struct daemon d;
+    struct stream first, second;
+
+    open_one(&d, &first);
+    stream_open(&second, 0);
+    stream_block(&first);
+    pull(&d, 1, &first, false);
+    CHECK_EQUAL(seen(&control->waits), 0);
+    admit(&d, 1);
+    CHECK(hold(&d, 1, &first, soon()) == 0);
+    CHECK(hold(&d, 1, &second, soon()) == 0);
+    CHECK_EQUAL(seen(&control->waits), 2 + 1); /* the second one's passes after the first one's */
+    CHECK(pcc_link_abandon(d.link, 1));
+    pull(&d, 1 + PCC_SNAPSHOTS, &second, false); /* the same entry */
+    admit(&d, 1 + PCC_SNAPSHOTS);
+    CHECK(pcc_link_abandon(d.link, 1 + PCC_SNAPSHOTS));
+    CHECK(!stream_idle(&first));
+    atomic_store(&first.blocked, false);
+    daemon_close(&d);
+    CHECK(stream_idle(&first) && stream_idle(&second));
+    stream_close(&first);
+    stream_close(&second);
+}
+
+static void *launch(void *argument)
+{
+    const struct stream *stream = argument;
+
+    for (uint32_t i = 0; i < 20; i++)
+        stream_fill(stream, stream->scratch, (uint8_t)i, CHUNK);
+    return NULL;
+}
+
+static void *load(void *argument)
+{
+    (void)argument;
+    CHECK(pcc_gpu_enter(&gpus[0]) == 0);
+    CHECK(load_module() == CUDA_SUCCESS);
+    pcc_gpu_leave(&gpus[0]);
+    return NULL;
+}
+
+/* A thread of the trainer's that stands in the driver until the held stream goes on, and keeps all
+ * others out: its queue of launches is full, or it loads a kernel. The deadline is kept. */
+static void test_a_driver_that_is_locked(void)
+{
+    struct daemon d;
+    struct stream stream;
+    pthread_t thread;
+
+    open_one(&d, &stream);
+    stream.scratch = gpu_alloc(0, CHUNK);
+    for (uint64_t snapshot = 1; snapshot <= 2; snapshot++) {
+        pull(&d, snapshot, &stream, false);
+        admit(&d, snapshot);
+        UNTIL(atomic_load(&words(&d, snapshot, 0)->ready) == snapshot);
+        CHECK(hold(&d, snapshot, &stream, pcc_now_ns() + SECOND / 20) == 0);
+        set(&control->launch_queue, 8);
+        CHECK(pthread_create(&thread, NULL, snapshot == 1 ? launch : load, &stream) == 0);
+        UNTIL(state_of(&d, snapshot).word == PCC_WORD_ABANDONED);
+        CHECK(pthread_join(thread, NULL) == 0);
+        set(&control->launch_queue, 0);
+        CHECK_EQUAL(state_of(&d, snapshot).error, -ETIMEDOUT);
+        listen_to(&d);
+    }
+    daemon_close(&d);
+    stream_close(&stream);
+    gpu_free(0, stream.scratch);
 }
 
 /* The deadline lets go of its own snapshot, and of no other. */
@@ -271,6 +348,8 @@ int main(void)
     CHECK(atexit(close_at_exit) == 0); /* before the driver's own: it comes after it */
     standin_open();
     RUN(test_words);
+    RUN(test_no_stream_of_ours_waits);
+    RUN(test_a_driver_that_is_locked);
     RUN(test_deadline);
     RUN(test_letting_go);
     RUN(test_staging);

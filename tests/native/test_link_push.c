@@ -141,6 +141,47 @@ static void test_gate(void)
     free(before);
 }
 
+/* A number that the trainer reads every step comes after few of our copies, since a GPU has one
+ * copy engine for that direction. Who waits at the gate has all copies enqueued at once. */
+static void test_small_copies_pass(void)
+{
+    struct daemon d;
+    struct stream stream;
+    const uint64_t length = 12 * CHUNK;
+    const CUdeviceptr memory = gpu_alloc(0, length), loss = gpu_alloc(0, 4);
+    uint32_t seen_loss = 0;
+
+    pattern(at(memory), length, 11);
+    pattern(at(loss), 4, 12);
+    daemon_open(&d, 14);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    stream_open(&stream, 0);
+    set(&control->copy_hold_kinds, STANDIN_TO_HOST);
+    atomic_store(&d.link->ahead_bytes, 3 * CHUNK);
+    push(&d, 1, &stream, memory, length);
+    admit(&d, 1);
+    UNTIL(seen(&control->to_host_queued) >= 3 * CHUNK);
+    CHECK(pcc_gpu_enter(&gpus[0]) == 0);
+    CHECK(cuda->host_register(&seen_loss, 4, 0) == CUDA_SUCCESS);
+    CHECK(cuda->copy_to_host(&seen_loss, loss, 4, stream.handle) == CUDA_SUCCESS);
+    set(&control->copy_hold_skip, 3 + 1);
+    UNTIL(stream_idle(&stream));
+    CHECK(memcmp(&seen_loss, at(loss), 4) == 0);
+    pcc_gpu_leave(&gpus[0]);
+    CHECK(hold(&d, 1, &stream, soon()) == 0);
+    CHECK(seen(&control->to_host_queued) > 3 * CHUNK);
+    set(&control->copy_hold_kinds, 0);
+    CHECK(pcc_gpu_enter(&gpus[0]) == 0);
+    CHECK(cuda->host_unregister(&seen_loss) == CUDA_SUCCESS); /* waits for all copies */
+    pcc_gpu_leave(&gpus[0]);
+    collect(&d, length + 4);
+    CHECK(pushed(&d, memory, length));
+    daemon_close(&d);
+    stream_close(&stream);
+    gpu_free(0, memory);
+    gpu_free(0, loss);
+}
+
 static void *abandon_one(void *link)
 {
     CHECK(pcc_link_abandon(link, 1));
@@ -388,6 +429,7 @@ int main(void)
     standin_open();
     RUN(test_mixed);
     RUN(test_gate);
+    RUN(test_small_copies_pass);
     RUN(test_abandon);
     RUN(test_pageable);
     RUN(test_refused_copy);

@@ -3,6 +3,8 @@
  * from PCC_SEED on. */
 #include "pull_fixture.h"
 
+#define MEMORY (12 * CHUNK)
+
 static uint32_t next_random(uint64_t *state)
 {
     *state = *state * 6364136223846793005ull + 1442695040888963407ull;
@@ -77,6 +79,7 @@ static void storm_session(struct pull *p, uint64_t *random, uint32_t *durable)
     trainer_kill(&p->trainer);
     mappings_gone(p);
     expected_free(p);
+    renew(&p->f, &(struct settings){.memory_bytes = MEMORY}); /* it lived when its session ended */
 }
 
 static void test_storm(void)
@@ -86,7 +89,7 @@ static void test_storm(void)
     uint32_t durable = 0;
     struct pull p;
 
-    pull_open(&p, 12 * CHUNK);
+    pull_open(&p, MEMORY);
     detach(&p.f);
     trainer_kill(&p.trainer);
     poke(&p.control->copy_slow_kinds, STANDIN_TO_HOST);

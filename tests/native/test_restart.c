@@ -48,6 +48,7 @@ struct trial {
     uint32_t snapshots;
     bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
     bool shrinks;  /* memory comes and goes all the time */
+    bool twice;    /* the daemon that takes over is killed, too */
 };
 
 static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
@@ -110,6 +111,8 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
 }
 
 /* -- the next one -- */
+
+#define STORES_OF_TAKING_OVER 24u /* about so many, until all that goes on is durable */
 
 /* The state as it is when chunks came without checksums. What was written had got them. */
 static void checksums_drop(int state_fd)
@@ -186,6 +189,28 @@ static void daemon_end(struct fixture *f)
     pcc_volume_close(f->volume);
 }
 
+/* Takes over, and is killed before that (0), or after that many stores, if there are so many. */
+static void daemon_between(struct fixture *f, const struct trial *trial, uint64_t kill_at)
+{
+    int status;
+
+    (void)pthread_mutex_lock(&manager.lock); /* so that the child finds it whole */
+    const pid_t child = fork();
+    (void)pthread_mutex_unlock(&manager.lock);
+    CHECK(child >= 0);
+    if (child == 0) {
+        daemon_open(f, trial, 4u << 20);
+        if (kill_at == 0)
+            (void)kill(getpid(), SIGKILL);
+        stores_left = kill_at;
+        (void)take_over(f, trial->unhashed);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) ? WTERMSIG(status) == SIGKILL : status == 0);
+    (void)manager_count();
+}
+
 /* False when the child came to its end before it was killed. */
 static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *going_on_out)
 {
@@ -216,6 +241,8 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     CHECK(close(ends[0]) == 0);
     (void)manager_count(); /* what the dead one said last has been heard */
 
+    for (uint64_t i = 0; trial->twice && i < 3; i++) /* again and again, not twice at one place */
+        daemon_between(&f, trial, i == 0 ? 0 : 1 + (kill_at * i) % STORES_OF_TAKING_OVER);
     daemon_open(&f, trial, 0);
     *going_on_out = take_over(&f, trial->unhashed);
     const uint64_t newest = pcc_volume_superseding(f.volume);
@@ -225,6 +252,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
         CHECK(bytes != NULL);
         pattern(bytes, trial->payload_bytes, newest);
         link_open(&f);
+        renew(&f, &(struct settings){.memory_bytes = trial->memory_bytes});
         load_equals(&f, newest, 1, bytes, trial->payload_bytes);
         CHECK(save(&f, 1, bytes, trial->payload_bytes) > newest);
         detach(&f);
@@ -262,6 +290,14 @@ static void test_killed_with_little_memory(void)
         .payload_bytes = 6 * CHUNK + 99, .memory_bytes = 3 * CHUNK, .snapshots = 1});
 }
 
+static void test_killed_while_it_takes_over(void)
+{
+    enumerate(&(struct trial){
+        .payload_bytes = 5 * CHUNK + 99, .memory_bytes = 8 * CHUNK, .snapshots = 2, .twice = true});
+    enumerate(&(struct trial){
+        .payload_bytes = 6 * CHUNK + 99, .memory_bytes = 3 * CHUNK, .snapshots = 1, .twice = true});
+}
+
 static void test_chunks_without_checksums(void)
 {
     enumerate(&(struct trial){.payload_bytes = 5 * CHUNK + 99,
@@ -283,6 +319,7 @@ int main(void)
     manager_start();
     RUN(test_killed_after_every_store);
     RUN(test_killed_with_little_memory);
+    RUN(test_killed_while_it_takes_over);
     RUN(test_chunks_without_checksums);
     RUN(test_killed_while_memory_goes);
     manager_end();

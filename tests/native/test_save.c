@@ -3,6 +3,19 @@
 
 #include "save_fixture.h"
 
+static _Atomic int pauses = -1; /* counted and skipped; -1: real ones */
+
+int __real_nanosleep(const struct timespec *pause, struct timespec *left);
+int __wrap_nanosleep(const struct timespec *pause, struct timespec *left);
+
+int __wrap_nanosleep(const struct timespec *pause, struct timespec *left)
+{
+    if (atomic_load(&pauses) < 0)
+        return __real_nanosleep(pause, left);
+    atomic_fetch_add(&pauses, 1);
+    return 0;
+}
+
 static void step_all(struct owner *owner, uint32_t lanes)
 {
     for (bool moved = true; moved;) {
@@ -178,6 +191,66 @@ static void test_errors_without_end_fail_the_save_and_are_remembered(void)
     owner_free(owner);
 }
 
+/* Data cannot be written for a while, records can. */
+static void test_an_outage_costs_nothing_that_is_kept(void)
+{
+    struct owner *owner = owner_new(4, 2, 1, 0);
+    uint64_t tag = 0;
+
+    for (uint32_t i = 0; i < 9; i++) {
+        struct payload payload;
+        const bool out = i >= 2 && i < 6;
+        owner->media->fail_writes = out ? -1 : 0;
+        CHECK_EQUAL(payload_begin(owner, ++tag, CAPACITY, &payload), 0);
+        payload_fill(&payload);
+        step_all(owner, 1);
+        CHECK_EQUAL(owner_wait(owner, tag).end, out ? PCC_SAVE_FAILED : PCC_SAVE_DURABLE);
+        for (uint64_t kept = 1; out && kept <= 2; kept++)
+            CHECK_EQUAL(read_back(owner->volume, kept, 0), 0);
+        free(payload.memory);
+    }
+    CHECK_EQUAL(read_back(owner->volume, 8, 0), 0);
+    CHECK_EQUAL(read_back(owner->volume, 9, 0), 0);
+    owner_free(owner);
+}
+
+/* No memory, or a thin pool that is full: it passes, and says nothing of the slot. */
+static void test_scarcity_is_waited_for(void)
+{
+    static const int codes[] = {-ENOMEM, -EAGAIN, -ENOSPC};
+
+    for (size_t i = 0; i < sizeof(codes) / sizeof(*codes); i++) {
+        struct owner *owner = owner_new(4, 2, 1, 0);
+        struct payload payload;
+        struct pcc_record record;
+
+        pauses = 0;
+        owner->media->write_error = codes[i];
+        owner->media->fail_writes = 3;
+        CHECK_EQUAL(payload_begin(owner, 1, CAPACITY, &payload), 0);
+        payload_fill(&payload);
+        step_all(owner, 1);
+        CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_DURABLE);
+        CHECK_EQUAL(owner_wait(owner, 1).rehomed, 0);
+        free(payload.memory);
+        owner->media->fail_writes = -1; /* for longer than anybody waits */
+        CHECK_EQUAL(payload_begin(owner, 2, CAPACITY, &payload), 0);
+        CHECK_EQUAL(payload_chunk(&payload, 0), 0);
+        pauses = 0;
+        step_all(owner, 1);
+        CHECK_EQUAL(owner_wait(owner, 2).end, PCC_SAVE_FAILED);
+        CHECK_EQUAL(owner_wait(owner, 2).error, codes[i]);
+        CHECK(pauses > 0);
+        pauses = -1;
+        pcc_volume_record(owner->volume, &record);
+        for (int slot = 0; slot < 4; slot++)
+            CHECK_EQUAL(record.slots[slot].flags, 0);
+        CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
+        free(payload.memory);
+        owner_free(owner);
+    }
+}
+
 static void test_what_was_uncached_cannot_move(void)
 {
     struct owner *owner = owner_new(4, 2, 1, 0);
@@ -259,6 +332,7 @@ static void test_a_failed_flush_is_nobodys_success(void)
     const int writes = owner->media->writes;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 1), 0); /* must not flush and believe it */
     CHECK_EQUAL(owner->media->flushes, 1);
+    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX)); /* it has to be written again */
     while (pcc_saver_step(owner->saver, 0) == 0) {
     }
     while (pcc_saver_step(owner->saver, 1) == 0) {
@@ -359,6 +433,7 @@ static void test_n_are_in_flight_at_once(void)
             free(payloads[tag].memory);
         }
         CHECK_EQUAL(owner->media->writing_most, lanes);
+        CHECK_EQUAL(owner->media->flushing_most, 1); /* who meets an error knows whom it concerns */
         owner_free(owner);
     }
 }
@@ -371,6 +446,8 @@ int main(void)
     RUN(test_the_newer_one_supersedes);
     RUN(test_a_write_error_moves_the_save);
     RUN(test_errors_without_end_fail_the_save_and_are_remembered);
+    RUN(test_an_outage_costs_nothing_that_is_kept);
+    RUN(test_scarcity_is_waited_for);
     RUN(test_what_was_uncached_cannot_move);
     RUN(test_given_up_between_the_error_and_the_move);
     RUN(test_a_failed_flush_is_nobodys_success);

@@ -58,7 +58,7 @@ static void test_what_is_no_volume_says_so(void)
     struct pcc_volume *volume;
     struct pcc_record record;
 
-    memory_of(&media->io)->io.size_bytes -= 4096;
+    memory_of(&media->io)->io.size_bytes -= 8192; /* the last record and its padding */
     CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), -PCC_E_TRUNCATED);
     media->io.size_bytes = 0;
     CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), -PCC_E_NOT_A_VOLUME);
@@ -137,7 +137,7 @@ static void test_an_older_one_is_superseded(void)
     struct memory_io *media = formatted(4, 2);
     struct pcc_volume *volume = opened(media);
     uint32_t slots[2];
-    bool superseded;
+    enum pcc_published superseded;
 
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[0]), 0);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[1]), 0);
@@ -161,22 +161,22 @@ static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
     uint64_t sequence, first;
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
-    CHECK_EQUAL(pcc_volume_flag(volume, 99, PCC_SLOT_PINNED, 0, false), -ENOENT);
+    CHECK_EQUAL(pcc_volume_flag(volume, 99, PCC_SLOT_PROTECTED, 0, false), -ENOENT);
     CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_QUARANTINED, 0, false), -EINVAL);
-    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PROTECTED, 0, false), 0);
     for (int i = 0; i < 4; i++) {
         CHECK_EQUAL(publish_next(volume, &sequence), 0);
         CHECK(has(volume, first));
     }
     CHECK_EQUAL(table_size(volume), 3);
     /* A second flagged one: with the newest two that would be all four slots, so one goes. */
-    CHECK_EQUAL(pcc_volume_flag(volume, sequence - 1, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence - 1, PCC_SLOT_PROTECTED, 0, false), 0);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(table_size(volume), 3);
     CHECK(has(volume, first) && has(volume, sequence) && has(volume, sequence - 3));
     CHECK(!has(volume, sequence - 1));
-    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PROTECTED, 0, false), 0);
     CHECK_EQUAL(publish_next(volume, &sequence),
                 0); /* three flagged, the newest: no slot is left */
     CHECK_EQUAL(publish_next(volume, &sequence), -PCC_E_NO_SLOT);
@@ -240,7 +240,7 @@ static void test_a_group_publishes_in_any_order_above_its_newest(void)
     struct pcc_volume *volume = grouped(media);
     struct pcc_slot_entry entries[4];
     uint32_t slots[4];
-    bool superseded;
+    enum pcc_published superseded;
 
     for (int i = 0; i < 4; i++) {
         CHECK_EQUAL(pcc_volume_take_slot(volume, &slots[i]), 0);
@@ -256,11 +256,36 @@ static void test_a_group_publishes_in_any_order_above_its_newest(void)
     agree(volume, 12, 12, 16);
     CHECK_EQUAL(pcc_volume_superseding(volume), 12);
     CHECK_EQUAL(pcc_volume_publish(volume, slots[0], &entries[0], &superseded, NULL, NULL), 0);
-    CHECK(superseded && !has(volume, 10));
+    CHECK(superseded == PCC_PUBLISH_SUPERSEDED && !has(volume, 10));
     CHECK(pcc_volume_gives_up(volume, 16) && !pcc_volume_gives_up(volume, 14));
     CHECK_EQUAL(pcc_volume_publish(volume, slots[3], &entries[3], &superseded, NULL, NULL), 0);
-    CHECK(superseded && !has(volume, 16));
+    CHECK(superseded == PCC_PUBLISH_GIVEN_UP && !has(volume, 16));
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
+static void test_what_the_user_pinned_stays_over_a_restart_until_it_is_unpinned(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t kept = 0, sequence = 0;
+
+    CHECK_EQUAL(publish_next(volume, &kept), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, kept, PCC_SLOT_PINNED, 0, true), 0);
+    for (int i = 0; i < 5; i++)
+        CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    pcc_volume_close(volume);
+    volume = opened(media);
+    for (int i = 0; i < 5; i++)
+        CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK(has(volume, kept) && has(volume, sequence));
+    CHECK_EQUAL(pcc_volume_finish(volume, 1), 0); /* nor does the end of the job take it */
+    CHECK(has(volume, kept) && has(volume, sequence) && !has(volume, sequence - 1));
+    CHECK_EQUAL(pcc_volume_flag(volume, kept, 0, PCC_SLOT_PINNED, true), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK(!has(volume, kept));
     pcc_volume_close(volume);
     memory_free(media);
 }
@@ -272,7 +297,7 @@ static void test_a_full_volume_of_a_group_gives_away_its_oldest_common_one(void)
     uint64_t pinned, older, newest, next;
 
     CHECK_EQUAL(publish_next(volume, &pinned), 0);
-    CHECK_EQUAL(pcc_volume_flag(volume, pinned, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, pinned, PCC_SLOT_PROTECTED, 0, false), 0);
     CHECK_EQUAL(publish_next(volume, &older), 0);
     CHECK_EQUAL(publish_next(volume, &newest), 0);
     CHECK_EQUAL(publish_next(volume, &next), -PCC_E_NO_SLOT);
@@ -300,7 +325,7 @@ static void test_damage_is_recorded_and_does_not_count(void)
     /* A flag taken back again, staged only: the older one may not become the newest. */
     CHECK_EQUAL(pcc_volume_flag(volume, next, PCC_SLOT_DAMAGED, 0, true), 0);
     uint32_t slot;
-    bool superseded;
+    enum pcc_published superseded;
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
     CHECK_EQUAL(pcc_volume_flag(volume, next, 0, PCC_SLOT_DAMAGED, false), 0);
     const struct pcc_slot_entry older = entry_of(bad);
@@ -352,7 +377,7 @@ static void test_a_failed_record_stops_the_volume(void)
     struct pcc_volume *volume = opened(media);
     uint64_t first, sequence;
     uint32_t slot;
-    bool superseded;
+    enum pcc_published superseded;
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
@@ -363,7 +388,7 @@ static void test_a_failed_record_stops_the_volume(void)
     CHECK(pcc_volume_stopped(volume));
     const int durables = media->durables;
     CHECK_EQUAL(publish_next(volume, &sequence), -PCC_E_STOPPED);
-    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PINNED, 0, true), -PCC_E_STOPPED);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PROTECTED, 0, true), -PCC_E_STOPPED);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), -PCC_E_STOPPED);
     CHECK_EQUAL(media->durables, durables);
     CHECK(has(volume, first)); /* reads go on */
@@ -388,7 +413,7 @@ static void test_a_failed_second_replica_is_durable_but_stops(void)
     struct pcc_volume *volume = opened(media);
     uint64_t first;
     uint32_t slot;
-    bool superseded;
+    enum pcc_published superseded;
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
@@ -407,12 +432,38 @@ static void test_a_failed_second_replica_is_durable_but_stops(void)
     memory_free(media);
 }
 
+/* Errors cost nothing that is kept: slots that met them are used again when nothing else is left.
+ */
+/* The older one is the only good one, from the moment on in which damage is known. */
+static void test_what_is_being_flagged_supersedes_nothing(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    const uint64_t older = pcc_volume_take_sequence(volume, 0);
+    uint64_t newer = 0;
+    uint32_t slot;
+    enum pcc_published superseded = PCC_PUBLISH_SUPERSEDED;
+
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    CHECK_EQUAL(publish_next(volume, &newer), 0);
+    CHECK_EQUAL(pcc_volume_superseding(volume), newer);
+    CHECK_EQUAL(pcc_volume_flag(volume, newer, PCC_SLOT_DAMAGED, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_superseding(volume), 0);
+    const struct pcc_slot_entry entry = entry_of(older);
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &superseded, NULL, NULL), 0);
+    CHECK(!superseded);
+    CHECK_EQUAL(pcc_volume_superseding(volume), older);
+    CHECK_EQUAL(table_size(volume), 2);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 static void test_quarantine_lasts_until_nothing_is_left(void)
 {
     struct memory_io *media = formatted(4, 2);
     struct pcc_volume *volume = opened(media);
     uint64_t sequence = 0;
-    uint32_t slot;
+    uint32_t slot, other;
 
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
     pcc_volume_quarantine_slot(volume, slot);
@@ -421,15 +472,25 @@ static void test_quarantine_lasts_until_nothing_is_left(void)
     volume = opened(media);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &other), 0);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &other), -PCC_E_NO_SLOT); /* two will come back */
+    pcc_volume_return_slot(volume, other);
     pcc_volume_quarantine_slot(volume, slot);
     CHECK_EQUAL(pcc_volume_publish_staged(volume), 0);
-    /* Two are left and two are to be kept: the older one gives way. */
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
-    CHECK_EQUAL(table_size(volume), 1);
-    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(table_size(volume), 2); /* two are kept, two in quarantine */
+    CHECK(!pcc_volume_has_expendable(volume));
+    for (uint32_t round = 0; round < 3; round++) {
+        CHECK_EQUAL(pcc_volume_free_slots(volume), 0);
+        CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0); /* forgiven, both of them */
+        CHECK_EQUAL(pcc_volume_take_slot(volume, &other), 0);
+        pcc_volume_quarantine_slot(volume, slot);
+        pcc_volume_quarantine_slot(volume, other);
+        CHECK_EQUAL(table_size(volume), 2);
+    }
     pcc_volume_close(volume);
-    volume = opened(media); /* forgiven, as there is no room for what is to be kept */
-    CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
+    volume = opened(media);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(table_size(volume), 2);
     pcc_volume_close(volume);
@@ -443,11 +504,11 @@ static void test_a_full_volume_lets_go_of_what_lost_its_flag(void)
     uint64_t first = 0, sequence = 0;
 
     CHECK_EQUAL(publish_next(volume, &first), 0);
-    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PINNED, 0, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PROTECTED, 0, false), 0);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(pcc_volume_recycle(volume), 0);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 0);
-    CHECK_EQUAL(pcc_volume_flag(volume, first, 0, PCC_SLOT_PINNED, false), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, 0, PCC_SLOT_PROTECTED, false), 0);
     CHECK_EQUAL(pcc_volume_recycle(volume), 0);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 1);
     pcc_volume_close(volume);
@@ -475,7 +536,7 @@ static void test_incarnation_and_done(void)
     CHECK_EQUAL(record.incarnation, 5);
     CHECK_EQUAL(record.world_size, 1);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), -EROFS);
-    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PINNED, 0, true), -EROFS);
+    CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PROTECTED, 0, true), -EROFS);
     pcc_volume_close(volume);
     memory_free(media);
 }
@@ -491,11 +552,13 @@ int main(void)
     RUN(test_flags_keep_what_policy_wants_but_leave_a_slot);
     RUN(test_a_group_keeps_what_the_others_may_still_need);
     RUN(test_a_group_publishes_in_any_order_above_its_newest);
+    RUN(test_what_the_user_pinned_stays_over_a_restart_until_it_is_unpinned);
     RUN(test_a_full_volume_of_a_group_gives_away_its_oldest_common_one);
     RUN(test_damage_is_recorded_and_does_not_count);
     RUN(test_a_held_slot_is_freed_at_release);
     RUN(test_a_failed_record_stops_the_volume);
     RUN(test_a_failed_second_replica_is_durable_but_stops);
+    RUN(test_what_is_being_flagged_supersedes_nothing);
     RUN(test_quarantine_lasts_until_nothing_is_left);
     RUN(test_a_full_volume_lets_go_of_what_lost_its_flag);
     RUN(test_incarnation_and_done);

@@ -16,7 +16,6 @@ static inline struct pcc_volume_spec spec_of(uint32_t slots, uint32_t keep)
         .slot_count = slots,
         .keep = keep,
         .block_bytes = BLOCK,
-        .uid = 1000,
         .rank = 3,
         .world_size = 1,
         .job = "gpt",
@@ -24,17 +23,23 @@ static inline struct pcc_volume_spec spec_of(uint32_t slots, uint32_t keep)
     };
 }
 
-static inline struct memory_io *formatted(uint32_t slots, uint32_t keep)
+static inline struct memory_io *formatted_for(uint32_t uid, uint32_t slots, uint32_t keep)
 {
-    const struct pcc_volume_spec spec = spec_of(slots, keep);
+    struct pcc_volume_spec spec = spec_of(slots, keep);
     struct pcc_geometry geometry;
 
+    spec.uid = uid;
     CHECK_EQUAL(pcc_geometry_plan(spec.payload_capacity_bytes, slots, spec.block_bytes,
                                   spec.record_stride_bytes, &geometry),
                 0);
     struct memory_io *media = memory_new(geometry.volume_bytes);
     CHECK_EQUAL(pcc_volume_format(&media->io, &spec), 0);
     return media;
+}
+
+static inline struct memory_io *formatted(uint32_t slots, uint32_t keep)
+{
+    return formatted_for(1000, slots, keep);
 }
 
 static inline struct pcc_volume *opened(struct memory_io *media)
@@ -59,7 +64,7 @@ static inline struct pcc_slot_entry entry_of(uint64_t sequence)
 static inline int publish_next(struct pcc_volume *volume, uint64_t *sequence_out)
 {
     uint32_t slot;
-    bool superseded;
+    enum pcc_published superseded;
     const int result = pcc_volume_take_slot(volume, &slot);
 
     if (result != 0)

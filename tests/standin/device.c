@@ -1,8 +1,9 @@
 /* Devices and primary contexts; the thread's stack of current contexts. */
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
-#include "standin.h"
+#include "memory.h"
 
 enum { STACK_DEPTH = 64 };
 static _Thread_local struct CUctx_st *stack[STACK_DEPTH];
@@ -11,6 +12,37 @@ static _Thread_local int depth;
 struct CUctx_st *standin_current(void)
 {
     return depth ? stack[depth - 1] : NULL;
+}
+
+void context_await(const struct CUctx_st *context)
+{
+    while (context->locked && !pthread_equal(context->locked_by, pthread_self()))
+        (void)pthread_cond_wait(&standin.moved, &standin.lock);
+}
+
+void context_lock(struct CUctx_st *context)
+{
+    context->locked_by = pthread_self();
+    context->locked = true;
+}
+
+void context_unlock(struct CUctx_st *context)
+{
+    context->locked = false;
+    (void)pthread_cond_broadcast(&standin.moved);
+}
+
+/* As the first launch of a kernel whose module is loaded lazily: it waits for the GPU to be idle.
+ */
+EXPORTED CUresult standinLoadModule(void)
+{
+    CUresult result = standin_enter(NEED_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    context_lock(standin_current());
+    stream_drain(standin_current());
+    context_unlock(standin_current());
+    return standin_leave(CUDA_SUCCESS);
 }
 
 CUresult cuDeviceGetCount(int *device_count)
@@ -80,6 +112,9 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
         *value = 1;
         break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_MODE:
+        *value = (int)peek(&standin.control->compute_mode);
+        break;
     case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS:
         *value = !peek(&standin.control->no_memory_ops);
         break;
@@ -89,6 +124,18 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     return standin_leave(result);
 }
 
+/* A context takes its part of the device's memory. */
+static CUresult context_take(struct CUctx_st *context)
+{
+    const uint32_t device = (uint32_t)standin.physical[context->device];
+    const int alone = whole_begin();
+    const bool fits = standin.context_bytes <= whole_free(device);
+    if (fits && standin.context_bytes)
+        whole_note("context", device, (uint64_t)getpid(), standin.context_bytes);
+    whole_end(alone);
+    return fits ? stream_null(context) : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
     CUresult result = enter_device(device, context);
@@ -96,7 +143,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     if (result != CUDA_SUCCESS)
         return result;
     primary = &standin.contexts[device];
-    if (primary->retained == 0 && (result = stream_null(primary)) != CUDA_SUCCESS)
+    if (primary->retained == 0 && (result = context_take(primary)) != CUDA_SUCCESS)
         return standin_leave(result);
     if (atomic_load(&primary->lost))
         return standin_leave(atomic_load(&primary->lost));
@@ -119,6 +166,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
         count(&standin.control->contexts, -1);
         stream_drop_context(primary);
         memory_drop_context(primary);
+        whole_forget("context", (uint32_t)standin.physical[device], (uint64_t)getpid());
     }
     return standin_leave(CUDA_SUCCESS);
 }

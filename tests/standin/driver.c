@@ -1,6 +1,7 @@
 /* Start, entry and exit of every call, names of errors. */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "standin.h"
@@ -54,14 +55,39 @@ static CUresult read_devices(void)
     return count_of ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
+/* As long as a driver takes to wake up its GPUs. */
+static void wake_up(const struct standin_control *control)
+{
+    const uint64_t us = peek(&control->init_us);
+    (void)nanosleep(&(struct timespec){(time_t)(us / 1000000), (long)(us % 1000000) * 1000}, NULL);
+    while (peek(&control->init_hold))
+        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+}
+
+/* A process whose cuInit has failed gets the same again, whatever has changed since. */
+static CUresult init_fault(struct standin_control *control)
+{
+    static CUresult failed;
+    const uint64_t left = peek(&control->init_fail_count);
+    if (failed == CUDA_SUCCESS)
+        failed = (CUresult)peek(&control->init_fail_code);
+    if (failed != CUDA_SUCCESS && left == 1)
+        __atomic_store_n(&control->init_fail_code, 0, __ATOMIC_RELEASE);
+    if (failed != CUDA_SUCCESS && left > 0)
+        count(&control->init_fail_count, -1);
+    return failed;
+}
+
 static CUresult start(void)
 {
     static bool handlers;
     const char *dead = getenv("PCCHECK_STANDIN_DEAD"), *directory = getenv("PCCHECK_STANDIN_DIR");
     const char *uids = getenv("PCCHECK_STANDIN_UIDS");
     CUresult result = control_open();
-    if (result == CUDA_SUCCESS)
-        result = (CUresult)peek(&standin.control->init_fail_code);
+    if (result == CUDA_SUCCESS) {
+        wake_up(standin.control);
+        result = init_fault(standin.control);
+    }
     if (result == CUDA_SUCCESS)
         result = read_devices();
     if (result != CUDA_SUCCESS)
@@ -74,6 +100,7 @@ static CUresult start(void)
     standin.any_uid = uids && !strcmp(uids, "any");
     standin.free_waits = number_of("PCCHECK_STANDIN_SYNC", 1) != 0;
     standin.device_bytes = number_of("PCCHECK_STANDIN_MEMORY", 64ull << 30);
+    standin.context_bytes = number_of("PCCHECK_STANDIN_CONTEXT", 0);
     standin.start_time = process_start_time(getpid(), NULL);
     if (!handlers) {
         (void)pthread_atfork(NULL, NULL, after_fork);
@@ -120,6 +147,8 @@ CUresult standin_enter(unsigned needs)
     lose_contexts();
     if (needs & NEED_CONTEXT) {
         const struct CUctx_st *context = standin_current();
+        if (context)
+            context_await(context);
         if (!context)
             result = CUDA_ERROR_INVALID_CONTEXT;
         else if (!context->retained)

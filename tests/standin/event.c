@@ -77,6 +77,8 @@ static CUresult enter_event(CUevent event)
     CUresult result = standin_enter(UNSAFE_IN_CAPTURE);
     if (result != CUDA_SUCCESS)
         return result;
+    if (is_event(event))
+        context_await(event->context);
     result = is_event(event) ? atomic_load(&event->context->lost) : CUDA_ERROR_INVALID_HANDLE;
     return result == CUDA_SUCCESS ? result : standin_leave(result);
 }

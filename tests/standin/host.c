@@ -1,6 +1,7 @@
 /* Host memory that devices may use: registered, never allocated here. */
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "standin.h"
@@ -8,6 +9,8 @@
 /* The driver may hand out another address than the CPU's, so that using the wrong one fails here
  * as it may fail there. No CPU can touch this one. */
 static const CUdeviceptr DEVICE_VIEW = 1ull << 52;
+
+enum { LARGE_BYTES = 1 << 20 };
 
 static bool is_mapped(const void *address, size_t length)
 {
@@ -21,6 +24,19 @@ static bool is_mapped(const void *address, size_t length)
             return false;
     }
     return true;
+}
+
+/* How long others had the driver to themselves since the last time. */
+static void note_pause(void)
+{
+    static uint64_t last_us;
+    struct timespec now;
+    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    const uint64_t us = (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
+    const uint64_t before = peek(&standin.control->register_pause_us);
+    if (last_us && (!before || us - last_us < before))
+        __atomic_store_n(&standin.control->register_pause_us, us - last_us, __ATOMIC_RELEASE);
+    last_us = us;
 }
 
 CUresult cuMemHostRegister_v2(void *address, size_t length, unsigned flags)
@@ -44,6 +60,8 @@ CUresult cuMemHostRegister_v2(void *address, size_t length, unsigned flags)
     memory->address += DEVICE_VIEW;
     memory->flags = flags;
     count(&standin.control->registered_bytes, (int64_t)length);
+    if (length >= LARGE_BYTES)
+        note_pause();
     return standin_leave(CUDA_SUCCESS);
 }
 

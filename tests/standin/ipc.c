@@ -36,7 +36,8 @@ uint64_t process_start_time(int pid, bool *alive)
     int fd;
     if (alive)
         *alive = false;
-    (void)snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+    /* The dot: for a process itself qemu's user mode makes up another file of this name. */
+    (void)snprintf(path, sizeof(path), "/proc/./%d/stat", pid);
     fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return 0;
@@ -99,7 +100,7 @@ static CUresult map_exported(const struct handle *handle, struct file_header **o
     int fd;
     if (process_start_time((int)handle->pid, &alive) != handle->start_time || !alive)
         return CUDA_ERROR_INVALID_HANDLE;
-    memory_path(path, handle->pid, handle->nonce);
+    whole_path(path, "memory", handle->device, handle->pid, handle->nonce);
     fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0)
         return CUDA_ERROR_INVALID_HANDLE;
@@ -144,6 +145,7 @@ static CUresult open_handle(const struct handle *handle, struct memory **out)
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
         memory->file = file;
+        whole_note("import", file->device, file->nonce, handle->length);
         count(&standin.control->open_mappings, 1);
     }
     memory->opens++;

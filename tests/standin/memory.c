@@ -76,6 +76,16 @@ void memory_remove(struct memory *memory)
     free(memory);
 }
 
+static uint32_t physical(const struct CUctx_st *context)
+{
+    return (uint32_t)standin.physical[context->device];
+}
+
+static uint64_t hidden_nonce(const uint8_t *bytes)
+{
+    return (uintptr_t)bytes ^ (uint64_t)getpid() << 47;
+}
+
 /* What importers read from now on is undefined, and looks like it. */
 void memory_unmap(struct memory *memory)
 {
@@ -86,9 +96,13 @@ void memory_unmap(struct memory *memory)
         atomic_store(&memory->file->freed, 1);
         if (memory->shared)
             (void)memset(memory->bytes, SCRAMBLED, memory->length);
-        memory_path(path, memory->file->pid, memory->file->nonce);
+        whole_path(path, "memory", memory->file->device, memory->file->pid, memory->file->nonce);
         (void)unlink(path);
     }
+    if (memory->kind == MEMORY_IMPORTED)
+        whole_forget("import", memory->file->device, memory->file->nonce);
+    if (memory->kind == MEMORY_UNSHAREABLE)
+        whole_forget("hidden", physical(memory->context), hidden_nonce(memory->bytes));
     if (memory->kind == MEMORY_UNSHAREABLE)
         (void)munmap(memory->bytes, memory->length);
     else
@@ -104,12 +118,6 @@ void memory_drop_context(struct CUctx_st *context)
     }
 }
 
-void memory_path(char *out, uint32_t pid, uint64_t nonce)
-{
-    (void)snprintf(out, PATH_BYTES, "%s/memory-%" PRIu32 "-%016" PRIx64, standin.directory, pid,
-                   nonce);
-}
-
 /* A mapped file of this much device memory, or NULL. */
 static struct file_header *create_file(size_t length)
 {
@@ -118,7 +126,7 @@ static struct file_header *create_file(size_t length)
     char path[PATH_BYTES];
     int fd;
     (void)!getrandom(&nonce, sizeof(nonce), 0);
-    memory_path(path, (uint32_t)getpid(), nonce);
+    whole_path(path, "memory", physical(standin_current()), (uint32_t)getpid(), nonce);
     fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
         return NULL;
@@ -135,29 +143,17 @@ static struct file_header *create_file(size_t length)
     file->length = length;
     file->start_time = standin.start_time;
     file->pid = (uint32_t)getpid();
-    file->device = (uint32_t)standin.physical[standin_current()->device];
+    file->device = physical(standin_current());
     file->magic = FILE_MAGIC;
     return file;
 }
 
-static uint64_t allocated_on(const struct CUctx_st *context)
-{
-    uint64_t sum = 0;
-    for (const struct memory *at = standin.memories; at; at = at->next)
-        if (at->context == context && (at->kind == MEMORY_OWN || at->kind == MEMORY_UNSHAREABLE))
-            sum += at->length;
-    return sum;
-}
-
-static CUresult allocate(CUdeviceptr *address, size_t length, enum memory_kind kind)
+static CUresult take(CUdeviceptr *address, size_t length, enum memory_kind kind)
 {
     struct file_header *file = NULL;
     struct memory *memory;
     uint8_t *bytes;
-    if (!address || !length)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (control_take(&standin.control->alloc_fail_count) || length > standin.device_bytes ||
-        allocated_on(standin_current()) > standin.device_bytes - length)
+    if (length > whole_free(physical(standin_current())))
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (kind == MEMORY_OWN) {
         file = create_file(length);
@@ -166,6 +162,8 @@ static CUresult allocate(CUdeviceptr *address, size_t length, enum memory_kind k
         bytes = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (bytes == MAP_FAILED)
             bytes = NULL;
+        else
+            whole_note("hidden", physical(standin_current()), hidden_nonce(bytes), length);
     }
     memory = bytes ? memory_add(kind, bytes, length) : NULL;
     if (!memory)
@@ -177,6 +175,18 @@ static CUresult allocate(CUdeviceptr *address, size_t length, enum memory_kind k
     count(&standin.control->allocated_bytes, (int64_t)length);
     *address = memory->address;
     return CUDA_SUCCESS;
+}
+
+static CUresult allocate(CUdeviceptr *address, size_t length, enum memory_kind kind)
+{
+    if (!address || !length)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (control_take(&standin.control->alloc_fail_count))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    const int alone = whole_begin();
+    const CUresult result = take(address, length, kind);
+    whole_end(alone);
+    return result;
 }
 
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t length)
@@ -214,11 +224,9 @@ CUresult cuMemFree_v2(CUdeviceptr address)
 CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {
     CUresult result = standin_enter(NEED_CONTEXT);
-    uint64_t used;
     if (result != CUDA_SUCCESS)
         return result;
-    used = allocated_on(standin_current());
-    *free_bytes = used < standin.device_bytes ? standin.device_bytes - used : 0;
+    *free_bytes = whole_free(physical(standin_current()));
     *total_bytes = standin.device_bytes;
     return standin_leave(CUDA_SUCCESS);
 }
@@ -232,6 +240,8 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *length, CUdeviceptr 
     memory = memory_find(address, 1);
     if (!memory || memory->kind == MEMORY_HOST)
         return standin_leave(CUDA_ERROR_NOT_FOUND);
+    if (memory->kind == MEMORY_IMPORTED && peek(&standin.control->range_fail) & 1)
+        return standin_leave(CUDA_ERROR_INVALID_VALUE);
     if (base)
         *base = memory->address;
     if (length)
@@ -258,6 +268,13 @@ CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
         break;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
         *(uint64_t *)value = memory->buffer_id;
+        break;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+        if (memory->kind == MEMORY_IMPORTED && peek(&standin.control->range_fail) & 2)
+            return standin_leave(CUDA_ERROR_NOT_SUPPORTED);
+        *(uint64_t *)value =
+            attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE ? memory->length : memory->address;
         break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         *(int *)value = memory->context->device;

@@ -97,8 +97,9 @@ struct CUstream_st {
     unsigned flags;
     bool null_stream, started, destroyed;
     struct operation *first, *last; /* `first` is the one that runs */
-    CUresult error;                 /* of an operation; until somebody was told */
-    int capturing;                  /* 0, else 1 + mode */
+    uint64_t queued;
+    CUresult error; /* of an operation; until somebody was told */
+    int capturing;  /* 0, else 1 + mode */
     bool capture_broken;
     pthread_t capturer;
 };
@@ -108,6 +109,9 @@ struct CUctx_st {
     unsigned retained;
     _Atomic int lost; /* a code: every call fails with it */
     struct CUstream_st *null_stream;
+    pthread_t locked_by; /* while `locked`: this thread waits in a call, and lets no other in */
+    bool locked;
+    const struct CUstream_st *engine[2]; /* whose copy runs: to the host, to the device */
 };
 
 enum dead_mode { DEAD_SCRAMBLE, DEAD_ERROR, DEAD_KEEP };
@@ -121,7 +125,7 @@ struct standin {
     const char *directory;
     enum dead_mode dead;
     bool any_uid, free_waits;
-    uint64_t device_bytes, next_order, next_buffer, start_time;
+    uint64_t device_bytes, context_bytes, next_order, next_buffer, start_time;
     struct CUctx_st contexts[DEVICES_MAX];
     struct memory *memories;
     struct CUstream_st *streams;
@@ -134,7 +138,10 @@ extern struct standin standin;
 enum { NEED_CONTEXT = 1, UNSAFE_IN_CAPTURE = 2 };
 CUresult standin_enter(unsigned needs);
 CUresult standin_leave(CUresult result);
-struct CUctx_st *standin_current(void); /* of this thread; NULL when none */
+struct CUctx_st *standin_current(void);             /* of this thread; NULL when none */
+void context_await(const struct CUctx_st *context); /* until no other thread has it locked */
+void context_lock(struct CUctx_st *context);
+void context_unlock(struct CUctx_st *context);
 void standin_in_callback(bool inside);
 
 /* control.c */

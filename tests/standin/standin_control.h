@@ -25,25 +25,33 @@ struct standin_control {
     uint64_t copy_slow_kinds; /* these kinds take */
     uint64_t copy_us_per_mib; /* so much longer */
     uint64_t copy_hold_kinds; /* copies of these kinds wait until this is 0 again, */
-    uint64_t copy_hold_skip;  /* after so many that may still run */
+    uint64_t copy_hold_skip;  /* but for so many that may still run */
     uint64_t open_fail_count; /* cuIpcOpenMemHandle */
     uint64_t open_fail_code;
+    uint64_t range_fail; /* of imported memory: 1 cuMemGetAddressRange, 2 the attributes, 3 both */
     uint64_t export_fail_count; /* cuIpcGetMemHandle */
     uint64_t export_fail_code;
     uint64_t alloc_fail_count;    /* cuMemAlloc: out of memory */
     uint64_t register_fail_count; /* cuMemHostRegister */
     uint64_t register_fail_code;
-    uint64_t no_memory_ops;  /* 1: streams cannot wait for words (attribute 122 is 0) */
-    uint64_t init_fail_code; /* cuInit, for instance 100: no device */
-    uint64_t one_queue;      /* 1: all streams share one hardware queue: work runs in the order in
-                                which it was enqueued, whatever its stream, as the scheduler may
-                                have it (CUDA_DEVICE_MAX_CONNECTIONS=1) */
-    uint64_t lose_context;   /* a code: from the next call on, every context is lost with it */
+    uint64_t compute_mode;    /* attribute 20; 3: one process at a time */
+    uint64_t no_memory_ops;   /* 1: streams cannot wait for words (attribute 122 is 0) */
+    uint64_t init_fail_code;  /* cuInit, for instance 100: no device; */
+    uint64_t init_fail_count; /* 0: always, else in so many processes, and in each for good */
+    uint64_t init_us;         /* cuInit takes so long, */
+    uint64_t init_hold;       /* and until this is 0 again */
+    uint64_t one_queue;       /* 1: all streams share one hardware queue: work runs in the order in
+                                 which it was enqueued, whatever its stream, as the scheduler may
+                                 have it (CUDA_DEVICE_MAX_CONNECTIONS=1) */
+    uint64_t launch_queue; /* 0, or so many operations a stream takes: who enqueues one more waits
+                              in the driver, and with him who needs the context */
+    uint64_t lose_context; /* a code: from the next call on, every context is lost with it */
 
     /* Written by the process. Gauges start at 0 with cuInit, counters go on. */
     uint64_t pid;
     uint64_t open_mappings; /* gauge: imported allocations */
     uint64_t registered_bytes;
+    uint64_t register_pause_us; /* the shortest between two large ones; 0 = there were no two */
     uint64_t allocations;
     uint64_t allocated_bytes;
     uint64_t contexts; /* primary contexts that are retained */
@@ -51,6 +59,7 @@ struct standin_control {
     uint64_t events;
     uint64_t waits;            /* for a word or an event, enqueued and not yet over */
     uint64_t to_device_queued; /* bytes: copies to the device, enqueued and not yet over */
+    uint64_t to_host_queued;   /* the same for copies to the host */
     uint64_t held_copies;      /* copies that stand at copy_hold_kinds now */
     uint64_t opens;            /* counter: cuIpcOpenMemHandle that succeeded */
     uint64_t closes;
@@ -86,6 +95,9 @@ CUresult standinAllocUnshareable(CUdeviceptr *address, size_t length);
 /* A capture that records nothing. Modes as in CUstreamCaptureMode: 0 global, 1 thread, 2 relaxed.
  */
 CUresult standinBeginCapture(CUstream stream, int mode);
+/* What the first launch of a lazily loaded kernel does: waits for all streams of the context, and
+ * keeps other threads out of the context meanwhile. */
+CUresult standinLoadModule(void);
 /* CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901) when a forbidden call has spoilt it. */
 CUresult standinEndCapture(CUstream stream);
 

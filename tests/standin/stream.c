@@ -71,8 +71,21 @@ static void count_queued(uint64_t length)
               (int64_t)(peek(&control->to_device_queued) - peek(&control->to_device_queued_most)));
 }
 
+/* A full queue blocks in the driver. */
+static void await_room(struct CUstream_st *stream)
+{
+    const uint64_t most = peek(&standin.control->launch_queue);
+    if (!most || stream->queued < most)
+        return;
+    context_lock(stream->context);
+    while (stream->queued >= most && !atomic_load(&stream->context->lost))
+        (void)pthread_cond_wait(&standin.moved, &standin.lock);
+    context_unlock(stream->context);
+}
+
 CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, bool wait)
 {
+    await_room(stream);
     struct operation *copy = malloc(sizeof(*copy));
     struct record *ended = NULL;
     CUresult result = copy ? start_worker(stream) : CUDA_ERROR_OUT_OF_MEMORY;
@@ -87,6 +100,7 @@ CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, 
     *copy = operation;
     *(stream->first ? &stream->last->next : &stream->first) = copy;
     stream->last = copy;
+    stream->queued++;
     if (copy->from)
         copy->from->busy++;
     if (copy->to)
@@ -97,6 +111,8 @@ CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, 
         count(&standin.control->waits, 1);
     if (copy->kind == DO_COPY && copy->copy_kind == STANDIN_TO_DEVICE)
         count_queued(copy->length);
+    if (copy->kind == DO_COPY && copy->copy_kind == STANDIN_TO_HOST)
+        count(&standin.control->to_host_queued, (int64_t)copy->length);
     (void)pthread_cond_broadcast(&standin.moved);
     if (!ended)
         return CUDA_SUCCESS;

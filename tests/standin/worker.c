@@ -15,11 +15,9 @@ static void nap(uint64_t ns)
 
 /* Order between streams: the null stream's with those that are not "non-blocking", or, on demand,
  * that of everything (one hardware queue). */
-static bool may_run(const struct CUstream_st *stream)
+static bool in_order(const struct CUstream_st *stream)
 {
     const bool one_queue = peek(&standin.control->one_queue) != 0;
-    if (atomic_load(&stream->context->lost))
-        return true;
     for (const struct CUstream_st *at = standin.streams; at; at = at->next) {
         const bool ordered = at->context == stream->context &&
                              (at->null_stream || stream->null_stream) &&
@@ -31,6 +29,34 @@ static bool may_run(const struct CUstream_st *stream)
     return stream->first->kind != DO_WAIT_EVENT || stream->first->record->done;
 }
 
+/* The copy engine that the stream's next operation needs, or NULL. */
+static const struct CUstream_st **engine_of(const struct CUstream_st *stream)
+{
+    const struct operation *next = stream->first;
+    if (!next || next->kind != DO_COPY || next->copy_kind == STANDIN_ON_DEVICE)
+        return NULL;
+    return &stream->context->engine[next->copy_kind == STANDIN_TO_DEVICE];
+}
+
+/* A device has one copy engine for each direction. It does one copy at a time, whatever the
+ * streams: of those that could run, the one that was enqueued first. */
+static bool has_engine(const struct CUstream_st *stream)
+{
+    const struct CUstream_st **engine = engine_of(stream);
+    if (!engine || atomic_load(&stream->context->lost))
+        return true;
+    for (const struct CUstream_st *at = standin.streams; at; at = at->next)
+        if (at != stream && engine_of(at) == engine && at->first->order < stream->first->order &&
+            in_order(at))
+            return false;
+    return *engine == NULL;
+}
+
+static bool may_run(const struct CUstream_st *stream)
+{
+    return atomic_load(&stream->context->lost) || (in_order(stream) && has_engine(stream));
+}
+
 static void hold(const struct operation *operation, const struct CUctx_st *context)
 {
     struct standin_control *control = standin.control;
@@ -38,7 +64,8 @@ static void hold(const struct operation *operation, const struct CUctx_st *conte
         control_take(&control->copy_hold_skip))
         return;
     count(&control->held_copies, 1);
-    while (peek(&control->copy_hold_kinds) & operation->copy_kind && !atomic_load(&context->lost))
+    while (peek(&control->copy_hold_kinds) & operation->copy_kind && !atomic_load(&context->lost) &&
+           !control_take(&control->copy_hold_skip))
         nap(5 * POLL_NS);
     count(&control->held_copies, -1);
 }
@@ -155,10 +182,13 @@ static void finish(struct CUstream_st *stream, CUresult error)
         count(&standin.control->waits, -1);
     if (operation->kind == DO_COPY && operation->copy_kind == STANDIN_TO_DEVICE)
         count(&standin.control->to_device_queued, -(int64_t)operation->length);
+    if (operation->kind == DO_COPY && operation->copy_kind == STANDIN_TO_HOST)
+        count(&standin.control->to_host_queued, -(int64_t)operation->length);
     if (operation->kind == DO_COPY && !error)
         count_copy(operation);
     record_release(operation->record);
     stream->first = operation->next;
+    stream->queued--;
     free(operation);
     (void)pthread_cond_broadcast(&standin.moved);
 }
@@ -185,9 +215,14 @@ void *worker_main(void *argument)
         }
         if (!atomic_load(&stream->context->lost)) {
             const struct operation *operation = stream->first;
+            const struct CUstream_st **engine = engine_of(stream);
+            if (engine)
+                *engine = stream;
             (void)pthread_mutex_unlock(&standin.lock);
             over = perform(operation, stream->context, &error);
             (void)pthread_mutex_lock(&standin.lock);
+            if (engine)
+                *engine = NULL;
         }
         if (over)
             finish(stream, error);

@@ -48,6 +48,7 @@ class Daemon:
         self.flags = flags
         self.shim = shim
         self.log = self.root / "pccheckd.log"
+        self.stderr: int | None = None  #: a descriptor that takes the place of the log
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -62,19 +63,25 @@ class Daemon:
         self.socket.chmod(0o666)
 
     @property
+    def blocking(self) -> Path:
+        """Calls on the event loop that may block; see loopcheck.py."""
+        return self.root / "blocking"
+
+    @property
     def armed(self) -> Path:
         """The shim acts once this file exists."""
         return self.root / "armed"
 
     def command(self, *flags: str) -> list[str]:
         return [
-            sys.executable, "-m", "pccheckd", "--storage", str(self.storage),
+            sys.executable, "-m", "tests.support.loopcheck", "--storage", str(self.storage),
             "--socket", str(self.socket), *self.flags, *flags,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         keep = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
         keep["PCCHECK_CONFIG"] = os.devnull  # not this machine's own
+        keep["PCC_LOOP_CHECK"] = str(self.blocking)
         if self.shim:
             keep |= {"LD_PRELOAD": str(build("faultshim")), "PCC_SHIM": self.shim}
             keep["PCC_SHIM_ARM"] = str(self.armed)
@@ -88,7 +95,7 @@ class Daemon:
             ears.bind(str(notify))
             ears.settimeout(0.2)
             self.process = subprocess.Popen(
-                self.command(*flags), stdout=log, stderr=log,
+                self.command(*flags), stdout=log, stderr=self.stderr or log,
                 env=self.environment() | {"NOTIFY_SOCKET": str(notify)},
             )  # fmt: skip
             for _ in range(int(READY_LIMIT_S / 0.2)):
@@ -130,7 +137,9 @@ class Daemon:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.kill()
+        blocking = self.blocking.read_text() if self.blocking.exists() else ""
         shutil.rmtree(self.root, ignore_errors=True)
+        assert not blocking, blocking
 
     def __enter__(self) -> Self:
         return self

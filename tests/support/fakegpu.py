@@ -24,11 +24,11 @@ import torch
 
 from . import standin
 from .gputraining import DriftingBuffer, Gpu, Graph, StreamSGD, module_to
-from .standin import Faults, StandinDaemon, environment, new_directory
+from .standin import DriverError, Faults, StandinDaemon, environment, new_directory
 
 __all__ = [
-    "DriftingBuffer", "Faults", "Gpu", "Graph", "StandGpu", "StandinDaemon", "StreamSGD", "choose",
-    "environment", "is_real", "module_to", "new_directory",
+    "DriftingBuffer", "DriverError", "Faults", "Gpu", "Graph", "StandGpu", "StandinDaemon",
+    "StreamSGD", "choose", "environment", "is_real", "module_to", "new_directory",
 ]  # fmt: skip
 
 _ROUNDING = 512  # torch's caching allocator: sizes, blocks, and what gets one of its own
@@ -84,6 +84,7 @@ class StandGpu:
         self._called = standin.HOST_FUNCTION(self._call)
         self._failures: list[BaseException] = []
         self._graph: _Graph | None = None
+        self._unused: dict[int, list[int]] = {}  # device: blocks that torch would keep for later
 
     def install(self) -> StandGpu:
         """From here on the client takes tensors of this object for GPU tensors."""
@@ -94,6 +95,7 @@ class StandGpu:
         devices.synchronize = self.synchronize
         devices.capturing = self.capturing
         devices.empty = self._empty
+        devices.empty_cache = self.empty_cache
         return self
 
     # -- memory
@@ -158,6 +160,16 @@ class StandGpu:
         with self.cuda.on(device):
             self.cuda("cuMemFree_v2", address)
         del self._blocks[index]
+
+    def keep_unused(self, nbytes: int, device: int = 0) -> None:
+        """As when tensors of this size have gone: torch's allocator keeps their memory."""
+        with self.cuda.on(device):
+            self._unused.setdefault(device, []).append(self.cuda.out("cuMemAlloc_v2", nbytes))
+
+    def empty_cache(self, device: int = 0) -> None:
+        with self.cuda.on(device):
+            for address in self._unused.pop(device, []):
+                self.cuda("cuMemFree_v2", address)
 
     def like(self, source: torch.Tensor, device: int = 0) -> torch.Tensor:
         """A copy on the device; the caller may use it on the CPU at once."""

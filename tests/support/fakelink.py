@@ -22,6 +22,7 @@ class FakeLink:
         self.outcomes: dict[int, int] = {}
         self.errors: dict[int, str] = {}
         self.read: set[int] = set()
+        self.provisional: set[int] = set()
         self.unholdable: set[int] = set()
         self.cannot_pull = ""
         self.holds = True
@@ -46,11 +47,17 @@ class FakeLink:
     def submit(
         self, snapshot: int, ranges: bytes, volatile: bytes, data: bytes, offset: int,
         device_ranges: bytes = b"", *, pulled_bytes: int = 0, pulled_devices: int = 0,
+        provisional: bool = False,
     ) -> None:  # fmt: skip
         self._note(
             "submit", snapshot, ranges, volatile, device_ranges, pulled_bytes, pulled_devices
         )
         self.words[snapshot] = WORD_COPYING
+        if provisional:
+            self.provisional.add(snapshot)
+
+    def confirm(self, snapshot: int) -> None:
+        self.provisional.discard(snapshot)
 
     def device_open(self, device: int) -> str:
         self._note("device_open", device)
@@ -95,6 +102,8 @@ class FakeLink:
         return self.holds
 
     def wait_read(self, snapshot: int, deadline_ns: int, *, host_only: bool = False) -> bool:
+        if deadline_ns == 2**63 - 1:  # the thread that gives late verdicts
+            return False
         self._note("wait_read", snapshot, host_only)
         return snapshot in self.read
 
@@ -142,9 +151,12 @@ class FakeConnection:
 
     def __init__(self, *, transfer: str = "pull", reason: str = "") -> None:
         self.link = FakeLink()
-        self.welcome = SimpleNamespace(transfer=transfer, transfer_reason=reason, pid=1)
+        self.welcome = SimpleNamespace(
+            transfer=transfer, transfer_reason=reason, transfer_later=False, pid=1
+        )
         self.sent: list[Any] = []
         self.refusal: PccheckError | None = None
+        self.refusals = -1  # so many more; -1: all
         self.lives = True
         self._snapshots = 0
 
@@ -166,7 +178,8 @@ class FakeConnection:
 
     def request(self, body: object, *, timeout_s: float) -> Done:
         self.sent.append(body)
-        if self.refusal is not None:
+        if self.refusal is not None and self.refusals:
+            self.refusals -= 1
             raise self.refusal
         return Done()
 
@@ -183,8 +196,10 @@ class FakeSession:
 
     error = None
     incarnation = 1
+    untold = 0
 
     def __init__(self, connection: FakeConnection) -> None:
+        self.untold = 0
         self.connection = connection
 
     def current(self) -> FakeConnection | None:

@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from . import fakegpu
@@ -32,8 +34,9 @@ class Node:
     """`node.faults` are the daemon's, `trainer.faults` a trainer's. At the end, if the daemon still
     lives, nothing of its dead trainers may be mapped.
 
-    `blind`: the daemon has no driver. `visible`: the GPUs that it sees. `kept`: a manager keeps the
-    descriptors of a daemon that was killed for the next one.
+    `blind`: the daemon has no driver. `driver`: its faults from the start on. `visible`: the GPUs
+    that it sees. `memory_bytes`: of a GPU as a whole; each context takes `context_bytes` of them.
+    `kept`: a manager keeps the descriptors of a daemon that was killed for the next one.
     """
 
     def __init__(
@@ -43,13 +46,17 @@ class Node:
         visible: str = "",
         blind: bool = False,
         kept: bool = False,
-        init_fail_code: int = 0,
+        driver: dict[str, int] | None = None,
+        memory_bytes: int = 0,
+        context_bytes: int = 0,
         **daemon_options: Any,
     ) -> None:
         self.directory = fakegpu.new_directory()
-        self.devices = devices
+        self._gpus = {
+            "devices": devices, "memory_bytes": memory_bytes, "context_bytes": context_bytes,
+        }  # fmt: skip
         self.faults = Faults(self.directory / "daemon.faults")
-        self.faults.set(init_fail_code=init_fail_code)
+        self.faults.set(**driver or {})
         self.daemon: Daemon
         self.trainers: list[GpuTrainer] = []
         self._numbers = itertools.count()
@@ -57,7 +64,7 @@ class Node:
             self.daemon = Daemon(*flags, **daemon_options)
         else:
             gpus = fakegpu.environment(
-                self.directory, devices=devices, visible=visible, faults=self.faults
+                self.directory, visible=visible, faults=self.faults, **self._gpus
             )
             made = KeptDaemon if kept else StandinDaemon
             self.daemon = made(*flags, gpus=gpus, **daemon_options)
@@ -76,21 +83,19 @@ class Node:
 
     def connect(
         self, parts: tuple[Part, ...] = PARTS, *, environment: dict[str, str] | None = None,
-        memory_bytes: int = 0, **options: Any,
+        **options: Any,
     ) -> GpuTrainer:  # fmt: skip
         """A trainer that has opened a client for job "job"."""
-        trainer = self.process(memory_bytes=memory_bytes, **environment or {})
+        trainer = self.process(**environment or {})
         self.open(trainer, parts, **options)
         return trainer
 
-    def process(self, *, memory_bytes: int = 0, **environment: str) -> GpuTrainer:
+    def process(self, **environment: str) -> GpuTrainer:
         """A trainer that has done nothing yet; its faults can be set."""
         faults = Faults(self.directory / f"trainer-{next(self._numbers)}.faults")
         gpus = {}
         if not fakegpu.is_real():
-            gpus = fakegpu.environment(
-                self.directory, devices=self.devices, faults=faults, memory_bytes=memory_bytes
-            )
+            gpus = fakegpu.environment(self.directory, faults=faults, **self._gpus)
         trainer = GpuTrainer(**gpus | environment)
         trainer.faults = faults
         self.trainers.append(trainer)
@@ -108,6 +113,12 @@ class Node:
         assert told.returncode in (0, 3), told.stderr.decode()
         document: dict[str, Any] = json.loads(told.stdout)
         return document
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+        until = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < until, self.status()
+            time.sleep(0.05)
 
     def transfer(self) -> tuple[str, str]:
         """How the only session's GPU tensors get here, and why."""

@@ -34,7 +34,7 @@ MOMENT = 100  # added to a tensor's number
 
 
 class Part(NamedTuple):
-    """One tensor of the model. Buffers and what is frozen change in forward, unguarded."""
+    """One tensor of the model. Buffers and what is frozen change in forward."""
 
     count: int
     dtype: str = "float32"
@@ -57,8 +57,8 @@ def expected(step: int, number: int, nbytes: int) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, in place."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    """The bytes of a dense tensor, in place; torch does not count what is written there."""
+    return tensor.data.reshape(-1).view(torch.uint8)
 
 
 def off_by(have: torch.Tensor, step: int, number: int) -> str:
@@ -134,9 +134,11 @@ def ordinal(tensor: torch.Tensor) -> int:
     return devices.device_of(tensor)
 
 
-def advance(gpu: Gpu, tensor: torch.Tensor, steps: int = 1) -> None:
-    """What a kernel of an optimizer would do."""
+def advance(gpu: Gpu, tensor: torch.Tensor, steps: int = 1, *, counted: bool = True) -> None:
+    """What a kernel of an optimizer would do; torch counts the change when it is enqueued."""
     place, more = raw(tensor), steps * _PER_STEP % 256
+    if counted:
+        torch.autograd.graph.increment_version(tensor)
     if ordinal(tensor) == HOST:
         place.add_(more)
     else:
@@ -179,7 +181,8 @@ class GpuCommands(Commands):
     ) -> int:
         self.gpu = fakegpu.choose()
         if self.gpu.real and not all(part.shareable for part in parts):
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            now = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
+            (now or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
         if uid is not None:
             os.setgroups([])
             import_all("pccheck")  # it may lie where that user cannot go
@@ -199,10 +202,14 @@ class GpuCommands(Commands):
             self.client.attach(model=self.model)
         return os.getpid()
 
-    def step(self, count: int = 1) -> int:
+    def attach(self) -> None:
+        """After open(attach=False)."""
+        self.client.attach(model=self.model, optimizer=self.optimizer)
+
+    def step(self, count: int = 1, *, ask: bool = True) -> int:
         """Forward changes what nothing guards, then comes the update."""
         for _ in range(count):
-            self.forward()
+            self.forward(ask=ask)
             self.optimizer.step()
         return self.optimizer.now
 
@@ -227,7 +234,7 @@ class GpuCommands(Commands):
             if durable and max(durable) > told:
                 told = max(durable)
                 self.link.send(("durable", told))
-        states = [h.state.name.lower() for h in self.handles if h.snapshot]
+        states = [h.state.name.lower() for h in self.handles if h._in_flight.snapshot]
         return self.optimizer.now, collections.Counter(states)
 
     def move_part0(self) -> None:
@@ -246,16 +253,21 @@ class GpuCommands(Commands):
             self.gpu.free(self.moved)  # type: ignore[attr-defined]
         self.moved = fresh
 
-    def forward(self) -> None:
+    def forward(self, *, ask: bool = True) -> None:
+        """Changes buffers as it likes, and what is frozen behind a gate if `ask`."""
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        for tensor in (*self.model.buffers(), *frozen):
+        for tensor in self.model.buffers():
+            advance(self.gpu, tensor)
+        if frozen and ask:
+            self.client.gate()
+        for tensor in frozen:
             advance(self.gpu, tensor)
 
-    def update_unasked(self) -> None:
-        """An update that no gate is asked about."""
+    def update_unasked(self, *, counted: bool) -> None:
+        """An update that no gate is asked about, nor torch's count unless `counted`."""
         self.optimizer.now += 1
         for tensor in self.model.state_dict().values():
-            advance(self.gpu, tensor)
+            advance(self.gpu, tensor, counted=counted)
 
     def synchronize(self) -> None:
         self.gpu.synchronize()

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -37,6 +38,7 @@ from pccheck_wire.messages import (
     Hello,
     ListVolumes,
     Open,
+    Pin,
     Read,
     Register,
     Request,
@@ -46,6 +48,7 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from tests.support.rank import Rank, payload_of
 
 ENOUGH = 15
 LIFE_S = 120  # it ends by itself, whatever becomes of the test
@@ -166,12 +169,34 @@ class Attacker:
                 time.sleep(0.01)
             yield
 
+    def minimal_sessions(self) -> Step:
+        """The least memory in each of many sessions, which answer nothing. Where one was ended,
+        there is another one at once."""
+        held: dict[int, attach.Attachment] = {}
+        for number in itertools.cycle(range(24)):
+            if number in held and self.has_ended(held[number].socket):
+                held.pop(number).close()
+            with contextlib.suppress(PccheckError, OSError):
+                if number not in held:
+                    held[number] = self.attach(job=f"small-{number}")
+                    held[number].request(Register(100_000), timeout_s=1)
+            yield
+
+    def has_ended(self, peer: socket.socket) -> bool:
+        try:
+            ready = select.select([peer], [], [], 0)[0]
+            return bool(ready) and not peer.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return True
+
     def names(self) -> Step:
         """A new job each time, with a volume as large as can be had."""
         for number in itertools.count():
             job = f"evil-{number}"
             with contextlib.suppress(PccheckError, OSError), self.attach(job=job) as session:
-                session.request(Register(1 << (18 + number % 20)), timeout_s=5)
+                session.request(
+                    Register(1 << (18 + number % 20), failed=1 << number % 63), timeout_s=5
+                )
             yield
 
     def page_garbage(self) -> Step:
@@ -259,7 +284,7 @@ class Attacker:
         bodies: list[RequestBody] = [
             Register(1 << 20), Begin(1000, 1, 1 << 20, 0, 8), Describe(1), Open(), Read(1, 1, 0, 1),
             Open(replicated=True), Read(2, 1, 0, 1, rank=0),
-            Begin(1001, 1, 1 << 20, 0, 8, branch=9),
+            Begin(1001, 1, 1 << 20, 0, 8, branch=9), Pin(1), Pin(1, pinned=False),
             Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
             Verify(self.victim["job"], uid=0),
         ]  # fmt: skip
@@ -273,6 +298,19 @@ class Attacker:
                 assert answer["body"]["t"] == "failure", answer
             yield
 
+    def verify_loops(self) -> Step:
+        """Reads as much of its own as it can, in several sessions."""
+        with Rank(Path(self.path), job="evil") as rank:
+            rank.register(8 << 20)
+            rank.save(1, payload_of(1, 8 << 20))
+        observers = [attach.observe(self.path) for _ in range(4)]
+        while True:
+            for observer in observers:
+                observer.socket.send(self.request(observer.welcome.token, Verify("evil")))
+            for observer in observers:
+                assert observer.socket.recv(1 << 16)
+            yield
+
     def others_snapshots(self) -> Step:
         """What belongs to other ranks and users, asked for by its number."""
         fields = {"world_size": 2, "local_world_size": 2, "launch": "one"}
@@ -281,7 +319,10 @@ class Attacker:
         while True:
             for session in (mine, other):
                 for number in (0, 1, 2, 3, 2**62):
-                    for body in (Describe(number), Read(number, number, 0, 8), Open(number)):
+                    for body in (
+                        Describe(number), Read(number, number, 0, 8), Open(number), Pin(number),
+                        Pin(-number, pinned=False),
+                    ):  # fmt: skip
                         with contextlib.suppress(PccheckError):
                             session.request(body, timeout_s=20)
                 for uid in (0, -1):

@@ -25,9 +25,12 @@ class FakeDevices:
         self.synchronized: list[int] = []
         self.streams: dict[int, int] = {}
         self.captures = False
+        self.emptied: list[int] = []
 
     def install(self, patch: object) -> FakeDevices:
-        for name in ("device_of", "current_stream", "synchronize", "capturing", "empty"):
+        for name in (
+            "device_of", "current_stream", "synchronize", "capturing", "empty", "empty_cache",
+        ):  # fmt: skip
             patch.setattr(devices, name, getattr(self, name))  # type: ignore[attr-defined]
         return self
 
@@ -49,6 +52,9 @@ class FakeDevices:
 
     def capturing(self) -> bool:
         return self.captures
+
+    def empty_cache(self, device: int) -> None:
+        self.emptied.append(device)
 
     def empty(
         self, shape: list[int], strides: list[int], dtype: torch.dtype, like: torch.Tensor

@@ -9,7 +9,7 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import zmq
 
@@ -30,10 +30,13 @@ from pccheck_wire.messages import (
     Register,
     Reply,
     ReplyBody,
+    Report,
     Request,
     RequestBody,
     Restored,
     Role,
+    Status,
+    Writing,
 )
 from tests.support.daemon import PATIENCE
 
@@ -148,6 +151,11 @@ class Rank:
         assert state.outcome in durable, state
         return state
 
+    def status(self) -> dict[str, Any]:
+        found = self.ask(Status())
+        assert isinstance(found, Report)
+        return found.document
+
     def describe(self, snapshot: int) -> Described:
         from pccheck_wire.messages import Describe
 
@@ -156,7 +164,8 @@ class Rank:
         return found
 
     def open(self, step: int | None = None, before: int | None = None) -> Opened | Empty:
-        found = self.ask(Open(step, before))
+        while isinstance(found := self.ask(Open(step, before)), Writing):
+            pass
         assert isinstance(found, Opened | Empty)
         return found
 

@@ -53,6 +53,13 @@ class Service(Daemon):
         self.wait_for(lambda said: said == "READY=1")
         return self
 
+    def wait_log(self, wanted: str, limit_s: float = READY_LIMIT_S) -> None:
+        """A thread writes the log, later than the line is made."""
+        deadline = time.monotonic() + limit_s
+        while wanted not in self.log.read_text():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
     def wait_for(self, wanted: Callable[[str], bool], limit_s: float = READY_LIMIT_S) -> str:
         """The next thing said that is `wanted`; what is said before is kept in `heard`."""
         deadline = time.monotonic() + limit_s

@@ -59,11 +59,13 @@ def environment(
     faults: Faults | None = None,
     any_uid: bool = False,
     memory_bytes: int = 0,
+    context_bytes: int = 0,
 ) -> dict[str, str]:
     """What a process needs to find the stand-in instead of a driver.
 
     `visible` is as CUDA_VISIBLE_DEVICES. `dead` says what copies from a dead exporter's memory
-    are: "scramble", "error" or "keep".
+    are: "scramble", "error" or "keep". Every process of a test is given the same `memory_bytes`, of
+    a device as a whole, and `context_bytes`, what a context takes of them.
     """
     others = os.environ.get("LD_LIBRARY_PATH", "")
     found = {
@@ -78,6 +80,8 @@ def environment(
         found["PCCHECK_STANDIN_VISIBLE"] = visible
     if memory_bytes:
         found["PCCHECK_STANDIN_MEMORY"] = str(memory_bytes)
+    if context_bytes:
+        found["PCCHECK_STANDIN_CONTEXT"] = str(context_bytes)
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_native import SLOT_DAMAGED, SLOT_PINNED, Volume, create_volume, layout
+from pccheck_native import SLOT_DAMAGED, SLOT_PROTECTED, Volume, create_volume, layout
 from pccheck_native.catalog import (
     Checkpoint,
     by_rank,
@@ -45,7 +45,7 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     with Loop(volume_of(tmp_path)) as loop:
         for step in (10, 20):
             last = loop.save(step, [bytearray(1000)], b"tree!", step=step)
-        loop.volume.flag(last, set=SLOT_PINNED, now=True)
+        loop.volume.flag(last, set=SLOT_PROTECTED, now=True)
         while_locked = scan(tmp_path)
         beside = checkpoints_of(loop.volume, loop.path)
     assert while_locked.checkpoints == beside
@@ -56,7 +56,7 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     assert (newest.step, before.step) == (20, 10)
     assert (newest.uid, newest.job, newest.rank, newest.world_size) == (7, "job", 0, 1)
     assert (newest.tree_offset, newest.tree_bytes, newest.payload_bytes) == (1024, 5, 1029)
-    assert (newest.is_pinned, newest.is_damaged) == (True, False)
+    assert (newest.is_protected, newest.is_damaged) == (True, False)
     assert newest.volume_path == loop.path
     assert newest.wall_ns > 0
     assert scan(tmp_path, uid=8).checkpoints == []

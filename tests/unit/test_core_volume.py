@@ -15,7 +15,7 @@ import pytest
 from pccheck_native import (
     FORMAT_VERSION,
     SLOT_DAMAGED,
-    SLOT_PINNED,
+    SLOT_PROTECTED,
     NativeError,
     Volume,
     create_volume,
@@ -186,11 +186,11 @@ def test_incarnation_flags_and_finish_are_on_the_media(tmp_path: Path) -> None:
     with Loop(path) as loop:
         loop.volume.begin_incarnation(9, 1)
         first, second = (loop.save(i, [bytearray(b"x" * 5000)], step=i) for i in (1, 2))
-        loop.volume.flag(first, set=SLOT_PINNED | SLOT_DAMAGED, now=True)
+        loop.volume.flag(first, set=SLOT_PROTECTED | SLOT_DAMAGED, now=True)
         loop.volume.flag(first, clear=SLOT_DAMAGED)
         loop.volume.flag(second, set=SLOT_DAMAGED, now=True)
         with pytest.raises(FileNotFoundError):
-            loop.volume.flag(12345, set=SLOT_PINNED)
+            loop.volume.flag(12345, set=SLOT_PROTECTED)
         with pytest.raises(OSError) as caught:
             loop.volume.flag(first, set=1)  # of early volumes; nothing sets it any more
         assert caught.value.errno == errno.EINVAL
@@ -198,9 +198,9 @@ def test_incarnation_flags_and_finish_are_on_the_media(tmp_path: Path) -> None:
     volume = Volume(path, writable=True)
     assert volume.info().incarnation == 9
     assert {e.sequence: e.flags for e in volume.table() if e.sequence} == {
-        first: SLOT_PINNED, second: 0,
+        first: SLOT_PROTECTED, second: 0,
     }  # fmt: skip
-    volume.flag(first, clear=SLOT_PINNED)
+    volume.flag(first, clear=SLOT_PROTECTED)
     volume.finish(1)
     volume.close()
     volume = Volume(path, writable=False)

@@ -184,10 +184,13 @@ def test_another_version_and_a_single_kept_checkpoint_are_told() -> None:
     assert keep.promise == "newest wins"
 
 
-def test_why_the_daemon_does_not_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_daemon, "_has_driver", lambda: True)
-    (found,) = checks_daemon.cuda(answer(transfer="push", transfer_reason="no driver: MIG"))
+    monkeypatch.setattr(checks_daemon, "DEVICES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    found, files = checks_daemon.cuda(answer(transfer="push", transfer_reason="no driver: MIG"))
     assert "no driver: MIG" in found.found
+    assert files.found == f"{tmp_path}/nvidia-uvm not there"
     monkeypatch.setattr(checks_daemon.Answer, "uid", 4711)
     (found,) = checks_daemon.cuda(answer())
     assert "uid 4711" in found.found
@@ -195,6 +198,13 @@ def test_why_the_daemon_does_not_pull(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_daemon.Answer, "uid", 0)
     (found,) = checks_daemon.cuda(answer())
     assert found.level == OK
+
+
+@pytest.mark.parametrize(
+    ("release", "told"), [("6.10.9", 0), ("6.11.0-9-generic", 1), ("6.13", 1), ("6.14.1", 0)]
+)
+def test_kernels_that_pin_badly_are_told(release: str, told: int) -> None:
+    assert len(list(checks_daemon._pinning(release))) == told
 
 
 def test_a_socket_that_others_can_replace_is_told(tmp_path: Path) -> None:

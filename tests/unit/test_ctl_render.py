@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pccheckctl import listing, render, status
+from pccheckctl.output import Document
 
 GIB = 1 << 30
 
@@ -176,9 +177,26 @@ def test_status_with_a_warning_is_degraded() -> None:
 
 def test_status_without_a_daemon_says_so() -> None:
     document = STATUS | {"daemon": None, "pool": {}, "ranks": []}
-    assert "none asked" in status.as_text(document)
+    assert "read from the volumes" in status.as_text(document)
     assert "no jobs" in status.as_text(document)
 
 
 def test_a_document_of_another_shape_does_not_break_the_text() -> None:
     assert status.as_text({"ranks": [{"newest": None, "counters": 7}], "warnings": 3}, now_s=0)
+
+
+def rank_of(job: str, wall_s: float, *, connected: bool = False) -> Document:
+    newest = {"step": 1, "wall_ns": wall_s * 1e9}
+    return {"job": job, "rank": 0, "uid": 7, "connected": connected, "newest": newest}
+
+
+def test_live_jobs_come_first_and_of_the_others_the_newest_few() -> None:
+    ranks = [*(rank_of(f"ended-{at}", at) for at in range(20)), rank_of("live", 0, connected=True)]
+    document: Document = {"daemon": {"state": "ok"}, "ranks": ranks}
+    lines = status.as_text(document, now_s=30).splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("job "))
+    assert lines[first + 1].startswith("live")
+    assert lines[first + 2].startswith("ended-19")
+    assert "12 ranks more" in lines[-1] and "--all" in lines[-1]
+    assert "ended-0" in status.as_text(document, now_s=30, every=True)
+    assert "ended-0" in status.as_text({"ranks": ranks}, now_s=30)  # without a daemon all are

@@ -89,7 +89,7 @@ def test_where_tensors_lay_is_in_the_tree(fakes: FakeDevices) -> None:
         "p": nn.Parameter(torch.ones(1)),
     }
     fakes.put(state["p"], 2)
-    made = plan_state(state, Gating([], "sync"), 1, None, Shape(CHUNK))
+    made = plan_state(state, Gating({}, "sync"), 1, None, Shape(CHUNK))
     flags = {path: node.flags for path, node in tree.walk(tree_of(made).root)
              if isinstance(node, tree.Tensor)}  # fmt: skip
     assert flags == {
@@ -131,12 +131,12 @@ def test_two_gpus_and_the_host(fakes: FakeDevices) -> None:
 @pytest.mark.parametrize(("device", "said"), [(16, "beyond 16 GPUs"), (40, "CUDA_VISIBLE_DEVICES")])
 def test_too_many_gpus_are_refused_by_path(fakes: FakeDevices, device: int, said: str) -> None:
     with pytest.raises(UnsupportedStateError, match=rf"a\.b: .*{said}"):
-        plan_state({"a": {"b": fakes.put(torch.ones(1), device)}}, Gating([], "sync"), 1, None)
+        plan_state({"a": {"b": fakes.put(torch.ones(1), device)}}, Gating({}, "sync"), 1, None)
 
 
 def test_generators_are_host_memory() -> None:
     state = capture_rng() | {"cuda": [torch.get_rng_state()]}
-    made = plan_state(state, Gating([], "sync"), 1, None)
+    made = plan_state(state, Gating({}, "sync"), 1, None)
     assert made.device is None and same(state, round_trip(made))
 
 

@@ -133,17 +133,22 @@ def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
 
 
 class Native:
-    """In the place of the compiled module's."""
+    """In the place of the compiled module's, and of the process that tries the driver first."""
 
-    def __init__(self, missing: str = "", gate: threading.Event | None = None) -> None:
-        self.missing = missing
+    def __init__(self, *missing: str, gate: threading.Event | None = None) -> None:
+        self.missing = list(missing) or [""]
         self.gate = gate
         self.closed = False
+        self.loads = 0
 
-    def cuda_missing(self) -> str:
+    def tried(self) -> str:
         if self.gate is not None:
             self.gate.wait(60)
-        return self.missing
+        return self.missing.pop(0) if len(self.missing) > 1 else self.missing[0]
+
+    def cuda_missing(self) -> str:
+        self.loads += 1
+        return self.missing[0]
 
     def cuda_driver(self) -> tuple[int, int]:
         return 12080, 8
@@ -151,13 +156,19 @@ class Native:
     def Gpus(self) -> Native:  # noqa: N802
         return self
 
+    def info(self) -> list[object]:
+        return []
+
     def close(self) -> None:
         self.closed = True
 
 
-def driven(monkeypatch: pytest.MonkeyPatch, native: Native) -> None:
+def driven(monkeypatch: pytest.MonkeyPatch, native: Native, *, installed: bool = True) -> None:
     for name in ("cuda_missing", "cuda_driver", "Gpus"):
         monkeypatch.setattr(f"pccheckd.gpus._core.{name}", getattr(native, name))
+    monkeypatch.setattr(gpus, "_missing_elsewhere", native.tried)
+    monkeypatch.setattr(gpus, "_installed", lambda: installed)
+    monkeypatch.setenv("CUDA_DISABLE_PERF_BOOST", "1")
 
 
 def run(work: Callable[[gpus.Driver], object]) -> None:
@@ -165,7 +176,12 @@ def run(work: Callable[[gpus.Driver], object]) -> None:
         driver = gpus.Driver()
         driver.start()
         await driver.ready()
-        work(driver)
+        try:
+            result = work(driver)
+            if asyncio.iscoroutine(result):
+                await result
+        finally:
+            driver.take_away()
 
     asyncio.run(all_of_it())
 
@@ -182,26 +198,43 @@ def test_a_driver_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work)
 
 
-def test_without_a_driver_tensors_are_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    driven(monkeypatch, Native("libcuda.so.1 is not there"))
+def test_without_a_driver_tensors_are_pushed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven(monkeypatch, Native("libcuda.so.1 is not there"), installed=False)
 
     def work(driver: gpus.Driver) -> None:
         assert driver.gpus is None and driver.info() == []
-        assert driver.offer.transfer == "push"
+        assert (driver.offer.transfer, driver.offer.later) == ("push", False)
         assert "libcuda.so.1 is not there" in driver.offer.reason
 
     run(work)
 
 
+def test_a_driver_that_fails_is_tried_again_in_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    native = Native("cuInit: not yet", "cuInit: still not", "")
+    driven(monkeypatch, native)
+    monkeypatch.setattr(gpus, "RETRY_S", 0.001)
+
+    async def work(driver: gpus.Driver) -> None:
+        while driver.offer.transfer != "pull":
+            assert driver.offer.later
+            await asyncio.sleep(0.001)
+        assert native.loads == 1  # this process has seen no failure
+
+    run(work)
+
+
 def test_nobody_waits_long_for_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts from the start, not from each trainer's coming."""
     monkeypatch.setattr(gpus, "DRIVER_LIMIT_S", 0.0)
     gate = threading.Event()
-    driven(monkeypatch, Native(gate=gate))
+    native = Native(gate=gate)
+    driven(monkeypatch, native)
 
     def work(driver: gpus.Driver) -> None:
-        assert driver.gpus is None
-        assert driver.offer.transfer == "push"
-        assert driver.take_away() is None
+        assert driver.gpus is native  # type: ignore[comparison-overlap]
+        assert (driver.offer.transfer, driver.offer.later) == ("push", True)
 
     try:
         run(work)

@@ -104,6 +104,54 @@ def test_what_cannot_be_pulled_is_pushed(
     assert exposure.prepare(fresh, part()).map == (1 if transfer == "auto" else 0)
 
 
+def test_a_refusal_that_may_pass_is_asked_about_again() -> None:
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    connection.refusal = RefusedError("its context was not made", retryable=True)
+    maps = [exposure.prepare(connection, part()).map for _ in range(31)]
+    assert not any(maps)
+    assert connection.exposed() == [1, 2, 3]  # at the first, the 11th and the 31st
+    assert len(chosen(connection)) == 1
+    connection.refusal = None
+    maps = [exposure.prepare(connection, part()).map for _ in range(40)]
+    assert maps == [0] * 39 + [4]
+    assert chosen(connection)[-1] == ("pull", "")
+
+
+def test_a_daemon_whose_driver_is_late_is_asked_again() -> None:
+    connection = FakeConnection(transfer="push", reason="still loading")
+    connection.welcome.transfer_later = True
+    exposure = Exposure("auto", 5)
+    assert [exposure.prepare(connection, part()).map for _ in range(10)] == [0] * 9 + [1]
+    asked = FakeConnection(transfer="push", reason="still loading")
+    asked.welcome.transfer_later = True
+    exposure = Exposure("push", 5)
+    assert not any(exposure.prepare(asked, part()).map for _ in range(30))
+
+
+def test_a_full_gpu_gets_what_torch_keeps_for_later(fakes: FakeDevices) -> None:
+    """The room for the probe, for staging, and for what the daemon needs there."""
+    connection, exposure = FakeConnection(), Exposure("auto", 5)
+    real, failures = connection.link.expose, [OSError(errno.ENOMEM, "out of memory")]
+
+    def once_full(ranges: bytes, nbytes: int) -> bytes:
+        if failures:
+            raise failures.pop()
+        return real(ranges, nbytes)
+
+    connection.link.expose = once_full  # type: ignore[method-assign]
+    assert exposure.prepare(connection, part()).map == 1
+    assert fakes.emptied == [0]
+    connection.refusal = DeviceError("no memory left for the daemon", retryable=True)
+    connection.refusals = 1
+    assert exposure.prepare(connection, part(1 << 41)).map == 3
+    assert fakes.emptied == [0, 0]
+    connection.link.no_staging = True
+    with pytest.raises(NoStagingError) as caught:
+        exposure.prepare(connection, part(volatile=512))
+    assert caught.value.retryable
+    assert fakes.emptied == [0, 0, 0]
+
+
 def test_pull_that_cannot_be_had_is_an_error_when_it_was_demanded() -> None:
     connection, exposure = FakeConnection(), Exposure("pull", 5)
     connection.refusal = RefusedError("another uid")

@@ -191,12 +191,11 @@ def test_host_and_device_memory_never_share_an_extent() -> None:
 
 def test_a_little_host_memory_beside_gpus_is_copied_at_once() -> None:
     gpu = view(1 << 40, 512, 0)
-    ranges, volatile = lay_out([gpu, view(4096, INLINE_BYTES_MAX)], Shape(CHUNK)).packed()
-    assert not ranges and len(volatile) == 24
-    ranges, volatile = lay_out([gpu, view(4096, INLINE_BYTES_MAX + 1)], Shape(CHUNK)).packed()
-    assert len(ranges) == 24 and not volatile
-    ranges, volatile = lay_out([view(4096, 8)], Shape(CHUNK)).packed()
-    assert len(ranges) == 24 and not volatile  # without GPUs nothing has changed
+    layout = lay_out([gpu, view(4096, INLINE_BYTES_MAX)], Shape(CHUNK))
+    assert layout.inline and [len(packed) for packed in layout.packed(inline=True)] == [0, 24]
+    layout = lay_out([gpu, view(4096, INLINE_BYTES_MAX + 1)], Shape(CHUNK))
+    assert not layout.inline and [len(packed) for packed in layout.packed(inline=False)] == [24, 0]
+    assert not lay_out([view(4096, 8)], Shape(CHUNK)).inline  # without GPUs nothing has changed
 
 
 def test_packed_ranges_follow_the_staging_memory() -> None:

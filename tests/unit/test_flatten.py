@@ -24,7 +24,7 @@ from tests.support.payload import round_trip, tree_of
 
 
 def snapshot(state: object) -> Snapshot:
-    return plan_state(state, Gating([], "sync"), 1, None)
+    return plan_state(state, Gating({}, "sync"), 1, None)
 
 
 def again(state: Any) -> Any:

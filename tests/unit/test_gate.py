@@ -8,7 +8,7 @@ import pytest
 
 from pccheck.extents import DevicePart, Shape, lay_out
 from pccheck.gate import Breaker, Gate
-from pccheck.handle import Checkpoint
+from pccheck.in_flight import InFlight
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError
 from pccheck_wire.messages import CheckpointState
@@ -29,10 +29,10 @@ class Kit:
 
     def add(
         self, part: DevicePart | None = None, *, host: bool = False, owners: object = None
-    ) -> Checkpoint:
+    ) -> InFlight:
         number = self.connection.next_snapshot()
         self.link.request(number)
-        made = Checkpoint(1, self.connection, number)  # type: ignore[arg-type]
+        made = InFlight(1, self.connection, number)  # type: ignore[arg-type]
         self.gate.add(made, self.connection, [owners], host=host, part=part)  # type: ignore[arg-type]
         return made
 

@@ -53,13 +53,13 @@ def test_without_a_driver_the_probe_says_so() -> None:
 # -- what check.py runs ------------------------------------------------------------------------
 
 
-Commands = Callable[[], dict[str, list[str]]]
+Commands = Callable[[str], dict[str, list[str]]]
 
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    def recorded() -> dict[str, list[str]]:
-        """Every command of every part, by name; --dry only adds to them."""
+    def recorded(half: str) -> dict[str, list[str]]:
+        """Every command of every part of a half, by name; --dry only adds to them."""
         made: dict[str, list[str]] = {}
 
         def run(self: check.Check, name: str, command: list[str], limit_s: float) -> check.Ended:
@@ -69,7 +69,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
         monkeypatch.setattr(check.Check, "run", run)
         (tmp_path / "pccheck-1-py3-none-any.whl").touch()
         options = argparse.Namespace(
-            dry=True, limit_s=470, output=tmp_path, wheels=tmp_path, directory=tmp_path
+            dry=True, limit_s=470, output=tmp_path, wheels=tmp_path, directory=tmp_path, half=half
         )
         one = check.Check(options, tmp_path)
         for _, part in one.parts():
@@ -82,10 +82,10 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def test_every_bench_takes_what_check_gives_it(commands: Commands) -> None:
-    made = commands()
+    made = commands("benches")
     benches = {name: command for name, command in made.items() if "bench.gpu." in " ".join(command)}
     assert benches.keys() == {"bandwidth", "resume", "train_in_memory", "train"}
-    for name, command in {**benches, "probe": made["probe"]}.items():
+    for name, command in {**benches, "probe": commands("checks")["probe"]}.items():
         ran = subprocess.run(
             [*command, "--no-such-flag"], cwd=check.ROOT, check=False, capture_output=True,
             text=True,
@@ -99,14 +99,33 @@ def test_every_bench_takes_what_check_gives_it(commands: Commands) -> None:
 def test_the_tests_that_check_runs_are_there(
     commands: Commands,
 ) -> None:
-    command = [word for word in commands()["tests"] if "junitxml" not in word]
+    first, others = (collected(commands("checks")[name]) for name in ("first_tests", "tests"))
+    assert first >= len(check.FIRST) and others > 100
+
+
+def collected(command: list[str]) -> int:
+    words = [word for word in command if "junitxml" not in word]
     ran = subprocess.run(
-        [*command, "--collect-only", "-q"], cwd=check.ROOT, check=False, capture_output=True,
+        [*words, "--collect-only", "-q"], cwd=check.ROOT, check=False, capture_output=True,
         text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout
     found = re.findall(r"^tests/integration/test_gpu_\w+\.py: (\d+)$", ran.stdout, re.MULTILINE)
-    assert len(found) >= 9 and sum(map(int, found)) > 100
+    return sum(map(int, found))
+
+
+def test_the_parts_fit_into_the_time() -> None:
+    for half, budgets_s in check.BUDGETS_S.items():
+        assert sum(budgets_s.values()) <= check.LIMIT_S, half
+
+
+def test_what_is_needed_and_nowhere_is_named_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "version_of", lambda name: "" if name == "pyzmq" else "99")
+    assert check.unavailable(tmp_path) == ["pyzmq"]
+    (tmp_path / "pyzmq-27.0-cp312-abi3-manylinux_2_28_x86_64.whl").touch()
+    assert check.unavailable(tmp_path) == []
 
 
 def test_what_the_machine_may_lack_is_named() -> None:

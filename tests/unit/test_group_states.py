@@ -13,21 +13,23 @@ The rules are then broken, one at a time: the same search must see it.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from tests.support.groupmodel import ALWAYS, Config, Outcome, Rules, Search
 
-pytestmark = pytest.mark.timeout(900)  # of all searches together, beside whatever else runs
-
 STATES_MIN = 1_000_000
 
-# The longest first. Those without a limit are searched to the last state.
+# The longest first. Those without a limit are searched to the last state, of which there are:
+ALL_STATES = {
+    "a session ends, unseen": 85_313, "two lanes, heard late": 82_700,
+    "a session ends, skips": 40_402, "the daemon dies": 38_206, "any number fails": 29_780,
+    "a start of fewer ranks": 27_917, "three ranks, two kept": 24_476, "a start": 13_568,
+    "damage": 9_529, "damage of two": 8_258, "three ranks, heard late": 6_246,
+    "one lane, unseen": 3_671, "one lane, stale": 1_662,
+}  # fmt: skip
 CONFIGS = [
     Config("three ranks", 3, 3, 1, 2, limit=80_000),
     Config("a session ends, unseen", 2, 2, 1, 1, "unseen", cuts=1),
@@ -50,7 +52,7 @@ CONFIGS = [
            limit=40_000),
     Config("three ranks, two kept", 3, 3, 2, 1, "late"),
     Config("a start", 2, 2, 1, 1, "late", deaths=1, starts=1),
-    Config("any number fails", 2, 2, 1, 1, "late", fails=ALWAYS, skips=ALWAYS, limit=40_000),
+    Config("any number fails", 2, 2, 1, 1, "late", fails=ALWAYS, skips=ALWAYS),
     Config("damage", 2, 2, 1, 1, "late", damages=1),
     Config("damage of two", 2, 3, 2, 1, damages=2),
     Config("three ranks, heard late", 3, 2, 1, 1, "late"),
@@ -255,31 +257,23 @@ def search(config: Config, rules: type[Rules]) -> Outcome:
     return Search(config, rules()).run()
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=context) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def searches(pool: ProcessPoolExecutor) -> dict[str, Future[Outcome]]:
-    return {config.name: pool.submit(search, config, Rules) for config in CONFIGS}
+def least(config: Config) -> int:
+    """How many states its search has to see."""
+    return ALL_STATES.get(config.name, config.limit)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_every_state_is_safe(config: Config, searches: dict[str, Future[Outcome]]) -> None:
-    found = searches[config.name].result()
+def test_every_state_is_safe(config: Config) -> None:
+    found = search(config, Rules)
     assert not found.violation, "\n".join(["", *found.trace, found.violation])
-    assert found.closed or found.states >= config.limit
+    assert found.states >= least(config)
+    assert found.closed or config.name not in ALL_STATES
 
 
-def test_a_million_states(searches: dict[str, Future[Outcome]]) -> None:
-    found = [future.result() for future in searches.values()]
-    for one in found:
-        print(f"{one.states:>8} {'all ' if one.closed else 'some'} {one.config.name}")
-    print(f"{sum(one.states for one in found):>8}")
-    assert sum(one.states for one in found) >= STATES_MIN
+def test_a_million_states() -> None:
+    """Each search has asserted its own part of them."""
+    assert {config.name for config in CONFIGS if config.limit > STATES_MIN} == ALL_STATES.keys()
+    assert sum(map(least, CONFIGS)) >= STATES_MIN
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pccheck import Checkpoint, CheckpointState
-from pccheck import handle as handles
+from pccheck import CheckpointState
+from pccheck import in_flight as handles
+from pccheck.in_flight import InFlight
 from pccheck_native import WORD_REFUSED
 from pccheck_wire.messages import Described, Failure
 
@@ -40,8 +41,8 @@ class Daemon:
         self.callbacks.append(callback)
 
 
-def handle(daemon: Any) -> Checkpoint:
-    return Checkpoint(3, daemon, 1)
+def handle(daemon: Any) -> InFlight:
+    return InFlight(3, daemon, 1)
 
 
 def test_the_reason_is_waited_for() -> None:

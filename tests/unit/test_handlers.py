@@ -81,7 +81,7 @@ class FakeChannel:
         self.refused.append(snapshot)
 
     def usage(self) -> ChannelUsage:
-        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 4096, 8192, 2, 1)
+        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2, 1)
 
     def close(self) -> None:
         pass
@@ -113,7 +113,6 @@ class Place:
         await self.tenant._open_port()
         assert self.tenant.port is not None
         self.tenant.port.channel = cast(Channel, self.channel)
-        self.tenant.port.pulls = True
         self.engine.driver.offer = Offer("pull", "CUDA IPC")
         self.session = self.join(1)
 
@@ -126,7 +125,7 @@ class Place:
         if role is Role.TRAINER:
             process = bytes([number]) * 16
             self.tenant.owner = Owner(
-                session=number, pid=1, incarnation=1, world_size=1, local_world_size=1, fresh=False,
+                session=number, pid=1, world_size=1, local_world_size=1, fresh=False,
                 process=process, solo=False, restored=None, on_event=lambda event: None,
             )  # fmt: skip
             self.job.join(KEY.rank, self.tenant.owner, launch="", was=0)
@@ -193,7 +192,7 @@ def test_the_channels_reason_is_told(run: Callable[[Work], None]) -> None:
         answer = await place.ask(Expose(1, [b"x"]))
         refused(answer, "allocation 3")
         assert isinstance(answer, Failure)
-        assert (answer.hint, answer.retryable) == (PUSHED, False)
+        assert (answer.hint, answer.retryable) == (PUSHED, True)
 
     run(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 from pccheck.inplace import Placement
 from pccheck.plan import AttachedPlan, Snapshot
+from pccheck.rng import capture_rng, restore_rng
+from pccheck.warn import PccheckWarning
 from pccheck_wire.errors import StateMismatchError
 from tests.support import payload
 from tests.unit.test_flatten import same
@@ -201,3 +204,32 @@ def test_a_learning_rate_tensor_stays_the_same_object() -> None:
     rate = after["optimizer"].param_groups[0]["lr"]
     put(save(before), after)
     assert after["optimizer"].param_groups[0]["lr"] is rate and float(rate) == 0.5
+
+
+class Foreign:
+    """A state of plain values that cannot be taken over."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("last_lr")
+
+
+def test_no_tensor_is_changed_when_a_scheduler_refuses() -> None:
+    before, after = make(1, steps=2), make(2, steps=1)
+    there = copy.deepcopy(states({"model": after["model"], "optimizer": after["optimizer"]}))
+    made = save(before | {"other": Foreign()})
+    with pytest.raises(StateMismatchError, match="other: load_state_dict refused"):
+        put(made, after | {"other": Foreign()})
+    assert same(states({name: after[name] for name in there}), there)
+
+
+def test_fewer_gpus_than_at_the_save_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = capture_rng() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    torch.rand(3)
+    with pytest.warns(PccheckWarning, match="generators of 2 GPUs were saved, and 1"):
+        restore_rng(state)
+    assert torch.equal(torch.get_rng_state(), state["torch"])

@@ -54,7 +54,7 @@ def test_the_newest_checkpoint_comes_first() -> None:
 
     segments = {number: Descriptor(number, "") for number in (1, 2, 3, 4, 5)}
     left = Left([state((7, {4, 9})), state((8, {2, 1}), (3, {5}))], segments)
-    assert left.segments_by_need() == [1, 2, 4, 5, 3]  # 9 did not come back
+    assert left.segments_by_need() == [1, 2, 4, 5]  # 9 did not come back, 3 holds nothing
 
 
 def test_what_is_of_no_use_is_sorted_out() -> None:

@@ -94,7 +94,9 @@ def test_a_reader_that_does_not_read_holds_nobody_up(port: int) -> None:
             assert get(port, "/hello")[0] == 200
 
 
-def test_many_that_say_nothing_keep_no_probe_out(port: int) -> None:
+def test_many_that_say_nothing_keep_no_probe_out_and_fill_no_log(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(
         module.CONNECTIONS_MAX)]  # fmt: skip
     try:
@@ -103,6 +105,8 @@ def test_many_that_say_nothing_keep_no_probe_out(port: int) -> None:
     finally:
         for channel in idle:
             channel.close()
+    assert get(port, "/hello")[0] == 200
+    assert not caplog.records
 
 
 def test_an_address_in_use_is_told() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import socket
 import struct
+import threading
 from pathlib import Path
 
 import pytest
+from _pytest.capture import CaptureResult
 
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd import journal, logs
 from pccheckd.checkpoint import Checkpoint
 from pccheckd.chronicle import Chronicle
+from pccheckd.log_queue import LINES_MAX, Queued, Write
 from pccheckd.logs import LOG
 from pccheckd.repeats import BURST, WINDOW_S, Repeats
 from pccheckd.volumes import Key
@@ -52,13 +56,18 @@ def _log_as_it_was() -> object:
     LOG.setLevel(level)
 
 
+def written(capfd: pytest.CaptureFixture[str]) -> CaptureResult[str]:
+    logs.flush()
+    return capfd.readouterr()
+
+
 def test_a_durable_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
     Chronicle().ended(KEY, checkpoint())
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = written(capfd).err.splitlines()
     assert line.endswith(
         "INFO job 'gpt' rank 3 of uid 7: step 100 is durable 8.000 s after its request: waited "
-        "1.000, copied 2.000, written 3.000, flushed 1.000, published 2.000 s (3.0 MiB, sequence "
+        "1.000, copied 2.000, written 3.000, flushed 1.000, published 2.000 s (3.00 MiB, sequence "
         "9, slot 1)"
     )
 
@@ -66,14 +75,14 @@ def test_a_durable_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str]) -> 
 def test_a_failure_says_why_and_what_helps(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
     Chronicle().ended(KEY, checkpoint(State.FAILED, reason="write: EIO", hint="check the disk"))
-    err = capfd.readouterr().err
+    err = written(capfd).err
     assert "WARNING" in err and "step 100 failed: write: EIO; check the disk" in err
 
 
 def test_json_lines_carry_fields(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("json")
     Chronicle().ended(KEY, checkpoint())
-    line = json.loads(capfd.readouterr().err)
+    line = json.loads(written(capfd).err)
     assert line["level"] == "info" and line["message"].startswith("job 'gpt'")
     wanted = {
         "event": "durable", "uid": 7, "job": "gpt", "rank": 3, "run": 2, "step": 100,
@@ -89,8 +98,9 @@ def test_the_journal_gets_fields(tmp_path: Path, capfd: pytest.CaptureFixture[st
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
         ears.bind(str(path))
         ears.settimeout(10)
-        handler = journal.handler(under_systemd(), path=str(path))
-        assert handler is not None
+        output = journal.output(under_systemd(), path=str(path))
+        assert output is not None
+        handler = Queued(output)
         LOG.handlers[:], LOG.propagate = [handler], False
         LOG.setLevel(logging.INFO)
         Chronicle().ended(KEY, checkpoint(State.FAILED, reason="disk\nfull", error="ENOSPC"))
@@ -100,17 +110,17 @@ def test_the_journal_gets_fields(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert b"PCCHECK_JOB=gpt" in lines and b"PCCHECK_STEP=100" in lines
     assert b"PCCHECK_REASON\n" + struct.pack("<Q", 9) + b"disk\nfull\n" in entry
     LOG.info("the journal has gone")
-    assert capfd.readouterr().err == "<6>the journal has gone\n"
-    handler.close()
+    assert written(capfd).err == "<6>the journal has gone\n"
+    output.close()
 
 
-def test_without_a_journal_there_is_no_handler(tmp_path: Path) -> None:
-    assert journal.handler({}) is None
-    assert journal.handler(under_systemd(), path=str(tmp_path / "none")) is None
+def test_without_a_journal_there_is_no_output_to_it(tmp_path: Path) -> None:
+    assert journal.output({}) is None
+    assert journal.output(under_systemd(), path=str(tmp_path / "none")) is None
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
         ears.bind(str(tmp_path / "journal"))
         redirected = {"JOURNAL_STREAM": "8:1"}  # as a shell in a unit hands it on
-        assert journal.handler(redirected, path=str(tmp_path / "journal")) is None
+        assert journal.output(redirected, path=str(tmp_path / "journal")) is None
 
 
 def test_a_loop_cannot_fill_the_log() -> None:
@@ -147,11 +157,78 @@ def test_trouble_with_the_record_does_not_reach_the_checkpoint(
     chronicle.metrics = Broken()
     chronicle.requested(KEY, checkpoint())
     chronicle.ended(KEY, checkpoint())
-    assert capfd.readouterr().err.count("could not be recorded") == 2
+    assert written(capfd).err.count("could not be recorded") == 2
 
 
 def test_nothing_is_told_when_it_is_off(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
     chronicle = Chronicle(enabled=lambda: False)
     chronicle.ended(KEY, checkpoint())
-    assert capfd.readouterr().err == "" and not list(chronicle.ring.newest(0, 0))
+    assert written(capfd).err == "" and not list(chronicle.ring.newest(0, 0))
+
+
+def test_lines_are_dropped_and_counted_where_the_reader_has_stopped() -> None:
+    reader = threading.Event()
+    reached, seen = threading.Event(), list[str]()
+
+    class Stopped:
+        def line(self, record: logging.LogRecord) -> tuple[int, Write]:
+            return 1, functools.partial(self._write, record.getMessage())
+
+        def close(self) -> None:
+            raise AssertionError("nobody asked for it")
+
+        def _write(self, text: str) -> None:
+            reached.set()
+            assert reader.wait(30)
+            seen.append(text)
+
+    queue = Queued(Stopped())
+    LOG.handlers[:], LOG.propagate = [queue], False
+    LOG.setLevel(logging.INFO)
+    LOG.info("first")
+    assert reached.wait(30)
+    for number in range(LINES_MAX + 7):
+        LOG.info("line %d", number)
+    assert queue.dropped == logs.dropped() == 7
+    reader.set()
+    queue.flush()
+    LOG.info("last")
+    queue.flush()
+    gap = "7 log lines dropped: the log reader was stopped"
+    lines = [f"line {number}" for number in range(LINES_MAX)]
+    assert seen == ["first", *lines, gap, "last"]
+
+
+def test_a_log_file_of_ones_own_is_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("ab") as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            logs.set_up("plain", environ={logs.BYTES_VARIABLE: "1000"})
+            for number in range(100):
+                LOG.info("line %d", number, extra={"always": True})
+                logs.flush()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+    first, last = Path(f"{log}.1").read_text(), log.read_text()
+    assert len(first) < 1100 and len(last) < 1100
+    assert last.endswith("line 99\n") and "line 99" not in first
+
+
+def test_a_line_that_cannot_be_written_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    class Full:
+        def line(self, _: logging.LogRecord) -> tuple[int, Write]:
+            return 1, functools.partial(os.write, -1, b"line")
+
+        def close(self) -> None:
+            pass
+
+    queue = Queued(Full())
+    LOG.handlers[:], LOG.propagate = [queue], False
+    LOG.setLevel(logging.INFO)
+    LOG.info("lost")
+    queue.flush()
+    assert queue.dropped == 1 and written(capfd).err == ""

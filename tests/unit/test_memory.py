@@ -36,6 +36,8 @@ class Channel:
         self.segments: list[int] = []
         self.going = 0
         self.keeps = False
+        self.left = 0  # in the first segment
+        self.busy = False  # saves are in flight
 
     def grow(self, nbytes: int) -> int:
         more = min(nbytes - sum(self.segments), self.pool.budget - self.pool.used)
@@ -44,8 +46,13 @@ class Channel:
             self.pool.used += more
         return sum(self.segments)
 
+    def usage(self) -> SimpleNamespace:
+        return SimpleNamespace(left_chunks=self.left)
+
     def shrink(self, nbytes: int) -> tuple[int, int, int]:
         lasting = self.segments[: len(self.segments) - self.going]
+        if self.left and not self.busy:
+            self.going, lasting, self.left = len(self.segments), [], 0
         while len(lasting) > 1 and sum(lasting) > nbytes:
             lasting.pop()
             self.going += 1
@@ -74,9 +81,6 @@ class Engine:
     async def grow(self, function: Callable[[int], int], nbytes: int) -> int:
         return int(await self.call(0, function, nbytes))
 
-    def open_channel(self, _listener: object, **_options: object) -> tuple[int, Channel]:
-        return 1, Channel(self.pool)
-
 
 class Node:
     def __init__(self, chunks: int, limit_chunks: int = 0) -> None:
@@ -85,21 +89,25 @@ class Node:
         self.tenants: list[Any] = []
         self.memory = Memory(self.config, self.engine, lambda: self.tenants)
         self.stuck: list[int] = []
+        self.ended: list[int] = []
+        self.busy: set[int] = set()
 
-    def tenant(self) -> Any:
-        port = Port(
-            self.engine, UID, lambda _event: None, chunk_bytes=CHUNK, block_bytes=1,
-            chunk_capacity=99, lanes=1, writers=1,
-        )  # fmt: skip
+    def tenant(self, uid: int = UID) -> Any:
+        port = Port(self.engine, uid, lambda _event: None, chunk_bytes=CHUNK, block_bytes=1)
+        port.number, port.channel = 1, Channel(self.engine.pool)
         tenant = SimpleNamespace(
             port=port, owner=object(), quiet=False, finished=False, last_used_ns=0,
-            lock=asyncio.Lock(), key=SimpleNamespace(uid=UID), ledger=SimpleNamespace(live=list),
+            lock=asyncio.Lock(), key=SimpleNamespace(uid=uid), ledger=SimpleNamespace(live=list),
         )  # fmt: skip
         self.tenants.append(tenant)
         return tenant
 
     async def claim(self, session: int, tenant: Any, chunks: int) -> int:
-        by = Claimant(session, UID, f"s{session}", tenant.port, lambda: self.stuck.append(session))
+        by = Claimant(
+            session, tenant.key.uid, f"s{session}", tenant.port,
+            stuck=lambda: self.stuck.append(session),
+            is_busy=lambda: session in self.busy, end=lambda: self.ended.append(session),
+        )  # fmt: skip
         return await self.memory.claim(by, chunks * CHUNK) // CHUNK
 
     def leaves(self, session: int, tenant: Any, *, ago_s: float = 0.0) -> None:
@@ -122,6 +130,32 @@ class Node:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
+    async def work() -> None:
+        node = Node(16)
+        tenant = node.tenant()
+        await node.claim(1, tenant, 16)
+        await node.settled(16)
+        channel = tenant.port.channel
+        channel.left, channel.busy, channel.keeps = 3, True, True
+        tenant.port.adopted(16 * CHUNK)
+        for _ in range(50):  # not while that would hold up what is in flight
+            node.memory.balance()
+            await asyncio.sleep(0.001)
+        assert node.has() == [16] and channel.left == 3 and not channel.going
+        channel.busy = False
+        while not channel.going:  # the client is asked for it, and has it
+            node.memory.balance()
+            await asyncio.sleep(0.001)
+        channel.keeps = False
+        while channel.going:
+            await asyncio.sleep(0.001)
+        await node.settled(16)
+        assert not channel.left
+
+    run(work())
 
 
 def test_a_newcomer_gets_its_share_and_it_goes_back() -> None:
@@ -264,6 +298,38 @@ def test_a_limit_that_is_lowered() -> None:
         third = node.tenant()
         await node.claim(3, third, 3)
         await node.settled(5, 0, 3)
+
+    run(work())
+
+
+OTHER = UID + 1
+
+
+def test_a_session_of_a_user_with_many_ends_for_another_user() -> None:
+    """The newest that is not busy; a newcomer of the same user ends nobody."""
+
+    async def work() -> None:
+        node = Node(8)
+        tenants = [node.tenant() for _ in range(4)]
+        for session, tenant in enumerate(tenants):
+            await node.claim(session, tenant, 2)
+        with pytest.raises(RefusedError, match="each of 5 sessions, 5 of them of uid 1000"):
+            await node.claim(4, node.tenant(), 2)
+        assert not node.ended
+        node.busy = {3}
+        claims = [asyncio.create_task(node.claim(5 + n, node.tenant(OTHER), 2)) for n in range(2)]
+        while len(node.ended) < 2:
+            await asyncio.sleep(0.001)
+        assert node.ended == [2, 1]
+        for session in (1, 2):
+            await asyncio.sleep(0.1)  # they take their time; nobody else ends meanwhile
+            node.leaves(session, tenants[session])
+        assert await asyncio.gather(*claims) == [2, 2]
+        assert node.ended == [2, 1] and not node.stuck
+        with pytest.raises(RefusedError, match="each of 5 sessions, 3 of them of uid 1000"):
+            await node.claim(7, tenants[1], 2)
+        with pytest.raises(RefusedError, match="each of 5 sessions, 3 of them of uid 1001"):
+            await node.claim(8, node.tenant(OTHER), 2)
 
     run(work())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -48,6 +49,21 @@ def test_a_status_is_one_line_and_said_once(manager: tuple[str, socket.socket]) 
     assert ears.recv(4096) == b"STATUS=new\nWATCHDOG=1"
     notifier.status("new", "WATCHDOG=1")
     assert ears.recv(4096) == b"WATCHDOG=1"
+
+
+def test_a_manager_that_takes_nothing_costs_no_time_and_no_state(tmp_path: Path) -> None:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as ears:
+        ears.bind(f"{tmp_path}/notify")
+        notifier = Notifier({"NOTIFY_SOCKET": f"{tmp_path}/notify"})
+        for number in range(2000):  # more than a socket's queue: a call that waits would never end
+            notifier.status(f"{number}", "WATCHDOG=1")
+        notifier.send("READY=1")
+        ears.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                assert b"READY=1" not in ears.recv(4096)
+        notifier.send("WATCHDOG=1")
+        assert ears.recv(4096) == b"STATUS=1999\nWATCHDOG=1\nREADY=1"
 
 
 def test_no_manager_and_a_dead_one_are_no_trouble(tmp_path: Path) -> None:

@@ -297,33 +297,79 @@ def paths(made: Snapshot, which: bytes) -> set[str]:
     return {e.path for e in tree.tensor_entries(tree_of(made)) if e.offset in offsets}
 
 
+BUFFERS = {"model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}
+
+
 def test_what_no_gate_guards_is_copied_at_once(kit: Kit) -> None:
     kit.model.extra = nn.Parameter(torch.ones(3))  # not the optimizer's
-    kit.model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     made = kit.check()
-    volatile = paths(made, made.volatile)
-    assert volatile == {
-        "model.extra", "model.frozen", "model.norm.running_mean", "model.norm.running_var",
-        "model.norm.num_batches_tracked",
-    }  # fmt: skip
+    assert paths(made, made.volatile) == {"model.extra"} | BUFFERS
+
+
+def test_frozen_parameters_are_read_in_place_until_they_are_trained(kit: Kit) -> None:
+    kit.model.extra = nn.Parameter(torch.ones(3), requires_grad=False)
     kit.model.body[0].weight.requires_grad_(False)  # from now on the optimizer leaves it alone
     made = kit.check()
-    assert "model.body.0.weight" in paths(made, made.volatile)
+    assert paths(made, made.volatile) == BUFFERS
+    kit.model.extra.requires_grad_(True)  # nobody knows what trains it
+    made = kit.check()
+    assert paths(made, made.volatile) == {"model.extra"} | BUFFERS
+
+
+def test_frozen_parameters_that_have_moved_are_copied_at_once(kit: Kit) -> None:
+    average = Net().requires_grad_(False)
+    attached = kit.attached | {"average": average}
+    plan = AttachedPlan(attached, mode="auto", loose=frozenset({"average"}))
+    made = plan.snapshot(1, None)
+    volatile = paths(made, made.volatile)
+    assert {f"average.{name}" for name, _ in average.named_parameters()} <= volatile
+    assert not {f"model.{name}" for name, _ in kit.model.named_parameters()} & volatile
+
+
+def test_tensors_whose_changes_are_not_counted_are_copied_at_once() -> None:
+    with torch.inference_mode():
+        made = nn.Linear(2, 2).requires_grad_(False)
+    taken = AttachedPlan({"model": made}, mode="auto").snapshot(1, None)
+    assert not taken.ranges and not taken.in_place
 
 
 def test_manual_gating_trusts_the_user_except_for_buffers() -> None:
-    kit = Kit(mode="manual", loose=Loose())
-    kit.attached["loose"].items.append(torch.ones(3))
+    kit = Kit(mode="manual")
     kit.model.extra = nn.Parameter(torch.ones(3))
     kit.update()
     made = kit.check()
     assert "model.extra" in paths(made, made.ranges)
-    assert "loose.items.0" in paths(made, made.volatile)
-    assert "model.norm.running_mean" in paths(made, made.volatile)
+    assert paths(made, made.volatile) == BUFFERS
+
+
+class Wrapper:
+    """Something with a state that holds a module, as what saves shards does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"local": self.module.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["local"])
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto"])
+def test_manual_gating_covers_what_is_wrapped(mode: str) -> None:
+    net = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))  # too large to be copied at once
+    plan = AttachedPlan({"net": Wrapper(net)}, mode=mode)
+    made = plan.snapshot(1, None)
+    names = {f"net.local.{name}" for name in net.state_dict()}
+    parameters = {f"net.local.{name}" for name, _ in net.named_parameters()}
+    assert paths(made, made.ranges) == (parameters if mode == "manual" else set())
+    assert paths(made, made.volatile) == names - paths(made, made.ranges)
+    assert bool(made.in_place) == (mode == "manual")
+    assert same({"net": {"local": net.state_dict()}}, round_trip(made))
 
 
 def test_a_given_state_is_sorted_by_memory(kit: Kit) -> None:
-    gating = Gating(kit.attached.values(), "auto")
+    gating = Gating(kit.attached, "auto")
     state = {"net": kit.model.state_dict(), "own": torch.ones(2)}
     made = plan_state(state, gating, 1, None)
     volatile = paths(made, made.volatile)

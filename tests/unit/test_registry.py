@@ -22,7 +22,7 @@ from pccheckd.config import Config
 from pccheckd.engine import Engine
 from pccheckd.port import Owner
 from pccheckd.registry import Registry
-from pccheckd.volumes import DAMAGED, PINNED, Key
+from pccheckd.volumes import DAMAGED, PROTECTED, Key
 from tests.support.coreloop import BLOCK_BYTES, Loop
 
 KEY = Key(7, "job", 0)
@@ -65,7 +65,7 @@ def flags(tmp_path: Path) -> dict[int, int]:
 
 def owner(*, world_size: int = 1, fresh: bool = False) -> Owner:
     return Owner(
-        session=1, pid=1, incarnation=2, world_size=world_size, local_world_size=world_size,
+        session=1, pid=1, world_size=world_size, local_world_size=world_size,
         fresh=fresh, process=bytes([world_size]) * 16, solo=False, restored=None,
         on_event=lambda event: None,
     )  # fmt: skip
@@ -173,12 +173,12 @@ def test_a_second_pin_of_a_killed_daemon_goes_with_the_next(
         newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
         keeper = tenant.retention
         for sequence in (newest, before):
-            assert await keeper.flag(sequence, set_=PINNED, now=True)
-        assert keeper.pinned == {newest, before}
+            assert await keeper.flag(sequence, set_=PROTECTED, now=True)
+        assert keeper.flagged == {newest, before}
         await keeper.protect({newest}, unrestored=True)
         assert await keeper.flag(newest, set_=DAMAGED, now=True)
-        assert flags(tmp_path) == {newest: PINNED | DAMAGED, before: 0}
-        assert (keeper.protected, keeper.pinned, keeper.unrestored) == ({newest}, {newest}, True)
+        assert flags(tmp_path) == {newest: PROTECTED | DAMAGED, before: 0}
+        assert (keeper.protected, keeper.flagged, keeper.unrestored) == ({newest}, {newest}, True)
         assert tenant.protected_step() == 3
         keeper.restored_to(before)
         assert keeper.unrestored  # that was not what is kept for it
@@ -196,17 +196,20 @@ def test_a_trainer_that_has_not_restored_overwrites_nothing_of_before(
     run: Callable[[Work], None],
 ) -> None:
     async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
+        job, tenant = await registry.tenant(KEY)
         newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+        same = dataclasses.replace(owner(), process=bytes(16))
+        job.join(KEY.rank, owner(), launch="", was=0)
+        job.join(KEY.rank, same, launch="", was=1)
         for trainer, wanted in (
             (owner(), {newest}),
             (owner(fresh=True), set()),
             (dataclasses.replace(owner(), restored=before), {newest}),
             (dataclasses.replace(owner(), restored=newest), set()),
-            (dataclasses.replace(owner(), incarnation=1), set()),  # its own run made them
+            (same, set()),  # its own run made them
         ):
             await tenant.protect(trainer)
-            assert tenant.retention.protected == tenant.retention.pinned == wanted
+            assert tenant.retention.protected == tenant.retention.flagged == wanted
             unread = trainer.restored is None and not trainer.fresh
             assert tenant.retention.unrestored is (unread or bool(wanted))
             assert tenant._needs(tenant.volumes.open[0]) is bool(wanted)
@@ -266,7 +269,7 @@ def test_a_volume_that_goes_while_it_is_looked_at_disturbs_nobody(
         newest = tenant.volumes.checkpoints()[0].sequence
         tenant.volumes.open[0].volume.close()
         await tenant.volumes.refresh()
-        assert not await tenant.retention.flag(newest, set_=PINNED)
+        assert not await tenant.retention.flag(newest, set_=PROTECTED)
 
     run(work)
 
@@ -302,7 +305,7 @@ def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
                 await tenant.volumes.reopen(item)
             item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
         await tenant.volumes.reopen(item)
-        assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PINNED)
+        assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PROTECTED)
         await tenant.close()
 
     run(work)

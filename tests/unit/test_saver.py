@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck import CheckpointState, PCcheckClient, PccheckWarning
-from pccheck_wire.errors import DeviceError, RefusedError, UsageError
-from pccheck_wire.messages import Begin, Chose, Expose
+from pccheck import Checkpoint, CheckpointState, PCcheckClient, PccheckWarning
+from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError, UsageError
+from pccheck_wire.messages import Begin, Expose
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices
 
@@ -24,6 +25,7 @@ class Kit:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PCcheckClient, "_first_connect", lambda _: None)
             self.client = PCcheckClient("job", socket=path / "none", **options)
+        self.step = 0
         self.connection = FakeConnection()
         session: Any = FakeSession(self.connection)
         self.client._session = self.client._saver._session = session
@@ -36,6 +38,12 @@ class Kit:
     def attach(self) -> None:
         self.client.attach(model=self.model, optimizer=self.optimizer)
         self.optimizer.step()  # from then on its hook is trusted
+        self.link.calls.clear()  # memory was exposed ahead, as a snapshot without staging needs it
+        self.connection.sent.clear()
+
+    def checkpoint(self) -> Checkpoint:
+        self.step += 1
+        return self.client.checkpoint(step=self.step)
 
     def begun(self) -> list[Begin]:
         return [body for body in self.connection.sent if isinstance(body, Begin)]
@@ -57,12 +65,12 @@ def kit(tmp_path: Path, fakes: FakeDevices) -> Kit:
 
 
 def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
-    kit.client.checkpoint()
+    kit.checkpoint()
     names = [call[0] for call in kit.link.calls]
-    assert names == ["device_open", "staging", "expose", "request", "stage", "mark", "submit"]
+    assert names == ["staging", "expose", "request", "stage", "mark", "submit"]
     kinds = [type(body) for body in kit.connection.sent]
-    assert kinds == [Expose, Chose, tuple, Begin]  # exposed before memory is made
-    assert kit.begun()[0].map == 1
+    assert kinds == [Expose, tuple, Begin]  # exposed before memory is made
+    assert kit.begun()[0].map == 2
     _, number, _, _, device_ranges, pulled, mask = kit.submitted()
     assert (number, device_ranges, pulled, mask) == (1, b"", 4096, 1)
     assert kit.link.named("mark") == [("mark", 1, 0, 100, True, False)]
@@ -70,7 +78,7 @@ def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
 
 def test_the_order_of_a_pushed_checkpoint(kit: Kit) -> None:
     kit.connection.refusal = RefusedError("another uid")
-    kit.client.checkpoint()
+    kit.checkpoint()
     assert kit.begun()[0].map == 0
     _, _, _, _, device_ranges, pulled, mask = kit.submitted()
     found = list(struct.iter_unpack("<QQQII", device_ranges))
@@ -80,7 +88,7 @@ def test_the_order_of_a_pushed_checkpoint(kit: Kit) -> None:
 
 
 def test_the_step_of_the_optimizer_makes_its_stream_wait(kit: Kit) -> None:
-    kit.client.checkpoint()
+    kit.checkpoint()
     for p in kit.model.parameters():
         p.grad = torch.ones_like(p)
     kit.optimizer.step()
@@ -88,10 +96,10 @@ def test_the_step_of_the_optimizer_makes_its_stream_wait(kit: Kit) -> None:
 
 
 def test_an_unchanged_state_is_not_exposed_again(kit: Kit) -> None:
-    kit.client.checkpoint()
+    kit.checkpoint()
     kit.client.gate()
-    kit.client.checkpoint()
-    assert [begin.map for begin in kit.begun()] == [1, 1]
+    kit.checkpoint()
+    assert [begin.map for begin in kit.begun()] == [2, 2]
     assert len(kit.link.named("expose")) == 1
     assert not kit.link.named("wait_read")  # the stream's order is enough for staging, too
 
@@ -99,20 +107,20 @@ def test_an_unchanged_state_is_not_exposed_again(kit: Kit) -> None:
 def test_device_snapshots_stage_all_beside_training(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes, snapshot="device")
     kit.attach()
-    kit.client.checkpoint()
+    kit.checkpoint()
     assert [(c[2], c[4]) for c in kit.link.named("stage")] == [(100, False), (100, True)]
     assert kit.link.named("mark") == [("mark", 1, 0, 100, True, True)]
     kit.client.gate()
     kit.link.read.add(1)
-    kit.client.checkpoint()
+    kit.checkpoint()
 
 
 def test_busy_staging_is_skipped_when_so_asked(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes, snapshot="device", on_busy="skip")
     kit.attach()
-    kit.client.checkpoint()
+    kit.checkpoint()
     kit.client.gate()
-    made = kit.client.checkpoint()
+    made = kit.checkpoint()
     assert made.state is CheckpointState.SKIPPED and "staging" in made.reason
     assert len(kit.begun()) == 1
 
@@ -121,7 +129,7 @@ def test_blocking_returns_when_the_source_was_read(tmp_path: Path, fakes: FakeDe
     kit = Kit(tmp_path, fakes, snapshot="blocking")
     kit.attach()
     kit.link.read.add(1)
-    made = kit.client.checkpoint()
+    made = kit.checkpoint()
     assert kit.link.named("wait_read") == [("wait_read", 1, False)]
     assert not kit.link.named("stage", "staging", "hold") and made.state is CheckpointState.COPYING
     kit.client.gate()
@@ -131,19 +139,19 @@ def test_blocking_returns_when_the_source_was_read(tmp_path: Path, fakes: FakeDe
 def test_without_room_for_staging_checkpoints_wait(kit: Kit) -> None:
     kit.link.no_staging = True
     kit.link.read.update((1, 2))
-    with pytest.warns(PccheckWarning, match="checkpoint\\(\\) returns when"):
-        kit.client.checkpoint()
+    with pytest.warns(PccheckWarning, match="checkpoint\\(\\) now waits"):
+        kit.checkpoint()
     assert kit.link.named("wait_read") == [("wait_read", 1, False)]
     assert kit.begun()[0].map == 1 and not kit.link.named("stage")
-    kit.client.checkpoint()
-    assert len(kit.link.named("staging")) == 1  # not asked for any more
+    kit.checkpoint()
+    assert len(kit.link.named("staging")) == 2  # once more when torch had given back; not later
 
 
 def test_without_a_gate_it_returns_when_copied(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes)
     kit.client.attach(model=kit.model)
     kit.link.wait_copied = lambda number, _: kit.link.copied(number)  # type: ignore[assignment, func-returns-value]
-    assert kit.client.checkpoint().state is CheckpointState.COPIED
+    assert kit.checkpoint().state is CheckpointState.COPIED
     assert not kit.link.named("stage") and kit.link.named("mark")
 
 
@@ -152,7 +160,7 @@ def test_forced_pull_fails_with_the_reason(tmp_path: Path, fakes: FakeDevices) -
     kit.attach()
     kit.connection.refusal = RefusedError("another uid")
     with pytest.warns(PccheckWarning, match="another uid"):
-        made = kit.client.checkpoint()
+        made = kit.checkpoint()
     assert made.state is CheckpointState.FAILED and "another uid" in made.reason
     assert not kit.begun()
 
@@ -162,31 +170,46 @@ def test_forced_pull_raises_when_so_asked(tmp_path: Path, fakes: FakeDevices) ->
     kit.attach()
     kit.connection.refusal = RefusedError("another uid")
     with pytest.raises(DeviceError, match="another uid"):
-        kit.client.checkpoint()
+        kit.checkpoint()
+
+
+def test_with_all_entries_in_use_it_says_so(
+    tmp_path: Path, fakes: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that has ended may still be read by a GPU that is late."""
+    kit = Kit(tmp_path, fakes, on_error="raise")
+    kit.attach()
+
+    def busy(_number: int) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr(kit.link, "request", busy)
+    with pytest.raises(CheckpointFailedError, match="64 checkpoints are in flight already"):
+        kit.checkpoint()
 
 
 def test_a_broken_copy_has_the_next_one_exposed_anew(kit: Kit) -> None:
     for number in range(1, 6):
-        assert kit.client.checkpoint().snapshot == number
+        assert kit.checkpoint()._in_flight.snapshot == number
         kit.link.refuse(number)
-    kit.client.checkpoint()
-    assert [begin.map for begin in kit.begun()] == [1, 2, 3, 4, 5, 6]
+    kit.checkpoint()
+    assert [begin.map for begin in kit.begun()] == [2, 3, 4, 5, 6, 7]
     kit.link.copied(6)
 
 
 def test_what_the_link_gave_up_trips_the_breaker(kit: Kit) -> None:
-    first = kit.client.checkpoint()
+    first = kit.checkpoint()
     kit.client.gate()
     kit.link.let_go(1)
     with pytest.warns(PccheckWarning, match="stall_limit_s"):
-        made = kit.client.checkpoint()
+        made = kit.checkpoint()
     assert first.state is CheckpointState.FAILED and made.state is CheckpointState.SKIPPED
 
 
 def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
     kit.link.interrupt = "mark"
     with pytest.raises(KeyboardInterrupt):
-        kit.client.checkpoint()
+        kit.checkpoint()
     assert kit.link.named("abandon") == [("abandon", 1)] and not kit.link.named("submit")
 
 
@@ -196,16 +219,16 @@ def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
 def test_no_checkpoint_while_a_graph_is_recorded(kit: Kit, fakes: FakeDevices) -> None:
     fakes.captures = True
     with pytest.raises(UsageError, match=r"captured.*outside of it"):
-        kit.client.checkpoint()
+        kit.checkpoint()
     fakes.captures = False
-    kit.client.checkpoint()
+    kit.checkpoint()
     kit.link.captures = True
     with pytest.raises(UsageError, match="captured"):
-        kit.client.checkpoint()
+        kit.checkpoint()
 
 
 def test_a_recorded_step_is_not_trusted_any_more(kit: Kit, fakes: FakeDevices) -> None:
-    kit.client.checkpoint()
+    kit.checkpoint()
     fakes.captures = True
     kit.link.read.add(1)
     with pytest.warns(PccheckWarning, match='gate="manual"') as told:
@@ -216,7 +239,7 @@ def test_a_recorded_step_is_not_trusted_any_more(kit: Kit, fakes: FakeDevices) -
     assert kit.link.named("wait_read") == [("wait_read", 1, False)]  # but it is waited for
     fakes.captures = False
     kit.link.wait_copied = lambda number, _: kit.link.copied(number)  # type: ignore[assignment, func-returns-value]
-    assert kit.client.checkpoint().state is CheckpointState.COPIED
+    assert kit.checkpoint().state is CheckpointState.COPIED
 
 
 def test_an_optimizer_on_a_gpu_must_first_be_seen_to_step(kit: Kit) -> None:
@@ -237,7 +260,7 @@ def test_a_recorded_step_is_noticed_without_a_daemon(kit: Kit, fakes: FakeDevice
 def test_with_a_manual_gate_graphs_are_the_users_affair(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes, gate="manual")
     kit.attach()
-    kit.client.checkpoint()
+    kit.checkpoint()
     kit.client.gate()  # before replay()
     assert kit.link.named("hold") == [("hold", 1, 0, 100)]
     fakes.captures = True
@@ -261,7 +284,7 @@ def test_interrupted_anywhere_nothing_is_vouched_for(
         kit.client.attach(model=kit.model)
     kit.link.interrupt = where
     with pytest.raises(KeyboardInterrupt):
-        kit.client.checkpoint()
+        kit.checkpoint()
     kit.link.interrupt = ""
     (snapshot,) = [call[1] for call in kit.link.named("request")]
     assert kit.link.named("abandon") == ([("abandon", snapshot)] if where != "request" else [])
@@ -275,13 +298,13 @@ def test_interrupted_after_it_was_handed_over_nothing_is_vouched_for(
 
     monkeypatch.setattr(kit.client._saver._gate, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        kit.client.checkpoint()
+        kit.checkpoint()
     assert kit.link.named("abandon") == [("abandon", 1)]
     assert not kit.client._saver._gate._pending
 
 
 def test_a_plan_that_was_interrupted_is_made_anew(kit: Kit) -> None:
-    kit.client.checkpoint()
+    kit.checkpoint()
     plan = kit.client._planner._plan
     assert plan is not None
 
@@ -290,5 +313,5 @@ def test_a_plan_that_was_interrupted_is_made_anew(kit: Kit) -> None:
 
     plan.snapshot = interrupted  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
-        kit.client.checkpoint()
+        kit.checkpoint()
     assert kit.client._planner._plan is None

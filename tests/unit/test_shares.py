@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +39,19 @@ def test_the_least_comes_before_fairness() -> None:
     assert shares(7, wish(1, 50), wish(2, 50), wish(3, 50), wish(4, 50)) == [3, 2, 2, 0]
 
 
+def test_the_sessions_of_one_user_do_not_take_the_least_of_others() -> None:
+    assert shares(8, *[wish(1, 2)] * 9, wish(2, 50)) == [2, 2, 2, *[0] * 6, 2]
+    assert shares(8, *[wish(1, 2)] * 9, *[wish(2, 2)] * 9) == [2, 2, *[0] * 7, 2, 2, *[0] * 7]
+    assert shares(9, *[wish(1, 2)] * 4, wish(2, 3), wish(3, 2)) == [2, 2, 0, 0, 3, 2]
+
+
+def test_who_of_a_user_gets_its_least() -> None:
+    one = [replace(wish(1, 2), turn=turn) for turn in (2, 1, 0, 1)]
+    assert shares(4, *one) == [0, 2, 2, 0]
+    assert shares(4, *one, wish(2, 2)) == [0, 0, 2, 0, 2]
+    assert shares(10, *one) == [2, 2, 2, 2]
+
+
 def test_a_limit_of_users() -> None:
     assert shares(100, wish(1, 90), wish(2, 90), limit=30) == [30, 30]
     assert shares(100, wish(1, 90), wish(1, 90), wish(1, 90), limit=5) == [3, 2, 0]
@@ -44,8 +60,8 @@ def test_a_limit_of_users() -> None:
 
 WISHES = st.lists(
     st.builds(
-        lambda uid, least, more, chunk: Wish(uid, least * chunk, (least + more) * chunk, chunk),
-        st.integers(0, 3), st.just(2), st.integers(0, 40), st.sampled_from([1, 4, 6]),
+        lambda uid, more, chunk, turn: Wish(uid, 2 * chunk, (2 + more) * chunk, chunk, turn),
+        st.integers(0, 3), st.integers(0, 40), st.sampled_from([1, 4, 6]), st.integers(0, 2),
     ),
     max_size=12,
 )  # fmt: skip
@@ -67,3 +83,41 @@ def test_rules(room: int, wishes: list[Wish], limit: int) -> None:
         else:  # less than a chunk of anybody who wants more is left over
             lacking = [w.chunk for w, s in zip(wishes, found, strict=True) if s < w.wanted]
             assert room - sum(found) < max(lacking)
+
+
+@given(st.integers(0, 100), WISHES, st.integers(0, 50))
+def test_no_user_has_two_leasts_more_than_one_who_lacks_some(
+    room: int, wishes: list[Wish], limit: int
+) -> None:
+    same = [replace(one, least=8, wanted=8 + one.wanted // 4 * 4, chunk=4) for one in wishes]
+    found = fair(room, same, limit)
+    served = Counter(one.uid for one, share in zip(same, found, strict=True) if share)
+    for one, share in zip(same, found, strict=True):
+        if not share:
+            assert 8 * (served[one.uid] + 1) > limit > 0 or room < 8 * (served.total() + 1)
+            assert limit or max(served.values(), default=0) <= served[one.uid] + 1
+        earlier = [
+            other for other, has in zip(same, found, strict=True)
+            if has and other.uid == one.uid and other.turn > one.turn
+        ]  # fmt: skip
+        assert share or not earlier
+
+
+@given(st.integers(0, 400), WISHES, st.integers(0, 3))
+def test_the_turns_do_not_matter_while_there_is_the_least_for_all(
+    more: int, wishes: list[Wish], turn: int
+) -> None:
+    room = sum(one.least for one in wishes) + more
+    assert fair(room, wishes) == fair(room, [replace(one, turn=turn) for one in wishes])
+
+
+@given(st.integers(0, 400), WISHES, st.integers(1, 30))
+def test_sessions_of_another_user_leave_a_user_as_much_as_one_would(
+    room: int, wishes: list[Wish], many: int
+) -> None:
+    """Apart from the least of each, and from a chunk that rounding gives or takes."""
+    stranger = Wish(9, 8, 400, 4)
+    with_one = fair(room, [*wishes, stranger])
+    with_many = fair(room, [*wishes, *[stranger] * many])
+    if room >= sum(one.least for one in wishes) + 8 * many and with_one[-1] >= 8 * many:
+        assert sum(with_many[len(wishes) :]) <= sum(with_one[len(wishes) :]) + 8

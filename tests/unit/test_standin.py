@@ -125,6 +125,18 @@ def share_word(cuda: Driver, path: str) -> int:
     return device
 
 
+def free_bytes(cuda: Driver) -> int:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    with cuda.on(0):
+        cuda("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return free.value
+
+
+def context_code(cuda: Driver) -> int:
+    cuda("cuInit", 0)
+    return cuda.code("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_uint64()), 0)
+
+
 def forked_code(cuda: Driver) -> int:
     child = os.fork()
     if child == 0:
@@ -204,6 +216,24 @@ def test_users_are_compared(start: Callable[..., Peer]) -> None:
     assert start("open", any_uid=True)(attach, handle)[0] == 0
 
 
+def test_the_memory_of_a_device_is_one(start: Callable[..., Peer]) -> None:
+    """Contexts take some, and what a dead process has shared stays taken while another has it."""
+    size = {"memory_bytes": 10 * MIB, "context_bytes": 2 * MIB}
+    owner, reader = start("owner", **size), start("reader", **size)
+    handle = owner(export, owner(allocate, 4 * MIB, 7))
+    code, mapped = reader(attach, handle)
+    assert (code, reader(free_bytes)) == (0, 2 * MIB)
+    assert reader(code_of, "cuMemAlloc_v2", OUT, 3 * MIB) == 2
+    owner.kill()
+    assert reader(free_bytes) == 4 * MIB  # the context is gone, the memory is not
+    assert reader(code_of, "cuIpcCloseMemHandle", mapped) == 0
+    assert reader(free_bytes) == 8 * MIB
+    assert reader(value_of, "standinAllocUnshareable", 7 * MIB)
+    assert start("late", **size)(context_code) == 2
+    assert reader(without_context, "cuDevicePrimaryCtxRelease_v2", 0) == 0
+    assert start("later", **size)(free_bytes) == 8 * MIB
+
+
 # -- streams
 
 
@@ -280,6 +310,28 @@ def test_graph_capture_is_spoilt_by_forbidden_calls(start: Callable[..., Peer]) 
         assert peer(code_of, call, *arguments) == 900
         assert peer(code_of, "standinEndCapture", stream) == 901
     assert peer.faults.broken_captures == 2
+
+
+def test_one_copy_at_a_time_in_each_direction(start: Callable[..., Peer]) -> None:
+    peer = start()
+    memory, host = peer(allocate, MIB, 1), peer(pin, MIB)
+    first, second, other = (peer(value_of, "cuStreamCreate", 1) for _ in range(3))
+    peer.faults.hold_copies()
+    for stream in (first, second):
+        assert peer(code_of, "cuMemcpyDtoHAsync_v2", host, memory, 8, stream) == 0
+    assert peer(code_of, "cuMemcpyHtoDAsync_v2", memory + 8, host, 8, other) == 0
+    assert peer(code_of, "cuStreamSynchronize", other) == 0
+    peer.faults.wait_for(lambda f: f.held_copies == 1)
+    assert (peer(code_of, "cuStreamQuery", first), peer(code_of, "cuStreamQuery", second)) == (
+        NOT_READY,
+        NOT_READY,
+    )
+    peer.faults.set(copy_hold_skip=1)
+    assert peer(code_of, "cuStreamSynchronize", first) == 0
+    assert peer(code_of, "cuStreamQuery", second) == NOT_READY
+    peer.faults.release_copies()
+    assert peer(code_of, "cuStreamSynchronize", second) == 0
+    assert peer.faults.to_host_queued == 0
 
 
 # -- rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -114,3 +115,31 @@ def test_leftovers_of_an_interrupted_creation_go(tmp_path: Path) -> None:
     kept.write_bytes(b"")
     assert storage.sweep(tmp_path) == 1
     assert kept.exists() and not left.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_a_directory_of_a_stranger_is_refused(tmp_path: Path) -> None:
+    config = Config(tmp_path, tmp_path / "a.sock", allow_any_filesystem=True)
+    os.chown(tmp_path, 12345, 12345)
+    with pytest.raises(NoStoreError, match=r"belongs to uid 12345, .*chown 0 "):
+        storage.check(config)
+
+
+def test_a_directory_that_everybody_writes_to_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(tmp_path, tmp_path / "a.sock", allow_any_filesystem=True)
+    storage.check(config)
+    assert "everybody may write" not in caplog.text
+    tmp_path.chmod(0o1777)
+    storage.check(config)
+    assert "everybody may write" in caplog.text
+
+
+def test_a_lock_of_a_stranger_says_nothing_on_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("1; rm -rf \x1b[2J")
+    held = os.open(tmp_path / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(StoreLockedError, match=r"another pccheckd .pid unknown."):
+        storage.lock(tmp_path / "lock", "has it")
+    os.close(held)

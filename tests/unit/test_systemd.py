@@ -102,7 +102,7 @@ def test_sections_are_those_of_units() -> None:
     for name, sections in {
         "pccheckd.service": ["Unit", "Service", "Install"],
         "pccheckd.socket": ["Unit", "Socket", "Install"],
-        "50-cuda.conf": ["Service"],
+        "50-cuda.conf": ["Unit", "Service"],
     }.items():
         parsed = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
         parsed.read_string((UNITS / name).read_text())

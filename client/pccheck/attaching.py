@@ -1,0 +1,122 @@
+"""What may be attached: anything with a state dict, without the wrapper that a framework put around
+it, and dicts of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from pccheck_wire.errors import UsageError
+
+from .flatten import Flattener
+from .plan import RNG
+
+
+class Stateful(Protocol):
+    """Anything that gives its state away and takes it back: a scheduler, a data loader, a scaler,
+    a metric."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class Values:
+    """A dict of plain values and tensors that was attached as it is: `restore()` puts its items
+    back into the very same dict."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
+def checked(things: Mapping[str, object]) -> dict[str, Any]:
+    """What to attach, by name. Raises UsageError for what has no state, UnsupportedStateError for a
+    state that cannot be stored."""
+    return {name: _checked(name, thing) for name, thing in things.items()}
+
+
+def _checked(name: str, thing: object) -> object:
+    if name == RNG:
+        raise UsageError(f"attach({RNG}=...) is True or False", hint="use another name")
+    if isinstance(thing, torch.nn.Module):
+        return _inner_module(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return _inner_optimizer(name, thing)
+    if name == "scheduler":
+        thing = _inner_scheduler(thing)
+    if isinstance(thing, dict) and not hasattr(thing, "state_dict"):
+        thing = Values(thing)
+    if not all(callable(getattr(thing, one, None)) for one in ("state_dict", "load_state_dict")):
+        raise UsageError(
+            f"attach({name}=...): a {type(thing).__name__} has no state_dict and load_state_dict",
+            hint=_hint(thing),
+        )
+    _try(name, thing)
+    return thing
+
+
+def _hint(thing: object) -> str:
+    if isinstance(thing, torch.utils.data.DataLoader):
+        return (
+            "its place in the data cannot be saved; torchdata's StatefulDataLoader takes the same "
+            "arguments and can (pip install torchdata)"
+        )
+    return "attach a dict, and put the value there; or give the object these two methods"
+
+
+def _try(name: str, thing: Any) -> None:
+    """Once now, or the first checkpoint would find out, after hours perhaps."""
+    try:
+        state = thing.state_dict()
+    except Exception as error:
+        raise UsageError(
+            f"attach({name}=...): the state_dict() of this {type(thing).__name__} fails: "
+            f"{type(error).__name__}: {error}",
+            hint="attach something whose state_dict() works from the beginning; for a data loader "
+            "that is torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",
+        ) from error
+    Flattener().node(state, name)
+
+
+def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Of torch.compile(model) and of plain data parallelism, whose state dicts have the same
+    tensors under other names."""
+    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    while True:
+        if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+            inner = module._modules["_orig_mod"]
+        elif isinstance(module, parallel):
+            inner = module.module
+        else:
+            return module
+        assert isinstance(inner, torch.nn.Module)
+        module = inner
+
+
+def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Of a wrapper that is an Optimizer in name only, as Accelerate's: nothing can wait for its
+    step."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            raise UsageError(
+                f"attach({name}=...): {type(optimizer).__name__} is a torch.optim.Optimizer whose "
+                "__init__ has not run, so its step cannot be made to wait for a copy",
+                hint="attach the optimizer that it wraps",
+            )
+        optimizer = inner
+    return optimizer
+
+
+def _inner_scheduler(scheduler: object) -> object:
+    inner = getattr(scheduler, "scheduler", None)
+    base = torch.optim.lr_scheduler.LRScheduler
+    return inner if isinstance(inner, base) and not isinstance(scheduler, base) else scheduler

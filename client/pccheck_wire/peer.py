@@ -1,0 +1,64 @@
+"""Whether the process that listens at a socket may be trusted with checkpoints. The kernel tells
+its uid; of a socket from the service manager that is the manager's, root.
+
+Without `pathlib` and the messages, so that a command line which only asks starts fast."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+
+from .errors import RefusedError, UsageError
+
+#: The uid of a daemon that is neither the user's own nor root's.
+VARIABLE = "PCCHECK_DAEMON_UID"
+_CREDENTIALS = struct.Struct("iII")
+
+
+def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> None:
+    """Raises RefusedError unless the other end runs as this process's uid, as root, as the uid in
+    PCCHECK_DAEMON_UID, or as one that root gave the socket's directory to."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    mine = os.geteuid()
+    if uid in (0, mine, named_uid()) or placed_by_root(path, uid):
+        return
+    raise RefusedError(
+        f"the process that listens at {os.fspath(path)} runs as uid {uid}, which is neither yours "
+        f"({mine}) nor root: it could read your checkpoints, and give you others",
+        hint=f"if that is the daemon you mean, set {VARIABLE}={uid}; else start one of your own, "
+        "with its socket in a directory that only you write to",
+    )
+
+
+def named_uid() -> int | None:
+    """Raises UsageError for what is no number."""
+    given = os.environ.get(VARIABLE, "")
+    if not given:
+        return None
+    if not (given.isascii() and given.isdigit()):
+        raise UsageError(f"{VARIABLE} is {given[:40]!r}, which is no uid", hint="give a number")
+    return int(given)
+
+
+def placed_by_root(path: str | os.PathLike[str], uid: int) -> bool:
+    """Whether nobody but root and `uid` can have put a socket there, in a directory that root made
+    or gave to `uid`: every directory on the way is root's, or the last one `uid`'s, and nobody else
+    may write to any of them."""
+    directory = os.path.dirname(os.path.join(os.getcwd(), path))  # noqa: PTH109, PTH118, PTH120
+    owners = {0, uid}
+    while True:
+        try:
+            # A link is as good as its owner; it lies in a directory that is looked at, too.
+            found = (os.stat(directory), os.lstat(directory))  # noqa: PTH116
+        except OSError:
+            return False
+        if any(one.st_uid not in owners for one in found):
+            return False
+        if found[0].st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False
+        if directory == "/":
+            return True
+        directory, owners = os.path.dirname(directory), {0}  # noqa: PTH120

@@ -1,0 +1,61 @@
+"""How much memory this process may have: the RAM, and the limit of every cgroup that it is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+OF_PROCESS = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+
+
+class Limit(NamedTuple):
+    nbytes: int
+    used_bytes: int
+    name: str  # for messages
+
+
+def limits(of_process: Path = OF_PROCESS, root: Path = ROOT) -> Iterator[Limit]:
+    """Of every memory cgroup of this process and those above, in version 1 and 2.
+
+    In a container the path may name groups of the host that are not mounted here; what is mounted
+    at the root is the container's own then.
+    """
+    for line in _read(of_process).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _above(root, path, ("memory.max", "memory.high"), "memory.current")
+            yield from _above(  # mounted beside version 1
+                root / "unified", path, ("memory.max", "memory.high"), "memory.current"
+            )
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes",)
+            yield from _above(root / "memory", path, names, "memory.usage_in_bytes")
+
+
+def memory_bytes(of_process: Path = OF_PROCESS, root: Path = ROOT) -> tuple[int, str]:
+    """The most that this process may have, and what bounds it."""
+    best = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the RAM"
+    return min([best, *((one.nbytes, one.name) for one in limits(of_process, root))])
+
+
+def _above(root: Path, path: str, names: tuple[str, ...], used: str) -> Iterator[Limit]:
+    parts = [part for part in path.split("/") if part]
+    place = root if ".." in parts else root.joinpath(*parts)
+    for group in (place, *place.parents):
+        for name in names:
+            limit, now = _read(group / name).strip(), _read(group / used).strip()
+            if limit.isdigit() and now.isdigit():
+                yield Limit(int(limit), int(now), f"{name} of cgroup {group}")
+        if group == root:
+            break
+
+
+def _read(path: Path) -> str:
+    """ "" for a file that cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,448 @@
+"""The Python API against a real daemon: what its calls take, give back and refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pccheck import (
+    Checkpoint,
+    CheckpointFailedError,
+    CheckpointState,
+    PCcheckClient,
+    PccheckWarning,
+    StateMismatchError,
+    TornStateError,
+    UnsupportedStateError,
+    UsageError,
+)
+from pccheck_wire.messages import Describe
+from tests.support.ctl import Ctl
+from tests.support.daemon import Daemon
+
+Connect = Callable[..., PCcheckClient]
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon()
+
+
+@pytest.fixture
+def connect(daemon: Daemon) -> Iterator[Connect]:
+    made: list[PCcheckClient] = []
+
+    def start(**options: Any) -> PCcheckClient:
+        made.append(PCcheckClient(**{"job": "job", "socket": daemon.socket} | options))
+        return made[-1]
+
+    yield start
+    for client in made:
+        client.close()
+
+
+def kit(seed: int = 1, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    return {"model": model, "optimizer": optimizer}
+
+
+def update(things: dict[str, Any]) -> None:
+    things["model"](torch.ones(1, 3)).sum().backward()
+    things["optimizer"].step()
+
+
+# -- steps -------------------------------------------------------------------------------------
+
+
+def test_attached_state_needs_a_step(connect: Connect) -> None:
+    client = connect()
+    client.attach(**kit())
+    with pytest.raises(UsageError, match=r"checkpoint\(step=step\)"):
+        client.checkpoint()
+    client.checkpoint(step=10).wait_durable(30)
+    assert client.checkpoint([torch.ones(1)]).step == 11  # a given state is counted
+
+
+def test_steps_that_go_back_are_told_once(connect: Connect) -> None:
+    client = connect()
+    client.attach(**kit())
+    client.checkpoint(step=5)
+    with pytest.warns(PccheckWarning, match=r"step=4\) after step 5"):
+        client.checkpoint(step=4)
+    client.checkpoint(step=3).wait_durable(30)
+    assert client.restore().step == 3
+    client.checkpoint(step=1).wait_durable(30)  # after a restore they may
+
+
+# -- the end of a job --------------------------------------------------------------------------
+
+
+def is_done(daemon: Daemon) -> bool:
+    from pccheck_native import catalog
+
+    (info,) = catalog.scan(daemon.storage).volumes.values()
+    return bool(info.done)
+
+
+def test_a_job_is_finished_after_its_with_block(daemon: Daemon, connect: Connect) -> None:
+    with connect() as client:
+        for step in (1, 2, 3):
+            client.checkpoint([torch.ones(9)], step=step).wait_durable(30)
+    assert not is_done(daemon)
+    client.close(done=True)
+    assert is_done(daemon)
+    client.close(done=True)
+    assert [one.step for one in connect().steps()] == [3]
+
+
+def test_a_job_that_cannot_be_finished_is_told(daemon: Daemon, connect: Connect) -> None:
+    client = connect()
+    client.checkpoint([1]).wait_durable(30)
+    client.close()
+    daemon.kill()
+    with pytest.raises(Exception, match="pccheckd"):
+        client.close(done=True)
+
+
+# -- values that cannot be stored --------------------------------------------------------------
+
+
+def test_what_cannot_be_stored_is_raised_at_first_and_fails_later(connect: Connect) -> None:
+    client, progress = connect(), {"best": 0.5}
+    things = kit()
+    client.attach(**things, progress=progress)
+    progress["best"] = Path("x")  # type: ignore[assignment]
+    with pytest.raises(UnsupportedStateError, match=r"progress\.best"):
+        client.checkpoint(step=1)
+    progress["best"] = 0.25
+    client.checkpoint(step=2).wait_durable(30)
+    progress["best"] = Path("x")  # type: ignore[assignment]
+    with pytest.warns(PccheckWarning, match=r"progress\.best") as told:
+        ends = [client.checkpoint(step=step) for step in (3, 4, 5)]
+    assert len(told) == 1
+    assert {end.state for end in ends} == {CheckpointState.FAILED}
+    assert "progress.best" in ends[0].reason
+    progress["best"] = 0.125
+    client.checkpoint(step=6).wait_durable(30)
+
+
+def test_a_state_dict_that_fails_later_ends_no_training(connect: Connect) -> None:
+    class Loader:
+        broken = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.broken:
+                raise AttributeError("no iterator")
+            return {"at": 3}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    client, loader = connect(), Loader()
+    client.attach(**kit(), loader=loader)
+    client.checkpoint(step=1).wait_durable(30)
+    loader.broken = True
+    with pytest.warns(PccheckWarning, match="loader: its state_dict.*no iterator"):
+        assert client.checkpoint(step=2).state is CheckpointState.FAILED
+
+
+# -- values beside attached state --------------------------------------------------------------
+
+
+def test_values_come_back_by_metadata_and_by_an_attached_dict(connect: Connect) -> None:
+    client, progress = connect(), {"epoch": 2}
+    client.attach(**kit(), progress=progress)
+    client.checkpoint(step=1, metadata={"lr": (0.1, 0.2)}).wait_durable(30)
+    progress.update(epoch=7, extra=1)
+    assert client.restore().metadata == {"lr": [0.1, 0.2]}
+    assert progress == {"epoch": 2}
+
+
+# -- restore -----------------------------------------------------------------------------------
+
+
+def test_a_run_goes_back_to_a_step_and_goes_on_from_there(connect: Connect) -> None:
+    client, things = connect(), kit()
+    client.attach(**things)
+    states = {}
+    for step in (1, 2):
+        update(things)
+        states[step] = things["model"].weight.detach().clone()
+        client.checkpoint(step=step).wait_durable(30)
+    update(things)
+    listed = client.steps()
+    assert [(one.step, one.pinned) for one in listed] == [(2, False), (1, False)]
+    assert all(0 <= one.age_s < 3600 and one.nbytes > 0 for one in listed)
+    assert client.restore(step=1).step == 1
+    assert torch.equal(things["model"].weight, states[1])
+    client.checkpoint(step=2).wait_durable(30)
+    client.close()
+    again = connect()
+    again.attach(**things)
+    assert again.restore().sequence == 3  # the newest, not the highest step
+
+
+def test_going_back_ends_the_protection_of_the_newest(daemon: Daemon, connect: Connect) -> None:
+    client = connect()
+    client.attach(**kit())
+    for step in (1, 2):
+        client.checkpoint(step=step).wait_durable(30)
+    client.close()
+    again = connect()
+    again.attach(**kit())
+    assert again.restore(step=1)
+    for step in range(2, 8):
+        again.checkpoint(step=step).wait_durable(30)
+    assert [one.step for one in again.steps()] == [7, 6]
+    assert {one.sequence for one in again.steps()} == {7, 8}
+
+
+def test_adopting_ends_the_protection_of_the_newest(connect: Connect) -> None:
+    client = connect()
+    client.checkpoint([1], step=1).wait_durable(30)
+    client.close()
+    again = connect()
+    assert again.recover(step=1).state == [1]
+    again.adopt()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2, 8):
+            again.checkpoint([2], step=step).wait_durable(30)
+    assert [one.step for one in again.steps()] == [7, 6]
+
+
+def test_an_optimizer_of_another_kind_is_refused(connect: Connect) -> None:
+    client, things = connect(), kit()
+    client.attach(**things)
+    update(things)
+    client.checkpoint(step=1).wait_durable(30)
+    client.attach(**kit(kind=torch.optim.Adam))
+    with pytest.raises(StateMismatchError, match=r"of a AdamW, attached is a Adam.*strict_optim"):
+        client.restore()
+    assert client.restore(strict_optimizer=False).step == 1
+
+
+def test_options_that_the_optimizer_does_not_have_are_refused(connect: Connect) -> None:
+    client, things = connect(), kit()
+    things["optimizer"].param_groups[0]["scale"] = 3
+    client.attach(**things)
+    client.checkpoint(step=1).wait_durable(30)
+    client.attach(**kit(2))
+    with pytest.raises(StateMismatchError, match="AdamW has no scale"):
+        client.restore()
+
+
+def test_a_restore_that_broke_off_is_told_by_a_class_of_error(connect: Connect) -> None:
+    class Picky:
+        refuses = False
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if self.refuses:
+                raise ValueError("not this one")
+
+    client, picky = connect(on_error="raise"), Picky()
+    client.attach(**kit(), picky=picky)
+    client.checkpoint(step=1).wait_durable(30)
+    picky.refuses = True
+    with pytest.raises(StateMismatchError, match=r"picky: .*not this one"):
+        client.restore()
+    with pytest.raises(TornStateError, match="is a mix"):
+        client.checkpoint(step=2)
+    picky.refuses = False
+    assert client.restore().step == 1
+    client.checkpoint(step=2).wait_durable(30)
+
+
+def test_a_part_that_is_compiled_on_one_side_is_named(connect: Connect) -> None:
+    client, part = connect(), nn.Linear(2, 2)
+    client.attach(model=nn.Sequential(torch.compile(part, backend="eager")))
+    client.checkpoint(step=1).wait_durable(30)
+    client.attach(model=nn.Sequential(part))
+    with pytest.raises(StateMismatchError, match=r"_orig_mod.*part\.compile\(\)"):
+        client.restore()
+
+
+def test_what_does_not_fit_is_no_wrong_call() -> None:
+    assert not issubclass(StateMismatchError, UsageError)
+    assert not issubclass(UnsupportedStateError, UsageError)
+
+
+def test_nothing_to_restore_reads_so(connect: Connect) -> None:
+    client = connect()
+    client.attach(**kit())
+    assert repr(client.restore()) == "<RestoreResult: nothing to restore>"
+    client.checkpoint(step=3).wait_durable(30)
+    assert repr(client.restore()).startswith("<RestoreResult step=3 source=")
+
+
+# -- handles -----------------------------------------------------------------------------------
+
+
+def test_a_handle_is_a_future(connect: Connect) -> None:
+    client, called = connect(), threading.Event()
+    seen: list[tuple[Checkpoint, int]] = []
+
+    def callback(handle: Checkpoint) -> None:
+        seen.append((handle, threading.get_ident()))
+        called.set()
+
+    handle = client.checkpoint([torch.ones(1000)], step=4)
+    handle.add_done_callback(callback)
+    assert handle.result(30).step == 4
+    assert handle.done() and handle.exception(1) is None
+    assert str(handle.state) == f"{handle.state}" == "durable"
+    assert called.wait(30)
+    assert seen[0][0] is handle and seen[0][1] != threading.get_ident()
+    public = {name for name in dir(handle) if not name.startswith("_")}
+    assert public == {
+        "add_done_callback", "done", "exception", "reason", "result", "sequence", "state", "step",
+        "wait_copied", "wait_durable", "wait_global",
+    }  # fmt: skip
+
+
+def test_a_failed_handle_calls_back_and_has_an_exception(daemon: Daemon, connect: Connect) -> None:
+    client, called = connect(), threading.Event()
+    client.checkpoint([1]).wait_durable(30)
+    daemon.kill()
+    with pytest.warns(PccheckWarning, match="WITHOUT"):
+        handle = client.checkpoint([1])
+    handle.add_done_callback(lambda _: 1 / 0)  # logged
+    handle.add_done_callback(lambda _: called.set())
+    assert called.wait(30)
+    error = handle.exception(0)
+    assert isinstance(error, CheckpointFailedError) and "step 2 failed" in str(error)
+    with pytest.raises(CheckpointFailedError):
+        handle.result()
+
+
+def test_a_thread_that_waits_for_an_answer_holds_no_other_up(
+    daemon: Daemon, connect: Connect
+) -> None:
+    client = connect()
+    client.checkpoint([1]).wait_durable(30)
+    connection = client._session.current()
+    assert connection is not None
+    daemon.kill(signal.SIGSTOP)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            connection.request(Describe(1), timeout_s=120)
+        except Exception as error:
+            errors.append(error)
+
+    waits = threading.Thread(target=ask)
+    waits.start()
+    try:
+        while not connection._waiting:
+            pass
+        connection.post(Describe(1))
+        connection.pump()
+        assert waits.is_alive()  # it still waits, and has let this thread through
+    finally:
+        daemon.kill(signal.SIGCONT)
+    waits.join(60)
+    assert not waits.is_alive() and not errors
+
+
+# -- who a client is ---------------------------------------------------------------------------
+
+
+def test_a_second_client_of_this_process_takes_over(connect: Connect) -> None:
+    first = connect()
+    first.checkpoint([1]).wait_durable(30)
+    second = connect()
+    assert second.connected and not first.connected
+    assert second.recover().step == 1
+    with pytest.raises(UsageError, match="newer client"):
+        first.checkpoint([1])
+
+
+def test_a_storage_directory_without_autostart_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="autostart"):
+        PCcheckClient(job="x", storage=tmp_path)
+
+
+def test_show_names_who_saved(daemon: Daemon, connect: Connect, ctl: Ctl) -> None:
+    client = connect()
+    client.attach(**kit())
+    client.checkpoint(step=1).wait_durable(30)
+    client.close()
+    daemon.stop()
+    assert f"pid {os.getpid()} on " in ctl(daemon.storage, "show", "job").out
+    about = ctl(daemon.storage, "show", "job", "--json").json["about"]
+    assert about["optimizers"] == {"optimizer": "AdamW"} and about["directory"] == str(Path.cwd())
+
+
+SCRIPT = """
+import sys, torch
+from pccheck import PCcheckClient
+model = torch.nn.Linear(2, 2)
+with PCcheckClient(socket={socket!r}, on_error="raise") as client:
+    client.attach(model=model)
+    done = client.restore()
+    print(done.step)
+    client.checkpoint(step=done.step + 1).wait_durable(60)
+"""
+
+
+def test_scripts_of_one_name_do_not_go_on_from_each_other(daemon: Daemon, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(socket=str(daemon.socket)))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def run(*arguments: str, cwd: Path = tmp_path, **environ: str) -> tuple[int, str, str]:
+        ran = subprocess.run(
+            [sys.executable, str(script), *arguments], cwd=cwd, capture_output=True, text=True,
+            env=daemon.environment() | environ, timeout=120,
+        )  # fmt: skip
+        return ran.returncode, ran.stdout, ran.stderr
+
+    assert run("--lr", "0.1")[:2] == (0, "0\n")
+    code, out, err = run("--lr", "0.1")
+    assert (code, out) == (0, "1\n")
+    assert "PCcheck: job 'train' (named after the script) goes on from step 1" in err
+    assert "train.py --lr 0.1 (pid " in err and str(tmp_path) in err
+    for other in (run("--lr", "0.01"), run("--lr", "0.1", cwd=elsewhere)):
+        assert other[0] == 1
+        assert "by another command: train.py --lr 0.1" in other[2] and "PCCHECK_JOB" in other[2]
+    assert run("--lr", "0.01", PCCHECK_JOB="train")[:2] == (0, "2\n")
+    assert run("--lr", "0.01", PCCHECK_JOB="other")[:2] == (0, "0\n")
+
+
+def test_fresh_and_restore_contradict_each_other(daemon: Daemon) -> None:
+    model = torch.nn.Linear(2, 2)
+    with PCcheckClient(job="fresh", socket=daemon.socket) as client:
+        client.attach(model=model)
+        client.checkpoint(step=1).wait_durable(30)
+    with PCcheckClient(job="fresh", socket=daemon.socket, fresh=True) as client:
+        client.attach(model=model)
+        with pytest.raises(UsageError, match="begins without"):
+            client.restore()
+        client.checkpoint(step=2).wait_durable(30)
+        assert client.restore(step=2).step == 2  # its own
+
+
+@pytest.mark.parametrize("state", [10, 3.0, "x", True, b"x"])
+def test_a_step_given_as_the_state_is_refused(daemon: Daemon, state: object) -> None:
+    with PCcheckClient(job="slip", socket=daemon.socket) as client:
+        client.attach(model=torch.nn.Linear(2, 2))
+        with pytest.raises(UsageError, match="is no state"):
+            client.checkpoint(state)

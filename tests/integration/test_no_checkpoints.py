@@ -1,0 +1,118 @@
+"""A job that gets no checkpoints is what `pccheckctl status` says first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.integration.test_in_flight import status
+from tests.integration.test_removed_files import pccheckctl, saved
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+MIB = 1 << 18  # float32 elements
+
+
+def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--max-storage", "30MiB")
+    fits = start_trainer(daemon, [MIB], job="fits")
+    assert saved(fits)[0] == "durable"
+    big = start_trainer(daemon, [8 * MIB], job="big")
+    for _ in range(3):
+        assert saved(big)[0] == "failed"
+    told = pccheckctl(daemon, "status")
+    assert told.code == 3
+    first = told.out.index("gets NO checkpoints")
+    assert first < told.out.index("fits")
+    assert "30.0 MiB" in told.out
+    assert "REFUSED" in next(line for line in told.out.splitlines() if line.startswith("big"))
+    ranks = {rank["job"]: rank for rank in status(daemon)["ranks"]}
+    assert ranks["big"]["counters"]["failed"] >= 2  # the last one is told with the next
+    assert "takes" in ranks["big"]["refused"]["message"]
+    assert ranks["fits"]["refused"] is None
+    assert "job 'big' rank 0 of uid" in daemon.log.read_text()
+    assert "gets NO checkpoints" in daemon.log.read_text()
+
+
+def test_a_hint_names_jobs_only_if_they_make_room(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--max-storage", "40MiB")
+    for job in ("one", "two"):
+        trainer = start_trainer(daemon, [1000], job=job)
+        assert saved(trainer)[0] == "durable"
+        trainer.kill()
+    large = start_trainer(daemon, [12 * MIB], job="large")
+    saved(large)
+    hint = status_of(daemon, "large")["hint"]
+    assert "pccheckctl drop" not in hint  # it is larger than --max-storage
+    assert "--max-storage" in hint
+    medium = start_trainer(daemon, [5 * MIB], job="medium")
+    saved(medium)
+    hint = status_of(daemon, "medium")["hint"]
+    assert "pccheckctl drop one" in hint
+    assert "pccheckctl drop two" in hint
+
+
+def status_of(daemon: Daemon, job: str) -> dict[str, str]:
+    (rank,) = (rank for rank in status(daemon)["ranks"] if rank["job"] == job)
+    found: dict[str, str] = rank["refused"]
+    return found
+
+
+def test_a_refusal_ends_with_the_room(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--max-storage", "30MiB")
+    old = start_trainer(daemon, [2 * MIB], job="old")
+    assert saved(old)[0] == "durable"
+    old.kill()
+    new = start_trainer(daemon, [3 * MIB], job="new")
+    assert saved(new)[0] == "failed"
+    assert pccheckctl(daemon, "status").code == 3
+    assert pccheckctl(daemon, "drop", "old", "--yes").code == 0
+    assert saved(new)[0] == "durable"
+    told = pccheckctl(daemon, "status")
+    assert (told.code, "REFUSED" in told.out) == (0, False)
+
+
+def test_failures_while_the_daemon_was_away_are_counted(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    daemon.kill()
+    ends = [saved(trainer)[0] for _ in range(5)]
+    assert ends == ["failed"] * 5
+    daemon.start()
+    for _ in range(600):
+        if saved(trainer)[0] == "durable":
+            break
+        ends.append("failed")
+    (rank,) = status(daemon)["ranks"]
+    assert rank["counters"]["failed"] == len(ends)
+    daemon.stop()
+    daemon.start()
+    for _ in range(600):
+        if saved(trainer)[0] == "durable":
+            break
+    (rank,) = status(daemon)["ranks"]
+    assert rank["counters"]["failed"] < 600  # told once: the count begins with the daemon
+    assert rank["failing"] == 0
+
+
+def test_a_job_whose_last_checkpoints_failed_is_named(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon(shim="eio:record-a:1")
+    trainer = start_trainer(daemon, job="unlucky")
+    assert saved(trainer)[0] == "durable"
+    daemon.armed.touch()
+    assert saved(trainer)[0] == "failed"
+    told = pccheckctl(daemon, "status")
+    assert told.code == 3
+    assert "failing" in next(line for line in told.out.splitlines() if line.startswith("unl"))
+    (rank,) = status(daemon)["ranks"]
+    assert rank["failing"] == 1
+    assert saved(trainer)[0] == "durable"
+    assert pccheckctl(daemon, "status").code == 0

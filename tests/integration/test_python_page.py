@@ -1,0 +1,26 @@
+"""The blocks of docs/python.md run as they are printed, one after another."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.daemon import Daemon
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+def test_the_blocks_of_the_page_run(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    daemon = start_daemon()
+    ran = subprocess.run(
+        [sys.executable, str(script)], text=True, capture_output=True, timeout=300,
+        env=daemon.environment() | {"PCCHECK_SOCKET": str(daemon.socket)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "Warning" not in ran.stderr

@@ -1,0 +1,352 @@
+"""Durable means: in a file that has its name. Files and directories that are removed, replaced,
+moved or cut under a running daemon are noticed before a checkpoint is told to be durable."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pccheck_native import _core, catalog
+from tests.integration.test_group import end, ranks, restored, save
+from tests.integration.test_in_flight import status
+from tests.support.ctl import Ran
+from tests.support.daemon import PATIENCE, Daemon
+from tests.support.trainer import RemoteError, Trainer
+
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+SEED = int(os.environ.get("SEED", "1"))
+
+
+def pccheckctl(daemon: Daemon, *words: str) -> Ran:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), *words],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert "Traceback" not in ran.stderr
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def until(daemon: Daemon, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first status of which this holds."""
+    for _ in range(int(600 * PATIENCE)):
+        if holds(found := status(daemon)):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(found)
+
+
+def is_there(document: dict[str, Any]) -> bool:
+    """The storage directory."""
+    away = ("the storage directory", "another file system")
+    return not any(warning.startswith(away) for warning in document["warnings"])
+
+
+def volume_of(daemon: Daemon) -> Path:
+    (found,) = daemon.storage.rglob("*.pcc")
+    return found
+
+
+def saved(trainer: Trainer) -> tuple[str, str]:
+    """The end of one more checkpoint, and its reason."""
+    trainer.step()
+    handle = trainer.checkpoint()
+    return trainer.ended(handle), trainer.reason(handle)
+
+
+def steps_on_disk(daemon: Daemon) -> set[int]:
+    """Of whole checkpoints that anybody can find."""
+    found = set()
+    for one in catalog.scan(daemon.storage).checkpoints:
+        volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
+        volume.verify(one.sequence)
+        volume.close()
+        found.add(one.step)
+    return found
+
+
+def remove_file(volume: Path) -> None:
+    volume.unlink()
+
+
+def remove_job(volume: Path) -> None:
+    shutil.rmtree(volume.parent)
+
+
+def remove_user(volume: Path) -> None:
+    shutil.rmtree(volume.parent.parent)
+
+
+def replace(volume: Path) -> None:
+    """As a backup tool does, or a sync."""
+    copy = volume.with_name("copy")
+    shutil.copy(volume, copy)
+    copy.rename(volume)
+
+
+def replace_by_rubbish(volume: Path) -> None:
+    other = volume.with_name("other")
+    other.write_bytes(b"not a volume" * 10_000)
+    other.rename(volume)
+
+
+def cut(volume: Path) -> None:
+    os.truncate(volume, volume.stat().st_size // 2)
+
+
+def empty(volume: Path) -> None:
+    os.truncate(volume, 0)
+
+
+DEEDS = (remove_file, remove_job, remove_user, replace, replace_by_rubbish, cut, empty)
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
+    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    path = volume_of(daemon)
+    deed(path)
+    end, reason = saved(trainer)
+    if end == "failed":  # else it was noticed before the record, and another file was made
+        assert str(path) in reason or "volume" in reason
+        assert pccheckctl(daemon, "status").code == 3
+        assert str(path) in " ".join(status(daemon)["warnings"])
+        end, reason = saved(trainer)
+    assert end == "durable", reason
+    newest = trainer.step(0)
+    assert newest in steps_on_disk(daemon)
+    daemon.kill()
+    daemon.start()
+    trainer.kill()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == newest
+    assert again.check(newest) == ""
+
+
+def test_nothing_is_told_durable_that_a_restart_does_not_find(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Deed after deed, at any moment of a training that saves each step."""
+    chance = random.Random(SEED)
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    for _ in range(12):
+        for _ in range(chance.randrange(1, 4)):
+            trainer.step()
+            trainer.checkpoint()
+        files = sorted(daemon.storage.rglob("*.pcc"))
+        if files:
+            chance.choice(DEEDS)(files[-1])
+        for _ in range(3):
+            end, _ = saved(trainer)
+            if end == "durable":
+                break
+        assert end == "durable", f"SEED={SEED}"
+        assert trainer.step(0) in steps_on_disk(daemon), f"SEED={SEED}"
+    newest = trainer.step(0)
+    trainer.kill()
+    daemon.kill()
+    daemon.start()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == newest
+    assert again.check(newest) == ""
+
+
+@pytest.mark.parametrize("deed", [remove_file, remove_job, remove_user])
+def test_a_restore_does_not_come_out_of_a_file_that_was_removed(
+    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+) -> None:
+    daemon = start_daemon()
+    first = start_trainer(daemon)
+    assert saved(first)[0] == "durable"
+    first.kill()
+    deed(volume_of(daemon))
+    again = start_trainer(daemon)
+    assert not again.restore()["found"]
+    assert saved(again)[0] == "durable"
+    assert steps_on_disk(daemon) == {1}
+
+
+def test_a_removed_file_is_noticed_without_a_checkpoint(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    path = volume_of(daemon)
+    path.unlink()
+    found = until(daemon, lambda document: document["daemon"]["state"] == "degraded")
+    assert str(path) in " ".join(found["warnings"])
+    assert found["ranks"][0]["newest"] is None
+    assert saved(trainer)[0] == "durable"
+    found = until(daemon, lambda document: document["daemon"]["state"] == "ok")
+    assert str(path) in " ".join(found["notices"])
+
+
+def test_a_replaced_file_is_read_as_what_it_is(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    path = volume_of(daemon)
+    copy = path.with_name("copy")
+    shutil.copy(path, copy)
+    assert saved(trainer)[0] == "durable"
+    trainer.kill()
+    copy.rename(path)
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""
+    assert saved(again)[0] == "durable"
+    assert steps_on_disk(daemon) >= {1, 2}
+
+
+def test_a_job_whose_broken_volume_was_removed_starts_without_a_new_daemon(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    first = start_trainer(daemon)
+    assert saved(first)[0] == "durable"
+    first.kill()
+    cut(volume_of(daemon))
+    refused = start_trainer(daemon)
+    with pytest.raises(RemoteError, match="rank-0"):
+        refused.restore()
+    refused.kill()
+    remove_job(volume_of(daemon))
+    again = start_trainer(daemon)
+    assert not again.restore()["found"]
+    assert saved(again)[0] == "durable"
+
+
+def test_a_storage_directory_that_was_moved_away_and_back(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    away = daemon.storage.with_name("away")
+    daemon.storage.rename(away)
+    end, _ = saved(trainer)
+    assert end == "failed"
+    end, reason = saved(trainer)
+    assert (end, str(daemon.storage) in reason) == ("failed", True), reason
+    told = pccheckctl(daemon, "status")
+    assert told.code == 3
+    assert f"{daemon.storage} is not there" in told.out
+    for command in ("list", "verify", "show job", "drop job --yes"):
+        told = pccheckctl(daemon, *command.split())
+        assert told.code == 10, (command, told.err)
+        assert f"{daemon.storage} is not there" in told.err, (command, told.err)
+    with pytest.raises(RemoteError, match=f"{daemon.storage} is not there"):
+        start_trainer(daemon, job="late", on_error="raise")
+    away.rename(daemon.storage)
+    until(daemon, is_there)
+    assert saved(trainer)[0] == "durable"
+    newest = trainer.step(0)
+    assert {1, newest} <= steps_on_disk(daemon)
+    trainer.kill()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == newest
+    assert again.check(newest) == ""
+
+
+def test_a_storage_directory_that_was_made_anew_is_used(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """rm -rf and mkdir: the usual way to begin anew."""
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    shutil.rmtree(daemon.storage)
+    daemon.storage.mkdir()
+    again = start_trainer(daemon, job="other")
+    assert not again.restore()["found"]
+    assert saved(again)[0] == "durable"
+    ends = [saved(trainer)[0] for _ in range(2)]
+    assert ends[-1] == "durable"
+    assert pccheckctl(daemon, "list", "job").code == 0
+    with Daemon(storage=daemon.storage) as second:
+        ran = subprocess.run(
+            second.command(), capture_output=True, text=True, env=second.environment(), timeout=60
+        )
+        assert str(daemon.pid) in ran.stderr  # it is locked, too
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts")
+def test_a_disk_that_is_mounted_over_the_storage_directory_gets_no_checkpoint(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "none", str(daemon.storage)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("may not mount")
+    try:
+        assert saved(trainer)[0] == "failed"
+        end, reason = saved(trainer)
+        assert end == "failed"
+        assert "mounted" in reason
+        assert list(daemon.storage.iterdir()) == []
+        assert "mounted" in pccheckctl(daemon, "status").out
+    finally:
+        subprocess.run(["umount", "-l", str(daemon.storage)], check=True)
+    until(daemon, is_there)
+    found = until(daemon, lambda document: document["ranks"][0]["newest"] is not None)
+    assert found["ranks"][0]["newest"]["step"] == 1
+    assert saved(trainer)[0] == "durable"
+    assert {1, trainer.step(0)} <= steps_on_disk(daemon)
+
+
+@pytest.mark.parametrize("deed", [remove_file, replace, cut])
+def test_ranks_agree_again_when_the_file_of_one_is_gone(
+    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+) -> None:
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, "0")
+    for _ in range(3):
+        save(group)
+    deed(next(daemon.storage.rglob("rank-1.*.pcc")))
+    for _ in range(2):  # the first one may fail
+        for trainer in group:
+            trainer.step()
+        handles = [trainer.checkpoint() for trainer in group]
+        ends = [trainer.ended(at) for trainer, at in zip(group, handles, strict=True)]
+    assert set(ends) <= {"durable", "global"}
+    newest = group[0].step(0)
+    assert newest in steps_on_disk(daemon)
+    end(group)
+    daemon.kill()
+    daemon.start()
+    assert restored(ranks(start_trainer, daemon, "1")) == [newest, newest]
+
+
+def test_what_replaced_an_outgrown_file_is_not_removed(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    small = start_trainer(daemon, [1000])
+    assert saved(small)[0] == "durable"
+    old = volume_of(daemon)
+    small.kill()
+    large = start_trainer(daemon, [900_000], fresh=True)
+    replace(old)
+    inode = old.stat().st_ino
+    for _ in range(3):
+        saved(large)
+    assert saved(large)[0] == "durable"
+    assert large.step(0) in steps_on_disk(daemon)
+    assert old.exists() is False or old.stat().st_ino == inode

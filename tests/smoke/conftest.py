@@ -1,0 +1,78 @@
+"""Runs a module of the project as its user does, in a process of its own, and keeps its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: Answers at once, so that a sweep of fifty settings costs nothing; what it measures is no figure.
+FIO = """\
+#!/bin/sh
+case "$*" in
+--version) echo fio-0 ;;
+*) echo '{"jobs": [{"read": {"bw_bytes": 1e9}, "write": {"bw_bytes": 1e9}}]}' ;;
+esac
+"""
+#: Draws nothing; for machines without matplotlib, which only docs/timeline.png needs.
+MATPLOTLIB = """\
+from unittest.mock import MagicMock
+
+def subplots(rows, *_, **options):
+    return MagicMock(), [MagicMock(**{"barh.return_value": [MagicMock()]}) for _ in range(rows)]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What it printed, and the directory where its results are."""
+
+    out: str
+    results: Path
+
+    def document(self, name: str) -> Any:
+        """The JSON document of a bench, whose table is there, too."""
+        (found,) = self.results.glob(f"{name}-20*.json")
+        assert found.with_suffix(".md").read_text().startswith("# ")
+        return json.loads(found.read_text())
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """`run(module or script, *flags)`; fails with what it printed when it does not end with 0."""
+    for name, text in {"bin/fio": FIO, "stand-in/matplotlib/pyplot.py": MATPLOTLIB}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")} | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PCC_BENCH_RESULTS": str(tmp_path / "results"),
+        "OMP_NUM_THREADS": "1",
+    }
+    if not any((Path(place) / "matplotlib").is_dir() for place in sys.path):
+        environment["PYTHONPATH"] += f":{tmp_path / 'stand-in'}"
+
+    def started(what: str, *flags: object) -> Ran:
+        program = [what] if what.endswith(".py") else ["-m", what]
+        ended = subprocess.run(
+            [sys.executable, *program, *map(str, flags)], cwd=tmp_path, env=environment,
+            check=False, capture_output=True, text=True,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+        return Ran(ended.stdout, tmp_path / "results")
+
+    return started

@@ -1,0 +1,65 @@
+"""Every bench from end to end, as small as it goes: what it measures here is no figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Run
+
+SMALL = ("--rounds", "1")
+BENCHES = {
+    "persist": ("--sizes", "8MiB", *SMALL),
+    "core": ("--sizes", "32MiB", "--engine", "pwrite", *SMALL),
+    "call_overhead": ("--calls", "2"),
+    "recover": ("--sizes", "32MiB", *SMALL),
+    "observability": ("--size", "8MiB", "--pairs", "1"),
+    "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
+    "train": ("--intervals", "1", "--steps", "1", "--width", "64", "--layers", "1", *SMALL),
+}
+#: They leave no document in results/.
+OTHERS = {"startup": ("--runs", "1"), "timeline": ("-o", "timeline.png")}
+GPU = {
+    "bandwidth": (),
+    "resume": ("--steps", "2", "--dtypes", "bf16"),
+    "train": ("--intervals", "1", "--no-rivals", *SMALL),
+}
+#: What others are made of.
+PARTS = {"__init__", "common", "fio", "ours", "rivals"}
+GPU_PARTS = {"__init__", "contender", "model", "probe", "check"}
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_it_ends_well_and_leaves_its_figures(name: str, run: Run) -> None:
+    document = run(f"bench.{name}", *BENCHES[name]).document(name)
+    assert document
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_ends_well(name: str, run: Run) -> None:
+    assert run(f"bench.{name}", *OTHERS[name]).out
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_a_bench_for_gpus_ends_well_on_the_cpu(name: str, run: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    run(f"bench.gpu.{name}", "--device", "cpu", "--tiny", "--layers", 1, "--json", kept, *GPU[name])
+    assert json.loads(kept.read_text())["table"]
+
+
+def test_a_check_without_a_gpu_ends_well(run: Run, tmp_path: Path) -> None:
+    run(
+        str(ROOT / "bench/gpu/check.py"), "--dry", "--no-build", "--only", "probe",
+        "--output", tmp_path / "results", "--directory", tmp_path,
+    )  # fmt: skip
+    (found,) = (tmp_path / "results").glob("gpu-*.json")
+    assert json.loads(found.read_text())["steps"]["probe"]["ended"] == "ok"
+
+
+def test_no_bench_is_left_out() -> None:
+    made = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    assert made - PARTS == BENCHES.keys() | OTHERS.keys()
+    made = {path.stem for path in (ROOT / "bench/gpu").glob("*.py")}
+    assert made - GPU_PARTS == GPU.keys()

@@ -1,0 +1,54 @@
+"""The demo, the examples and the campaigns from end to end, as small as they go."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Run
+
+CAMPAIGNS = {
+    "fault_campaign": ("--cases", "1"),
+    "fuzz_campaign": ("--decoded", "1000", "--packets", "50"),
+    "gpu_campaign": ("--rounds", "1"),
+    "gpu_restart_campaign": ("--rounds", "1"),
+    "group_campaign": ("--rounds", "1"),
+    "kill_campaign": ("--rounds", "1"),
+    "restart_campaign": ("--rounds", "1"),
+}
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_a_campaign_ends_well(name: str, run: Run) -> None:
+    assert run(f"tests.integration.{name}", *CAMPAIGNS[name]).out
+
+
+def test_no_campaign_is_left_out() -> None:
+    made = (ROOT / "tests/integration").glob("*_campaign.py")
+    assert {path.stem for path in made if not path.stem.startswith("test_")} == CAMPAIGNS.keys()
+
+
+def test_the_demo_ends_well(run: Run) -> None:
+    assert "OK: all" in run("examples.demo", "--steps", 20, "--every", 4).out
+
+
+def test_the_shortest_script_goes_on_where_it_was(tmp_path: Path) -> None:
+    """As it asks for: killed, and run again; then Ctrl-C, which ends its daemon, too."""
+    script = [sys.executable, "-u", str(ROOT / "examples/quickstart.py")]
+    runs = []
+    for lines, end in ((10, signal.SIGKILL), (1, signal.SIGINT)):
+        with subprocess.Popen(
+            script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as trainer:
+            assert trainer.stdout is not None
+            runs.append([int(trainer.stdout.readline().split()[1]) for _ in range(lines)])
+            trainer.send_signal(end)
+    assert runs[0] == list(range(10, 101, 10))
+    assert runs[1][0] > 10
+    with (tmp_path / "checkpoints/.pccheckd.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # when the daemon has ended

@@ -1,0 +1,95 @@
+"""pccheckd, watched: what may wait for a disk, a GPU or another user is never called on a thread
+that runs an event loop (ARCHITECTURE.md, invariants 7 and 8).
+
+    PCC_LOOP_CHECK=FILE python -m tests.support.loopcheck FLAGS OF PCCHECKD...
+
+Every call that is, goes to FILE with its stack; `tests.support.daemon` then fails the test."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pccheck_native import _core
+
+#: Calls of the native core that wait for no more than a lock that nobody holds over I/O, a page
+#: fault or a call of the CUDA driver: the channel's, the volume's, the pool's and the GPUs'
+#: `lock` (pcc_channel_private.h, pcc_volume.h).
+LOCK_ONLY = {
+    "Channel": {"refuse", "requested", "set_outcome", "usage"},
+    "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group"},
+    "Pool": {"stored", "usage"},
+}
+_FUNCTIONS = ("Channel", "Volume", "create_volume", "choose_engine", "cuda_driver", "cuda_missing")
+_ON_FILES = ("open", "os.", "shutil.")
+
+
+def on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def report(what: str) -> None:
+    text = f"{what} was called on the event loop\n{''.join(traceback.format_stack()[:-2])}\n"
+    with Path(os.environ["PCC_LOOP_CHECK"]).open("a") as file:
+        file.write(text)
+
+
+def watched(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if on_loop():
+            report(what)
+        return function(*arguments, **named)
+
+    return call
+
+
+def watch_files(storage: str) -> None:
+    """Everything that names a file below the storage directory."""
+    reporting = False
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal reporting
+        if reporting or not event.startswith(_ON_FILES) or not arguments:
+            return
+        place = arguments[0]
+        if isinstance(place, str | Path) and str(place).startswith(storage) and on_loop():
+            reporting = True
+            try:
+                report(f"{event} of {place}")
+            finally:
+                reporting = False
+
+    sys.addaudithook(hook)
+
+
+def main(arguments: list[str]) -> int:
+    for kind in (_core.Channel, _core.Volume, _core.Pool, _core.Gpus):
+        for name, found in list(vars(kind).items()):
+            short = name not in LOCK_ONLY.get(kind.__name__, {"info"})
+            if short and callable(found) and not name.startswith("_"):
+                setattr(kind, name, watched(f"{kind.__name__}.{name}", found))
+    for name in _FUNCTIONS:
+        setattr(_core, name, watched(name, getattr(_core, name)))
+    os.statvfs = watched("statvfs", os.statvfs)
+    shutil.disk_usage = watched("disk_usage", shutil.disk_usage)
+    if "--storage" in arguments:
+        watch_files(arguments[arguments.index("--storage") + 1])
+    from pccheckd import cli
+
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""What attach() takes, takes off, and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pccheck.attaching import Values, checked
+from pccheck_wire.errors import UnsupportedStateError, UsageError
+
+MODEL = nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Accelerate's shape: an Optimizer whose __init__ never ran."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return OPTIMIZER.state_dict()
+
+
+class AcceleratedScheduler:
+    def __init__(self, scheduler: object) -> None:
+        self.scheduler = scheduler
+
+
+class Broken:
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: object) -> None:
+        pass
+
+
+def one(name: str, thing: object) -> object:
+    return checked({name: thing})[name]
+
+
+def test_a_compiled_or_parallel_module_is_attached_without_its_wrapper() -> None:
+    compiled = torch.compile(MODEL, backend="eager")
+    assert one("model", compiled) is MODEL
+    assert one("model", nn.DataParallel(MODEL)) is MODEL
+    assert one("model", nn.DataParallel(compiled)) is MODEL
+
+
+def test_an_optimizer_in_name_only_is_taken_off_what_it_wraps() -> None:
+    assert one("optimizer", AcceleratedOptimizer(OPTIMIZER)) is OPTIMIZER
+    assert one("o", AcceleratedOptimizer(AcceleratedOptimizer(OPTIMIZER))) is OPTIMIZER
+    with pytest.raises(UsageError, match=r"attach\(optimizer=...\): AcceleratedOptimizer"):
+        one("optimizer", AcceleratedOptimizer(None))
+
+
+def test_a_wrapped_scheduler_is_attached_without_its_wrapper() -> None:
+    assert one("scheduler", AcceleratedScheduler(SCHEDULER)) is SCHEDULER
+    assert one("scheduler", SCHEDULER) is SCHEDULER
+
+
+def test_a_plain_data_loader_is_refused_with_the_one_that_has_a_state() -> None:
+    with pytest.raises(UsageError, match="StatefulDataLoader"):
+        one("loader", torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
+
+
+def test_a_state_dict_that_fails_is_found_at_attach() -> None:
+    error = AttributeError("'DataLoader' object has no attribute 'dl_state_dict'")
+    with pytest.raises(UsageError, match=r"dl_state_dict.*StatefulDataLoader"):
+        one("loader", Broken(error))
+    with pytest.raises(UnsupportedStateError, match=r"thing\.x"):
+        one("thing", Broken({"x": object()}))
+
+
+def test_a_dict_is_attached_by_its_items() -> None:
+    values = {"epoch": 3, "best": 0.5}
+    attached = one("progress", values)
+    assert isinstance(attached, Values)
+    saved = attached.state_dict()
+    values.update(epoch=9, more=1)
+    attached.load_state_dict(saved)
+    assert values == {"epoch": 3, "best": 0.5}
+
+
+def test_what_has_no_state_is_refused() -> None:
+    for thing in (3, "text", object()):
+        with pytest.raises(UsageError, match="has no state_dict"):
+            one("thing", thing)
+    with pytest.raises(UsageError, match="rng"):
+        one("rng", OPTIMIZER)

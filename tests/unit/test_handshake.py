@@ -1,0 +1,77 @@
+"""What a peer that has hung up leaves behind: no place taken, no request that stays."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from pccheck_wire.errors import RefusedError
+from pccheck_wire.messages import PROTOCOL_VERSION, Begin, Hello, Role
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.attach import _hung_up
+from pccheckd.sessions import Peer, Session
+from pccheckd.volumes import OpenVolume
+from tests.unit.test_handlers import KEY, Place, Work
+from tests.unit.test_handlers import run as run  # a fixture
+
+
+def test_a_hang_up_is_seen_without_reading() -> None:
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours:
+        assert not _hung_up(ours)
+        theirs.send(b"a request that comes early")
+        assert not _hung_up(ours)
+        theirs.close()
+        assert not _hung_up(ours)
+        assert ours.recv(100) == b"a request that comes early"
+        assert _hung_up(ours)
+    assert _hung_up(ours)
+
+
+@pytest.mark.parametrize("occupied", [True, False])
+def test_a_peer_that_has_hung_up_does_not_join(run: Callable[[Work], None], occupied: bool) -> None:
+    async def work(place: Place) -> None:
+        if not occupied:
+            place.job.left(KEY.rank, b"\1" * 16)
+            place.tenant.owner = None
+        session = Session(
+            number=9, token=bytes(16), role=Role.TRAINER, uid=KEY.uid, pid=1, kernel_pid=1,
+            connected_ns=0, process=b"\2" * 16,
+        )  # fmt: skip
+        hello = Hello(PROTOCOL_VERSION, Role.TRAINER, "test", 1, job=KEY.job)
+        peer = Peer(os.getuid(), os.getgid(), 1, gone=lambda: True)
+        with pytest.raises(RefusedError, match="hung up"):
+            await place.sessions._attach_trainer(session, hello, peer)
+        assert place.job.starts.of(KEY.rank, session.process) is None
+
+    run(work)
+
+
+def test_a_request_that_comes_while_its_session_ends_ends_with_it(
+    run: Callable[[Work], None],
+) -> None:
+    """A restore waits for every checkpoint that was asked for: none may stay for ever."""
+
+    async def work(place: Place) -> None:
+        place.session.ending = True
+        assert await place.ask(Begin(1, 5, 100, 90, 10, "wait")) is None
+        found = place.tenant.ledger.find(1, 1)
+        assert found is not None and found.state is State.FAILED and not found.live
+        volume = SimpleNamespace(info=SimpleNamespace(next_sequence=41, keep=1), checkpoints=[])
+        place.tenant.volumes.open = [cast(OpenVolume, volume)]
+        place.session.ending = False
+        assert await place.ask(Begin(2, 6, 4096, 0, 64)) is None
+        place.tenant.owner = None  # before it is admitted
+        task = place.tenant.queue._task
+        assert task is not None
+        await task
+        place.tenant.volumes.open = []
+        found = place.tenant.ledger.find(1, 2)
+        assert found is not None and found.state is State.FAILED and not found.live
+
+    run(work)

@@ -1,0 +1,94 @@
+"""The gate of a step: where it is passed, whatever calls the step, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck.hooks import StepHooks
+
+
+class Gate:
+    """Notes the value of the parameter at each passage."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        self.parameter = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = optimizer([self.parameter], lr=0.25, **options)
+        self.order: list[str] = []
+        self.hooks = StepHooks()
+        self.hooks.put(self.passed, [self.optimizer])
+
+    def passed(self) -> None:
+        changed = bool((self.parameter != 1).any())
+        self.order.append("late" if changed and "gate" not in self.order else "gate")
+
+    def closure(self) -> torch.Tensor:
+        self.order.append("closure")
+        assert self.hooks.stepping
+        self.optimizer.zero_grad()
+        loss = self.parameter.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_a_closure_runs_before_the_gate_is_passed(cls: Any, named: bool) -> None:
+    """Forward and backward are what a copy overlaps with."""
+    gate = Gate(cls)
+    assert not gate.hooks
+    if named:
+        gate.optimizer.step(closure=gate.closure)
+    else:
+        gate.optimizer.step(gate.closure)
+    assert gate.order[:2] == ["closure", "gate"] and "late" not in gate.order
+    assert gate.hooks and not gate.hooks.stepping
+    assert bool((gate.parameter != 1).all())
+
+
+class Own(torch.optim.SGD):
+    """Changes parameters before it calls its closure: nothing is known of it."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        return closure() if closure else None
+
+
+def test_other_optimizers_pass_the_gate_first() -> None:
+    gate = Gate(Own)
+    gate.optimizer.step(gate.closure)
+    assert gate.order == ["gate", "closure"]
+
+
+def test_a_closure_that_fails_changes_nothing_and_passes_nothing() -> None:
+    gate = Gate(torch.optim.SGD)
+
+    def fail() -> float:
+        raise RuntimeError("no batch")
+
+    with pytest.raises(RuntimeError, match="no batch"):
+        gate.optimizer.step(fail)
+    assert not gate.order and not gate.hooks.stepping
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_compiled_steps_pass_the_gate_every_time(early: bool) -> None:
+    gate = Gate(torch.optim.SGD)
+    if not early:
+        gate.hooks.remove()
+    gate.parameter.grad = torch.ones(3)
+    step = torch.compile(lambda: gate.optimizer.step(), backend="eager")
+    for _ in range(2 if not early else 0):
+        step()
+    gate.hooks.put(gate.passed, [gate.optimizer])
+    with torch.no_grad():
+        gate.parameter.fill_(1)
+    for count in range(1, 4):
+        step()
+        assert len(gate.order) == count
+    assert gate.order[0] == "gate"  # before the first change
+    assert gate.hooks and not gate.hooks.stepping

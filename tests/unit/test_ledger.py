@@ -1,0 +1,23 @@
+"""What is counted of a rank's checkpoints."""
+
+from __future__ import annotations
+
+from pccheckd.ledger import COUNT_MAX, Ledger
+
+
+def test_failures_in_a_row_end_with_another_trainer() -> None:
+    ledger = Ledger()
+    ledger.failed(3)
+    ledger.failed(1, "the disk is full")
+    assert (ledger.failing, ledger.last_failure, ledger.counters["failed"]) == (
+        4, "the disk is full", 4
+    )  # fmt: skip
+    ledger.starts_again()
+    assert (ledger.failing, ledger.last_failure, ledger.counters["failed"]) == (0, "", 4)
+
+
+def test_a_client_that_lies_counts_no_further_than_a_document_holds() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.failed(1 << 60)
+    assert ledger.counters["failed"] == ledger.failing == COUNT_MAX

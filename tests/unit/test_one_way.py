@@ -1,0 +1,108 @@
+"""Requests that nobody waits for: a fault in one is logged, and told where there is a way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import cast
+
+import pytest
+
+from pccheck_wire import codec
+from pccheck_wire.messages import Begin, Request, Restored
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.attach import AttachServer
+from pccheckd.logs import LOG
+from tests.unit.test_handlers import Place, Work
+from tests.unit.test_handlers import run as run  # a fixture
+
+
+class FaultError(RuntimeError):
+    """Of ours: nothing that a peer could have caused."""
+
+
+def fail(*_: object, **__: object) -> object:
+    raise FaultError("of ours")
+
+
+@pytest.fixture
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(LOG, "propagate", True)
+    caplog.set_level(logging.INFO, LOG.name)
+    yield caplog
+
+
+def one_way(place: Place, body: Begin | Restored) -> bytes:
+    return codec.encode(Request(0, place.session.token, body))
+
+
+def told(log: pytest.LogCaptureFixture) -> list[str]:
+    return [str(one.exc_info[1]) for one in log.records if one.exc_info]
+
+
+def test_a_fault_in_a_request_for_a_checkpoint_is_logged_and_ends_that_checkpoint(
+    run: Callable[[Work], None], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        monkeypatch.setattr(place.tenant.ledger, "add", fail)
+        body = Begin(1, 5, 100, 90, 10, "wait")
+        assert await place.handlers.by_session(place.session, one_way(place, body)) is None
+        assert place.channel.refused == [1]  # the trainer is not held for it
+
+    run(work)
+    assert told(log) == ["of ours"]
+
+
+def test_a_fault_behind_the_ledger_ends_that_checkpoint_with_a_reason(
+    run: Callable[[Work], None], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        monkeypatch.setattr(place.tenant.volumes, "open", [object()])
+        monkeypatch.setattr(place.job, "number", fail)
+        body = Begin(1, 5, 100, 90, 10, "wait")
+        assert await place.handlers.by_session(place.session, one_way(place, body)) is None
+        found = place.tenant.ledger.find(1, 1)
+        assert found is not None and found.state is State.FAILED
+        assert found.hint == "the daemon's log has it"
+        assert place.channel.refused == [1]
+        monkeypatch.setattr(place.tenant.volumes, "open", [])
+
+    run(work)
+    assert told(log) == ["of ours"]
+
+
+def test_a_fault_in_what_needs_no_answer_is_logged(
+    run: Callable[[Work], None], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        monkeypatch.setattr(place.job, "restored", fail)
+        message = one_way(place, Restored(7))
+        assert await place.handlers.by_session(place.session, message) is None
+        refused = codec.encode(Request(0, place.session.token, Begin(1, 5, 100, 90, 10, "wait")))
+        place.session.role = next(r for r in type(place.session.role) if r.value == "reader")
+        assert await place.handlers.by_session(place.session, refused) is None
+
+    run(work)
+    assert told(log) == ["of ours"]
+    assert any("may not begin" in record.getMessage() for record in log.records)
+
+
+def test_a_fault_while_requests_are_served_is_logged_and_ends_the_session(
+    run: Callable[[Work], None], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        with ExitStack() as stack:
+            ours, theirs = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
+            ours.setblocking(False)
+            server = AttachServer(cast(socket.socket, None), place.sessions, place.handlers)
+            monkeypatch.setattr(place.handlers, "by_session", fail)
+            theirs.send(b"a request")
+            with pytest.raises(FaultError):
+                await asyncio.wait_for(server._until_gone(ours, place.session), 20)
+
+    run(work)
