@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pccheckctl
 from pccheckctl import cli, manual
-from pccheckd import config, config_text
-from pccheckd.options import OPTIONS
+from pccheckd.config import sources as config
+from pccheckd.config import text as config_text
+from pccheckd.config.options import OPTIONS
 
 HERE = Path(__file__).parent
 

@@ -10,8 +10,9 @@ import pytest
 from pccheck_wire import basics
 from pccheck_wire.errors import UsageError
 from pccheck_wire.units import GIB, KIB, MIB, parse_size
-from pccheckd import config, variables
-from pccheckd.options import OPTIONS, Option
+from pccheckd.config import sources as config
+from pccheckd.config import variables
+from pccheckd.config.options import OPTIONS, Option
 
 
 def load(flags: str = "", **environ: str) -> config.Config:

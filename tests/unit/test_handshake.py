@@ -13,9 +13,9 @@ import pytest
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import PROTOCOL_VERSION, Begin, Hello, Role
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.attach import _hung_up
-from pccheckd.sessions import Peer, Session
-from pccheckd.volumes import OpenVolume
+from pccheckd.control.attach import _hung_up
+from pccheckd.jobs.sessions import Peer, Session
+from pccheckd.tenancy.volumes import OpenVolume
 from tests.unit.test_handlers import KEY, Place, Work
 from tests.unit.test_handlers import run as run  # a fixture
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pccheckd.retention import Retention
-from pccheckd.volumes import Key
+from pccheckd.tenancy.retention import Retention
+from pccheckd.tenancy.volumes import Key
 
 
 class Inline:

@@ -11,8 +11,8 @@ import pytest
 
 from pccheck_native import mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
-from pccheckd import storage
-from pccheckd.config import Config
+from pccheckd.config.sources import Config
+from pccheckd.storage import lock as storage
 
 TABLE = """\
 22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
