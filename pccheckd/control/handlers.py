@@ -159,7 +159,7 @@ class Handlers:
             case Expose():
                 await self._expose(session, body)
             case Chose():
-                session.transfer, session.transfer_reason = exposing.checked(body)
+                session.chose(*exposing.checked(body))
             case Describe():
                 return self._describe(session, body)
             case Open():
@@ -274,9 +274,9 @@ class Handlers:
         )  # fmt: skip
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
-        tenant = session.tenant
-        assert tenant is not None
-        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, tenant.asked):
+        tenant, job = session.tenant, session.job
+        assert tenant is not None and job is not None
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, job.asked(session.rank)):
             raise WaitTimeoutError(f"checkpoints still go on after {GOODBYE_LIMIT_S:g} s")
         if body.done:
             await tenant.finish()
@@ -311,18 +311,18 @@ class Handlers:
         volumes: list[tuple[str, _core.Volume]] = [
             (str(item.path), item.volume) for item in tenant.volumes.open
         ]
-        tenant.reading += 1
         gone = threading.Event()
         reports = tenant.retention.reports
-        try:
-            document = await self._engine.scan(
-                session.uid, verification.verify, volumes, body.sequence, part, gone=gone.is_set
-            )
-            if part is None:
-                await _judge(tenant, document, reports)
-        finally:
-            gone.set()
-            tenant.reading -= 1
+        with tenant.read():
+            try:
+                document = await self._engine.scan(
+                    session.uid, verification.verify, volumes, body.sequence, part,
+                    gone=gone.is_set,
+                )  # fmt: skip
+                if part is None:
+                    await _judge(tenant, document, reports)
+            finally:
+                gone.set()
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document

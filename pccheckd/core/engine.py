@@ -165,7 +165,7 @@ class Engine:
         self.room = Room(config.storage)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[object, tuple[int, float]] = {}
-        self.stalled = ""  # why calls to the storage seem to hang; set by Progress
+        self.stalled = ""  # why calls to the storage seem to hang
 
     def start(self) -> None:
         """Begins to deliver events on the running loop, and to load the CUDA driver beside it."""
@@ -209,12 +209,13 @@ class Engine:
 
         return await self._calls.run(uid, timed)
 
-    def longest_call(self) -> tuple[int, float]:
-        """The uid of the call that has been running longest, and for how many seconds."""
+    def note_stall(self, limit_s: float) -> None:
+        """Sets `stalled` from the call that has been running longest."""
         now_s = time.monotonic()
         running = ((now_s - since_s, uid) for uid, since_s in list(self._running.values()))
         waited_s, uid = max(running, default=(0.0, 0))
-        return uid, waited_s
+        late = f"a call to the storage for uid {uid} has not returned for {waited_s:.0f} s"
+        self.stalled = late if waited_s > limit_s else ""
 
     async def lacks_storage(self, uid: int) -> bool:
         """Whether the storage directory is not there, looked at now."""

@@ -10,6 +10,7 @@ from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
+from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint
@@ -46,7 +47,10 @@ class Job:
         self._short: set[int] = set()  # ranks without a slot for the next checkpoint
         self._due: asyncio.Handle | None = None
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
-        self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
+        self.late = ""  # why its ranks have had no common checkpoint for long
+        #: By rank: the newest sequence that its trainer has requested, or found here, and the
+        #: incarnation of the start in which it did.
+        self._asked: dict[int, tuple[int, int]] = {}
         self.longest_s = 0.0  # from a request to the common checkpoint
 
     async def look(self) -> None:
@@ -74,6 +78,12 @@ class Job:
         ]
         return max(newest, key=lambda one: one.sequence).world_size if newest else 1
 
+    async def close(self) -> None:
+        for tenant in self.tenants.values():
+            tenant.stop_attaches()  # all first: no trainer attaches to the last ones meanwhile
+        for tenant in self.tenants.values():
+            await tenant.close()
+
     def loaded(self, tenant: Tenant) -> None:
         """A rank whose volumes have been opened belongs to the job now."""
         self.tenants[tenant.key.rank] = tenant
@@ -99,7 +109,7 @@ class Job:
             rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
             known=known, moved=moved,
         )  # fmt: skip
-        self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
+        self._asked[rank] = self.asked(rank), 0  # nobody waited for it, if it was here before
         self._catch_up(rank, owner.process)
         return start.incarnation
 
@@ -124,15 +134,18 @@ class Job:
         current = self.starts.current
         if current is None:
             return
-        if current.above is None:
-            current.above = self._numbers.last
+        above = current.begins_above(self._numbers.last)
         for rank, tenant in self.tenants.items():
             owner = tenant.owner
             who = process if rank == newcomer else owner.process if owner else b""
             start = self.starts.of(rank, who) if who else None
-            if start is current and tenant.asked_in != start.incarnation:
-                tenant.asked = max(tenant.asked, current.above, self._given_up)
-                tenant.asked_in = start.incarnation
+            if start is current and self._asked.get(rank, (0, 0))[1] != start.incarnation:
+                asked = max(self.asked(rank), above, self._given_up)
+                self._asked[rank] = asked, start.incarnation
+
+    def asked(self, rank: int) -> int:
+        """The newest sequence that a rank's trainer has requested, or found here."""
+        return self._asked.get(rank, (0, 0))[0]
 
     def require_no_other(self, rank: int, *, solo: bool) -> None:
         """Raises RefusedError when another rank saves beside one that says that it saves alone."""
@@ -167,23 +180,23 @@ class Job:
 
     # -- one checkpoint ------------------------------------------------------------------------
 
-    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
-        """Gives a checkpoint that is asked for its incarnation and sequence. Returns why not, and a
-        hint; ("", "") on success."""
-        owner, rank = tenant.owner, tenant.key.rank
+    def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> tuple[int, int]:
+        """Incarnation and sequence of a requested checkpoint. Raises RefusedError."""
+        tenant = self.tenants[rank]
+        owner = tenant.owner
         assert owner is not None
         start = self.starts.may_ask(rank, owner.process)
         if start is None:
-            return _FENCED
+            raise RefusedError(_FENCED[0], hint=_FENCED[1])
         self._catch_up()
-        checkpoint.incarnation = start.incarnation
         again = (start.incarnation, body.step, body.branch, body.repeat)
         what = again if start.world_size > 1 else object()
-        above = max(tenant.asked, tenant.volumes.last_sequence())
-        checkpoint.sequence = tenant.asked = self._numbers.take(what, above)
+        above = max(self.asked(rank), tenant.volumes.last_sequence())
+        sequence = self._numbers.take(what, above)
+        self._asked[rank] = sequence, self._asked.get(rank, (0, 0))[1]
         if start.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
-            self._asked_ns.setdefault(checkpoint.sequence, checkpoint.requested_ns)
-        return "", ""
+            self._asked_ns.setdefault(sequence, checkpoint.requested_ns)
+        return start.incarnation, sequence
 
     def waits_s(self) -> float:
         """Since when the oldest request above the newest common checkpoint waits to become one;
@@ -226,7 +239,7 @@ class Job:
                 for one in tenant.volumes.checkpoints()
             ),
             pending=tenant.pending(),
-            asked=tenant.asked if live else None,
+            asked=self.asked(tenant.key.rank) if live else None,
         )
 
     def moved(self) -> None:
@@ -276,18 +289,29 @@ class Job:
     def newest_common(self) -> int:
         return self.agreement.newest
 
+    def note_late(self, why: str) -> None:
+        """Why its ranks have had no common checkpoint for long, or "": logged when it changes."""
+        if bool(why) != bool(self.late):
+            LOG.warning(
+                "job %r of uid %d: %s", self.name, self.uid,
+                why or "the ranks have a new common checkpoint again",
+                extra={"fields": {"event": "group-late" if why else "group-again"}},
+            )  # fmt: skip
+        self.late = why
+
     def needs(self, sequence: int) -> bool:
         """Whether a durable checkpoint must not go with its volume."""
         agreed = self.agreement
         return self.world_size > 1 and sequence >= agreed.oldest and sequence not in agreed.given_up
 
-    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
+    def pins(self, rank: int, owner: Owner) -> set[int]:
         """What a trainer that has restored nothing newer must leave alone (P7)."""
+        tenant = self.tenants[rank]
         current = tenant.volumes.current
         if current is None:
             return set()
         return group.pins(
-            self.ranks(), tenant.key.rank, self.incarnation(tenant.key.rank, owner),
+            self.ranks(), rank, self.incarnation(rank, owner),
             pinned=tenant.retention.flagged, after=owner.restored or 0,
             slots=current.info.slots - len(current.pinned),
         )  # fmt: skip

@@ -158,8 +158,7 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
         )
     if body.load in session.loads:
         raise UsageError(f"load {body.load} is in progress")
-    session.loads[body.load] = tenant, body.sequence
-    tenant.reading += 1
+    session.begin_load(body.load, tenant, body.sequence)
     try:
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
@@ -168,8 +167,7 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )
     except BaseException as error:
-        if session.loads.pop(body.load, None) is not None:
-            tenant.reading -= 1
+        session.end_load(body.load)
         if isinstance(error, DamagedError):
             await tenant.retention.damaged(body.sequence)
         raise

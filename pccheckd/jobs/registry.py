@@ -83,10 +83,7 @@ class Registry:
             async with self._lock(job.uid):
                 if job.idle and self.jobs.pop((job.uid, job.name), None) is job:
                     excess -= len(job.tenants)
-                    for tenant in job.tenants.values():
-                        tenant.closed = True
-                    for tenant in job.tenants.values():
-                        await tenant.close()
+                    await job.close()
 
     @contextlib.asynccontextmanager
     async def unloaded(self, uid: int, name: str) -> AsyncIterator[None]:
@@ -98,10 +95,7 @@ class Registry:
             job = self.jobs.get((uid, name))
             if job is not None:
                 del self.jobs[uid, name]
-                for tenant in job.tenants.values():
-                    tenant.closed = True  # all at once: nobody attaches to the last ones meanwhile
-                for tenant in job.tenants.values():
-                    await tenant.close()
+                await job.close()
             yield
 
     async def require_unused(self, uid: int, name: str) -> None:
@@ -169,7 +163,7 @@ def _users(job: Job) -> str:
     for rank, tenant in sorted(job.tenants.items()):
         if tenant.owner is not None:
             found.append(f"pid {tenant.owner.pid} is its rank {rank}")
-        if tenant.readers or tenant.reading:
+        if tenant.readers or tenant.is_read:
             found.append(f"rank {rank} is being read")
         if tenant.ledger.live():
             found.append(f"checkpoints of rank {rank} are on their way")

@@ -81,6 +81,21 @@ class Session:
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
+    def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
+        """A checkpoint is read: its volumes stay open until `end_load`."""
+        self.loads[load] = tenant, sequence
+        tenant.begin_read()
+
+    def end_load(self, load: int) -> None:
+        """Does nothing for a load that has ended."""
+        tenant, _ = self.loads.pop(load, (None, 0))
+        if tenant is not None:
+            tenant.end_read()
+
+    def chose(self, transfer: str, reason: str) -> None:
+        """How its tensors are transferred, and why."""
+        self.transfer, self.transfer_reason = transfer, reason
+
     def give_way(self) -> None:
         self.gives_way = True
         self.broken.set()
@@ -196,11 +211,10 @@ class Sessions:
                 await session.port.close()
         finally:
             self.registry.memory.gone(session.number)
-            if session.tenant is not None:
-                session.tenant.readers -= session.role is Role.READER
-            for tenant, _ in session.loads.values():
-                tenant.reading -= 1
-            session.loads.clear()
+            if session.tenant is not None and session.role is Role.READER:
+                session.tenant.add_reader(-1)
+            for load in list(session.loads):
+                session.end_load(load)
             self._sessions.pop(session.number, None)
             if session.endpoint:
                 self.control.leave(session.uid)
@@ -293,7 +307,7 @@ class Sessions:
         session.job, tenant = await self.registry.existing(key)
         await tenant.look()
         session.tenant = tenant
-        tenant.readers += 1  # it stays loaded
+        tenant.add_reader()
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
         session.port = await Port.opened(
@@ -337,7 +351,7 @@ class Sessions:
                 with contextlib.suppress(ValueError):  # it has ended
                     await session.port.unbind(item.volume, 0)  # it could not be reopened else
         finally:
-            tenant.reading -= 1
+            tenant.end_read()
         if problem == "DAMAGED":
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":

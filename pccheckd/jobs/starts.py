@@ -44,6 +44,12 @@ class Start:
     #: What its members call it, when they met an earlier daemon that did not see newer runs.
     known_as: int = 0
 
+    def begins_above(self, sequence: int) -> int:
+        """Its `above`, which is `sequence` when it had none."""
+        if self.above is None:
+            self.above = sequence
+        return self.above
+
     @property
     def is_live(self) -> bool:
         return any(member.live for member in self.members.values())

@@ -61,8 +61,7 @@ async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summar
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
         like = left.states[-1].says  # chunks as they are, with the lanes that they were in
-        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
-        tenant.port = port
+        port = await tenant.adopt(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant, engine)
@@ -114,7 +113,7 @@ async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
     ):
         sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
         outcomes.append((sequence, step, why))
-        ledger.last_sequence = max(ledger.last_sequence, sequence)
+        ledger.passed(sequence)
         tenant.group.passed(sequence)
         if why:
             continue
@@ -131,8 +130,7 @@ async def _settle(tenant: Tenant, port: Port) -> None:
     """What was copied is checked and written from now on, and new checkpoints go to the current
     volume again."""
     if not tenant.ledger.live():
-        tenant.port = None
-        await port.close()
+        await tenant.abandon_port()
         return
     tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
     if tenant.volumes.current is not None:

@@ -76,7 +76,8 @@ class Observing:
         from .metrics import Metrics
 
         self._loop = asyncio.get_running_loop()
-        self._metrics = self._registry.chronicle.metrics = Metrics()
+        self._metrics = Metrics()
+        self._registry.chronicle.count_with(self._metrics)
         if place.file is not None:
             self._file = _File(place.file, self._text)
             self._file.start()

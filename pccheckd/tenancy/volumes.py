@@ -254,6 +254,19 @@ class VolumeSet:
             with contextlib.suppress(ValueError):  # dropped or reopened meanwhile
                 await self._engine.call(self.key.uid, item.read)
 
+    async def recycle(self) -> bool:
+        """Frees slots of the current file that are no longer kept; whether one is free now."""
+        current = self.current
+        try:
+            if current is None or not current.volume.has_expendable():
+                return False
+            await self._engine.call(self.key.uid, current.volume.recycle)
+            await self._engine.call(self.key.uid, current.read)
+        except (OSError, ValueError, _core.NativeError) as error:
+            LOG.warning("%s: cannot recycle slots: %s", self.key, error)
+            return False
+        return current.info.free_slots > 0
+
     async def make(
         self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
     ) -> OpenVolume:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs import group_state
@@ -43,41 +42,28 @@ class Progress:
         for tenant in self._registry.tenants():
             mark = _mark(tenant)
             if mark is None:
-                self._set(tenant, "")
+                tenant.note_stall("")
                 continue
             present.add(tenant.key)
             seen = self._seen.get(tenant.key)
             if seen is None or seen.mark != mark:
                 self._seen[tenant.key] = _Seen(mark, now_s)
-                self._set(tenant, "")
+                tenant.note_stall("")
             elif now_s - seen.since_s > limit_s + self._allowance_s():
-                self._set(
-                    tenant,
-                    f"the disk has finished nothing for {now_s - seen.since_s:.0f} s; what was "
-                    "copied is safe in memory while pccheckd lives: look at the disk (dmesg)",
+                tenant.note_stall(
+                    f"the disk has finished nothing for {now_s - seen.since_s:.0f} s; copied "
+                    "checkpoints stay in memory while pccheckd runs; check the disk (dmesg)"
                 )
         for key in self._seen.keys() - present:
             del self._seen[key]
         for job in self._registry.jobs.values():
             self._look_at(job)
-        uid, waited_s = self._engine.longest_call()
-        self._engine.stalled = (
-            f"a call to the storage for uid {uid} has not returned for {waited_s:.0f} s"
-            if waited_s > limit_s
-            else ""
-        )
+        self._engine.note_stall(limit_s)
 
     def _look_at(self, job: Job) -> None:
-        """Tells once when a job's ranks have no common checkpoint for long, and when they do."""
         found = group_state.of(job, self._config.stall_limit_s)
         late = str(found) if found is not None and found.is_late else ""
-        if bool(late) != bool(job.late):
-            LOG.warning(
-                "job %r of uid %d: %s", job.name, job.uid,
-                late or "the checkpoints of its ranks are no longer late",
-                extra={"fields": {"event": "group-late" if late else "group-again"}},
-            )  # fmt: skip
-        job.late = late
+        job.note_late(late)
 
     def _allowance_s(self) -> float:
         """What --max-bandwidth may keep all the writers of a volume waiting."""
@@ -86,11 +72,6 @@ class Progress:
             return 0.0
         waiting = config.chunk_bytes * config.writers * config.in_flight
         return waiting / config.max_bandwidth_bytes
-
-    def _set(self, tenant: Tenant, why: str) -> None:
-        if bool(why) != bool(tenant.stalled):
-            LOG.warning("%s: %s", tenant.key, why or "the disk moves again")
-        tenant.stalled = why
 
 
 def _mark(tenant: Tenant) -> object:
