@@ -104,11 +104,9 @@ async def _serve(
         notifier, config, engine, registry, sessions, faults=lambda: observing.health.faults
     )
     reloader = Reloader(config, sources, notifier)
-    reloader.after.append(registry.limit)
-    reloader.after.append(observing.scrubber.wake)
     expiry = Expiry(config, engine, registry)
     gpu_release = GpuRelease(config, engine, registry)
-    reloader.after.append(expiry.wake)
+    reloader.then(registry.limit, observing.scrubber.wake, expiry.wake)
     stop, hurry = _signals(reloader)
     notifier.extend(survey.LIMIT_S + EXTENSION_S)
     supervisor.survey = await survey.take(config, engine)

@@ -339,8 +339,8 @@ def test_a_stale_map_fails_the_checkpoint_at_once(
 
 @pytest.mark.parametrize(
     ("error_name", "reason"),
-    [("DEVICE", "driver failed"), ("DEVICE_LOST", "lost the GPU"), ("BAD_HANDLE", "no longer shares"),
-     ("ABORTED", "before its copy was complete")],
+    [("DEVICE", "driver failed"), ("DEVICE_LOST", "lost the GPU"),
+     ("BAD_HANDLE", "no longer shares"), ("ABORTED", "before its copy was complete")],
 )  # fmt: skip
 def test_failed_copies_say_why(error_name: str, reason: str) -> None:
     event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", 0, SaveTimes(0, 0, 0, 0, 0, 0))
