@@ -235,7 +235,7 @@ class AttachServer(Background):
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await self._receive(connection):
-            answer = await self._handlers.by_session(session, packet)
+            answer = await self._handlers.answer(session.uid, packet, session)
             if answer is None:
                 continue
             async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is let go

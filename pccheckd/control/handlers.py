@@ -111,17 +111,10 @@ class Handlers:
         self._started_ns = time.monotonic_ns()
         self._making_of: dict[int, asyncio.Lock] = {}
 
-    async def by_token(self, uid: int, data: bytes) -> bytes | None:
-        """A request that came over ZeroMQ: the token names the session."""
-        return await self._answer(uid, data, None)
-
-    async def by_session(self, session: Session, data: bytes) -> bytes | None:
-        """A request that came over the session's own attach socket."""
-        return await self._answer(session.uid, data, session)
-
-    async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
+    async def answer(self, uid: int, data: bytes, session: Session | None = None) -> bytes | None:
+        """A request of a session, over its attach socket; without one, over ZeroMQ, where a token
+        names the session. None when there is nothing to answer. Never raises."""
         number, request = 0, None
-        body: ReplyBody | None
         try:
             with readable("the request"):
                 plain = codec.unpack(data)
@@ -137,10 +130,10 @@ class Handlers:
                 return await self._engine.document(session.uid, codec.encode, reply)
             return codec.encode(reply)
         except Exception as error:  # the edge of this request
-            told = failure(error)
+            why = failure(error)
             if number or request is None:
-                return codec.encode(Reply(number, told))
-            _one_way_failed(session, request.body, told)
+                return codec.encode(Reply(number, why))
+            _one_way_failed(session, request.body, why)
             return None
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:

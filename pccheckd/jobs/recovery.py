@@ -30,8 +30,8 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writ
     skipped: list[Skipped] = []
     await job.look()
     if session.role is Role.TRAINER:
-        if body.step is None:  # else it only looks, and does not count as restored
-            session.incarnation = job.follow(session.rank, session.process)
+        if body.step is None:  # else it only reads, and does not count as restored
+            session.follow()
         if (writing := await job.settled()) is not None:
             return writing
         skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]

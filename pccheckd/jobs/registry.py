@@ -33,6 +33,17 @@ class Registry:
         self.memory = Memory(config, engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
 
+    def took_over(self, summary: Summary) -> None:
+        self.inherited = summary
+
+    async def close(self) -> None:
+        """Drains and closes every tenant. Raises the first failure, after all have ended."""
+        results = await asyncio.gather(
+            *(tenant.close() for tenant in self.tenants()), return_exceptions=True
+        )
+        for failed in filter(lambda result: isinstance(result, BaseException), results):
+            raise failed  # type: ignore[misc]
+
     def tenants(self) -> Iterator[Tenant]:
         for job in self.jobs.values():
             yield from job.tenants.values()

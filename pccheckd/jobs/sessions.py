@@ -96,6 +96,11 @@ class Session:
         """How its tensors are transferred, and why."""
         self.transfer, self.transfer_reason = transfer, reason
 
+    def follow(self) -> None:
+        """It restores: it belongs to the newest start of its job."""
+        if self.job is not None:
+            self.incarnation = self.job.follow(self.rank, self.process)
+
     def give_way(self) -> None:
         self.gives_way = True
         self.broken.set()
@@ -121,7 +126,6 @@ class Sessions:
         self.registry = registry
         self.control = control
         self.draining = False
-        control.interrupted = self._interrupted
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
@@ -335,8 +339,12 @@ class Sessions:
         tenant, sequence = session.loads.pop(event.id)
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
 
-    def _interrupted(self, uid: int) -> None:
-        """Requests of this uid may have been lost on their way here."""
+    def drain(self) -> None:
+        """The daemon stops: no session and no checkpoint begins from now on."""
+        self.draining = True
+
+    def interrupted(self, uid: int) -> None:
+        """Requests of this uid may have been lost on their way."""
         for session in self._sessions.values():
             if session.uid == uid and session.role is Role.TRAINER and session.tenant is not None:
                 session.tenant.refuse_lost()

@@ -38,12 +38,13 @@ class Supervisor(Background):
         engine: Engine,
         registry: Registry,
         sessions: Sessions,
+        survey: Survey,
         *,
         faults: Callable[[], list[str]] = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`faults` says why the process itself is sick: the watchdog is then left to bite."""
-        self.survey = Survey()
+        self._survey = survey
         self._faults = faults
         self._notifier = notifier
         self._config = config
@@ -71,8 +72,8 @@ class Supervisor(Background):
             *self._faults(),
             *report.troubles(self._engine, self._registry.tenants(), self._registry.jobs.values()),
         ]
-        if self.survey.unreadable or not self.survey.complete:
-            warnings.append(f"at the start: {self.survey}")
+        if self._survey.unreadable or not self._survey.complete:
+            warnings.append(f"at the start: {self._survey}")
         trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)
         moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())

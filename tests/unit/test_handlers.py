@@ -99,12 +99,7 @@ class Place:
         self.engine = Engine(config)
         self.registry = Registry(config, self.engine)
 
-        async def nobody(_uid: int, _data: bytes) -> bytes | None:
-            return None
-
-        self.sessions = Sessions(
-            config, self.engine, self.registry, ControlServer(config.socket, nobody)
-        )
+        self.sessions = Sessions(config, self.engine, self.registry, ControlServer(config.socket))
         self.handlers = Handlers(config, self.engine, self.registry, self.sessions)
         self.channel = FakeChannel()
 
@@ -136,7 +131,9 @@ class Place:
         self, body: Expose | Chose | Begin | Status, session: Session | None = None
     ) -> object:
         chosen = session or self.session
-        data = await self.handlers.by_session(chosen, codec.encode(Request(1, chosen.token, body)))
+        data = await self.handlers.answer(
+            chosen.uid, codec.encode(Request(1, chosen.token, body)), chosen
+        )
         return codec.decode(data, Reply).body if data is not None else None
 
 

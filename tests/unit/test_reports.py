@@ -42,19 +42,14 @@ class Place:
         self.engine = Engine(config)
         self.registry = Registry(config, self.engine)
 
-        async def nobody(_uid: int, _data: bytes) -> bytes | None:
-            return None
-
-        sessions = Sessions(
-            config, self.engine, self.registry, ControlServer(config.socket, nobody)
-        )
+        sessions = Sessions(config, self.engine, self.registry, ControlServer(config.socket))
         self.handlers = Handlers(config, self.engine, self.registry, sessions)
 
     async def ask(self, body: RequestBody, *, uid: int = 7) -> Document:
         asker = Session(
             number=1, token=b"t", role=Role.OBSERVER, uid=uid, pid=1, kernel_pid=1, connected_ns=0
         )
-        data = await self.handlers.by_session(asker, codec.encode(Request(1, b"t", body)))
+        data = await self.handlers.answer(asker.uid, codec.encode(Request(1, b"t", body)), asker)
         assert data is not None
         answer = codec.decode_any(data, Reply)
         assert isinstance(answer, Reply) and isinstance(answer.body, Report)

@@ -17,6 +17,7 @@ from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
+from pccheckd.jobs.survey import Survey
 from pccheckd.service.supervise import Supervisor
 from pccheckd.upkeep.stalls import Progress
 
@@ -48,7 +49,7 @@ class Place:
         self.notifier = Heard()
         self.supervisor = Supervisor(
             self.notifier, config, self.engine, self.registry,
-            cast(Sessions, SimpleNamespace(all=list)), faults=lambda: faults or [],
+            cast(Sessions, SimpleNamespace(all=list)), Survey(), faults=lambda: faults or [],
         )  # fmt: skip
 
 
