@@ -17,7 +17,8 @@ import uvloop
 
 from pccheck_wire.errors import RefusedError
 
-from .base import logs, shortage
+from .base import logs
+from .base.errors import SHORTAGE_HINT, shortage
 from .base.logs import LOG
 from .base.notify import Notifier
 from .config.options import Config
@@ -184,11 +185,11 @@ def _shortages() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        words = shortage.told(error)
+        words = shortage(error)
         if not words:
             raise
         LOG.debug("the daemon ends", exc_info=True)
-        raise RefusedError(words, hint=shortage.HINT) from error
+        raise RefusedError(words, hint=SHORTAGE_HINT) from error
 
 
 def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:

@@ -49,11 +49,12 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config import text as config_text
 from pccheckd.config.sources import Config
 from pccheckd.core import exposing
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
-from pccheckd.base import shortage
 from pccheckd.base.background import Tasks
+from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
 
@@ -136,8 +136,8 @@ class ControlServer:
 
 def _not_made(path: Path, error: OSError) -> RefusedError:
     return RefusedError(
-        f"your endpoint {path} cannot be made: {shortage.told(error) or error.strerror}",
-        hint=shortage.HINT if shortage.told(error) else "look at the directory of pccheckd's "
+        f"your endpoint {path} cannot be made: {shortage(error) or error.strerror}",
+        hint=SHORTAGE_HINT if shortage(error) else "look at the directory of pccheckd's "
         "socket: is it there, has it room, is it pccheckd's own?", retryable=True,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from pccheckd import VERSION
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine
+from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.gpus import Offer
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
@@ -261,7 +261,8 @@ class Sessions:
                 world_size=session.world_size, local_world_size=hello.local_world_size,
                 fresh=hello.fresh, process=session.process, solo=hello.solo,
                 restored=hello.restored,
-                on_event=lambda event: self._hear(session, event), kernel_pid=session.kernel_pid,
+                on_event=lambda event: self._on_event(session, event),
+                kernel_pid=session.kernel_pid,
             )  # fmt: skip
             joins = tenant.owner is None  # else attach() refuses
             if joins:
@@ -282,7 +283,7 @@ class Sessions:
             job.moved()
             await job.release()
         session.port = tenant.port
-        session.transfer, session.transfer_reason = "push", "CPU tensors"
+        session.chose("push", "CPU tensors")
         if tenant.port is not None and tenant.port.granted_bytes:  # it is not a cache any more
             self.registry.memory.enter(self._claimant(session), tenant.port.granted_bytes)
         LOG.info(
@@ -314,11 +315,11 @@ class Sessions:
         tenant.add_reader()
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
+        shape = Shape(chunk, block, READER_CHUNKS, lanes=1, writers=1)
         session.port = await Port.opened(
-            self.engine, session.uid, lambda event: self._hear(session, event), chunk_bytes=chunk,
-            block_bytes=block, chunk_capacity=READER_CHUNKS, lanes=1, writers=1,
-        )  # fmt: skip
-        session.transfer, session.transfer_reason = "push", "a reader"
+            self.engine, session.uid, lambda event: self._on_event(session, event), shape
+        )
+        session.chose("push", "a reader")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             try:
@@ -329,7 +330,7 @@ class Sessions:
                 raise
         return [page_fd, theirs.detach()]
 
-    def _hear(self, session: Session, event: _core.Event) -> None:
+    def _on_event(self, session: Session, event: _core.Event) -> None:
         """Events of a session's page, on the loop."""
         if event.kind == "bad_peer":
             LOG.warning("session %d (pid %d) broke the protocol", session.number, session.pid)

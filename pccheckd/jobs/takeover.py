@@ -9,8 +9,9 @@ import time
 
 from pccheck_native import _core
 from pccheck_wire.errors import PccheckError, RefusedError
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
 from pccheckd.tenancy import inherited
 from pccheckd.tenancy.checkpoint import Checkpoint

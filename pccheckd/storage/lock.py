@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pccheck_native import layout, mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
-from pccheckd.base import shortage
+from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
 
@@ -131,4 +131,4 @@ def _fix(error: OSError, of_rights: str) -> str:
         return "free some room on that disk"
     if error.errno == errno.ENOTDIR:
         return "choose another place: a file is in its way"
-    return shortage.HINT if shortage.told(error) else "look at the disk: dmesg"
+    return SHORTAGE_HINT if shortage(error) else "look at the disk: dmesg"

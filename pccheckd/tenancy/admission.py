@@ -11,8 +11,8 @@ from typing import Protocol
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import translated
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
 from .group import Group

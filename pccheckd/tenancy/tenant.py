@@ -14,9 +14,10 @@ from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.port import Owner, Port
 
 from . import inherited
@@ -550,12 +551,10 @@ class Tenant:
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         config = self.config
-        return await Port.opened(
-            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
-            block_bytes=block_bytes, lanes=lanes, writers=config.writers,
-            chunk_capacity=max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX)),
-            gpus=await self.engine.driver.ready(), label=inherited.label_of(self.key),
-        )  # fmt: skip
+        capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
+        gpus, label = await self.engine.driver.ready(), inherited.label_of(self.key)
+        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
+        return await Port.opened(self.engine, self.key.uid, self.on_event, shape)
 
     async def bind(self, port: Port, item: OpenVolume) -> None:
         try:

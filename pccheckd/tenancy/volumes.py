@@ -19,9 +19,10 @@ from pccheck_native import _core, catalog, dropping, layout
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.core.io_engine import PWRITE
 from pccheckd.storage.space import Reservation
 

@@ -15,9 +15,10 @@ from pccheck_wire.errors import PccheckError, RefusedError, UsageError
 from pccheck_wire.messages import Drop
 from pccheck_wire.owners import owner_of
 from pccheckd.base.background import Background
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 
 from .finished import NAME, Idle
