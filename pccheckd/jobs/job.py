@@ -1,5 +1,5 @@
-"""A job: the ranks of one user's training run. It gives `group.py`, which decides, what the volumes
-and sessions say, and makes the ranks' volumes, queues and pages obey."""
+"""A job: the ranks of one user's training run. It passes the state of volumes and sessions to
+`group.py`, which decides, and applies the decisions to the ranks' volumes, queues and pages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pccheckd.tenancy.tenant import Tenant
 
 from .starts import Starts
 
-#: What a trainer that restores waits for checkpoints on their way before it is told how many.
+#: How long a trainer that restores waits for checkpoints on their way before it gets an answer.
 SETTLE_LIMIT_S = 5.0
 NAMED_MAX = 8
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 
 _FENCED = (
     "a newer start of this job is running, so checkpoints of this process are not saved",
-    "end this process if it was left over; otherwise call restore(), which takes the state of the "
+    "end this process if it is a leftover; otherwise call restore(), which loads the state of the "
     "newest start. A live start with another launch id or number of ranks must end first",
 )
 
@@ -54,17 +54,17 @@ class Job:
         self.longest_s = 0.0  # from a request to the common checkpoint
 
     async def look(self) -> None:
-        """Whether the files of all its ranks are where they were, and what else is there."""
+        """Checks the files of all its ranks, and opens new ones."""
         await asyncio.gather(*(tenant.look() for tenant in list(self.tenants.values())))
 
     @property
     def idle(self) -> bool:
-        """No rank of it is connected, written or read: it may be closed."""
+        """No rank is connected, written or read: it may be closed."""
         return all(tenant.idle for tenant in self.tenants.values())
 
     @property
     def leaving(self) -> bool:
-        """A rank's trainer has ended, and is being drained."""
+        """A rank's trainer has ended and is being drained."""
         return any(tenant.leaving for tenant in self.tenants.values())
 
     @property
@@ -85,14 +85,14 @@ class Job:
             await tenant.close()
 
     def loaded(self, tenant: Tenant) -> None:
-        """A rank whose volumes have been opened belongs to the job now."""
+        """Adds a rank whose volumes have been opened."""
         self.tenants[tenant.key.rank] = tenant
         self._numbers.passed(tenant.volumes.last_sequence())
         self._numbers.passed(tenant.ledger.last_sequence)
         self.settle()
 
     def passed(self, sequence: int) -> None:
-        """A daemon before this one has given it out."""
+        """A previous daemon used this sequence."""
         self._numbers.passed(sequence)
 
     def common_checkpoints(self) -> list[Held]:
@@ -102,14 +102,14 @@ class Job:
     # -- who belongs to it ---------------------------------------------------------------------
 
     def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool = False) -> int:
-        """The incarnation of a process that connects; `moved`: the one that it had, `was`, is of
+        """The incarnation of a process that connects; `moved`: its earlier one, `was`, belongs to
         another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
         start = self.starts.join(
             rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
             known=known, moved=moved,
         )  # fmt: skip
-        self._asked[rank] = self.asked(rank), 0  # nobody waited for it, if it was here before
+        self._asked[rank] = self.asked(rank), 0  # no rank waited for it if it was here before
         self._catch_up(rank, owner.process)
         return start.incarnation
 
@@ -120,17 +120,16 @@ class Job:
         return start.incarnation if start is not None else 0
 
     def registered(self, rank: int, process: bytes) -> int:
-        """A process is about to save: one that has asked for nothing in an older start moves along
-        to the newest. Its incarnation."""
+        """A process is about to save: one that has requested nothing in an older start moves to the
+        newest. Its incarnation."""
         start = self.starts.of(rank, process)
         if start is None:
             return 0
         return start.incarnation if start.members[rank].begun else self.follow(rank, process)
 
     def _catch_up(self, newcomer: int = -1, process: bytes = b"") -> None:
-        """A process that becomes a member of the newest start asks for what came after its
-        beginning, so that it can still bring what the others have saved by now; but for nothing
-        that was given up while nobody waited for it."""
+        """A process that joins the newest start may still save what the others have saved since
+        that start began, except checkpoints that were given up before it joined."""
         current = self.starts.current
         if current is None:
             return
@@ -148,7 +147,7 @@ class Job:
         return self._asked.get(rank, (0, 0))[0]
 
     def require_no_other(self, rank: int, *, solo: bool) -> None:
-        """Raises RefusedError when another rank saves beside one that says that it saves alone."""
+        """Raises RefusedError when another rank saves beside one with solo=True."""
         for other, tenant in sorted(self.tenants.items()):
             owner = tenant.owner
             if other == rank or owner is None or not (solo or owner.solo):
@@ -199,8 +198,8 @@ class Job:
         return start.incarnation, sequence
 
     def waits_s(self) -> float:
-        """Since when the oldest request above the newest common checkpoint waits to become one;
-        0.0: there is none."""
+        """How long the oldest request above the newest common checkpoint has waited to become
+        common; 0.0: there is none."""
         oldest_ns = min(self._asked_ns.values(), default=0)
         return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
 
@@ -243,13 +242,13 @@ class Job:
         )
 
     def moved(self) -> None:
-        """Something that the decision depends on may have changed. Decided once per turn of the
-        loop; a rank alone has nothing to decide."""
+        """Input of the decision may have changed. Decides once per turn of the loop; a single rank
+        has nothing to decide."""
         if self._due is None and self.world_size > 1:
             self._due = asyncio.get_running_loop().call_soon(self.settle)
 
     def settle(self) -> None:
-        """Decides, and has every rank obey. Waits for no disk."""
+        """Decides, and applies it to every rank. Waits for no disk."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -260,8 +259,8 @@ class Job:
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {one.sequence for known in ranks.values() for one in known.held}
-        there -= {one.sequence for one in shared}  # one whose damage was none after all
-        # What was given up stays so: a rank may have acted on it by now.
+        there -= {one.sequence for one in shared}  # one whose damage flag was removed
+        # What was given up stays given up: a rank may have acted on it.
         self.agreement = agreed._replace(given_up=agreed.given_up | before.given_up & there)
         self._given_up = max(self._given_up, *self.agreement.given_up, 0)
         self._note_common(shared)
@@ -269,7 +268,7 @@ class Job:
             tenant.obey(self.agreement)
 
     def _keep(self) -> int:
-        """Of the volumes that are there, else as configured."""
+        """Of the existing volumes, else as configured."""
         there = [t.volumes.current.info.keep for t in self.tenants.values() if t.volumes.current]
         return min(there, default=self._config.keep)
 
@@ -317,8 +316,8 @@ class Job:
         )  # fmt: skip
 
     def wants_slot(self, rank: int) -> str:
-        """A rank of a group has no slot for its next checkpoint: what can be given up is. Names the
-        ranks that are waited for although they have asked for nothing; "" otherwise."""
+        """A rank of a group has no slot for its next checkpoint: gives up what it can. Names the
+        ranks that are waited for although they have requested nothing; "" otherwise."""
         self._short.add(rank)
         try:
             self.settle()
@@ -330,8 +329,8 @@ class Job:
     # -- recovery ------------------------------------------------------------------------------
 
     async def settled(self) -> Writing | None:
-        """Waits, for some seconds, until every checkpoint that any rank has asked for so far has
-        ended. Returns what is left otherwise."""
+        """Waits some seconds until every checkpoint requested so far, by any rank, has ended.
+        Returns what is left otherwise."""
         last, deadline = self._numbers.last, time.monotonic() + SETTLE_LIMIT_S
         for tenant in list(self.tenants.values()):
             if not await tenant.ledger.settled(max(0.0, deadline - time.monotonic()), last):

@@ -22,9 +22,9 @@ MAX_SEQUENCE = 2**63
 async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writing:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
     one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
-    when what is chosen depends on checkpoints that are on their way.
+    when the choice depends on checkpoints that are still being written.
 
-    Raises NoCheckpointError when there are some but none that will do.
+    Raises NoCheckpointError when there are some but none is suitable.
     """
     job, tenant = _place(session)
     skipped: list[Skipped] = []
@@ -53,7 +53,7 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writ
 
 
 def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
-    """Where the other ranks' payloads of the same checkpoint are."""
+    """The other ranks' payloads of the same checkpoint."""
     if chosen.world_size < 2:
         return []
     return [
@@ -85,7 +85,7 @@ def _of_job(
 def _newest(
     tenant: Tenant, body: Open, skipped: list[Skipped], found: list[catalog.Checkpoint]
 ) -> catalog.Checkpoint | None:
-    """Newest first; damaged ones are passed over and named in `skipped`."""
+    """Newest first; damaged ones are skipped, and named in `skipped`."""
     for item in found:
         if body.before is not None and item.sequence >= body.before:
             continue
@@ -106,9 +106,9 @@ def _newest(
 
 
 def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog.Checkpoint | None:
-    """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
-    could not be read, fails."""
-    again = "restart all ranks; they will restore the step before"
+    """This rank's copy of the common checkpoint. Never mixes steps: fails when it is damaged or
+    could not be read."""
+    again = "restart all ranks; they will restore the previous step"
     if body.before is not None and session.world_size > 1:
         raise DamagedError(
             f"{tenant.key}: the checkpoint that all ranks restore is damaged or cannot be read",
@@ -121,7 +121,7 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
     if common is None:
         return None
     LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
-    # A rank that was not there when it was saved takes what rank 0, or who saved alone, has.
+    # A rank that did not exist when it was saved takes the copy of rank 0, or of the only saver.
     for holder in (tenant, *(other for _, other in sorted(job.tenants.items()))):
         for item in holder.volumes.checkpoints():
             if item.sequence == common.sequence and holder.is_usable(item):
@@ -143,7 +143,7 @@ async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint)
 
 
 async def read(session: Session, sessions: Sessions, body: Read) -> None:
-    """Starts sending payload through the page; its END says how it went."""
+    """Starts to send payload through the page; its END carries the result."""
     job, own = _place(session)
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
     if tenant is None:
@@ -175,5 +175,5 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
 
 def _place(session: Session) -> tuple[Job, Tenant]:
     if session.job is None or session.tenant is None:
-        raise RefusedError("an observer cannot recover")
+        raise RefusedError("an observer session cannot recover")
     return session.job, session.tenant

@@ -1,5 +1,5 @@
-"""Disks that do not move: writes, flushes and calls that have not ended for longer than
---stall-limit. Degraded, and said so; never a reason to end a process that holds copied data."""
+"""Disks without progress: writes, flushes and calls that take longer than --stall-limit. They are
+reported as degraded, and never end the process, which holds copied checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Seen:
 
 
 class Progress:
-    """Looks at every tenant with something to write, and remembers since when nothing moved."""
+    """Checks every tenant with something to write, and remembers since when nothing changed."""
 
     def __init__(
         self, config: Config, engine: Engine, registry: Registry, clock: Callable[[], float]
@@ -35,7 +35,7 @@ class Progress:
         self._seen: dict[Key, _Seen] = {}
 
     def look(self) -> None:
-        """Sets `stalled` of every tenant and of the engine: "" or why. Never blocks on a disk."""
+        """Reports stalls to every tenant, job and the engine. Never blocks on a disk."""
         now_s = self._clock()
         limit_s = self._config.stall_limit_s
         present = set()
@@ -66,7 +66,7 @@ class Progress:
         job.note_late(late)
 
     def _allowance_s(self) -> float:
-        """What --max-bandwidth may keep all the writers of a volume waiting."""
+        """How long --max-bandwidth may keep all the writers of a volume waiting."""
         config = self._config
         if not config.max_bandwidth_bytes:
             return 0.0
@@ -75,7 +75,7 @@ class Progress:
 
 
 def _mark(tenant: Tenant) -> object:
-    """What changes with every write that ends; None when the disk has nothing to do."""
+    """Changes with every write that ends; None when the disk has nothing to do."""
     usage = tenant.port.usage() if tenant.port is not None else None
     admitted = [one for one in tenant.ledger.live() if one.state is not State.REQUESTED]
     if usage is None or not admitted:
