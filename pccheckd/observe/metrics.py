@@ -1,4 +1,4 @@
-"""Prometheus metrics: what is counted as it happens, and what is read when somebody asks.
+"""Prometheus metrics: events that are counted, and values that are read at each scrape.
 
 The only module that imports prometheus_client, an extra; import it when metrics are wanted."""
 
@@ -59,7 +59,7 @@ class Metrics:
             "rehomed", "Moves of checkpoints to another slot after a write error", RANK
         )
         self._stall = self._counter(
-            "stall_seconds", "Time for which the gate held trainers, as they say", RANK
+            "stall_seconds", "Time for which the gate held trainers, as they report", RANK
         )
         self._histograms = {
             "waited": self._histogram("admission_wait", "From request to a free lane and slot"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from pccheck_wire.errors import UsageError
 
 FIRST = 3
-#: Its name in pccheckd.socket; a manager that does not name descriptors says "unknown".
+#: Its name in pccheckd.socket; a manager that does not name descriptors uses "unknown".
 ATTACH_NAMES = ("attach", "pccheckd.socket", "unknown", "")
 
 
@@ -48,7 +48,7 @@ def attach_socket(given: list[tuple[str, int]], path: Path) -> socket.socket | N
             made.detach()
             raise UsageError(
                 f"the service manager listens at {where}, but the configuration names {path}",
-                hint="use the same path in ListenSequentialPacket= of pccheckd.socket and in socket",
+                hint="use one path for ListenSequentialPacket= of pccheckd.socket and for socket",
             )
         given.remove((name, number))
         made.setblocking(False)

@@ -99,7 +99,8 @@ class Supervisor(Background):
         self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
         moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         self._notifier.status(
-            f"stopping: {_count(moving, 'checkpoint')} not durable yet, at most {left_s:.0f} s more",
+            f"stopping: {_count(moving, 'checkpoint')} not durable yet, "
+            f"at most {left_s:.0f} s more",
             *self._heartbeat(),
         )
         self._progress.look()

@@ -74,7 +74,7 @@ def test_a_fault_behind_the_ledger_ends_that_checkpoint_with_a_reason(
         )
         found = place.tenant.ledger.find(1, 1)
         assert found is not None and found.state is State.FAILED
-        assert found.hint == "the daemon's log has it"
+        assert found.hint == "see the daemon's log"
         assert place.channel.refused == [1]
         monkeypatch.setattr(place.tenant.volumes, "open", [])
 
@@ -95,7 +95,7 @@ def test_a_fault_in_what_needs_no_answer_is_logged(
 
     run(work)
     assert told(log) == ["of ours"]
-    assert any("may not begin" in record.getMessage() for record in log.records)
+    assert any("requires a trainer" in record.getMessage() for record in log.records)
 
 
 def test_a_fault_while_requests_are_served_is_logged_and_ends_the_session(
