@@ -261,7 +261,7 @@ def test_finished_jobs_expire_and_others_do_not(
     assert set(watched(daemon)) == {"over"}
     restart_later(daemon, HOUR_S)
     eventually(lambda: "'over' of uid" in daemon.log.read_text())
-    assert "are dropped in 450 s, unless it is started anew" in daemon.log.read_text()
+    assert "are deleted in 450 s, unless the job starts again" in daemon.log.read_text()
     assert jobs_of(daemon) == {"running", "over"}
     looks(daemon)
     eventually(lambda: jobs_of(daemon) == {"running"})

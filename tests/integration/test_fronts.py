@@ -194,7 +194,7 @@ def test_messages_without_end_harm_their_user_only(
             peer.sendall(b"\x01\x01x" * 20_000)
     trains_on(trainer)
     assert front_of(daemon).pid != victim.pid
-    assert "its memory limit" in daemon.log.read_text()
+    assert "filled its memory up to the limit" in daemon.log.read_text()
     assert psutil.Process(daemon.pid).memory_info().rss < before + 64 * MIB
 
 

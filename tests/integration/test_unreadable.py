@@ -163,7 +163,7 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
     assert flagged(damaged.storage) == [3]
     assert result(*served) == (0, "ok")
     assert flagged(damaged.storage) == []
-    assert "checkpoint 3 reads well again" in damaged.log.read_text()
+    assert "checkpoint 3 is readable and intact again" in damaged.log.read_text()
     assert status(damaged)["warnings"] == []
     damaged.kill()
     damaged.start()

@@ -253,7 +253,7 @@ def test_only_trainers_share_memory(run: Callable[[Work], None], role: Role) -> 
     async def work(place: Place) -> None:
         session = place.join(2, role)
         for body in (Expose(1, [b"x"]), Chose("pull", "")):
-            refused(await place.ask(body, session), "may not")
+            refused(await place.ask(body, session), "requires a trainer")
         assert not place.channel.exposed
 
     run(work)

@@ -228,7 +228,7 @@ def test_damage_that_is_gone_loses_its_flag(
         run(work)
     finally:
         LOG.removeHandler(caplog.handler)
-    assert "checkpoint 2 reads well again, all of it" in caplog.text
+    assert "checkpoint 2 is readable and intact again" in caplog.text
 
 
 def test_a_flag_set_while_it_was_read_stays(run: Callable[..., None]) -> None:
