@@ -265,7 +265,7 @@ def test_finished_jobs_expire_and_others_do_not(
     assert jobs_of(daemon) == {"running", "over"}
     looks(daemon)
     eventually(lambda: jobs_of(daemon) == {"running"})
-    eventually(lambda: "has finished and expired" in daemon.log.read_text())
+    eventually(lambda: "finished and expired" in daemon.log.read_text())
 
 
 def test_a_wall_clock_that_jumps_makes_no_job_old(
@@ -293,7 +293,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
     finish(start_trainer(daemon))
     looks(daemon)
     restart_later(daemon, HOUR_S)
-    eventually(lambda: "are dropped in" in daemon.log.read_text())
+    eventually(lambda: "are deleted in" in daemon.log.read_text())
     again = start_trainer(daemon)
     assert again.restore()["found"]
     looks(daemon)

@@ -155,7 +155,7 @@ def test_connections_without_end_harm_their_user_only(
         exhaust(rank.welcome.endpoint, victim)
     trains_on(trainer)
     assert front_of(daemon).pid != victim.pid
-    assert "opens connections to it without end" in daemon.log.read_text()
+    assert "opens too many connections to it" in daemon.log.read_text()
     assert trainer.restore()["step"] > 1
 
 

@@ -235,7 +235,7 @@ def test_a_stopped_trainer_keeps_only_what_it_holds(
     has(daemon, first=16)
     first.signal(signal.SIGSTOP)
     with Rank(daemon.socket, job="second") as second:
-        with pytest.raises(RefusedError, match="on their way back") as refused:
+        with pytest.raises(RefusedError, match="being returned") as refused:
             second.register(2 * MIB)
         assert refused.value.retryable
         first.signal(signal.SIGCONT)
