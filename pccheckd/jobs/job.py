@@ -271,6 +271,8 @@ class Job:
             self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
             for tenant in self.tenants.values():
                 tenant.became_global(shared[0].sequence, {one.sequence for one in shared})
+                if shared[0].incarnation < tenant.incarnation:
+                    tenant.spawn(tenant.protect_late())
 
     @property
     def newest_common(self) -> int:
@@ -288,7 +290,7 @@ class Job:
             return set()
         return group.pins(
             self.ranks(), tenant.key.rank, self.incarnation(tenant.key.rank, owner),
-            pinned=tenant.retention.flagged, after=owner.restored or 0,
+            pinned=tenant.retention.inherited, after=owner.restored or 0,
             slots=current.info.slots - len(current.pinned),
         )  # fmt: skip
 
