@@ -91,8 +91,8 @@ class Pulling:
             self._failures = self._failures + 1 if checkpoint.session == self._session else 1
             self._session = checkpoint.session
 
-    def refusal(self, session: int) -> str:
-        """Why this session's exposure is refused, or "". Said once: who asks again is heard."""
+    def take_refusal(self, session: int) -> str:
+        """Why this session's exposure is refused, or "". Returned once: it resets the count."""
         if session != self._session or self._failures < FAILURES_MAX:
             return ""
         failures, self._failures = self._failures, 0

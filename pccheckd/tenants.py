@@ -337,7 +337,7 @@ class Tenant:
             owner, port = self._present()
             if owner.session != session:
                 raise RefusedError("the session has ended")
-            refusal = self._pulling.refusal(session)
+            refusal = self._pulling.take_refusal(session)
             if refusal:
                 await port.expose(number, b"")  # refused as well, in the place of the one before
                 return refusal

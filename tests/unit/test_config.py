@@ -80,7 +80,7 @@ def test_in_flight_is_slots_minus_keep() -> None:
         ("", {"PCCHECK_SLOTS": "x"}, r"PCCHECK_SLOTS: 'x'"),
         ("--slots 1", {}, r"--slots: 1 cannot be \(use 2 to 32\)"),
         ("--slots 33", {}, r"--slots: 33"),
-        ("--keep 4", {}, r"--keep: 4 with 4 slots .*slots = N in flight \+ keep"),
+        ("--keep 4", {}, r"--keep must be less than --slots \(got 4 and 4\).*in flight \+ keep"),
         ("--keep 0", {}, r"--keep: 0"),
         ("--writers 0", {}, r"--writers: 0"),
         ("--chunk 5000", {}, r"--chunk: 5000 bytes .*multiple of 1MiB"),

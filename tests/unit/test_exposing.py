@@ -99,11 +99,11 @@ def ended(
 def test_a_driver_that_fails_again_and_again_is_refused_once() -> None:
     pulling = Pulling()
     for error in ("DEVICE", "BAD_HANDLE", "DEVICE"):
-        assert not pulling.refusal(1)
+        assert not pulling.take_refusal(1)
         ended(pulling, "failed", error)
-    assert not pulling.refusal(2)
-    assert "3 pulled copies" in pulling.refusal(1)
-    assert not pulling.refusal(1)
+    assert not pulling.take_refusal(2)
+    assert "3 pulled copies" in pulling.take_refusal(1)
+    assert not pulling.take_refusal(1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_no_fault_of_the_driver_does_not_count(stage: str, error: str, n
     pulling = Pulling()
     for _ in range(FAILURES_MAX):
         ended(pulling, "failed", error, stage=stage, number=number)
-    assert not pulling.refusal(1)
+    assert not pulling.take_refusal(1)
 
 
 def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
@@ -123,10 +123,10 @@ def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
         ended(pulling, "failed", "DEVICE")
     ended(pulling, "copied")
     ended(pulling, "failed", "DEVICE")
-    assert not pulling.refusal(1)
+    assert not pulling.take_refusal(1)
     for _ in range(FAILURES_MAX - 1):
         ended(pulling, "failed", "DEVICE", session=2)
-    assert not pulling.refusal(2)
+    assert not pulling.take_refusal(2)
 
 
 # -- the driver --------------------------------------------------------------------------------
