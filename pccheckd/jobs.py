@@ -95,13 +95,23 @@ class Job:
         """The incarnation of a process that connects; `moved`: the one that it had, `was`, is of
         another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
+        before = self.starts.current
         start = self.starts.join(
             rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
             known=known, moved=moved,
         )  # fmt: skip
+        if start is not before:
+            self._read_again()
         self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
         self._catch_up(rank, owner.process)
         return start.incarnation
+
+    def _read_again(self) -> None:
+        """A start begins. When all that the ranks had in common could not be read, the disk may
+        have been away: it is tried again."""
+        if not self.common_checkpoints():
+            for tenant in self.tenants.values():
+                tenant.retention.unreadable.clear()
 
     def incarnation(self, rank: int, owner: Owner) -> int:
         """Of the newest start that a process is a member of; it may have moved along since it
