@@ -8,7 +8,7 @@ import time
 
 from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
-from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
+from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
 
 from .checkpoint import GIVEN_UP, Checkpoint
@@ -44,6 +44,7 @@ class Job:
         self._numbers = group.Numbers()
         self._given_up = 0  # the newest sequence that ever was
         self._short: set[int] = set()  # ranks without a slot for the next checkpoint
+        self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
         self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
@@ -359,6 +360,9 @@ class Job:
         found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)
         broken = self._unreadable()
         if isinstance(found, Held):
+            if step is None:
+                self._require_no_newer(rank, found)
+            self._chosen[rank] = process, found
             return found
         if found is None and broken is not None:
             raise broken
@@ -366,6 +370,24 @@ class Job:
             also = f"; {broken.message}" if broken is not None else ""
             raise NoCheckpointError(f"job {self.name!r}: {found.reason}{also}", hint=found.hint)
         return None
+
+    def asks_again(self, rank: int) -> None:
+        """A rank did not take what it was given to restore, or is about to restore another one."""
+        self._chosen.pop(rank, None)
+
+    def _require_no_newer(self, rank: int, found: Held) -> None:
+        """Raises DamagedError when another rank of this start restores a newer checkpoint: it was
+        chosen before this rank failed to read it."""
+        current = self.starts.current
+        for other, (process, its) in sorted(self._chosen.items()):
+            owner = self.tenants[other].owner if other in self.tenants else None
+            goes_on = owner is not None and owner.process == process
+            if goes_on and self.starts.of(other, process) is current and its > found:
+                raise DamagedError(
+                    f"job {self.name!r}: rank {other} of this start restores step {its.step}, but "
+                    f"on rank {rank} it is damaged or cannot be read",
+                    hint="restart all ranks; they will restore the step before",
+                )
 
     def _unreadable(self) -> PccheckError | None:
         """Of any rank's volumes."""

@@ -157,6 +157,23 @@ def test_a_group_of_which_nothing_can_be_read_is_not_empty(start_daemon: Start) 
             assert (opened.step, data) == (2, payload_of(2, SIZE))
 
 
+def test_a_rank_that_asks_again_gets_no_other_step_than_the_others(start_daemon: Start) -> None:
+    daemon = group_on_disk(start_daemon)
+    with group(daemon, "run-1") as ranks:
+        opened, data = ranks[1].restore()
+        assert (opened.step, data) == (2, payload_of(2, SIZE))
+        daemon.armed.touch()
+        opened = ranks[0].open()
+        assert isinstance(opened, Opened) and ranks[0].load(opened)[0] == UNREADABLE
+        daemon.armed.unlink()
+        for _ in range(2):  # a script that tries again
+            with pytest.raises(DamagedError, match="rank 1 of this start restores step 2"):
+                ranks[0].open()
+        assert [rank.restore()[0].step for rank in reversed(ranks)] == [1, 1]
+    with group(daemon, "run-2") as ranks:
+        assert [rank.restore()[0].step for rank in ranks] == [1, 1]
+
+
 # -- flags that go -----------------------------------------------------------------------------
 
 
