@@ -73,6 +73,18 @@ def test_in_flight_is_slots_minus_keep() -> None:
     assert load("--slots 4 --keep 1").in_flight == 3
 
 
+def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config.cgroups, "memory_bytes", lambda: (400 * MIB, "memory.max of /job"))
+    line = ["--storage", "/srv/x", "--socket", "/run/x/a.sock", "--chunk", "1MiB"]
+    made = config.load(vars(config.parser().parse_args(line)), {"PCCHECK_CONFIG": "/dev/null"})
+    assert made.dram_bytes == 100 * MIB
+    assert config.warnings(made) == []
+    (told,) = config.warnings(load("--dram 500MiB"))
+    assert "500MiB is more than memory.max of /job allows (400MiB)" in told
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "told"),
     [
