@@ -114,6 +114,7 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
     """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
     could not be read, fails."""
     again = "restart all ranks; they will restore the step before"
+    job.asks_again(session.rank)
     if body.before is not None and session.world_size > 1:
         raise DamagedError(
             f"{tenant.key}: the checkpoint that all ranks restore is damaged or cannot be read",

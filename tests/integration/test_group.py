@@ -399,6 +399,25 @@ def test_a_rank_that_saves_alone_is_told_and_not_stalled(
     assert max(slow) < 5 and sum(slow) < 10, slow
 
 
+def test_a_step_that_one_rank_leaves_out_is_given_up_on_all(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "1MiB")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    for trainer in group:
+        trainer.step()
+    alone = group[1].checkpoint()  # of step 2, which takes a second to write
+    for trainer in group:
+        trainer.step()
+    group[0].checkpoint()  # of step 3: rank 0 will never ask for step 2
+    assert group[1].ended(alone) == "skipped"
+    assert "rank 0 did not ask for this checkpoint" in group[1].reason(alone)
+    assert group[1].wait_global(group[1].checkpoint()) == "global"
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "1")) == [3, 3]
+
+
 def test_what_was_copied_is_waited_for(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--max-bandwidth", "2MiB")
     group = ranks(start_trainer, daemon, "0")
