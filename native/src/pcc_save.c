@@ -5,16 +5,6 @@
 
 #include "pcc_save_private.h"
 
-static void lock(struct pcc_save *save)
-{
-    (void)pthread_mutex_lock(&save->lock);
-}
-
-static void unlock(struct pcc_save *save)
-{
-    (void)pthread_mutex_unlock(&save->lock);
-}
-
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
                     uint64_t sequence, uint32_t slot)
 {
@@ -22,7 +12,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     const uint64_t manifest_bytes =
         pcc_manifest_bytes(request->payload_bytes, saver->geometry.block_bytes);
 
-    lock(save);
+    pcc_save_lock(save);
     PCC_ASSERT(!save->active && !save->has_slot);
     save->request = *request;
     save->sequence = sequence;
@@ -54,7 +44,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     };
     save->times = (struct pcc_save_times){.begin = pcc_now_ns()};
     save->active = true;
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
 int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
@@ -107,7 +97,7 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
     if (chunk->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
         return -EINVAL;
     const uint32_t position = (uint32_t)(offset / chunk_bytes);
-    lock(save);
+    pcc_save_lock(save);
     struct pcc_save_piece *piece = &save->pieces[position];
     if (!save->active) {
         result = -PCC_E_ABORTED;
@@ -129,7 +119,7 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
             pcc_save_queue_piece(save, position);
         result = 0;
     }
-    unlock(save);
+    pcc_save_unlock(save);
     return result;
 }
 
@@ -137,7 +127,7 @@ int pcc_save_seal(struct pcc_save *save)
 {
     int result = 0;
 
-    lock(save);
+    pcc_save_lock(save);
     if (!save->active) {
         result = -PCC_E_ABORTED;
     } else if (save->sealed || save->handed_over < save->piece_count) {
@@ -148,23 +138,23 @@ int pcc_save_seal(struct pcc_save *save)
         save->times.sealed = pcc_now_ns();
         pcc_save_advance(save);
     }
-    unlock(save);
+    pcc_save_unlock(save);
     return result;
 }
 
 void pcc_save_abort(struct pcc_save *save, int error)
 {
-    lock(save);
+    pcc_save_lock(save);
     if (save->active && !save->sealed && !save->failed) {
         save->failed = true;
         save->error = error;
         save->stage = "copy";
         pcc_save_advance(save);
     }
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
-/* With the save's lock held. */
+/* With the lane's lock held. */
 static bool uncache_piece(struct pcc_save *save, uint32_t index)
 {
     struct pcc_save_piece *piece = NULL;
@@ -192,11 +182,11 @@ bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t index)
     for (uint32_t i = 0; i < saver->spec.lanes; i++) {
         for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
             struct pcc_save *save = &saver->lanes[i].saves[place];
-            lock(save);
+            pcc_save_lock(save);
             const bool found = save->active && save->request.tag == tag;
             if (found)
                 result = uncache_piece(save, index);
-            unlock(save);
+            pcc_save_unlock(save);
             if (found)
                 return result;
         }

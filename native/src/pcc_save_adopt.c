@@ -157,11 +157,11 @@ int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void 
     const struct pcc_saver *saver = save->lane->saver;
     const uint64_t offset = (uint64_t)position * saver->spec.chunk_bytes;
 
-    (void)pthread_mutex_lock(&save->lock);
+    pcc_save_lock(save);
     const bool is_it = save->active && save->request.tag == tag && position < save->piece_count;
     const uint64_t left = is_it ? save->request.payload_bytes - offset : 0;
     const uint64_t at = pcc_geometry_slot_offset(&saver->geometry, save->slot) + offset;
-    (void)pthread_mutex_unlock(&save->lock);
+    pcc_save_unlock(save);
     const uint32_t length =
         left < saver->spec.chunk_bytes ? (uint32_t)left : saver->spec.chunk_bytes;
     if (!is_it)
@@ -175,7 +175,7 @@ int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void 
         error = -PCC_E_DAMAGED;
     if (error != 0)
         return error;
-    (void)pthread_mutex_lock(&save->lock);
+    pcc_save_lock(save);
     struct pcc_save_piece *piece = &save->pieces[position];
     error = -PCC_E_ABORTED;
     if (save->active && save->request.tag == tag && !save->slot_failed &&
@@ -191,6 +191,6 @@ int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void 
         save->uncached++;
         error = 0;
     }
-    (void)pthread_mutex_unlock(&save->lock);
+    pcc_save_unlock(save);
     return error;
 }

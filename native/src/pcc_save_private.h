@@ -1,16 +1,16 @@
 /* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
  * owners call) and pcc_save_work.c (what is done with a save's bytes, in which order).
  *
- * A lane has p threads, one work queue and two places for saves: the lane takes the next save while
- * the end of the last one is still being reported.
+ * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
+ * save while the end of the last one is still being reported.
  *
  * Work comes as items: write one chunk, or one step that happens alone (write the manifest, flush,
  * publish, move to another slot, end). `pending` counts the items that were queued and are not
  * finished; when it falls to zero the next step is chosen and queued, so that a step never runs
  * beside a write of the same save, and a save never ends while a write of it is under way.
  *
- * Locks, outermost first: the volume's publishing -> a save's lock -> the volume's lock. The
- * saver's two locks stand alone, but that of pcc_pace.h is taken under any of them. Owners'
+ * Locks, outermost first: the volume's publishing -> a lane's lock -> the volume's lock. The
+ * saver's two locks stand alone. The lock of pcc_pace.h is taken under any of them. Owners'
  * callbacks run without any of them. */
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
@@ -18,7 +18,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "pcc_queue.h"
 #include "pcc_save.h"
 
 #define PCC_SAVE_MOVES_MAX 2u
@@ -60,8 +59,8 @@ struct pcc_save {
     uint8_t *manifest;             /* header, then the checksums where they are collected */
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
 
-    pthread_mutex_t lock; /* everything below */
-    bool active;          /* from begin to the moment its end is decided */
+    /* Guarded by the lane's lock, like all that follows. */
+    bool active; /* from begin to the moment its end is decided */
     struct pcc_save_request request;
     uint64_t sequence;
     uint32_t slot;
@@ -91,7 +90,13 @@ struct pcc_save {
 
 struct pcc_lane {
     struct pcc_saver *saver;
-    struct pcc_queue work;
+    pthread_mutex_t lock;   /* of the work items and of both saves */
+    pthread_cond_t changed; /* an item was added, or the lane closes */
+    uint64_t *work;         /* a ring of [work_capacity], first in first out */
+    uint64_t work_capacity; /* every piece and one step of each place */
+    uint64_t work_first;
+    uint64_t work_count;
+    bool closing;
     struct pcc_save saves[PCC_SAVES_PER_LANE];
     struct pcc_save *current; /* guarded by the saver's lock; NULL when the lane is free */
     pthread_t *threads;
@@ -127,11 +132,21 @@ static inline uint64_t *pcc_save_checksums(const struct pcc_save *save, uint32_t
            position * blocks;
 }
 
+static inline void pcc_save_lock(struct pcc_save *save)
+{
+    (void)pthread_mutex_lock(&save->lane->lock);
+}
+
+static inline void pcc_save_unlock(struct pcc_save *save)
+{
+    (void)pthread_mutex_unlock(&save->lane->lock);
+}
+
 /* -- pcc_save_work.c -- */
-/* With the save's lock held: queues one piece, or the next step when nothing is pending. */
+/* With the lane's lock held: queues one piece, or the next step when nothing is pending. */
 void pcc_save_queue_piece(struct pcc_save *save, uint32_t position);
 void pcc_save_advance(struct pcc_save *save);
-/* Does what one item of the lane's queue says. */
+/* Does what one work item of the lane says. */
 void pcc_save_work(struct pcc_lane *lane, uint64_t item);
 
 /* -- pcc_save.c -- */

@@ -18,25 +18,16 @@ static uint64_t make_item(const struct pcc_save *save, enum pcc_save_step step, 
     return (uint64_t)save->place << 48 | (uint64_t)step << 32 | position;
 }
 
-static void lock(struct pcc_save *save)
-{
-    (void)pthread_mutex_lock(&save->lock);
-}
-
-static void unlock(struct pcc_save *save)
-{
-    (void)pthread_mutex_unlock(&save->lock);
-}
-
 static void push(struct pcc_save *save, uint64_t item)
 {
+    struct pcc_lane *lane = save->lane;
+
+    /* A piece is queued again only after its item was taken, and so is a step. */
+    PCC_ASSERT(lane->work_count < lane->work_capacity);
+    lane->work[(lane->work_first + lane->work_count++) % lane->work_capacity] = item;
     save->pending++;
-    pcc_pace_step_queued(save->lane->saver->identity.uid);
-    /* There is room for every piece and a step of both places (pcc_saver.c). The queue also counts
-     * an item as there whose consumer stands still in the middle of taking it: until it goes on its
-     * save is pending, so that the lane begins no other one, and no piece is queued a second time.
-     */
-    PCC_ASSERT(pcc_queue_push(&save->lane->work, item));
+    pcc_pace_step_queued(lane->saver->identity.uid);
+    (void)pthread_cond_signal(&lane->changed);
 }
 
 void pcc_save_queue_piece(struct pcc_save *save, uint32_t position)
@@ -160,12 +151,12 @@ static void write_piece(struct pcc_save *save, uint32_t position)
     struct pcc_save_piece *piece = &save->pieces[position];
     bool first = false, announce = false;
 
-    lock(save);
+    pcc_save_lock(save);
     const bool start = start_piece(save, position, &first);
     const uint64_t offset = pcc_geometry_slot_offset(&saver->geometry, save->slot) +
                             (uint64_t)position * saver->spec.chunk_bytes;
     const uint64_t tag = save->request.tag;
-    unlock(save);
+    pcc_save_unlock(save);
     if (!start)
         return;
     if (first && saver->spec.events->writing)
@@ -173,7 +164,7 @@ static void write_piece(struct pcc_save *save, uint32_t position)
     hash_piece(save, position);
     const int result =
         write_all(saver, piece->bytes, pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
-    lock(save);
+    pcc_save_lock(save);
     if (result == 0) {
         piece->state = PCC_SAVE_CHUNK_WRITTEN;
         pcc_kept_written(saver->spec.kept, save->kept_place, position);
@@ -184,7 +175,7 @@ static void write_piece(struct pcc_save *save, uint32_t position)
         piece->state = PCC_SAVE_CHUNK_HELD;
         slot_error(save, result, "write");
     }
-    unlock(save);
+    pcc_save_unlock(save);
     if (announce && saver->spec.events->chunk_written)
         saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);
 }
@@ -197,10 +188,10 @@ static void write_manifest(struct pcc_save *save)
     const uint64_t *checksums =
         (const uint64_t *)(const void *)(save->manifest + sizeof(struct pcc_manifest_header));
 
-    lock(save);
+    pcc_save_lock(save);
     look_for_newer(save);
     const bool go_on = !is_held_up(save);
-    unlock(save);
+    pcc_save_unlock(save);
     if (!go_on)
         return;
     pcc_manifest_seal(save->manifest, &saver->identity, save->slot, checksums, &save->entry);
@@ -208,14 +199,14 @@ static void write_manifest(struct pcc_save *save)
         write_all(saver, save->manifest, pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN),
                   pcc_geometry_slot_offset(&saver->geometry, save->slot) +
                       pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
-    lock(save);
+    pcc_save_lock(save);
     if (result == 0) {
         save->last_step = PCC_SAVE_STEP_MANIFEST;
         save->times.written = pcc_now_ns();
     } else {
         slot_error(save, result, "write");
     }
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
 /* A failed flush puts in doubt whatever was written before it and not flushed since, by any save:
@@ -232,7 +223,7 @@ static void flush(struct pcc_save *save)
         (void)atomic_fetch_add_explicit(&saver->flush_failures, 1, memory_order_relaxed);
     (void)pthread_mutex_unlock(&saver->flushing);
 
-    lock(save);
+    pcc_save_lock(save);
     if (result != 0) {
         slot_error(save, result, "flush");
     } else if (doubtful) {
@@ -243,17 +234,17 @@ static void flush(struct pcc_save *save)
         save->last_step = PCC_SAVE_STEP_FLUSH;
         save->times.flushed = pcc_now_ns();
     }
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
 static void became_durable(void *context)
 {
     struct pcc_save *save = context;
 
-    lock(save);
+    pcc_save_lock(save);
     save->durable = true;
     save->times.durable = pcc_now_ns();
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
 static void publish(struct pcc_save *save)
@@ -263,7 +254,7 @@ static void publish(struct pcc_save *save)
     const int result = pcc_volume_publish(saver->volume, save->slot, &save->entry, &published,
                                           became_durable, save);
 
-    lock(save);
+    pcc_save_lock(save);
     /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
      * media may name it, and the volume is stopped. */
     save->has_slot = false;
@@ -276,7 +267,7 @@ static void publish(struct pcc_save *save)
         save->given_up = published == PCC_PUBLISH_GIVEN_UP;
         PCC_ASSERT(save->superseded != save->durable);
     }
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
 /* With the lock held: never published. */
@@ -310,9 +301,9 @@ static int find_new_slot(struct pcc_save *save)
 
 static void move(struct pcc_save *save)
 {
-    lock(save);
+    pcc_save_lock(save);
     if (save->failed) { /* given up after the move had been queued: end() leaves the slot */
-        unlock(save);
+        pcc_save_unlock(save);
         return;
     }
     if (find_new_slot(save) != 0) {
@@ -332,7 +323,7 @@ static void move(struct pcc_save *save)
             if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT)
                 pcc_save_queue_piece(save, i);
     }
-    unlock(save);
+    pcc_save_unlock(save);
 }
 
 static void end(struct pcc_save *save)
@@ -340,7 +331,7 @@ static void end(struct pcc_save *save)
     const struct pcc_saver *saver = save->lane->saver;
     struct pcc_save_result result = {0};
 
-    lock(save);
+    pcc_save_lock(save);
     save->active = false;
     pcc_kept_end(saver->spec.kept, save->kept_place);
     result.end = save->durable      ? PCC_SAVE_DURABLE
@@ -356,7 +347,7 @@ static void end(struct pcc_save *save)
     result.times = save->times;
     leave_slot(save);
     const bool tell = save->quarantined && result.end == PCC_SAVE_FAILED;
-    unlock(save);
+    pcc_save_unlock(save);
     /* Otherwise the quarantine would wait for a checkpoint that succeeds. Should this fail, the
      * volume has stopped and the next begin says so. */
     if (tell)
@@ -402,9 +393,9 @@ void pcc_save_work(struct pcc_lane *lane, uint64_t item)
         return;
     }
     const uint64_t written_bytes = do_item(save, item);
-    lock(save);
+    pcc_save_lock(save);
     save->pending--;
     pcc_save_advance(save);
-    unlock(save);
+    pcc_save_unlock(save);
     pcc_pace_step_done(uid, written_bytes); /* the next one is queued: no gap to read in */
 }

@@ -9,26 +9,34 @@
 #include "pcc_save_private.h"
 #include "pcc_thread.h"
 
+/* The oldest work item; false when there is none. With `wait`, sleeps until there is one, and is
+ * false only when the lane closes. */
+static bool work_take(struct pcc_lane *lane, bool wait, uint64_t *item_out)
+{
+    (void)pthread_mutex_lock(&lane->lock);
+    while (wait && lane->work_count == 0 && !lane->closing)
+        (void)pthread_cond_wait(&lane->changed, &lane->lock);
+    const bool found = lane->work_count > 0;
+    if (found) {
+        *item_out = lane->work[lane->work_first];
+        lane->work_first = (lane->work_first + 1) % lane->work_capacity;
+        lane->work_count--;
+    }
+    (void)pthread_mutex_unlock(&lane->lock);
+    return found;
+}
+
 static void *run_lane(void *argument)
 {
     struct pcc_lane *lane = argument;
     int32_t here = PCC_NUMA_ANYWHERE;
     uint64_t item;
 
-    while (pcc_queue_pop_wait(&lane->work, &item)) {
+    while (work_take(lane, true, &item)) {
         pcc_numa_follow(lane->saver->spec.near_node, &here);
         pcc_save_work(lane, item);
     }
     return NULL;
-}
-
-static uint64_t power_of_two_above(uint64_t value)
-{
-    uint64_t power = 2;
-
-    while (power < value)
-        power *= 2;
-    return power;
 }
 
 static int lane_open(struct pcc_saver *saver, uint32_t number)
@@ -36,15 +44,16 @@ static int lane_open(struct pcc_saver *saver, uint32_t number)
     struct pcc_lane *lane = &saver->lanes[number];
 
     lane->saver = saver;
-    /* Every piece and one step of each place. */
-    if (pcc_queue_init(&lane->work, power_of_two_above(PCC_SAVES_PER_LANE *
-                                                       (saver->piece_capacity + 1ull))) != 0)
+    (void)pthread_mutex_init(&lane->lock, NULL);
+    (void)pthread_cond_init(&lane->changed, NULL);
+    lane->work_capacity = PCC_SAVES_PER_LANE * (saver->piece_capacity + 1ull);
+    lane->work = calloc(lane->work_capacity, sizeof *lane->work);
+    if (!lane->work)
         return -ENOMEM;
     for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
         struct pcc_save *save = &lane->saves[place];
         save->lane = lane;
         save->place = place;
-        (void)pthread_mutex_init(&save->lock, NULL);
         save->kept_place = number * PCC_SAVES_PER_LANE + place;
         save->manifest = saver->spec.kept != NULL
                              ? pcc_kept_manifest(saver->spec.kept, save->kept_place)
@@ -72,19 +81,23 @@ static int lane_open(struct pcc_saver *saver, uint32_t number)
 
 static void lane_close(struct pcc_lane *lane)
 {
-    if (lane->thread_count > 0)
-        pcc_queue_close(&lane->work);
+    if (lane->saver == NULL)
+        return; /* never opened */
+    (void)pthread_mutex_lock(&lane->lock);
+    lane->closing = true;
+    (void)pthread_cond_broadcast(&lane->changed);
+    (void)pthread_mutex_unlock(&lane->lock);
     for (uint32_t i = 0; i < lane->thread_count; i++)
         (void)pthread_join(lane->threads[i], NULL);
     free(lane->threads);
     for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
-        if (lane->saver == NULL || lane->saver->spec.kept == NULL)
+        if (lane->saver->spec.kept == NULL)
             free(lane->saves[place].manifest);
         free(lane->saves[place].pieces);
-        if (lane->saves[place].lane)
-            (void)pthread_mutex_destroy(&lane->saves[place].lock);
     }
-    pcc_queue_destroy(&lane->work);
+    free(lane->work);
+    (void)pthread_mutex_destroy(&lane->lock);
+    (void)pthread_cond_destroy(&lane->changed);
 }
 
 static void saver_free(struct pcc_saver *saver)
@@ -235,7 +248,7 @@ int pcc_saver_step(struct pcc_saver *saver, uint32_t lane)
     uint64_t item;
 
     PCC_ASSERT(saver->spec.writers_per_lane == 0 && lane < saver->spec.lanes);
-    if (!pcc_queue_pop(&saver->lanes[lane].work, &item))
+    if (!work_take(&saver->lanes[lane], false, &item))
         return -EAGAIN;
     pcc_save_work(&saver->lanes[lane], item);
     return 0;

@@ -215,8 +215,8 @@ MUTANTS = (
         source="pcc_save_work.c",
         changes=(
             (
-                "lock(save);\n    if (save->failed) { /* given up after",
-                "lock(save);\n    if (0) { /* given up after",
+                "pcc_save_lock(save);\n    if (save->failed) { /* given up after",
+                "pcc_save_lock(save);\n    if (0) { /* given up after",
             ),
         ),
     ),
@@ -258,9 +258,9 @@ MUTANTS = (
         changes=(
             (
                 "    const int result =\n        write_all(saver, piece->bytes,",
-                "    lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
+                "    pcc_save_lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
                 "    announce = !piece->announced;\n    piece->announced = true;\n"
-                "    unlock(save);\n"
+                "    pcc_save_unlock(save);\n"
                 "    if (announce)\n"
                 "        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);\n"
                 "    announce = false;\n"
