@@ -62,6 +62,7 @@ int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pc
     if (spec->label != NULL)
         (void)snprintf(channel->label, sizeof(channel->label), "%s", spec->label);
     channel->geometry = geometry;
+    pcc_channel_lists_clear(channel);
     channel->bound = PCC_CHANNEL_VOLUMES;
     channel->socket_fd = -1;
     channel->trainer_fd = -1;
@@ -289,10 +290,10 @@ static void session_end(struct pcc_channel *channel, bool quiet)
     for (uint32_t i = 0; i < channel->chunk_count; i++) {
         struct pcc_channel_chunk *chunk = &channel->chunks[i];
         if (chunk->state == PCC_CHUNK_LENT && chunk->lent_cached) {
-            chunk->state = PCC_CHUNK_CACHED;
             chunk->lent_cached = false;
+            pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_CACHED);
         } else if (chunk->state == PCC_CHUNK_GRANTED && !quiet) {
-            chunk->state = PCC_CHUNK_LEFT;
+            pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_LEFT);
         } else if (chunk->state == PCC_CHUNK_LENT || chunk->state == PCC_CHUNK_GRANTED) {
             pcc_channel_chunk_free(channel, i);
         }

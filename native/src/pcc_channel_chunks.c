@@ -1,5 +1,6 @@
 /* Who holds which chunk: choosing, granting, taking back. Everything here runs under the channel's
- * lock and costs a walk of the chunk table (some thousand entries) at most. */
+ * lock. What may be filled anew is in three lists, so that a chunk is chosen in a few steps however
+ * large the table is: 512 GiB are 32,768 chunks of 16 MiB. */
 #include <string.h>
 #include <sys/socket.h>
 
@@ -10,14 +11,6 @@
  * fewer than this many left to fill: late, but before it stalls. */
 #define CHUNKS_AHEAD 4u
 
-enum rank { /* smaller is taken first */
-            RANK_FREE,
-            RANK_ENDED, /* content of a checkpoint that is durable: only recovery from DRAM loses */
-            RANK_SPARED, /* content that the caller asked to spare */
-            RANK_FLIGHT, /* its checkpoint could not be moved to another slot after a write error */
-            RANK_NEVER,
-};
-
 static struct pcc_channel_save *save_of(struct pcc_channel *channel, uint64_t tag)
 {
     struct pcc_channel_save *save = &channel->saves[(tag & 0xff) % PCC_CHANNEL_SAVES];
@@ -25,18 +18,60 @@ static struct pcc_channel_save *save_of(struct pcc_channel *channel, uint64_t ta
     return tag != 0 && save->tag == tag && save->save != NULL ? save : NULL;
 }
 
-static enum rank rank_of(struct pcc_channel *channel, const struct pcc_channel_chunk *chunk,
-                         uint64_t spare, bool gently)
+/* -- the lists -- */
+
+static void list_leave(struct pcc_channel_chunk *chunk)
 {
+    if (chunk->next == NULL)
+        return;
+    chunk->before->next = chunk->next;
+    chunk->next->before = chunk->before;
+    chunk->next = chunk->before = NULL;
+}
+
+static void list_enter(struct pcc_channel_chunk *chunk, struct pcc_channel_chunk *before)
+{
+    chunk->before = before;
+    chunk->next = before->next;
+    chunk->next->before = chunk;
+    before->next = chunk;
+}
+
+void pcc_channel_lists_clear(struct pcc_channel *channel)
+{
+    for (uint32_t i = 0; i < PCC_CHUNK_LISTS; i++)
+        channel->lists[i].next = channel->lists[i].before = &channel->lists[i];
+}
+
+void pcc_channel_chunk_set(struct pcc_channel *channel, struct pcc_channel_chunk *chunk,
+                           enum pcc_chunk_state state)
+{
+    list_leave(chunk);
+    chunk->state = state;
     if (pcc_channel_retires(channel, chunk))
-        return RANK_NEVER;
-    if (chunk->state == PCC_CHUNK_FREE)
-        return RANK_FREE;
-    if (chunk->state != PCC_CHUNK_CACHED)
-        return RANK_NEVER;
-    if (save_of(channel, chunk->tag) != NULL)
-        return gently ? RANK_NEVER : RANK_FLIGHT;
-    return spare != 0 && chunk->sequence == spare ? RANK_SPARED : RANK_ENDED;
+        return;
+    if (state == PCC_CHUNK_FREE) {
+        list_enter(chunk, &channel->lists[PCC_CHUNKS_FREE]);
+    } else if (state == PCC_CHUNK_CACHED) {
+        const enum pcc_chunk_list list =
+            save_of(channel, chunk->tag) != NULL ? PCC_CHUNKS_FLIGHT : PCC_CHUNKS_ENDED;
+        list_enter(chunk, channel->lists[list].before);
+    }
+}
+
+void pcc_channel_chunks_add(struct pcc_channel *channel, uint32_t first, uint32_t count)
+{
+    for (uint32_t i = first; i < first + count; i++)
+        list_enter(&channel->chunks[i], channel->lists[PCC_CHUNKS_FREE].before);
+}
+
+void pcc_channel_chunks_retire(struct pcc_channel *channel)
+{
+    for (uint32_t i = channel->chunk_count; i > 0; i--) {
+        if (!pcc_channel_retires(channel, &channel->chunks[i - 1]))
+            return;
+        list_leave(&channel->chunks[i - 1]);
+    }
 }
 
 /* A save that is being moved to another slot still reads its chunks and refuses. */
@@ -46,7 +81,8 @@ static bool uncache(struct pcc_channel *channel, uint32_t index)
     struct pcc_channel_save *save = save_of(channel, chunk->tag);
 
     if (chunk->state == PCC_CHUNK_CACHED && save != NULL) {
-        if (!pcc_save_uncache(channel->bindings[save->binding].saver, chunk->tag, index))
+        if (!pcc_save_uncache(channel->bindings[save->binding].saver, chunk->tag,
+                              (uint32_t)(chunk->offset_bytes / channel->spec.chunk_bytes)))
             return false;
         save->immovable = true;
     }
@@ -54,33 +90,34 @@ static bool uncache(struct pcc_channel *channel, uint32_t index)
     return true;
 }
 
+/* The first chunk of a list that does not hold `spare` and can be uncached; -1 when there is none.
+ */
+static int64_t list_pick(struct pcc_channel *channel, enum pcc_chunk_list list, uint64_t spare)
+{
+    struct pcc_channel_chunk *next;
+
+    for (struct pcc_channel_chunk *chunk = channel->lists[list].next;
+         chunk != &channel->lists[list]; chunk = next) {
+        const uint32_t index = (uint32_t)(chunk - channel->chunks);
+        channel->looked_at++;
+        next = chunk->next; /* uncache moves the chunk to another list */
+        if ((spare == 0 || chunk->sequence != spare) && uncache(channel, index))
+            return index;
+    }
+    return -1;
+}
+
 int64_t pcc_channel_pick(struct pcc_channel *channel, uint64_t spare, bool gently)
 {
-    uint64_t refused_stamp = 0; /* in-flight chunks up to this age have refused */
+    int64_t index = list_pick(channel, PCC_CHUNKS_FREE, 0);
 
-    for (;;) {
-        enum rank best_rank = RANK_NEVER;
-        uint32_t best = 0;
-        for (uint32_t i = 0; i < channel->chunk_count; i++) {
-            const struct pcc_channel_chunk *chunk = &channel->chunks[i];
-            const enum rank rank = rank_of(channel, chunk, spare, gently);
-            if (rank == RANK_NEVER || (rank == RANK_FLIGHT && chunk->stamp <= refused_stamp))
-                continue;
-            if (rank < best_rank ||
-                (rank == best_rank && chunk->stamp < channel->chunks[best].stamp)) {
-                best_rank = rank;
-                best = i;
-            }
-            if (rank == RANK_FREE)
-                break;
-        }
-        if (best_rank == RANK_NEVER)
-            return -1;
-        const uint64_t stamp = channel->chunks[best].stamp;
-        if (uncache(channel, best))
-            return best;
-        refused_stamp = stamp;
-    }
+    if (index < 0)
+        index = list_pick(channel, PCC_CHUNKS_ENDED, spare);
+    if (index < 0 && spare != 0)
+        index = list_pick(channel, PCC_CHUNKS_ENDED, 0);
+    if (index < 0 && !gently)
+        index = list_pick(channel, PCC_CHUNKS_FLIGHT, 0);
+    return index;
 }
 
 bool pcc_channel_uncache(struct pcc_channel *channel, uint32_t index)
@@ -95,11 +132,10 @@ void pcc_channel_chunk_free(struct pcc_channel *channel, uint32_t index)
 {
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
 
-    chunk->state = PCC_CHUNK_FREE;
     chunk->lent_cached = false;
     chunk->tag = 0;
     chunk->sequence = 0;
-    chunk->stamp = 0;
+    pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_FREE);
 }
 
 void pcc_channel_chunks_forget(struct pcc_channel *channel, uint64_t tag, bool keep_cached)
@@ -108,7 +144,9 @@ void pcc_channel_chunks_forget(struct pcc_channel *channel, uint64_t tag, bool k
         struct pcc_channel_chunk *chunk = &channel->chunks[i];
         if (chunk->tag != tag)
             continue;
-        if (chunk->state == PCC_CHUNK_FULL || (chunk->state == PCC_CHUNK_CACHED && !keep_cached))
+        if (chunk->state == PCC_CHUNK_CACHED && keep_cached)
+            pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_CACHED); /* among the ended ones */
+        else if (chunk->state == PCC_CHUNK_FULL || chunk->state == PCC_CHUNK_CACHED)
             pcc_channel_chunk_free(channel, i);
     }
 }
@@ -195,7 +233,7 @@ void pcc_channel_hand_out(struct pcc_channel *channel)
         const struct pcc_message message = {.kind = PCC_MSG_FREE, .chunk = (uint32_t)index};
         if (pcc_channel_push(channel, &message) != 0)
             break;
-        chunk->state = PCC_CHUNK_GRANTED;
+        pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_GRANTED);
         channel->granted_count++;
         sent = true;
     }

@@ -119,13 +119,12 @@ void pcc_channel_chunk_to_save(struct pcc_channel *channel, struct pcc_channel_s
                                     .segment_chunk = index - segment->first_chunk,
                                     .checksums = checksums};
 
-    chunk->state = PCC_CHUNK_FULL;
+    pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_FULL);
     chunk->tag = save->tag;
     chunk->sequence = save->sequence;
     chunk->offset_bytes = offset_bytes;
     chunk->length_bytes = length_bytes;
     chunk->payload_chunks = save->chunk_count;
-    chunk->stamp = ++channel->stamp;
     const int error = pcc_save_chunk(save->save, &piece);
     if (error != 0) { /* it was not taken */
         pcc_channel_chunk_free(channel, index);
@@ -328,7 +327,7 @@ static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
     pcc_channel_lock(channel);
     struct pcc_channel_chunk *chunk = &channel->chunks[index];
     if (chunk->tag == tag && chunk->state == PCC_CHUNK_FULL) /* not so when written again */
-        chunk->state = PCC_CHUNK_CACHED;
+        pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_CACHED);
     pcc_channel_hand_out(channel);
     if (channel->load.waiting > 0)
         (void)pthread_cond_broadcast(&channel->chunk_back);

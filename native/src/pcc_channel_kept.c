@@ -52,7 +52,7 @@ static int adopted_add(struct pcc_channel *channel, const struct pcc_channel_seg
     pcc_channel_segment_add(channel, segment);
     pcc_channel_lock(channel);
     for (uint32_t i = first; i < channel->chunk_count; i++)
-        channel->chunks[i].state = PCC_CHUNK_LEFT;
+        pcc_channel_chunk_set(channel, &channel->chunks[i], PCC_CHUNK_LEFT);
     pcc_channel_unlock(channel);
     return 0;
 }
@@ -124,13 +124,12 @@ static void chunks_claim(struct pcc_channel *channel, const struct pcc_channel_s
             continue; /* in its slot only */
         const uint64_t left = save->payload_bytes - i * chunk_bytes;
         struct pcc_channel_chunk *chunk = &channel->chunks[index];
-        chunk->state = PCC_CHUNK_FULL;
+        pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_FULL);
         chunk->tag = save->tag;
         chunk->sequence = save->sequence;
         chunk->offset_bytes = i * chunk_bytes;
         chunk->length_bytes = (uint32_t)(left < chunk_bytes ? left : chunk_bytes);
         chunk->payload_chunks = save->chunk_count;
-        chunk->stamp = ++channel->stamp;
     }
 }
 

@@ -63,7 +63,7 @@ static int64_t cached_find(const struct pcc_channel *channel, uint64_t offset_by
 
 static void take(struct pcc_channel *channel, uint32_t index, bool cached)
 {
-    channel->chunks[index].state = PCC_CHUNK_READING;
+    pcc_channel_chunk_set(channel, &channel->chunks[index], PCC_CHUNK_READING);
     channel->chunks[index].lent_cached = cached;
     channel->load.lent++;
 }
@@ -75,7 +75,7 @@ void pcc_channel_load_put_back(struct pcc_channel *channel, uint32_t index, bool
     channel->load.lent--;
     if (chunk->lent_cached && intact) {
         chunk->lent_cached = false;
-        chunk->state = PCC_CHUNK_CACHED;
+        pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_CACHED);
     } else {
         pcc_channel_chunk_free(channel, index);
     }
@@ -96,7 +96,7 @@ static void send(struct pcc_channel *channel, uint32_t index, const struct piece
         pcc_channel_load_put_back(channel, index, true);
         return;
     }
-    channel->chunks[index].state = PCC_CHUNK_LENT;
+    pcc_channel_chunk_set(channel, &channel->chunks[index], PCC_CHUNK_LENT);
     pcc_channel_wake_client(channel);
 }
 

@@ -23,6 +23,7 @@ void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_chann
         channel->chunks[channel->chunk_count++] = (struct pcc_channel_chunk){
             .bytes = segment->bytes + (size_t)i * chunk_bytes, .segment = index};
     }
+    pcc_channel_chunks_add(channel, added->memory.first_chunk, added->memory.chunk_count);
     atomic_store_explicit(&channel->numa_node, segment->numa_node, memory_order_relaxed);
     pcc_channel_grant_segments(channel);
     pcc_channel_hand_out(channel);
@@ -128,6 +129,7 @@ int pcc_channel_release_memory(struct pcc_channel *channel)
         count = channel->segment_count;
         channel->segment_count = channel->lasting_count = 0;
         channel->chunk_count = 0;
+        pcc_channel_lists_clear(channel);
         atomic_store_explicit(&channel->numa_node, PCC_NUMA_ANYWHERE, memory_order_relaxed);
     }
     pcc_channel_unlock(channel);

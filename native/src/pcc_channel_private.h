@@ -41,7 +41,8 @@ enum pcc_chunk_state {
 struct pcc_channel_chunk {
     uint8_t *bytes;
     uint32_t segment;
-    enum pcc_chunk_state state;
+    enum pcc_chunk_state state;              /* set by pcc_channel_chunk_set() alone */
+    struct pcc_channel_chunk *next, *before; /* in one of the channel's lists; NULL: in none */
     bool lent_cached;      /* READING, LENT: it is CACHED again when it comes back */
     bool settling;         /* its bytes are being checked, whatever becomes of its save */
     uint64_t tag;          /* of the save it belongs to; FULL and cached ones */
@@ -49,7 +50,14 @@ struct pcc_channel_chunk {
     uint64_t offset_bytes; /* of cached content within its payload */
     uint32_t length_bytes;
     uint32_t payload_chunks; /* chunks of that whole payload */
-    uint64_t stamp;          /* when it was filled; smaller is older */
+};
+
+/* What may be filled anew, in this order. Chunks of retiring segments are in no list. */
+enum pcc_chunk_list {
+    PCC_CHUNKS_FREE,   /* the one that was freed last comes first */
+    PCC_CHUNKS_ENDED,  /* CACHED, its save is over; the oldest comes first */
+    PCC_CHUNKS_FLIGHT, /* CACHED, its save could still have to write it elsewhere; the same */
+    PCC_CHUNK_LISTS,
 };
 
 struct pcc_channel_segment {
@@ -164,8 +172,9 @@ struct pcc_channel {
 
     struct pcc_channel_chunk *chunks; /* [chunk_capacity] */
     uint32_t chunk_count;
+    struct pcc_channel_chunk lists[PCC_CHUNK_LISTS]; /* each a ring through this head */
+    uint64_t looked_at;                              /* chunks, by pick: tests bound it */
     uint32_t granted_count;
-    uint64_t stamp;
     struct pcc_channel_segment *segments;
     uint32_t segment_count;
     _Atomic int32_t trainer_node; /* that the trainer who attached last is bound to */
@@ -212,8 +221,18 @@ static inline bool pcc_channel_retires(const struct pcc_channel *channel,
 }
 
 /* -- pcc_channel_chunks.c; with the lock held -- */
-/* The best chunk to fill anew, CACHED ones uncached; -1 when there is none. Content of `spare` is
- * taken last. With `gently`, chunks whose save is not durable yet are left alone. */
+/* The chunk enters this state, and the list that goes with it. */
+void pcc_channel_chunk_set(struct pcc_channel *channel, struct pcc_channel_chunk *chunk,
+                           enum pcc_chunk_state state);
+/* All lists are empty: there are no chunks. */
+void pcc_channel_lists_clear(struct pcc_channel *channel);
+/* `count` chunks from `first` on are FREE, and are used after those that already were. */
+void pcc_channel_chunks_add(struct pcc_channel *channel, uint32_t first, uint32_t count);
+/* Chunks of retiring segments leave the lists: after each change of lasting_count. */
+void pcc_channel_chunks_retire(struct pcc_channel *channel);
+/* A chunk to fill anew: a free one, else the oldest cached one; -1 when there is none. It is FREE
+ * until the caller sets another state. Content of `spare` is taken last. With `gently`, chunks
+ * whose save is not durable yet are left alone. */
 int64_t pcc_channel_pick(struct pcc_channel *channel, uint64_t spare, bool gently);
 /* Sends what segments the client has not been granted yet. */
 void pcc_channel_grant_segments(struct pcc_channel *channel);

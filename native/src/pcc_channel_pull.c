@@ -84,7 +84,7 @@ static enum pcc_gpu_verdict chunk_take(struct pcc_channel_part *part)
         pcc_channel_give_up(channel, part->save, -PCC_E_DEVICE);
         return PCC_GPU_NO_MORE;
     }
-    chunk->state = PCC_CHUNK_PULLED;
+    pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_PULLED);
     chunk->tag = part->save->tag;
     chunk->offset_bytes = part->walk.chunk_bytes;
     part->under_way++;
@@ -177,7 +177,7 @@ static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
     if (error == 0 && !is_over(part))
         chunk_arrived(part, token);
     else if (error == -PCC_E_DEVICE_LOST)
-        channel->chunks[token].state = PCC_CHUNK_LOST;
+        pcc_channel_chunk_set(channel, &channel->chunks[token], PCC_CHUNK_LOST);
     else
         pcc_channel_chunk_free(channel, token);
     if (error != 0)
@@ -189,13 +189,14 @@ static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
 static void on_lost(struct pcc_gpu_job *job)
 {
     struct pcc_channel_part *part = part_of(job);
+    struct pcc_channel *channel = part->channel;
 
-    pcc_channel_lock(part->channel);
+    pcc_channel_lock(channel);
     if (part->chunk >= 0)
-        part->channel->chunks[part->chunk].state = PCC_CHUNK_LOST;
+        pcc_channel_chunk_set(channel, &channel->chunks[part->chunk], PCC_CHUNK_LOST);
     part->chunk = -1;
-    pcc_channel_give_up(part->channel, part->save, -PCC_E_DEVICE_LOST);
-    pcc_channel_unlock(part->channel);
+    pcc_channel_give_up(channel, part->save, -PCC_E_DEVICE_LOST);
+    pcc_channel_unlock(channel);
 }
 
 static void part_unlink(struct pcc_channel *channel, const struct pcc_channel_part *part,
@@ -346,7 +347,7 @@ static void part_orphan(struct pcc_channel *channel, struct pcc_channel_part *pa
     part_unlink(channel, part, next);
     for (uint32_t i = 0; i < channel->chunk_count; i++)
         if (channel->chunks[i].state == PCC_CHUNK_PULLED && channel->chunks[i].tag == save->tag)
-            channel->chunks[i].state = PCC_CHUNK_LOST;
+            pcc_channel_chunk_set(channel, &channel->chunks[i], PCC_CHUNK_LOST);
     map_leave(map);
     part_left(channel, save);
 }

@@ -180,6 +180,7 @@ void pcc_channel_shrink(struct pcc_channel *channel, uint64_t bytes,
     (void)pthread_mutex_lock(&channel->growing);
     pcc_channel_lock(channel);
     choose(channel, bytes);
+    pcc_channel_chunks_retire(channel);
     tell(channel);
     while (last_leaves(channel, &gone)) {
         pcc_channel_unlock(channel); /* nobody finds it any more, and `growing` keeps others out */

@@ -155,27 +155,23 @@ void pcc_save_abort(struct pcc_save *save, int error)
 }
 
 /* With the lane's lock held. */
-static bool uncache_piece(struct pcc_save *save, uint32_t index)
+static bool uncache_piece(struct pcc_save *save, uint32_t position)
 {
-    struct pcc_save_piece *piece = NULL;
+    struct pcc_save_piece *piece = &save->pieces[position];
 
-    for (uint32_t i = 0; !piece && i < save->piece_count; i++)
-        if (save->pieces[i].index == index && save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT &&
-            !save->pieces[i].uncached)
-            piece = &save->pieces[i];
-    if (!piece)
+    PCC_ASSERT(position < save->piece_count);
+    if (piece->state == PCC_SAVE_CHUNK_ABSENT || piece->uncached)
         return true;
     /* Not on the disk in the present slot, or not going to stay there: its bytes are needed. */
     if (piece->state != PCC_SAVE_CHUNK_WRITTEN || save->slot_failed || save->slot_doubtful)
         return false;
-    pcc_kept_reused(save->lane->saver->spec.kept, save->kept_place,
-                    (uint32_t)(piece - save->pieces));
+    pcc_kept_reused(save->lane->saver->spec.kept, save->kept_place, position);
     piece->uncached = true;
     save->uncached++;
     return true;
 }
 
-bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t index)
+bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position)
 {
     bool result = true;
 
@@ -185,7 +181,7 @@ bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t index)
             pcc_save_lock(save);
             const bool found = save->active && save->request.tag == tag;
             if (found)
-                result = uncache_piece(save, index);
+                result = uncache_piece(save, position);
             pcc_save_unlock(save);
             if (found)
                 return result;

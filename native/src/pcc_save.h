@@ -125,9 +125,10 @@ PCC_MUST_CHECK int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk 
 PCC_MUST_CHECK int pcc_save_seal(struct pcc_save *save);
 /* Gives up before the seal; ends FAILED with `error` at stage "copy" once its writes are done. */
 void pcc_save_abort(struct pcc_save *save, int error);
-/* The owner re-uses a written chunk of save `tag`: from now on it cannot move to another slot.
- * False when the save is being re-homed and still needs the chunk. True for ended saves. */
-bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t index);
+/* The owner re-uses the memory of a written chunk, the one at `position` in the payload of save
+ * `tag`: from now on the save cannot move to another slot. False when the save is being re-homed
+ * and still needs the chunk. True for ended saves. */
+bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position);
 
 uint32_t pcc_saver_in_flight(struct pcc_saver *saver);
 /* Only with writers_per_lane = 0: does one unit of work of one lane; -EAGAIN when it has none. */
