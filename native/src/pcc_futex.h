@@ -33,6 +33,17 @@ static inline uint32_t pcc_bell_read(_Atomic uint32_t *bell)
     return atomic_load_explicit(bell, memory_order_acquire);
 }
 
+/* Sleeps until the bell rings, but not beyond until_ns. Whoever waits for another process looks
+ * every PCC_BELL_SLICE_NS whether it still runs. */
+#define PCC_BELL_SLICE_NS 100000000u
+static inline void pcc_bell_sleep(_Atomic uint32_t *bell, uint32_t rung, uint64_t until_ns)
+{
+    const uint64_t now = pcc_now_ns();
+    const uint64_t left = until_ns > now ? until_ns - now : 0;
+
+    pcc_futex_wait(bell, rung, left < PCC_BELL_SLICE_NS ? left : PCC_BELL_SLICE_NS);
+}
+
 static inline void pcc_bell_ring(_Atomic uint32_t *bell)
 {
     (void)atomic_fetch_add_explicit(bell, 1, memory_order_release); /* pairs with pcc_bell_read */

@@ -13,7 +13,6 @@
 #include "pcc_link_private.h"
 #include "pcc_thread.h"
 
-#define SLICE_NS 100000000u /* a waiter looks for a hang-up this often */
 /* Who abandons waits that long for copies that a GPU makes. It is safe to go on after that: nobody
  * will vouch for what they read, and their chunks are not used before they are done. */
 #define ABANDON_PATIENCE_NS 10000000000ull
@@ -316,11 +315,9 @@ static int wait_until(struct pcc_link *link, uint64_t snapshot, enum pcc_wait_fo
         (void)pthread_mutex_unlock(&link->lock);
         if (is_over)
             return result;
-        const uint64_t now = pcc_now_ns();
-        if (now >= deadline_ns)
+        if (pcc_now_ns() >= deadline_ns)
             return -ETIMEDOUT;
-        const uint64_t left = deadline_ns - now;
-        pcc_futex_wait(bell, rung, left < SLICE_NS ? left : SLICE_NS);
+        pcc_bell_sleep(bell, rung, deadline_ns);
         if (!pcc_link_alive(link) && !atomic_load_explicit(&link->dead, memory_order_relaxed))
             pcc_bell_ring(bell); /* the thread ends what is outstanding */
     }

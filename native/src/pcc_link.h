@@ -12,15 +12,10 @@
 #ifndef PCC_LINK_H
 #define PCC_LINK_H
 
+#include "pcc_range.h"
 #include "pcc_shared.h"
 
 struct pcc_link;
-
-struct pcc_range { /* payload [offset, offset+length) lives at `address` in this process */
-    uint64_t address;
-    uint64_t offset_bytes;
-    uint64_t length_bytes;
-};
 
 /* Duplicates both descriptors; maps the page; starts the thread. -PCC_E_BAD_PEER when the page is
  * not one. */

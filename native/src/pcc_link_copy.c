@@ -28,22 +28,22 @@ CUresult pcc_link_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_byte
         uint64_t count = length_bytes;
         if (job->cursor == job->source_count) {
             memset(out, 0, count);
-        } else if (offset_bytes < source->offset_bytes) {
-            if (count > source->offset_bytes - offset_bytes)
-                count = source->offset_bytes - offset_bytes;
+        } else if (offset_bytes < source->range.offset_bytes) {
+            if (count > source->range.offset_bytes - offset_bytes)
+                count = source->range.offset_bytes - offset_bytes;
             memset(out, 0, count);
         } else {
-            const uint64_t into = offset_bytes - source->offset_bytes;
-            if (into >= source->length_bytes) {
+            const uint64_t into = offset_bytes - source->range.offset_bytes;
+            if (into >= source->range.length_bytes) {
                 job->cursor++;
                 continue;
             }
-            if (count > source->length_bytes - into)
-                count = source->length_bytes - into;
+            if (count > source->range.length_bytes - into)
+                count = source->range.length_bytes - into;
             if (source->device == PCC_HOST)
-                memcpy(out, (const uint8_t *)(uintptr_t)source->address + into, count);
+                memcpy(out, (const uint8_t *)(uintptr_t)source->range.address + into, count);
             else
-                result = device->gpu.cuda->copy_to_host(out, source->address + into, count,
+                result = device->gpu.cuda->copy_to_host(out, source->range.address + into, count,
                                                         device->copy);
         }
         out += count;
@@ -63,10 +63,9 @@ static struct pcc_part part_next(const struct pcc_link *link, const struct pcc_j
 
     for (uint64_t i = job->cursor; i < job->source_count; i++) {
         const struct pcc_source *source = &job->sources[i];
-        if (source->offset_bytes >= job->filled_bytes + part.length_bytes)
+        if (source->range.offset_bytes >= job->filled_bytes + part.length_bytes)
             break;
-        if (source->device == PCC_HOST ||
-            source->offset_bytes + source->length_bytes <= job->filled_bytes)
+        if (source->device == PCC_HOST || pcc_range_end(&source->range) <= job->filled_bytes)
             continue;
         part.device = source->device;
         part.pieces++;

@@ -5,8 +5,6 @@
 #include "pcc_futex.h"
 #include "pcc_link_private.h"
 
-#define SLICE_NS 100000000u
-
 /* Host and device ranges as one ascending list of targets; NULL with *error_out. */
 static struct pcc_source *targets_make(const struct pcc_range *ranges, uint64_t range_count,
                                        const struct pcc_device_range *device_ranges,
@@ -25,16 +23,14 @@ static struct pcc_source *targets_make(const struct pcc_range *ranges, uint64_t 
         struct pcc_source *target = &targets[i + d];
         if (d == device_range_count ||
             (i < range_count && ranges[i].offset_bytes <= device_ranges[d].offset_bytes)) {
-            *target = (struct pcc_source){ranges[i].address, ranges[i].offset_bytes,
-                                          ranges[i].length_bytes, PCC_HOST};
-            i++;
+            *target = (struct pcc_source){ranges[i++], PCC_HOST};
         } else {
-            *target = (struct pcc_source){device_ranges[d].address, device_ranges[d].offset_bytes,
-                                          device_ranges[d].length_bytes, device_ranges[d].device};
-            d++;
+            const struct pcc_device_range *range = &device_ranges[d++];
+            *target = (struct pcc_source){
+                {range->address, range->offset_bytes, range->length_bytes}, range->device};
         }
-        if (target->offset_bytes < end ||
-            __builtin_add_overflow(target->offset_bytes, target->length_bytes, &end)) {
+        if (target->range.offset_bytes < end ||
+            __builtin_add_overflow(target->range.offset_bytes, target->range.length_bytes, &end)) {
             free(targets);
             *error_out = -EINVAL;
             return NULL;
@@ -156,9 +152,7 @@ int pcc_link_load_wait(struct pcc_link *link, uint64_t load_id, uint64_t deadlin
         const uint32_t rung = pcc_bell_read(&link->view.page->client_bell);
         if (load_over(link, load_id, deadline_ns, &result))
             break;
-        const uint64_t now = pcc_now_ns();
-        const uint64_t left = deadline_ns > now ? deadline_ns - now : 0;
-        pcc_futex_wait(&link->view.page->client_bell, rung, left < SLICE_NS ? left : SLICE_NS);
+        pcc_bell_sleep(&link->view.page->client_bell, rung, deadline_ns);
     }
     pcc_link_leave(link);
     return result;
@@ -174,10 +168,8 @@ bool pcc_link_load_ended(struct pcc_link *link, uint64_t load_id, uint64_t until
         const bool over = load->ended || atomic_load_explicit(&link->dead, memory_order_relaxed);
         const bool ended = !open || (over && load->flying == 0);
         (void)pthread_mutex_unlock(&link->lock);
-        const uint64_t now = pcc_now_ns();
-        if (ended || now >= until_ns)
+        if (ended || pcc_now_ns() >= until_ns)
             return ended;
-        const uint64_t left = until_ns - now;
-        pcc_futex_wait(&link->view.page->client_bell, rung, left < SLICE_NS ? left : SLICE_NS);
+        pcc_bell_sleep(&link->view.page->client_bell, rung, until_ns);
     }
 }

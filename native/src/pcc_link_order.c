@@ -7,8 +7,6 @@
 #include "pcc_futex.h"
 #include "pcc_link_private.h"
 
-#define SLICE_NS 100000000u
-
 bool pcc_link_pulled_read(const struct pcc_link *link, const struct pcc_job *job)
 {
     if (job->pulled == 0 || !pcc_link_open_word(link, job->snapshot))
@@ -286,12 +284,10 @@ static enum hold_way hold_await(struct pcc_link *link, uint64_t snapshot, uint32
         (void)pthread_mutex_lock(&link->lock);
         const enum hold_way way = hold_way(link, snapshot, device, event_out);
         (void)pthread_mutex_unlock(&link->lock);
-        const uint64_t now = pcc_now_ns();
-        if (way != HOLD_LATER || now >= until_ns)
+        if (way != HOLD_LATER || pcc_now_ns() >= until_ns)
             return way;
         copies_all(link, snapshot);
-        const uint64_t left = until_ns - now;
-        pcc_futex_wait(bell, rung, left < SLICE_NS ? left : SLICE_NS);
+        pcc_bell_sleep(bell, rung, until_ns);
         if (!pcc_link_alive(link) && !atomic_load_explicit(&link->dead, memory_order_relaxed))
             pcc_bell_ring(bell); /* the thread ends what is outstanding */
     }

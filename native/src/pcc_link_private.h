@@ -33,10 +33,8 @@ enum pcc_job_state {
     PCC_JOB_ENDED,     /* all handed over, or given up */
 };
 
-struct pcc_source { /* payload [offset, offset+length) */
-    uint64_t address;
-    uint64_t offset_bytes;
-    uint64_t length_bytes;
+struct pcc_source {
+    struct pcc_range range;
     uint32_t device; /* or PCC_HOST */
 };
 

@@ -5,35 +5,25 @@
 
 #include "pcc_link_private.h"
 
-/* The first target that ends behind offset. */
 static uint64_t target_from(const struct pcc_link_load *load, uint64_t offset_bytes)
 {
-    uint64_t low = 0, high = load->target_count;
-
-    while (low < high) {
-        const uint64_t middle = low + (high - low) / 2;
-        if (load->targets[middle].offset_bytes + load->targets[middle].length_bytes <= offset_bytes)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    return pcc_range_find(&load->targets->range, sizeof *load->targets, load->target_count,
+                          offset_bytes);
 }
 
 /* A part of a chunk to where it belongs. On a GPU it is enqueued. Between pcc_link_gpu_enter and
  * leave of that GPU. */
-static CUresult put(const struct pcc_link *link, const struct pcc_source *target, uint64_t into,
-                    const uint8_t *bytes, uint64_t length_bytes)
+static CUresult put(const struct pcc_link *link, const struct pcc_range *to, uint32_t place,
+                    const uint8_t *bytes)
 {
-    if (length_bytes == 0)
+    if (to->length_bytes == 0)
         return CUDA_SUCCESS;
-    if (target->device == PCC_HOST) {
-        memcpy((uint8_t *)(uintptr_t)target->address + into, bytes, length_bytes);
+    if (place == PCC_HOST) {
+        memcpy((uint8_t *)(uintptr_t)to->address, bytes, to->length_bytes);
         return CUDA_SUCCESS;
     }
-    const struct pcc_link_device *device = &link->devices[target->device];
-    return device->gpu.cuda->copy_to_device(target->address + into, bytes, length_bytes,
-                                            device->load);
+    const struct pcc_link_device *device = &link->devices[place];
+    return device->gpu.cuda->copy_to_device(to->address, bytes, to->length_bytes, device->load);
 }
 
 /* The chunk's bytes that belong to one place, host memory or a GPU. */
@@ -45,16 +35,13 @@ static CUresult scatter(const struct pcc_link *link, const struct pcc_message *m
     const uint64_t start = message->offset_bytes, end = start + message->length_bytes;
     CUresult result = CUDA_SUCCESS;
 
-    for (uint64_t i = target_from(load, start);
-         result == CUDA_SUCCESS && i < load->target_count && load->targets[i].offset_bytes < end;
+    for (uint64_t i = target_from(load, start); result == CUDA_SUCCESS && i < load->target_count &&
+                                                load->targets[i].range.offset_bytes < end;
          i++) {
-        const struct pcc_source *target = &load->targets[i];
-        if (target->device != place)
+        if (load->targets[i].device != place)
             continue;
-        const uint64_t target_end = target->offset_bytes + target->length_bytes;
-        const uint64_t from = target->offset_bytes > start ? target->offset_bytes : start;
-        const uint64_t to = target_end < end ? target_end : end;
-        result = put(link, target, from - target->offset_bytes, bytes + (from - start), to - from);
+        const struct pcc_range part = pcc_range_cut(&load->targets[i].range, start, end);
+        result = put(link, &part, place, bytes + (part.offset_bytes - start));
     }
     return result;
 }
@@ -64,7 +51,7 @@ static void pieces_count(const struct pcc_link_load *load, uint64_t start, uint6
                          uint32_t pieces[PCC_DEVICES])
 {
     for (uint64_t i = target_from(load, start);
-         i < load->target_count && load->targets[i].offset_bytes < end; i++) {
+         i < load->target_count && load->targets[i].range.offset_bytes < end; i++) {
         if (load->targets[i].device != PCC_HOST)
             pieces[load->targets[i].device]++;
     }

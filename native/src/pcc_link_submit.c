@@ -28,16 +28,16 @@ static bool same_allocation(struct plan *plan, const struct pcc_source *last,
     struct pcc_link_device *device = pcc_link_device(plan->link, source->device);
     int mode;
 
-    if (last->address - plan->base >= plan->base_bytes) {
+    if (last->range.address - plan->base >= plan->base_bytes) {
         plan->base_bytes = 0;
         if (device == NULL || pcc_link_gpu_enter(device, &mode) != 0)
             return false;
-        if (device->gpu.cuda->address_range(&plan->base, &plan->base_bytes, last->address) !=
+        if (device->gpu.cuda->address_range(&plan->base, &plan->base_bytes, last->range.address) !=
             CUDA_SUCCESS)
             plan->base_bytes = 0;
         pcc_link_gpu_leave(device, mode);
     }
-    return source->address - plan->base < plan->base_bytes;
+    return source->range.address - plan->base < plan->base_bytes;
 }
 
 /* Memory of a GPU goes to its copy engine in pieces as large as can be. Allocations may be
@@ -47,11 +47,11 @@ static bool plan_extend(struct plan *plan, const struct pcc_source *source)
     struct pcc_source *last = plan->count > 0 ? &plan->sources[plan->count - 1] : NULL;
 
     if (last == NULL || source->device == PCC_HOST || last->device != source->device ||
-        last->offset_bytes + last->length_bytes != source->offset_bytes ||
-        last->address + last->length_bytes != source->address ||
+        last->range.offset_bytes + last->range.length_bytes != source->range.offset_bytes ||
+        last->range.address + last->range.length_bytes != source->range.address ||
         !same_allocation(plan, last, source))
         return false;
-    last->length_bytes += source->length_bytes;
+    last->range.length_bytes += source->range.length_bytes;
     return true;
 }
 
@@ -63,7 +63,7 @@ static bool shares_chunk(const struct plan *plan, const struct pcc_source *sourc
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((plan->devices >> i & 1) != 0 && i != source->device &&
             (plan->device_end_bytes[i] - 1) / plan->chunk_bytes ==
-                source->offset_bytes / plan->chunk_bytes)
+                source->range.offset_bytes / plan->chunk_bytes)
             return true;
     }
     return false;
@@ -74,15 +74,16 @@ static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
 {
     uint64_t end;
 
-    if (source.offset_bytes < plan->end_bytes ||
-        __builtin_add_overflow(source.offset_bytes, source.length_bytes, &end))
+    if (source.range.offset_bytes < plan->end_bytes ||
+        __builtin_add_overflow(source.range.offset_bytes, source.range.length_bytes, &end))
         return false;
-    if (source.length_bytes == 0)
+    if (source.range.length_bytes == 0)
         return true;
     if (copied) {
-        memcpy(plan->room, (const void *)(uintptr_t)source.address, source.length_bytes);
-        source.address = (uintptr_t)plan->room;
-        plan->room += source.length_bytes;
+        memcpy(plan->room, (const void *)(uintptr_t)source.range.address,
+               source.range.length_bytes);
+        source.range.address = (uintptr_t)plan->room;
+        plan->room += source.range.length_bytes;
     } else if (source.device == PCC_HOST) {
         plan->trainer_bytes = plan->host_bytes = end;
     } else {
@@ -99,12 +100,12 @@ static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
 
 static struct pcc_source on_host(const struct pcc_range *range)
 {
-    return (struct pcc_source){range->address, range->offset_bytes, range->length_bytes, PCC_HOST};
+    return (struct pcc_source){*range, PCC_HOST};
 }
 
 static struct pcc_source on_device(const struct pcc_device_range *range)
 {
-    return (struct pcc_source){range->address, range->offset_bytes, range->length_bytes,
+    return (struct pcc_source){{range->address, range->offset_bytes, range->length_bytes},
                                range->device};
 }
 
@@ -125,7 +126,7 @@ static bool plan_merge(struct plan *plan, const struct pcc_submission *from)
             next = on_host(is_copied ? copied : host);
         if (d < from->device_range_count &&
             ((host == NULL && copied == NULL) ||
-             from->device_ranges[d].offset_bytes <= next.offset_bytes)) {
+             from->device_ranges[d].offset_bytes <= next.range.offset_bytes)) {
             next = on_device(&from->device_ranges[d]);
             if (next.device >= PCC_DEVICES || from->device_ranges[d++].reserved != 0 ||
                 !plan_add(plan, next, false))
@@ -139,8 +140,8 @@ static bool plan_merge(struct plan *plan, const struct pcc_submission *from)
         else
             i++;
     }
-    const struct pcc_source tail = {(uintptr_t)from->tail, from->tail_offset_bytes,
-                                    from->tail_bytes, PCC_HOST};
+    const struct pcc_source tail = {
+        {(uintptr_t)from->tail, from->tail_offset_bytes, from->tail_bytes}, PCC_HOST};
     return plan_add(plan, tail, true) && plan->end_bytes > 0;
 }
 

@@ -9,6 +9,9 @@
 #include "pcc_thread.h"
 
 #define LOAD_THREADS_MAX 64u
+#define CHUNK_BYTES_MAX (256u << 20)
+/* Ranges closer than this are read in one stream: seeking would cost more than reading the gap. */
+#define GAP_BYTES_MAX (4ull << 20)
 
 struct pcc_load {
     struct pcc_volume *volume;
@@ -234,4 +237,54 @@ int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t lengt
     for (uint32_t i = 0; i < count; i++)
         (void)pthread_join(started[i], NULL);
     return atomic_load_explicit(&stream.result, memory_order_relaxed);
+}
+
+uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes)
+{
+    uint64_t unit = load->geometry.block_bytes;
+
+    while (unit % PCC_IO_ALIGN != 0)
+        unit += load->geometry.block_bytes;
+    const uint64_t bytes = wanted_bytes < CHUNK_BYTES_MAX ? wanted_bytes : CHUNK_BYTES_MAX;
+    return (uint32_t)(bytes <= unit ? unit : bytes / unit * unit);
+}
+
+/* -- into memory -- */
+
+struct scatter {
+    const struct pcc_range *ranges;
+    uint64_t count;
+};
+
+static int scatter(void *context, const void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const struct scatter *to = context;
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+
+    for (uint64_t i = pcc_range_find(to->ranges, sizeof *to->ranges, to->count, offset_bytes);
+         i < to->count && to->ranges[i].offset_bytes < end_bytes; i++) {
+        const struct pcc_range part = pcc_range_cut(&to->ranges[i], offset_bytes, end_bytes);
+        memcpy((void *)(uintptr_t)part.address,
+               (const uint8_t *)bytes + (part.offset_bytes - offset_bytes), part.length_bytes);
+    }
+    return 0;
+}
+
+int pcc_load_ranges(struct pcc_load *load, const struct pcc_range *ranges, uint64_t count,
+                    uint32_t chunk_bytes, uint32_t threads)
+{
+    int result = 0;
+    uint64_t next;
+
+    for (uint64_t first = 0; result == 0 && first < count; first = next) {
+        const uint64_t start_bytes = ranges[first].offset_bytes;
+        uint64_t end_bytes = pcc_range_end(&ranges[first]);
+        for (next = first + 1;
+             next < count && ranges[next].offset_bytes - end_bytes <= GAP_BYTES_MAX; next++)
+            end_bytes = pcc_range_end(&ranges[next]);
+        struct scatter run = {.ranges = &ranges[first], .count = next - first};
+        result = pcc_load_stream(load, start_bytes, end_bytes - start_bytes, chunk_bytes, threads,
+                                 scatter, &run);
+    }
+    return result;
 }

@@ -5,6 +5,7 @@
 #ifndef PCC_LOAD_H
 #define PCC_LOAD_H
 
+#include "pcc_range.h"
 #include "pcc_volume.h"
 
 struct pcc_load;
@@ -26,13 +27,18 @@ PCC_MUST_CHECK int pcc_load_check(const struct pcc_load *load, const void *bytes
 PCC_MUST_CHECK int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
                                   uint64_t length_bytes);
 
-/* Streams payload [offset, offset+length) through `threads` readers with `depth` buffers of
- * chunk_bytes in all; sink is called from them, for disjoint parts in any order, with checked bytes
+/* The chunk size for reads that is next to `wanted_bytes`: whole blocks, whole direct-I/O units. */
+uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes);
+/* Streams payload [offset, offset+length) through `threads` readers, each with a buffer of
+ * chunk_bytes; sink is called from them, for disjoint parts in any order, with checked bytes
  * cut to the range. Non-zero from sink stops it and is returned. threads = 0: in the caller. */
 typedef int (*pcc_load_sink)(void *context, const void *bytes, uint64_t offset_bytes,
                              uint64_t length_bytes);
 PCC_MUST_CHECK int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes,
                                    uint64_t length_bytes, uint32_t chunk_bytes, uint32_t threads,
                                    pcc_load_sink sink, void *context);
+/* Fills the ranges, which lie in the payload, in the same way. */
+PCC_MUST_CHECK int pcc_load_ranges(struct pcc_load *load, const struct pcc_range *ranges,
+                                   uint64_t count, uint32_t chunk_bytes, uint32_t threads);
 
 #endif

@@ -54,9 +54,6 @@ PCC_MUST_CHECK int pcc_volume_open_file(const char *path, bool writable, int *fd
 PCC_MUST_CHECK int pcc_volume_open_at(const char *path, bool writable,
                                       const struct pcc_io_options *options,
                                       struct pcc_volume **out);
-/* The same with the engine pwrite. bandwidth 0 means unlimited. */
-PCC_MUST_CHECK int pcc_volume_open(const char *path, bool writable, bool allow_buffered,
-                                   uint64_t bytes_per_second, struct pcc_volume **out);
 void pcc_volume_close(struct pcc_volume *volume); /* takes; accepts NULL */
 
 /* Snapshots under the lock. */

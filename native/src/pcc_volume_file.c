@@ -195,14 +195,3 @@ int pcc_volume_open_at(const char *path, bool writable, const struct pcc_io_opti
         pcc_named_file_destroy(&file);
     return result;
 }
-
-int pcc_volume_open(const char *path, bool writable, bool allow_buffered, uint64_t bytes_per_second,
-                    struct pcc_volume **out)
-{
-    const struct pcc_io_options options = {.allow_buffered = allow_buffered};
-    const int result = pcc_volume_open_at(path, writable, &options, out);
-
-    if (result == 0)
-        pcc_io_limit((*out)->io, bytes_per_second);
-    return result;
-}

@@ -15,6 +15,7 @@
 #include "pcc_channel_private.h"
 #include "pcc_futex.h"
 #include "pcc_link.h"
+#include "volume_open.h"
 
 #define BLOCK 4096u
 #define CHUNK 65536u
@@ -170,7 +171,7 @@ static inline void fixture_open(struct fixture *f, const struct settings *settin
     CHECK(mkdtemp(f->directory) != NULL);
     (void)snprintf(f->path, sizeof(f->path), "%s/volume", f->directory);
     CHECK(pcc_volume_create(f->path, &volume, true) == 0);
-    CHECK(pcc_volume_open(f->path, true, true, settings->bytes_per_second, &f->volume) == 0);
+    CHECK(volume_open(f->path, true, settings->bytes_per_second, &f->volume) == 0);
     CHECK(pcc_pool_open(settings->memory_bytes, &f->pool) == 0);
     CHECK(pcc_events_open(1024, &f->events) == 0);
     CHECK(pcc_channel_open(f->pool, f->events, settings->gpus, &channel, &f->channel) == 0);

@@ -62,7 +62,7 @@ static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t b
                                           .label = LABEL};
     struct pcc_store *store;
 
-    CHECK_EQUAL(pcc_volume_open(f->path, true, true, bytes_per_second, &f->volume), 0);
+    CHECK_EQUAL(volume_open(f->path, true, bytes_per_second, &f->volume), 0);
     CHECK(pcc_pool_open(trial->memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
     pcc_pool_keep(f->pool, store);

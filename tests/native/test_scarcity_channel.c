@@ -129,7 +129,7 @@ static bool daemon_open(struct fixture *f, bool keeps, uint64_t bytes_per_second
                                           .label = keeps ? LABEL : NULL};
     struct pcc_store *store;
 
-    if (pcc_volume_open(f->path, true, true, bytes_per_second, &f->volume) != 0 ||
+    if (volume_open(f->path, true, bytes_per_second, &f->volume) != 0 ||
         pcc_pool_open(16 * CHUNK, &f->pool) != 0)
         return false;
     if (keeps) {
@@ -156,7 +156,7 @@ static void judge(const char *path)
     struct pcc_load *load;
     uint8_t *got = malloc(sizeof(bytes));
 
-    CHECK(got != NULL && pcc_volume_open(path, false, true, 0, &volume) == 0);
+    CHECK(got != NULL && volume_open(path, false, 0, &volume) == 0);
     const uint64_t newest = pcc_volume_superseding(volume);
     CHECK(newest >= durable);
     if (newest > 0) {
@@ -205,7 +205,7 @@ static void try_larger(struct fixture *f, uint64_t snapshot, struct pcc_volume *
 
     memcpy(before, f->path, sizeof(before));
     (void)snprintf(f->path, sizeof(f->path), "%.60s/larger", directory);
-    int error = pcc_volume_open(f->path, true, true, 0, &volume);
+    int error = volume_open(f->path, true, 0, &volume);
     if (error == 0) {
         error = pcc_channel_bind(f->channel, volume);
         if (error != 0)

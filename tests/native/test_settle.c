@@ -128,7 +128,7 @@ static _Noreturn void daemon_live(struct fixture *f)
 {
     static uint8_t bytes[PAYLOAD];
 
-    CHECK(pcc_volume_open(f->path, true, true, 0, &f->volume) == 0);
+    CHECK(volume_open(f->path, true, 0, &f->volume) == 0);
     daemon_open(f, MEMORY);
     CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
     grow(f, MEMORY, CHUNK);
