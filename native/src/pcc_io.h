@@ -45,13 +45,12 @@ void pcc_io_close(struct pcc_io *io); /* accepts NULL */
 
 enum pcc_io_engine {
     PCC_IO_PWRITE, /* O_DIRECT by pread and pwrite: everywhere, and what the others fall back to */
-    PCC_IO_URING,  /* O_DIRECT by io_uring, the pieces of a transfer in flight together */
     PCC_IO_MMAP,   /* stores to a shared mapping and msync: the paper's SSD path */
     PCC_IO_PMEM,   /* non-temporal stores and a fence on a DAX mapping: its PMEM path */
     PCC_IO_ENGINES,
 };
 
-/* "pwrite", "uring", "mmap", "pmem"; an open engine's ops->name is the same. */
+/* "pwrite", "mmap", "pmem"; an open engine's ops->name is the same. */
 const char *pcc_io_engine_name(enum pcc_io_engine engine);
 PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out); /* -EINVAL */
 
@@ -79,25 +78,11 @@ PCC_MUST_CHECK int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per
 void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second);
 uint64_t pcc_io_limit_of(struct pcc_io *io);
 
-/* -- which engine is the fastest here -- */
-
-struct pcc_io_choice {
-    enum pcc_io_engine engine; /* never mmap: see pcc_io_choose.c */
-    uint32_t rounds;           /* the figures are medians of so many */
-    uint64_t round_bytes;      /* written and flushed in each */
-    struct {
-        int error; /* why there is no figure; 0: there is one, or nobody asked for one */
-        uint64_t bytes_per_second;
-    } measured[PCC_IO_ENGINES];
-};
-
-/* Overwrites [offset, offset + length) of the file, which must be allocated and free, and nothing
- * else; at most 64 MiB of it. Takes less than a second on a disk that answers. -EINVAL when the
- * region is not aligned or smaller than 4 MiB. Borrows fd. */
-PCC_MUST_CHECK int pcc_io_choose(int fd, uint64_t offset, uint64_t length, bool allow_buffered,
-                                 struct pcc_io_choice *out);
-/* The same on a file of its own, without a name, in the directory that is to hold the volumes. */
-PCC_MUST_CHECK int pcc_io_choose_in(const char *directory, bool allow_buffered,
-                                    struct pcc_io_choice *out);
+/* Overwrites the first length_bytes of the file, which must be allocated, with chunks that
+ * `threads` threads write, then flushes; *ns_out is how long both took. Takes fd, on failure too.
+ */
+PCC_MUST_CHECK int pcc_io_measure(int fd, const struct pcc_io_options *options,
+                                  uint64_t length_bytes, uint64_t chunk_bytes, uint32_t threads,
+                                  uint64_t *ns_out);
 
 #endif

@@ -6,7 +6,6 @@
 
 static const char *const engine_names[PCC_IO_ENGINES] = {
     [PCC_IO_PWRITE] = "pwrite",
-    [PCC_IO_URING] = "uring",
     [PCC_IO_MMAP] = "mmap",
     [PCC_IO_PMEM] = "pmem",
 };
@@ -33,8 +32,6 @@ static int start(int fd, uint64_t size_bytes, const struct pcc_io_options *optio
     switch (options->engine) {
     case PCC_IO_PWRITE:
         return pcc_io_pwrite_start(fd, size_bytes, out);
-    case PCC_IO_URING:
-        return pcc_io_uring_start(fd, size_bytes, out);
     case PCC_IO_MMAP:
         return pcc_io_mmap_start(fd, size_bytes, out);
     case PCC_IO_PMEM:

@@ -27,7 +27,7 @@ LOCK_ONLY = {
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group"},
     "Pool": {"stored", "usage"},
 }
-_FUNCTIONS = ("Channel", "Volume", "create_volume", "choose_engine", "cuda_driver", "cuda_missing")
+_FUNCTIONS = ("Channel", "Volume", "create_volume", "cuda_driver", "cuda_missing")
 _ON_FILES = ("open", "os.", "shutil.")
 
 

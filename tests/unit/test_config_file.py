@@ -61,7 +61,7 @@ def test_values_are_written_as_toml_has_them(file: Path) -> None:
         ("slots = [4]", r"slots takes one value"),
         ("slots = 33", r"pccheckd.toml: slots: 33 cannot be \(use 2 to 32\)"),
         ("slots = true", r"pccheckd.toml: slots: 'yes' is not a whole number"),
-        ('engine = "uringg"', r"engine: 'uringg' is not one of"),
+        ('engine = "mmapp"', r"engine: 'mmapp' is not one of"),
         ("slots = ", r"is not TOML: Invalid value"),
     ],
 )
