@@ -1,6 +1,11 @@
-/* The hash library, compiled into whoever includes it; its warnings are not ours. */
+/* The hash library, the system's, compiled into whoever includes it; its warnings are not ours. */
 #ifndef PCC_XXHASH_H
 #define PCC_XXHASH_H
+
+#if !__has_include(<xxhash.h>)
+#error                                                                                             \
+    "xxhash.h is missing: install libxxhash-dev (Debian, Ubuntu), xxhash-devel (Fedora) or xxhash (Arch), or run native/xxhash.sh"
+#endif
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wconversion"
@@ -8,7 +13,11 @@
 #pragma GCC diagnostic ignored "-Wshadow"
 #pragma GCC diagnostic ignored "-Wunused-function"
 #define XXH_INLINE_ALL
-#include "../vendor/xxhash.h"
+#include <xxhash.h>
 #pragma GCC diagnostic pop
+
+#if XXH_VERSION_NUMBER < 800
+#error "xxHash 0.8.0 or newer is needed: XXH3 was not final before"
+#endif
 
 #endif

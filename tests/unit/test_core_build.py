@@ -16,7 +16,7 @@ def test_every_file_of_the_core_is_named(key: str, suffix: str) -> None:
         (extension,) = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
     here = {
         str(path.relative_to(ROOT))
-        for folder in ("python", "src", "vendor")
+        for folder in ("python", "src")
         for path in (ROOT / "native" / folder).glob(f"*.{suffix}")
     }
     assert set(extension[key]) == here
