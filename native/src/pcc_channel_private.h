@@ -1,5 +1,5 @@
 /* The inside of a channel, shared by pcc_channel.c (life), pcc_channel_admit.c (admission),
- * pcc_channel_memory.c (segments), pcc_channel_shrink.c (taking them back from a live trainer),
+ * pcc_channel_memory.c (segments: taken, pinned, given back),
  * pcc_channel_kept.c (what outlives the daemon), pcc_channel_chunks.c (who holds which chunk),
  * pcc_channel_drain.c (what the client says, what the savers say), pcc_channel_expose.c (what is
  * mapped of the trainer's GPUs), pcc_channel_pull.c (the parts of a checkpoint that copiers fill)
@@ -286,9 +286,19 @@ struct pcc_channel_save *pcc_channel_save_take(struct pcc_channel *channel, uint
 /* With growing held. */
 void pcc_channel_segment_add(struct pcc_channel *channel, const struct pcc_channel_segment *fresh);
 
-/* -- pcc_channel_shrink.c; with the lock held -- */
-/* The client says that it has unmapped a segment. As take_full. */
+/* With the lock held: the client says that it has unmapped a segment. As take_full. */
 int pcc_channel_take_returned(struct pcc_channel *channel, const struct pcc_message *message);
+
+/* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
+ * uses; without success none that comes later is. */
+PCC_MUST_CHECK int pcc_channel_pin_for(struct pcc_channel *channel, struct pcc_gpu *gpu);
+/* With growing held, or when closing: segments that come later are not pinned. */
+void pcc_channel_pin_stop(struct pcc_channel *channel);
+/* With growing held: as pcc_channel_pin_for said; 0 also when it did not. */
+PCC_MUST_CHECK int pcc_channel_segment_pin(struct pcc_channel *channel,
+                                           struct pcc_channel_segment *segment);
+/* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
+void pcc_channel_segment_return(struct pcc_channel *channel, struct pcc_channel_segment *segment);
 
 /* -- pcc_channel.c; with control held -- */
 /* The saver of a binding that has its volume's state memfd, or none; then it is the bound one. */
@@ -310,18 +320,6 @@ void pcc_channel_kept_drop(struct pcc_channel *channel, struct pcc_channel_bindi
 void pcc_channel_map_put(struct pcc_channel *channel, struct pcc_channel_map *map);
 /* Without locks: closes what nobody holds. */
 void pcc_channel_maps_close(struct pcc_channel *channel);
-
-/* -- pcc_channel_pin.c -- */
-/* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
- * uses; without success none that comes later is. */
-PCC_MUST_CHECK int pcc_channel_pin_for(struct pcc_channel *channel, struct pcc_gpu *gpu);
-/* With growing held, or when closing: segments that come later are not pinned. */
-void pcc_channel_pin_stop(struct pcc_channel *channel);
-/* With growing held: as pcc_channel_pin_for said; 0 also when it did not. */
-PCC_MUST_CHECK int pcc_channel_segment_pin(struct pcc_channel *channel,
-                                           struct pcc_channel_segment *segment);
-/* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
-void pcc_channel_segment_return(struct pcc_channel *channel, struct pcc_channel_segment *segment);
 
 /* -- pcc_channel_pull.c; with the lock held, but for end -- */
 /* The parts of a save through exposure `map`, ready to be started. Codes of pcc_channel_begin. */

@@ -1,6 +1,6 @@
 /* The inside of a link, shared by pcc_link.c (life, requests, waits), pcc_link_run.c (the thread:
- * grants, messages), pcc_link_copy.c and pcc_link_push.c (filling chunks), pcc_link_load.c and
- * pcc_link_scatter.c (taking chunks), and the GPU's part: pcc_link_device.c, pcc_link_order.c,
+ * grants, messages), pcc_link_copy.c and pcc_link_push.c (filling chunks), pcc_link_load.c (taking
+ * chunks), and the GPU's part: pcc_link_device.c, pcc_link_order.c,
  * pcc_link_expose.c.
  *
  * `lock` guards the jobs and the load; it is never held while bytes are moved or the driver is
@@ -159,7 +159,7 @@ struct pcc_exposed { /* an allocation of the last exposure */
 };
 
 struct pcc_link {
-    struct pcc_link *next; /* in the list of pcc_link_fork.c */
+    struct pcc_link *next; /* in the list of open ones */
     int socket_fd;
     struct pcc_page_view view;
     _Atomic bool stop; /* close() */
@@ -249,8 +249,7 @@ static inline struct pcc_device_words *pcc_link_words(const struct pcc_link *lin
 void pcc_link_job_end(struct pcc_job *job);
 /* With the lock held: the word to ABANDONED, `error` is why. True when this call did it. */
 bool pcc_link_job_abandon(struct pcc_link *link, struct pcc_job *job, int error);
-
-/* -- pcc_link_fork.c -- */
+/* A forked child closes the sockets of all links between these two. */
 void pcc_link_remember(struct pcc_link *link);
 void pcc_link_forget(struct pcc_link *link);
 
@@ -344,7 +343,6 @@ void pcc_link_take_end(struct pcc_link *link, const struct pcc_message *message)
 /* With lock held: something of the load was done, or has failed (a code). */
 void pcc_link_load_note(struct pcc_link *link, int error);
 
-/* -- pcc_link_scatter.c; called by the thread -- */
 /* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */
 PCC_MUST_CHECK bool pcc_link_take_data(struct pcc_link *link, const struct pcc_message *message);
 /* Gives the chunks back that a GPU has read. As pcc_link_work. */
