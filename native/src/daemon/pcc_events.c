@@ -6,7 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "daemon/pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 #define CAPACITY_MAX (1u << 24)
 
