@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include "client_fixture.h"
-#include "pcc_client_private.h"
+#include "client/pcc_client_private.h"
 
 #include <sys/wait.h>
 
