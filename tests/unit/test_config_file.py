@@ -85,8 +85,9 @@ def test_a_named_file_has_to_be_there_the_default_one_not(tmp_path: Path) -> Non
     assert Sources(flags, {}, absent).load().file is None
     for given in (Sources({**flags, "config": str(absent)}, {}),
                   Sources(flags, {"PCCHECK_CONFIG": str(absent)})):  # fmt: skip
-        with pytest.raises(UsageError, match=r"absent.toml cannot be read: No such file"):
+        with pytest.raises(UsageError, match=r"absent.toml cannot be read: No such file") as raised:
             given.load()
+        assert raised.value.hint.startswith("name a file that is there")
     absent.write_text("slots = 5")
     assert Sources(flags, {}, absent).load().slots == 5
 
