@@ -37,7 +37,7 @@ LIMITS = (
 def build_savecore(directory: Path) -> Path:
     program = directory / "savecore"
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    sources = sorted(map(str, (_ROOT / "native" / "src").glob("*.c")))
+    sources = sorted(map(str, (_ROOT / "native" / "src").glob("*/*.c")))
     subprocess.run([str(_ROOT / "native" / "xxhash.sh")], check=True)
     subprocess.run(
         [compiler, "-O3", "-std=c17", "-D_GNU_SOURCE", f"-I{_ROOT / 'native' / 'src'}",

@@ -3,7 +3,7 @@
 #define PCC_PY_CHANNEL_H
 
 #include "core.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_channel.h"
 
 /* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
  * unbind(), the volume of a load until the next load. Each goes after the channel has let go of it,

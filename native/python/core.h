@@ -10,7 +10,7 @@
 
 #include <sys/types.h>
 
-#include "pcc_link.h"
+#include "client/pcc_link.h"
 
 enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_SLOT_ENTRY,

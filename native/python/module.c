@@ -1,8 +1,8 @@
 /* pccheck_native._core: the C core as Python sees it. _core.pyi is its contract. */
 #include "core.h"
-#include "pcc_format.h"
-#include "pcc_shared.h"
-#include "pcc_volume.h"
+#include "disk/pcc_format.h"
+#include "disk/pcc_volume.h"
+#include "shared/pcc_shared.h"
 
 static int add_constants(PyObject *module)
 {

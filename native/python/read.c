@@ -1,6 +1,6 @@
 #include "read.h"
 
-#include "pcc_load.h"
+#include "disk/pcc_load.h"
 
 #define CHUNK_BYTES_DEFAULT (4u << 20)
 #define THREADS_DEFAULT 2u

@@ -2,8 +2,8 @@
 #include <fcntl.h>
 
 #include "core.h"
-#include "pcc_io.h"
-#include "pcc_volume.h"
+#include "disk/pcc_volume.h"
+#include "io/pcc_io.h"
 
 PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs)
 {

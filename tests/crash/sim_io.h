@@ -6,8 +6,8 @@
 #ifndef SIM_IO_H
 #define SIM_IO_H
 
-#include "pcc_format.h"
-#include "pcc_io.h"
+#include "disk/pcc_format.h"
+#include "io/pcc_io.h"
 #include "rng.h"
 
 #define SIM_SECTOR 512u

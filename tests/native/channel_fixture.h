@@ -11,10 +11,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/pcc_futex.h"
 #include "check.h"
-#include "pcc_channel_private.h"
-#include "pcc_futex.h"
-#include "pcc_link.h"
+#include "client/pcc_link.h"
+#include "daemon/pcc_channel_private.h"
 #include "volume_open.h"
 
 #define BLOCK 4096u

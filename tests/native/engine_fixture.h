@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "pcc_thread.h"
+#include "base/pcc_thread.h"
 #include "volume_fixture.h"
 
 #define MIB (1ull << 20)

@@ -12,12 +12,12 @@
 #include <unistd.h>
 
 #include "../standin/standin_control.h"
+#include "base/pcc_futex.h"
+#include "base/pcc_hash.h"
 #include "check.h"
-#include "pcc_cuda.h"
-#include "pcc_futex.h"
-#include "pcc_hash.h"
-#include "pcc_link.h"
-#include "pcc_ring.h"
+#include "client/pcc_link.h"
+#include "gpu/pcc_cuda.h"
+#include "shared/pcc_ring.h"
 
 #define BLOCK 4096u
 #define CHUNK 65536u

@@ -8,7 +8,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "pcc_save.h"
+#include "disk/pcc_save.h"
 #include "volume_fixture.h"
 #include "volume_open.h"
 

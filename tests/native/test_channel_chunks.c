@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "pcc_channel_private.h"
+#include "daemon/pcc_channel_private.h"
 
 #define CHUNKS 32768u
 

@@ -3,8 +3,8 @@
  * and the channel serves the next session. Then the races that an honest client can lose. */
 #include <signal.h>
 
+#include "base/pcc_hash.h"
 #include "client_fixture.h"
-#include "pcc_hash.h"
 
 static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 8 * CHUNK};
 

@@ -2,7 +2,7 @@
 #include <poll.h>
 
 #include "check.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_channel.h"
 
 static bool readable(const struct pcc_events *events)
 {

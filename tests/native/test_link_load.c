@@ -1,7 +1,7 @@
 /* Loads into device memory: checked chunks come, the link's thread copies them to where they
  * belong. */
+#include "client/pcc_link_private.h"
 #include "link_fixture.h"
-#include "pcc_link_private.h"
 
 /* Host memory and two GPUs, ranges that cut through chunks; a copy that is refused ends its load
  * alone. */

@@ -1,6 +1,6 @@
 /* Push from device memory: the link's thread copies it into granted chunks. */
+#include "client/pcc_link_private.h"
 #include "link_fixture.h"
-#include "pcc_link_private.h"
 
 /* Requests, marks and submits device memory alone, with a tail behind it. */
 static void push(struct daemon *d, uint64_t snapshot, const struct stream *stream,

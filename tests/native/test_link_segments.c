@@ -1,7 +1,7 @@
 /* Segments that the daemon wants back: the client lets go of what it does not use, and of nothing
  * that it does. */
+#include "client/pcc_link_private.h"
 #include "link_fixture.h"
-#include "pcc_link_private.h"
 
 static void retire(struct daemon *d, uint64_t number, uint32_t first)
 {

@@ -1,6 +1,6 @@
 /* A channel's memory and threads on a made-up machine with two nodes: near the GPU that is pulled
  * from, else near the trainer. The pages themselves lie where this machine has some. */
-#include "pcc_numa.h"
+#include "base/pcc_numa.h"
 
 #include "numa_fixture.h"
 #include "pull_fixture.h"

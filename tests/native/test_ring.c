@@ -6,12 +6,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/pcc_hash.h"
 #include "check.h"
-#include "pcc_channel.h"
-#include "pcc_format.h"
-#include "pcc_hash.h"
-#include "pcc_pool.h"
-#include "pcc_ring.h"
+#include "daemon/pcc_channel.h"
+#include "daemon/pcc_pool.h"
+#include "disk/pcc_format.h"
+#include "shared/pcc_ring.h"
 
 static void test_page(void)
 {

@@ -1,7 +1,7 @@
 /* A daemon's channel with its client, and the next daemon that goes on with what was copied, on a
  * machine that has run out. */
+#include "base/pcc_numa.h"
 #include "channel_fixture.h"
-#include "pcc_numa.h"
 #include "scarcity.h"
 #include "store_fixture.h"
 

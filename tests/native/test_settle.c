@@ -2,8 +2,8 @@
  * checked, memory, saver and entry stay until that is over, whoever wants them meanwhile. */
 #include <signal.h>
 
+#include "base/pcc_hash.h"
 #include "channel_fixture.h"
-#include "pcc_hash.h"
 #include "store_fixture.h"
 
 #define PAYLOAD (5 * CHUNK + 99)

@@ -2,7 +2,7 @@
 #ifndef VOLUME_OPEN_H
 #define VOLUME_OPEN_H
 
-#include "pcc_volume.h"
+#include "disk/pcc_volume.h"
 
 /* bytes_per_second 0: unlimited. */
 static inline int volume_open(const char *path, bool writable, uint64_t bytes_per_second,

@@ -1,0 +1,347 @@
+/* What outlives the daemon: a state memfd for each bound volume, and going on with what a daemon
+ * that was killed had copied (pcc_kept.h). The memory that goes on was shared with a client who may
+ * still write to it, so nothing in it counts before it was checked against the state. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "daemon/pcc_channel_private.h"
+
+int pcc_channel_kept_make(struct pcc_channel *channel, struct pcc_channel_binding *binding,
+                          struct pcc_volume *volume)
+{
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    const struct pcc_kept_shape shape =
+        pcc_kept_shape_of(&geometry, channel->spec.lanes, channel->spec.chunk_bytes);
+    struct pcc_record record;
+    void *bytes = NULL;
+    uint64_t id;
+
+    const uint64_t length = pcc_kept_bytes(&shape);
+    if (length == 0 || channel->label[0] == '\0')
+        return 0;
+    const int error = pcc_pool_state_make(channel->pool, channel->label, length, &id, &bytes);
+    if (error != 0 || id == 0)
+        return error;
+    pcc_volume_record(volume, &record);
+    pcc_kept_make(&binding->kept, bytes, &shape, &record);
+    binding->kept_id = id;
+    return 0;
+}
+
+void pcc_channel_kept_drop(struct pcc_channel *channel, struct pcc_channel_binding *binding)
+{
+    if (binding->kept.bytes != NULL)
+        pcc_pool_state_drop(channel->pool, channel->label, binding->kept_id, binding->kept.bytes,
+                            binding->kept.length_bytes);
+    binding->kept = (struct pcc_kept){0};
+    binding->kept_id = 0;
+}
+
+/* With growing held. Nobody knows which chunks a client of the daemon before had to fill, and may
+ * still write to. What belongs to a copied save it had not. */
+static int adopted_add(struct pcc_channel *channel, const struct pcc_channel_segment *segment)
+{
+    const uint32_t first = channel->chunk_count;
+    const uint64_t chunks = segment->memory.length_bytes / channel->spec.chunk_bytes;
+
+    if (chunks * channel->spec.chunk_bytes != segment->memory.length_bytes)
+        return -EINVAL;
+    if (chunks > channel->spec.chunk_capacity - first)
+        return -ENOSPC;
+    pcc_channel_segment_add(channel, segment);
+    pcc_channel_lock(channel);
+    for (uint32_t i = first; i < channel->chunk_count; i++)
+        pcc_channel_chunk_set(channel, &channel->chunks[i], PCC_CHUNK_LEFT);
+    pcc_channel_unlock(channel);
+    return 0;
+}
+
+int pcc_channel_adopt(struct pcc_channel *channel, int fd, uint64_t id)
+{
+    struct pcc_channel_segment segment = {0};
+
+    (void)pthread_mutex_lock(&channel->control);
+    (void)pthread_mutex_lock(&channel->growing);
+    int error = channel->session != 0 || channel->pull.pinner != NULL ||
+                        channel->lasting_count != channel->segment_count
+                    ? -EBUSY
+                    : 0;
+    if (error == 0)
+        error = pcc_pool_adopt(channel->pool, fd, id, channel->label, &segment.memory);
+    if (error == 0) {
+        error = adopted_add(channel, &segment);
+        if (error != 0)
+            pcc_pool_unadopt(channel->pool, &segment.memory);
+    }
+    (void)pthread_mutex_unlock(&channel->growing);
+    (void)pthread_mutex_unlock(&channel->control);
+    return error;
+}
+
+/* -- going on with the saves -- */
+
+/* With the lock held. Index into the chunk table, -1 when the memory is not here. */
+static int64_t chunk_find(const struct pcc_channel *channel, const struct pcc_kept_piece *piece)
+{
+    const uint64_t id = atomic_load_explicit(&piece->segment, memory_order_acquire);
+
+    for (uint32_t i = 0; id != 0 && i < channel->segment_count; i++) {
+        const struct pcc_segment *memory = &channel->segments[i].memory;
+        if (memory->id == id)
+            return piece->chunk < memory->chunk_count ? (int64_t)memory->first_chunk + piece->chunk
+                                                      : -1;
+    }
+    return -1;
+}
+
+static uint32_t piece_count(const struct pcc_channel *channel, uint64_t payload_bytes)
+{
+    return (uint32_t)pcc_ceil_div(payload_bytes, channel->spec.chunk_bytes);
+}
+
+/* With the lock held: what lies in memory that did not come back is not in DRAM. */
+static void forget_absent(struct pcc_channel *channel, const struct pcc_kept *kept, uint32_t place)
+{
+    const uint32_t pieces = piece_count(channel, pcc_kept_save(kept, place)->payload_bytes);
+
+    for (uint32_t i = 0; i < pieces; i++) {
+        const int64_t index = chunk_find(channel, pcc_kept_piece(kept, place, i));
+        if (index < 0 || channel->chunks[index].state != PCC_CHUNK_LEFT)
+            pcc_kept_reused(kept, place, i);
+    }
+}
+
+/* With the lock held: the chunks of a save that goes on are its own until it has ended. */
+static void chunks_claim(struct pcc_channel *channel, const struct pcc_channel_save *save)
+{
+    const struct pcc_kept *kept = &channel->bindings[save->binding].kept;
+    const uint64_t chunk_bytes = channel->spec.chunk_bytes;
+
+    for (uint32_t i = 0; i < save->chunk_count; i++) {
+        const int64_t index = chunk_find(channel, pcc_kept_piece(kept, save->kept_place, i));
+        if (index < 0)
+            continue; /* in its slot only */
+        const uint64_t left = save->payload_bytes - i * chunk_bytes;
+        struct pcc_channel_chunk *chunk = &channel->chunks[index];
+        pcc_channel_chunk_set(channel, chunk, PCC_CHUNK_FULL);
+        chunk->tag = save->tag;
+        chunk->sequence = save->sequence;
+        chunk->offset_bytes = i * chunk_bytes;
+        chunk->length_bytes = (uint32_t)(left < chunk_bytes ? left : chunk_bytes);
+        chunk->payload_chunks = save->chunk_count;
+    }
+}
+
+static int save_adopt(struct pcc_channel *channel, uint32_t binding, uint32_t place)
+{
+    const struct pcc_kept *kept = &channel->bindings[binding].kept;
+    const struct pcc_kept_save *found = pcc_kept_save(kept, place);
+    const uint32_t chunks = piece_count(channel, found->payload_bytes);
+    struct pcc_save *saved;
+
+    struct pcc_channel_save *save = pcc_channel_save_take(channel, chunks);
+    if (save == NULL)
+        return -ENOMEM;
+    forget_absent(channel, kept, place);
+    const uint64_t tag = ++channel->serial << 8 | (uint64_t)(save - channel->saves);
+    const int error = pcc_save_adopt(channel->bindings[binding].saver, place, tag, &saved);
+    if (error != 0)
+        return error;
+    *save = (struct pcc_channel_save){.tag = tag,
+                                      .snapshot = found->sequence,
+                                      .sequence = found->sequence,
+                                      .payload_bytes = found->payload_bytes,
+                                      .binding = binding,
+                                      .chunk_count = chunks,
+                                      .received = chunks,
+                                      .save = saved,
+                                      .copied = true,
+                                      .unsettled = true,
+                                      .kept_place = place,
+                                      .seen = save->seen,
+                                      .seen_words = save->seen_words};
+    channel->bindings[binding].active++;
+    chunks_claim(channel, save);
+    return 0;
+}
+
+/* With the lock held: every copied save of the state, the newest first, since it counts most when
+ * a lane or a slot is short. */
+static uint32_t saves_adopt(struct pcc_channel *channel, uint32_t binding,
+                            struct pcc_kept_outcome *outcomes)
+{
+    const struct pcc_kept *kept = &channel->bindings[binding].kept;
+    const uint32_t places = pcc_kept_header(kept)->places;
+    uint64_t before = UINT64_MAX;
+    uint32_t count = 0;
+
+    while (count < PCC_KEPT_OUTCOMES_MAX) {
+        uint32_t newest = places;
+        for (uint32_t i = 0; i < places; i++)
+            if (pcc_kept_is_copied(kept, i) && pcc_kept_save(kept, i)->sequence < before &&
+                (newest == places ||
+                 pcc_kept_save(kept, i)->sequence > pcc_kept_save(kept, newest)->sequence))
+                newest = i;
+        if (newest == places)
+            break;
+        const struct pcc_kept_save *save = pcc_kept_save(kept, newest);
+        before = save->sequence;
+        struct pcc_kept_outcome *out = &outcomes[count++];
+        *out = (struct pcc_kept_outcome){.sequence = save->sequence,
+                                         .step = save->step,
+                                         .incarnation = save->incarnation,
+                                         .payload_bytes = save->payload_bytes,
+                                         .tree_offset_bytes = save->tree_offset_bytes,
+                                         .tree_bytes = save->tree_bytes,
+                                         .world_size = save->world_size};
+        out->error = save_adopt(channel, binding, newest);
+        if (out->error != 0)
+            pcc_kept_end(kept, newest);
+    }
+    return count;
+}
+
+/* Whether the state is one of this volume, and of a channel like this. */
+static int state_check(const struct pcc_channel *channel, const struct pcc_kept *kept,
+                       const struct pcc_record *record, const struct pcc_geometry *geometry)
+{
+    const struct pcc_kept_header *header = pcc_kept_header(kept);
+    const bool fits = memcmp(header->volume_uuid, record->volume_uuid, PCC_UUID_BYTES) == 0 &&
+                      header->chunk_bytes == channel->spec.chunk_bytes &&
+                      header->block_bytes == geometry->block_bytes &&
+                      header->slot_stride_bytes == geometry->slot_stride_bytes &&
+                      header->places == channel->spec.lanes * PCC_SAVES_PER_LANE;
+
+    return fits ? 0 : -EINVAL;
+}
+
+/* With control held. */
+static int state_take_over(struct pcc_channel *channel, uint32_t index, struct pcc_volume *volume)
+{
+    struct pcc_kept *kept = &channel->bindings[index].kept;
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    struct pcc_record record;
+
+    pcc_volume_record(volume, &record);
+    int error = state_check(channel, kept, &record, &geometry);
+    if (error != 0)
+        return error;
+    return pcc_channel_binding_open(channel, index, volume);
+}
+
+int pcc_channel_bind_kept(struct pcc_channel *channel, struct pcc_volume *volume, int fd,
+                          uint64_t id, struct pcc_kept_outcome *outcomes, uint32_t *count_out)
+{
+    void *bytes;
+    uint64_t length;
+    int error = 0;
+
+    *count_out = 0;
+    (void)pthread_mutex_lock(&channel->control);
+    const uint32_t index = pcc_channel_binding_find(channel, NULL);
+    struct pcc_channel_binding *binding = &channel->bindings[index % PCC_CHANNEL_VOLUMES];
+    if (channel->session != 0 || index == PCC_CHANNEL_VOLUMES ||
+        pcc_channel_binding_find(channel, volume) < PCC_CHANNEL_VOLUMES)
+        error = -EBUSY;
+    else if (id == 0 || channel->label[0] == '\0')
+        error = -EINVAL;
+    if (error == 0)
+        error = pcc_pool_state_map(fd, &bytes, &length);
+    if (error == 0) {
+        error = pcc_kept_accept(&binding->kept, bytes, length);
+        if (error == 0)
+            error = state_take_over(channel, index, volume);
+        if (error != 0) {
+            binding->kept = (struct pcc_kept){0};
+            (void)munmap(bytes, length);
+        }
+    }
+    if (error == 0) {
+        binding->kept_id = id;
+        pcc_channel_lock(channel);
+        *count_out = saves_adopt(channel, index, outcomes);
+        pcc_channel_unlock(channel);
+    }
+    (void)pthread_mutex_unlock(&channel->control);
+    return error;
+}
+
+/* -- settling: checked, and handed over -- */
+
+/* With the lock held. */
+static struct pcc_channel_save *unsettled_oldest(struct pcc_channel *channel)
+{
+    struct pcc_channel_save *oldest = NULL;
+
+    for (uint32_t i = 0; i < PCC_CHANNEL_SAVES; i++) {
+        struct pcc_channel_save *save = &channel->saves[i];
+        if (save->unsettled && save->save != NULL &&
+            (oldest == NULL || save->sequence < oldest->sequence))
+            oldest = save;
+    }
+    return oldest;
+}
+
+/* With the lock held, which is let go of meanwhile: one chunk is checked and handed over. */
+static int settle_chunk(struct pcc_channel *channel, struct pcc_channel_save *save,
+                        uint32_t position, void *buffer)
+{
+    const struct pcc_kept *kept = &channel->bindings[save->binding].kept;
+    struct pcc_save *saved = save->save;
+    const uint64_t tag = save->tag;
+    const int64_t index = chunk_find(channel, pcc_kept_piece(kept, save->kept_place, position));
+    int error = 0;
+
+    if (index >= 0)
+        channel->chunks[index].settling = true;
+    pcc_channel_unlock(channel);
+    if (index < 0) /* only then memory is needed that may not be had */
+        error = buffer != NULL ? pcc_save_found(saved, tag, position, buffer) : -ENOMEM;
+    else if (!pcc_save_matches(saved, position, channel->chunks[index].bytes,
+                               channel->chunks[index].length_bytes))
+        error = -PCC_E_DAMAGED;
+    pcc_channel_lock(channel);
+    if (index >= 0)
+        channel->chunks[index].settling = false;
+    if (error != 0 || index < 0 || save->save == NULL)
+        return error;
+    const struct pcc_segment *segment = &channel->segments[channel->chunks[index].segment].memory;
+    const struct pcc_chunk piece = {.bytes = channel->chunks[index].bytes,
+                                    .payload_offset_bytes = channel->chunks[index].offset_bytes,
+                                    .length_bytes = channel->chunks[index].length_bytes,
+                                    .index = (uint32_t)index,
+                                    .segment = segment->id,
+                                    .segment_chunk = (uint32_t)index - segment->first_chunk,
+                                    .checksums = pcc_save_kept_checksums(saved, position)};
+    return pcc_save_chunk(saved, &piece);
+}
+
+static void settle(struct pcc_channel *channel, struct pcc_channel_save *save, void *buffer)
+{
+    int error = 0;
+
+    channel->settling = save;
+    for (uint32_t i = 0; error == 0 && save->save != NULL && i < save->chunk_count; i++)
+        error = settle_chunk(channel, save, i, buffer);
+    channel->settling = NULL;
+    save->unsettled = false;
+    if (save->save == NULL)
+        return; /* a write has failed, and its end was told */
+    if (error == 0)
+        error = pcc_save_seal(save->save);
+    if (error != 0)
+        pcc_save_abort(save->save, error);
+}
+
+void pcc_channel_settle(struct pcc_channel *channel)
+{
+    struct pcc_channel_save *save;
+    void *buffer = aligned_alloc(PCC_IO_ALIGN, channel->spec.chunk_bytes);
+
+    pcc_channel_lock(channel);
+    while ((save = unsettled_oldest(channel)) != NULL)
+        settle(channel, save, buffer);
+    pcc_channel_unlock(channel);
+    free(buffer);
+}
