@@ -10,7 +10,7 @@
 
 #include <sys/types.h>
 
-#include "client/pcc_link.h"
+#include "client/pcc_client.h"
 
 enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_SLOT_ENTRY,

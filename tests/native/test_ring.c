@@ -1,4 +1,4 @@
-/* The parts below a channel: the page and its rings, the pool's sealed memory, the hash that goes
+/* The parts below a tenant: the page and its rings, the pool's sealed memory, the hash that goes
  * with the copy, the queue of events. */
 #include <poll.h>
 #include <string.h>
@@ -8,8 +8,8 @@
 
 #include "base/pcc_hash.h"
 #include "check.h"
-#include "daemon/pcc_channel.h"
 #include "daemon/pcc_pool.h"
+#include "daemon/pcc_tenant.h"
 #include "disk/pcc_format.h"
 #include "shared/pcc_ring.h"
 

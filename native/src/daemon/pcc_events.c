@@ -6,7 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "daemon/pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 #define CAPACITY_MAX (1u << 24)
 
@@ -72,7 +72,7 @@ int pcc_events_fd(const struct pcc_events *events)
     return events->fd;
 }
 
-/* With the lock held. Whoever puts holds a channel's lock, which the loop may be waiting for: a put
+/* With the lock held. Whoever puts holds a tenant's lock, which the loop may be waiting for: a put
  * that waited for the loop to take could wait for ever. */
 static bool make_room(struct pcc_events *events)
 {

@@ -10,7 +10,7 @@ struct pcc_exposure_view {
     struct pcc_exposed_allocation *allocations;
     struct pcc_exposed_range *ranges;
     uint32_t *by_handle;          /* numbers of allocations, their handles ascending */
-    uint32_t chunk_bytes;         /* of the channel it was checked for */
+    uint32_t chunk_bytes;         /* of the tenant it was checked for */
     uint32_t devices;             /* one bit for each that has chunks */
     uint32_t chunks[PCC_DEVICES]; /* of the payload's device part */
 };

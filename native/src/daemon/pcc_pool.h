@@ -1,6 +1,6 @@
 /* The DRAM pool: the budget M, and the segments (sealed memfds of up to 256 MiB) cut from it.
  *
- * A segment belongs to one channel and is never handed to another: it is destroyed and its room
+ * A segment belongs to one tenant and is never handed to another: it is destroyed and its room
  * goes back to the budget, so that no byte changes tenant (the kernel zeroes new pages). Pages are
  * touched once, here, and never punched or truncated. Any thread; making a segment blocks while its
  * pages are touched.

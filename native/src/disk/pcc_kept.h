@@ -1,5 +1,5 @@
 /* The state memfd: what a daemon that was killed leaves to the next one about a volume's saves in
- * flight. One for each volume that a channel is bound to, made by the daemon, kept in the service
+ * flight. One for each volume that a tenant is bound to, made by the daemon, kept in the service
  * manager's descriptor store (pcc_store.h), and never sent to a client: clients can write to the
  * segments, so trust rests here.
  *

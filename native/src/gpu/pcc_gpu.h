@@ -1,7 +1,7 @@
 /* The inside of the GPUs, shared by pcc_gpus.c (which GPUs, what is done on the caller's thread),
- * pcc_gpus_copier.c (the thread) and the channels' pull (pcc_channel_expose.c, pcc_channel_pull.c).
+ * pcc_gpus_copier.c (the thread) and the tenants' pull (pcc_tenant_expose.c, pcc_tenant_pull.c).
  *
- * Locks, outermost first: a channel's -> the registry's -> a GPU's own. A GPU's lock is held for
+ * Locks, outermost first: a tenant's -> the registry's -> a GPU's own. A GPU's lock is held for
  * microseconds and never over a call of the driver; copiers call jobs without it. */
 #ifndef PCC_GPU_H
 #define PCC_GPU_H
@@ -40,7 +40,7 @@ struct pcc_gpu_piece { /* a chunk, or the next part of one with very many copies
 
 enum pcc_gpu_verdict { PCC_GPU_NOTHING_NOW, PCC_GPU_PIECE, PCC_GPU_NO_MORE };
 
-struct pcc_gpu_calls { /* by the copier, one at a time per GPU; they take the channel's lock */
+struct pcc_gpu_calls { /* by the copier, one at a time per GPU; they take the tenant's lock */
     /* What to copy next. A chunk that was begun is finished or closed with an empty last piece. */
     enum pcc_gpu_verdict (*next)(struct pcc_gpu_job *job, struct pcc_gpu_piece *out);
     /* The copies of a chunk have ended. -PCC_E_DEVICE_LOST: nobody knows whether they have, and the

@@ -1,7 +1,7 @@
 /* The daemon's GPUs: for each one that a trainer has exposed memory of, a context, a stream and a
  * thread (`copier`) that drives its copy engine; device to host copies only, no kernels.
  *
- * A copier serves all channels, one chunk of each in turn, with a few chunks under way, so that no
+ * A copier serves all tenants, one chunk of each in turn, with a few chunks under way, so that no
  * trainer waits for another's and the engine is never idle. It never waits for a trainer on the
  * stream: whether a snapshot is ready is asked by the CPU. A GPU whose context is lost stays lost
  * (the driver gives it to new processes only): its copies fail, trainers are told to push.
@@ -17,7 +17,7 @@ struct pcc_gpus;
 
 /* The driver is loaded at the first use. -ENOMEM. */
 PCC_MUST_CHECK int pcc_gpus_open(struct pcc_gpus **out);
-void pcc_gpus_close(struct pcc_gpus *gpus); /* every channel must be closed */
+void pcc_gpus_close(struct pcc_gpus *gpus); /* every tenant must be closed */
 
 #define PCC_GPU_NAME_BYTES 64
 

@@ -132,7 +132,7 @@ enum pcc_grant_kind { PCC_GRANT_ADD = 1 };
 struct pcc_grant {
     uint64_t magic;
     uint32_t kind;
-    uint32_t segment; /* its number: 1, 2, ... within a channel */
+    uint32_t segment; /* its number: 1, 2, ... within a tenant */
     uint32_t first_chunk;
     uint32_t chunk_count;
     uint64_t bytes; /* chunk_count * chunk_bytes */
