@@ -130,8 +130,6 @@ async def _serve(
             # What the start has logged is written before READY.
             await engine.call(os.getuid(), logs.flush)
             notifier.send("READY=1")
-            # Before any connection is accepted, and so before any other volume is opened.
-            engine.io.start(busy=registry.inherited.checkpoints > 0)
             async with supervisor:
                 await stop.wait()
                 notifier.send("STOPPING=1")

@@ -46,7 +46,8 @@ class Options:
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}", hint=f"use one of {', '.join(allowed)}")
-        if not 0 < self.stall_limit_s < 1e6:
+        limit: object = self.stall_limit_s
+        if not isinstance(limit, (int, float)) or not 0 < limit < 1e6:
             raise UsageError(
                 f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0"
             )
@@ -85,7 +86,13 @@ def _json(value: Any, path: str, depth: int) -> Any:
                 f"{path}: {count} numbers in metadata, the limit is {METADATA_NUMBERS_MAX}",
                 hint="attach it: attach(extra={...})",
             )
-        value = value.tolist()
+        try:
+            value = value.tolist()
+        except Exception as error:  # on the meta device, sparse, on a GPU that has failed
+            raise UnsupportedStateError(
+                f"{path}: a {type(value).__name__} in metadata without a value: {error}",
+                hint="metadata is numbers, text, dicts and lists",
+            ) from error
     if value is None or type(value) in (bool, int, float, str):
         return value
     for plain in (bool, int, float, str):  # enumerations, NumPy's str

@@ -125,6 +125,8 @@ class Option:
     help: str  # one sentence, no full stop
     metavar: str = ""
     choices: tuple[str, ...] = ()
+    #: Former choices, and what to do now.
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     low: float | None = None
     high: float | None = None
     rule: str = ""  # what else must hold, in words
@@ -247,11 +249,16 @@ class Config:
         "threads that write each checkpoint", "P", low=1, high=64,
     )
     engine: str = _option(
-        "auto", "--engine", TEXT, Group.ROOM,
-        "how volumes are read and written: pwrite and uring go past the page cache, mmap through "
-        "it, pmem to persistent memory (DAX); auto takes the fastest of pwrite, uring and pmem, "
-        "measured at the start, and pwrite stands in for what cannot be had",
-        choices=("auto", "uring", "pwrite", "mmap", "pmem"),
+        "pwrite", "--engine", TEXT, Group.ROOM,
+        "how volumes are read and written: pwrite goes past the page cache, mmap through it, pmem "
+        "to persistent memory (DAX); pwrite is used where the other two are not possible",
+        choices=("pwrite", "mmap", "pmem"),
+        removed={
+            "auto": "pccheckd no longer measures engines at its start: remove the option, or set "
+            "it to pwrite; `pccheckctl bench` compares the engines on a disk",
+            "uring": "the engine uring was removed, since it was nowhere faster than pwrite: "
+            "remove the option, or set it to pwrite",
+        },
     )
     max_bandwidth_bytes: int = _option(
         0, "--max-bandwidth", SIZE, Group.ROOM,

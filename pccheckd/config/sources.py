@@ -166,8 +166,12 @@ def _lines(path: Path) -> Mapping[str, str]:
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}",
-            hint=f"make it readable for uid {os.geteuid()}, or start without it: "
-            "--config /dev/null",
+            hint=(
+                "name an existing file"
+                if isinstance(error, FileNotFoundError)
+                else f"make it readable for uid {os.geteuid()}"
+            )
+            + ", or start without it: --config /dev/null",
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text", hint=_SEE) from error
@@ -237,7 +241,10 @@ def _parse(option: Option, text: str, origin: Origin) -> object:
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
     if option.choices and text not in option.choices:
-        raise UsageError(f"{where}: {text!r} is not one of {', '.join(option.choices)}")
+        raise UsageError(
+            f"{where}: {text!r} is not one of {', '.join(option.choices)}",
+            hint=option.removed.get(text, ""),
+        )
     return value
 
 
@@ -286,7 +293,7 @@ def _check(config: Config) -> None:
     )  # fmt: skip
     require(
         keep < slots, "keep", "less than --slots", f"{keep} and {slots}",
-        "slots = checkpoints in flight + keep",
+        "slots = N in flight + keep",
     )  # fmt: skip
     require(not block & (block - 1), "block_bytes", "a power of two", f"{block} bytes")
     unit = max(block, IO_ALIGN)

@@ -131,4 +131,6 @@ def _fix(error: OSError, of_rights: str) -> str:
         return "free space on that disk"
     if error.errno == errno.ENOTDIR:
         return "choose another directory: a file is in its path"
+    if error.errno == errno.ENOENT:  # the directory exists: /proc and the like
+        return "choose a directory on a local disk: no file can be created in this one"
     return SHORTAGE_HINT if shortage(error) else "check the disk: dmesg"

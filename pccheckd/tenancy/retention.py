@@ -27,6 +27,9 @@ class Retention:
         self._released: set[int] = set()  # flagged on the disk until the next record
         self.reports = 0  # of damage, by readers
         self._judging = asyncio.Lock()  # held while damage is flagged or unflagged
+        self._protecting = asyncio.Lock()  # held while what is protected changes
+        #: Flagged when the trainer came, for a previous run that had not restored either.
+        self.inherited: set[int] = set()
 
     @property
     def flagged(self) -> set[int]:
@@ -85,15 +88,30 @@ class Retention:
         )  # fmt: skip
         return True
 
+    def note_inherited(self) -> None:
+        """A trainer comes: what is flagged now was flagged for a previous run."""
+        self.inherited = self.flagged
+
     async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
         """P7: keeps `wanted` until the job's ranks have restored, or start with fresh=True."""
+        async with self._protecting:
+            await self._protect(wanted)
+            self.unrestored = unrestored
+
+    async def protect_instead(self, wanted: set[int]) -> None:
+        """More of the previous run has become durable; unless the trainer has restored
+        meanwhile."""
+        async with self._protecting:
+            if self.unrestored:
+                await self._protect(wanted)
+
+    async def _protect(self, wanted: set[int]) -> None:
         for sequence in self.flagged - wanted:
             await self.unprotect(sequence)
         for sequence in wanted:
             self._released.discard(sequence)
             await self.flag(sequence, set_=PROTECTED)
         self.protected = wanted
-        self.unrestored = unrestored
 
     def restored_to(self, sequence: int) -> None:
         """The trainer has restored `sequence`. A trainer that found nothing, for example because
@@ -103,9 +121,8 @@ class Retention:
 
     async def release(self) -> None:
         """The job's ranks have restored: the previous run's checkpoints may be recycled."""
-        for sequence in self.flagged:
-            await self.unprotect(sequence)
-        self.protected = set()
+        async with self._protecting:
+            await self._protect(set())
 
     async def unprotect(self, sequence: int) -> None:
         """It may be recycled again. The disk has its flag until the next record."""

@@ -105,6 +105,7 @@ class Tenant:
             if self.port is None:
                 await self._open_port()
             assert self.port is not None
+            self.retention.note_inherited()
             await self.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
@@ -130,6 +131,12 @@ class Tenant:
         wanted = set() if owner.fresh else self.group.pins(self.key.rank, owner)
         unread = owner.restored is None and not owner.fresh
         await self.retention.protect(wanted, unrestored=unread or bool(wanted))
+
+    async def protect_late(self) -> None:
+        """A checkpoint that the previous run had in flight when the trainer came is durable."""
+        owner = self.owner
+        if owner is not None and self.retention.unrestored:
+            await self.retention.protect_instead(self.group.pins(self.key.rank, owner))
 
     def protected_step(self) -> int | None:
         """The newest step that is kept for a trainer that has not restored."""
@@ -484,6 +491,8 @@ class Tenant:
         await self._retire()
         if checkpoint.session == INHERITED:
             await self._after_inherited()
+        elif self.owner is not None and self.owner.session != checkpoint.session:
+            await self.protect_late()
 
     async def _after_inherited(self) -> None:
         """A checkpoint that the previous daemon had copied is durable, and pinned by its record. Of
@@ -493,8 +502,7 @@ class Tenant:
         restored = self.owner is not None and not self.retention.unrestored
         for sequence in inherited if restored else inherited[:-1]:
             await self.retention.unprotect(sequence)
-        if self.owner is not None and self.retention.unrestored:
-            await self.protect(self.owner)
+        await self.protect_late()
 
     async def _retire(self) -> None:
         """Drops outgrown volumes once the current one has what recovery needs."""
