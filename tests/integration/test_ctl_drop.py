@@ -97,7 +97,7 @@ def test_a_job_in_use_is_not_dropped_and_can_begin_anew_afterwards(
     trainer.wait_durable(trainer.checkpoint())
     code, _, err = ctl(daemon, "drop", "job", "--yes")
     assert code == 1
-    assert f"in use: pid {trainer.pid} is its rank 0" in err
+    assert f"in use: rank 0 is pid {trainer.pid}" in err
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
     trainer.close()

@@ -279,7 +279,7 @@ def test_an_endpoint_that_cannot_be_made_is_told(start_daemon: Start) -> None:
         (made,) = daemon.socket.parent.glob("ctl-*")
         shutil.rmtree(made)
         made.touch()
-        with pytest.raises(RefusedError, match=f"{made}.* cannot be made: Not a directory"):
+        with pytest.raises(RefusedError, match=f"{made}.* cannot be created: Not a directory"):
             Rank(daemon.socket, job="other")
         made.unlink()
     with Rank(daemon.socket) as rank:

@@ -102,7 +102,7 @@ def test_a_stop_says_how_long_it_still_takes(make: Start, start_trainer: StartTr
     service.wait_for(lambda said: said.startswith("STATUS=1 trainer, 1 checkpoint in flight"))
     service.drain()
     service.kill(signal.SIGTERM)
-    service.wait_for(lambda said: said.startswith("STATUS=stopping: 1 checkpoint to be made dur"))
+    service.wait_for(lambda said: said.startswith("STATUS=stopping: 1 checkpoint not dur"))
     assert "STOPPING=1" in service.heard
     assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in service.heard)
     assert service.wait_end() == 1
@@ -213,7 +213,7 @@ def test_the_managers_socket_is_served_and_left_to_him(make: Start) -> None:
 def test_a_manager_that_listens_elsewhere_is_told(make: Start) -> None:
     service = make()
     with listen_at(service.root / "run" / "other.sock") as listener:
-        with pytest.raises(AssertionError, match=r"listens at .*other\.sock, the configuration"):
+        with pytest.raises(AssertionError, match=r"listens at .*other\.sock, but the configuration"):
             service.start(listener=listener)
         assert service.wait_end() == 2
 

@@ -181,7 +181,7 @@ def test_two_chunks_for_everybody(start_daemon: Start) -> None:
         for rank in ranks[:2]:
             rank.register(3 * MIB)
         has(daemon, job0=3, job1=2)
-        with pytest.raises(RefusedError, match=r"two for each of 3 sessions") as refused:
+        with pytest.raises(RefusedError, match=r"two chunks for each of 3 sessions") as refused:
             ranks[2].register(3 * MIB)
         assert "5242880" in refused.value.message and "--dram" in refused.value.hint
         for index, rank in enumerate(ranks[:2]):
