@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
 
-from . import journal, shortage
+from . import journal
+from .errors import SHORTAGE_HINT, shortage
 from .log_queue import Output, Queued, Write, write_all
 from .repeats import Repeats
 
@@ -85,7 +86,7 @@ def set_up(
         try:
             queue = Queued(output)
         except RuntimeError as error:
-            raise RefusedError(shortage.told(error), hint=shortage.HINT) from error
+            raise RefusedError(shortage(error), hint=SHORTAGE_HINT) from error
         queue.addFilter(Repeats())
     LOG.handlers[:] = [queue]
     LOG.setLevel(log_level.upper())

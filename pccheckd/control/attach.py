@@ -25,10 +25,9 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello
-from pccheckd.base import shortage
 from pccheckd.base.background import Background, Tasks
+from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import translated
 from pccheckd.jobs.sessions import Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
@@ -196,7 +195,7 @@ class AttachServer(Background):
         except PccheckError as error:
             await self._refuse(connection, error)
         except (OSError, MemoryError, TimeoutError) as error:
-            if session is None and shortage.told(error):  # else the peer went away
+            if session is None and shortage(error):  # else the peer went away
                 await self._refuse(connection, translated(error, "the session"))
         except Exception as error:  # the edge of this connection
             LOG.exception("a connection of uid %d failed", uid)
@@ -235,7 +234,7 @@ class AttachServer(Background):
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await self._receive(connection):
-            answer = await self._handlers.by_session(session, packet)
+            answer = await self._handlers.answer(session.uid, packet, session)
             if answer is None:
                 continue
             async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is let go

@@ -49,11 +49,12 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config import text as config_text
 from pccheckd.config.sources import Config
 from pccheckd.core import exposing
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
@@ -111,17 +112,10 @@ class Handlers:
         self._started_ns = time.monotonic_ns()
         self._making_of: dict[int, asyncio.Lock] = {}
 
-    async def by_token(self, uid: int, data: bytes) -> bytes | None:
-        """A request that came over ZeroMQ: the token names the session."""
-        return await self._answer(uid, data, None)
-
-    async def by_session(self, session: Session, data: bytes) -> bytes | None:
-        """A request that came over the session's own attach socket."""
-        return await self._answer(session.uid, data, session)
-
-    async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
+    async def answer(self, uid: int, data: bytes, session: Session | None = None) -> bytes | None:
+        """A request of a session, over its attach socket; without one, over ZeroMQ, where a token
+        names the session. None when there is nothing to answer. Never raises."""
         number, request = 0, None
-        body: ReplyBody | None
         try:
             with readable("the request"):
                 plain = codec.unpack(data)
@@ -137,10 +131,10 @@ class Handlers:
                 return await self._engine.document(session.uid, codec.encode, reply)
             return codec.encode(reply)
         except Exception as error:  # the edge of this request
-            told = failure(error)
+            why = failure(error)
             if number or request is None:
-                return codec.encode(Reply(number, told))
-            _one_way_failed(session, request.body, told)
+                return codec.encode(Reply(number, why))
+            _one_way_failed(session, request.body, why)
             return None
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
@@ -159,7 +153,7 @@ class Handlers:
             case Expose():
                 await self._expose(session, body)
             case Chose():
-                session.transfer, session.transfer_reason = exposing.checked(body)
+                session.chose(*exposing.checked(body))
             case Describe():
                 return self._describe(session, body)
             case Open():
@@ -274,9 +268,9 @@ class Handlers:
         )  # fmt: skip
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
-        tenant = session.tenant
-        assert tenant is not None
-        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, tenant.asked):
+        tenant, job = session.tenant, session.job
+        assert tenant is not None and job is not None
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, job.asked(session.rank)):
             raise WaitTimeoutError(f"checkpoints still go on after {GOODBYE_LIMIT_S:g} s")
         if body.done:
             await tenant.finish()
@@ -311,18 +305,18 @@ class Handlers:
         volumes: list[tuple[str, _core.Volume]] = [
             (str(item.path), item.volume) for item in tenant.volumes.open
         ]
-        tenant.reading += 1
         gone = threading.Event()
         reports = tenant.retention.reports
-        try:
-            document = await self._engine.scan(
-                session.uid, verification.verify, volumes, body.sequence, part, gone=gone.is_set
-            )
-            if part is None:
-                await _judge(tenant, document, reports)
-        finally:
-            gone.set()
-            tenant.reading -= 1
+        with tenant.read():
+            try:
+                document = await self._engine.scan(
+                    session.uid, verification.verify, volumes, body.sequence, part,
+                    gone=gone.is_set,
+                )  # fmt: skip
+                if part is None:
+                    await _judge(tenant, document, reports)
+            finally:
+                gone.set()
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
-from pccheckd.base import shortage
 from pccheckd.base.background import Tasks
+from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
 
@@ -30,11 +30,10 @@ IDLE_S = 60.0
 class ControlServer:
     """Owns the directory of endpoints and the fronts that serve them."""
 
-    def __init__(self, socket_path: Path, handle: Handle, *, idle_s: float = IDLE_S) -> None:
+    def __init__(self, socket_path: Path, *, idle_s: float = IDLE_S) -> None:
         """`socket_path` is the attach socket's; its lock is held."""
-        #: Told the uid whose requests may have been lost.
-        self.interrupted: Callable[[int], None] = lambda _uid: None
-        self._handle = handle
+        self._handle: Handle
+        self._interrupted: Callable[[int], None]
         self._idle_s = idle_s
         self._directory = socket_path.parent / f"ctl-{secrets.token_hex(16)}"
         #: Names our directory, so that the next start removes it if we are killed.
@@ -55,6 +54,11 @@ class ControlServer:
     def restarts(self) -> int:
         """Fronts that ended and were not meant to."""
         return self._restarts + sum(keeper.restarts for keeper in self._keepers.values())
+
+    def serve(self, handle: Handle, interrupted: Callable[[int], None] = lambda _uid: None) -> None:
+        """Before the first `join`: what answers requests, and what is called with a uid whose
+        requests may have been lost."""
+        self._handle, self._interrupted = handle, interrupted
 
     async def join(self, uid: int, gid: int) -> str:
         """The address for a session's requests, until `leave`. Raises RefusedError when there can
@@ -104,7 +108,7 @@ class ControlServer:
             self._directory.chmod(0o711)
         keeper = Keeper(
             uid, gid, listen(self._path(uid), uid), self._threads, self._handle,
-            lambda: self.interrupted(uid),
+            lambda: self._interrupted(uid),
         )  # fmt: skip
         if uid in self._keepers:
             LOG.warning("uid %d: %s was removed, and is made anew", uid, self._path(uid))
@@ -132,8 +136,8 @@ class ControlServer:
 
 def _not_made(path: Path, error: OSError) -> RefusedError:
     return RefusedError(
-        f"your endpoint {path} cannot be made: {shortage.told(error) or error.strerror}",
-        hint=shortage.HINT if shortage.told(error) else "look at the directory of pccheckd's "
+        f"your endpoint {path} cannot be made: {shortage(error) or error.strerror}",
+        hint=SHORTAGE_HINT if shortage(error) else "look at the directory of pccheckd's "
         "socket: is it there, has it room, is it pccheckd's own?", retryable=True,
     )  # fmt: skip
 

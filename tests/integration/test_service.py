@@ -91,7 +91,7 @@ def test_a_wedged_disk_is_degraded_and_no_reason_to_die(
     with Observer(str(service.socket)) as observer:
         document = observer.status()
     assert document["daemon"]["state"] == "degraded"  # type: ignore[index]
-    assert "safe in memory" in str(document["warnings"])
+    assert "stay in memory" in str(document["warnings"])
 
 
 def test_a_stop_says_how_long_it_still_takes(make: Start, start_trainer: StartTrainer) -> None:
@@ -116,7 +116,7 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
     service.wait_for(lambda said: said == "READY=1")
     assert "RELOADING=1" in service.heard
     assert any(said.startswith("MONOTONIC_USEC=") for said in service.heard)
-    service.wait_log("not taken over, these need a restart: slots 4 -> 9")
+    service.wait_log("reload: these options need a restart: slots 4 -> 9")
     with (
         Rank(service.socket) as rank,
         pytest.raises(Exception, match=r"--max-storage 1.00 MiB are used"),
@@ -125,7 +125,7 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
     service.file.write_text("slots = nine")
     service.kill(signal.SIGHUP)
     service.wait_for(lambda said: said == "READY=1")
-    assert "reload: nothing was changed" in service.log.read_text()
+    assert "reload failed, no option changed" in service.log.read_text()
     with Observer(str(service.socket)) as observer:
         rows = {row["name"]: row for row in observer.config()["options"]}  # type: ignore[attr-defined]
     assert rows["max-storage"]["value"] == 1 << 20

@@ -45,7 +45,8 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run(work: Work, *, idle_s: float = LIMIT_S) -> None:
         async def all_of_it() -> None:
-            server = ControlServer(place, echo, idle_s=idle_s)
+            server = ControlServer(place, idle_s=idle_s)
+            server.serve(echo)
             try:
                 async with asyncio.timeout(LIMIT_S):
                     await work(server)
@@ -166,7 +167,8 @@ def test_requests_wait_in_the_front_while_the_daemon_is_busy(
         return None
 
     async def work() -> None:
-        server = ControlServer(place, busy)
+        server = ControlServer(place)
+        server.serve(busy)
         await server.join(UID, GID)
         await until(lambda: taken == children.REQUESTS_IN_PROGRESS_MAX)
         for _ in range(100):
@@ -263,7 +265,8 @@ def test_a_session_does_not_wait_for_a_slow_start(
     monkeypatch.setattr(children, "READY_WAIT_S", 0)
 
     async def work() -> None:
-        server = ControlServer(place, echo)
+        server = ControlServer(place)
+        server.serve(echo)
         address = await server.join(UID, GID)
         assert server.fronts == 0
         assert await asyncio.to_thread(request, address, b"early") == b"early"

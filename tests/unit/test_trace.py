@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from pccheckctl import trace as viewer
 from pccheckctl.output import Document, rows, whole
-from pccheckd.tenancy.trace import Record, Ring, document, take
+from pccheckd.tenancy.checkpoint import Record
+from pccheckd.tenancy.trace import Ring, document, take
 
 MS = 1_000_000
 
@@ -16,8 +17,10 @@ MS = 1_000_000
 def record(step: int, begin: int, end: int, *, uid: int = 7, state: str = "durable") -> Record:
     """One that was asked for 2 ms before `begin` and written from 1 ms after it, all in ms."""
     return Record(
-        uid=uid, job="job", rank=0, session=1, incarnation=1, step=step, sequence=step, slot=0,
-        payload_bytes=1 << 20, pulled=False, state=state, reason="", rehomed=0,
+        uid=uid, job="job", rank=0, session=1, snapshot=step, incarnation=1, step=step,
+        sequence=step, slot=0,
+        payload_bytes=1 << 20, pulled=False, state=state, reason="", hint="", stage="",
+        error="", rehomed=0,
         held_at=begin * MS - 2 * MS, held=MS, requested=(begin - 2) * MS, ended=end * MS,
         begin=begin * MS, first_write=(begin + 1) * MS, sealed=(begin + 3) * MS,
         written=(end - 2) * MS, flushed=(end - 1) * MS,

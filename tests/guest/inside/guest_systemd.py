@@ -131,7 +131,7 @@ def test_reload_takes_over_what_was_changed() -> None:
     assert (shown("MainPID"), shown("ActiveState")) == (pid, "active")
     set_option("drain-limit", '"1min')  # not TOML
     sh("systemctl reload pccheckd")
-    wait_for(lambda: any("nothing was changed" in line["MESSAGE"] for line in journal("-n 20")))
+    wait_for(lambda: any("no option changed" in line["MESSAGE"] for line in journal("-n 20")))
     assert row("drain-limit")["value"] == 61
     set_option("drain-limit", '"1min"')
     set_option("slots", "4")

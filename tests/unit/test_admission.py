@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.scheduler import PENDING_MAX, End, Scheduler
+from pccheckd.tenancy.admission import PENDING_MAX, Queue
+from pccheckd.tenancy.checkpoint import Checkpoint, End
 
 
 def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
@@ -17,10 +17,11 @@ def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkp
     )  # fmt: skip
 
 
-class Desk:
+class Desk(Queue):
     """Stands for a volume with so many free lanes; time passes only in `sleep`."""
 
     def __init__(self, free: int, answer: str = "NO_LANE") -> None:
+        super().__init__()
         self.free = free
         self.answer = answer
         self.reason = ""
@@ -28,7 +29,6 @@ class Desk:
         self.refused: list[tuple[int, State, str]] = []
         self.sleeps = 0
         self.on_sleep: Callable[[], None] = lambda: None
-        self.queue = Scheduler(self.attempt, self.refuse, self.hopeless, sleep=self.sleep)
 
     async def attempt(self, item: Checkpoint) -> str:
         if not self.free:
@@ -37,8 +37,8 @@ class Desk:
         self.begun.append(item.snapshot)
         return ""
 
-    def refuse(self, item: Checkpoint, to: State, reason: str, hint: str) -> None:
-        self.refused.append((item.snapshot, to, reason))
+    def refuse(self, item: Checkpoint, end: End) -> None:
+        self.refused.append((item.snapshot, end.to, end.reason))
 
     async def hopeless(self) -> End | None:
         return End(State.FAILED, self.reason, "") if self.reason else None
@@ -48,11 +48,11 @@ class Desk:
         self.on_sleep()
         await asyncio.sleep(0)
 
-    def run(self, *items: Checkpoint) -> None:
+    def work_off(self, *items: Checkpoint) -> None:
         async def work() -> None:
             for item in items:
-                self.queue.submit(item)
-            while len(self.queue):
+                self.submit(item)
+            while len(self):
                 await asyncio.sleep(0)
 
         asyncio.run(asyncio.wait_for(work(), 10))
@@ -60,7 +60,7 @@ class Desk:
 
 def test_first_come_first_served() -> None:
     desk = Desk(free=5)
-    desk.run(*(checkpoint(n) for n in (1, 2, 3)))
+    desk.work_off(*(checkpoint(n) for n in (1, 2, 3)))
     assert desk.begun == [1, 2, 3] and not desk.sleeps
 
 
@@ -72,13 +72,13 @@ def test_waiting_ends_when_a_lane_comes_free() -> None:
             desk.free += 1
 
     desk.on_sleep = one_ends
-    desk.run(*(checkpoint(n) for n in (1, 2, 3)))
+    desk.work_off(*(checkpoint(n) for n in (1, 2, 3)))
     assert desk.begun == [1, 2, 3] and desk.sleeps == 6 and not desk.refused
 
 
 def test_skip_does_not_wait() -> None:
     desk = Desk(free=1)
-    desk.run(checkpoint(1), checkpoint(2, skip=True))
+    desk.work_off(checkpoint(1), checkpoint(2, skip=True))
     assert desk.begun == [1] and desk.sleeps == 0
     assert [(n, to) for n, to, _ in desk.refused] == [(2, State.SKIPPED)]
 
@@ -86,7 +86,7 @@ def test_skip_does_not_wait() -> None:
 def test_a_slot_that_can_never_come_free_fails_at_once() -> None:
     desk = Desk(free=0, answer="NO_SLOT")
     desk.reason = "call restore() first"
-    desk.run(checkpoint(1))
+    desk.work_off(checkpoint(1))
     assert desk.refused == [(1, State.FAILED, "call restore() first")]
 
 
@@ -94,11 +94,11 @@ def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
     desk = Desk(free=0)
 
     def ends() -> None:
-        desk.queue.drop(1, "gone")
+        desk.drop(1)
         desk.free = 9
 
     desk.on_sleep = ends
-    desk.run(checkpoint(1), checkpoint(2), checkpoint(3, session=2))
+    desk.work_off(checkpoint(1), checkpoint(2), checkpoint(3, session=2))
     assert [n for n, _, _ in desk.refused] == [1, 2] and desk.begun == [3]
 
 
@@ -107,9 +107,9 @@ def test_the_queue_is_bounded() -> None:
 
     async def work() -> None:
         for number in range(PENDING_MAX + 5):
-            desk.queue.submit(checkpoint(number))
-        assert len(desk.refused) == 5 and len(desk.queue) == PENDING_MAX
-        await desk.queue.close()
+            desk.submit(checkpoint(number))
+        assert len(desk.refused) == 5 and len(desk) == PENDING_MAX
+        await desk.close()
 
     asyncio.run(work())
 
@@ -124,7 +124,7 @@ def test_one_that_breaks_something_fails_alone() -> None:
             raise RuntimeError("fault")
         return await attempt(item)
 
-    desk.queue._attempt = broken
-    desk.run(checkpoint(1), checkpoint(2))
+    desk.attempt = broken  # type: ignore[method-assign]
+    desk.work_off(checkpoint(1), checkpoint(2))
     assert desk.begun == [2]
-    assert desk.refused == [(1, State.FAILED, "a fault of the daemon")]
+    assert desk.refused == [(1, State.FAILED, "an internal error of the daemon")]
