@@ -213,7 +213,9 @@ def test_the_managers_socket_is_served_and_left_to_him(make: Start) -> None:
 def test_a_manager_that_listens_elsewhere_is_told(make: Start) -> None:
     service = make()
     with listen_at(service.root / "run" / "other.sock") as listener:
-        with pytest.raises(AssertionError, match=r"listens at .*other\.sock, but the configuration"):
+        with pytest.raises(
+            AssertionError, match=r"listens at .*other\.sock, but the configuration"
+        ):
             service.start(listener=listener)
         assert service.wait_end() == 2
 
