@@ -92,27 +92,28 @@ def measure(
         parts = len(writers) + 3
         with Bar("bench", parts, show=not quiet, unit="part") as bar:
             sizes = {"size": size, "chunk": chunk}
-            first = disk.sequential(
+            written, seconds = disk.sequential(
                 scratch.fd, **sizes, threads=2, write=True, limit_s=FIRST_LIMIT_S
             )
-            written = first.bytes // chunk * chunk  # only what is there can be overwritten
-            sizes["size"] = max(chunk, written)
+            first = written / seconds
+            sizes["size"] = max(chunk, written)  # only what was written can be overwritten
             bar.advance(1)
             rates = {}
             for threads in writers:
-                rates[threads] = disk.sequential(
+                moved, seconds = disk.sequential(
                     scratch.fd, **sizes, threads=threads, write=True, limit_s=PASS_LIMIT_S
-                ).bytes_per_s
+                )
+                rates[threads] = moved / seconds
                 bar.advance(1)
             if not scratch.direct:  # or the page cache would be measured
                 os.posix_fadvise(scratch.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            read = disk.sequential(
+            moved, seconds = disk.sequential(
                 scratch.fd, **sizes, threads=2, write=False, limit_s=READ_LIMIT_S
             )
             bar.advance(1)
             flushes = disk.flushes(scratch.fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
         return Figures(
-            str(where), size, chunk, scratch.direct, first.bytes_per_s, rates, read.bytes_per_s,
+            str(where), size, chunk, scratch.direct, first, rates, moved / seconds,
             statistics.median(flushes), flushes[-1],
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 
 from pccheck_wire.tree import Extent
 
-from .checks_memory import available
+from .memory import available
 from .output_file import reserve
 
 _ALIGN = 64  # what torch's own memory has at least

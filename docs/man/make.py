@@ -52,6 +52,8 @@ or value, 10 when the storage directory cannot hold volumes, 11 when another pcc
 def pages() -> dict[str, str]:
     """File names and what belongs in them."""
     control, daemon = cli.parser(), config.parser()
+    codes = cli.EXIT_CODES.partition("\n")[2].rstrip()
+    table = config_text.help_text("man").rstrip()
     described = frozenset(option.flag for option in OPTIONS)
     return {
         "pccheckctl.1": _page(
@@ -60,7 +62,7 @@ def pages() -> dict[str, str]:
             (
                 ("OPTIONS", _options(control)),
                 ("COMMANDS", _commands(control)),
-                ("EXIT STATUS", f".nf\n{_text(cli.EXIT_CODES.partition(chr(10))[2].rstrip())}\n.fi"),
+                ("EXIT STATUS", f".nf\n{_text(codes)}\n.fi"),
                 ("ENVIRONMENT", _ENVIRONMENT),
                 ("EXAMPLES", _EXAMPLES),
                 ("SEE ALSO", ".BR pccheckd (8)"),
@@ -70,7 +72,7 @@ def pages() -> dict[str, str]:
             daemon, 8, "per-node checkpoint service for PyTorch training",
             "\\fB\\-\\-storage\\fR \\fIDIR\\fR [\\fIOPTION\\fR ...]",
             (
-                ("OPTIONS", _options(daemon, described) + "\n" + config_text.help_text("man").rstrip()),
+                ("OPTIONS", f"{_options(daemon, described)}\n{table}"),
                 ("SIGNALS", _SIGNALS),
                 ("EXIT STATUS", _DAEMON_EXIT),
                 ("SEE ALSO", ".BR pccheckctl (1)"),

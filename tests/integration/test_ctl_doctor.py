@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pccheckctl import bench, checks_kernel, cli, disk
+from pccheckctl import bench, cli, disk
+from pccheckctl.doctor import machine
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
@@ -45,7 +46,7 @@ def test_doctor_finds_the_daemon_and_its_disk(ask: Ctl, daemon: Daemon) -> None:
     assert str(daemon.pid) in found["daemon"]["found"]
     assert found["daemon"]["level"] == "ok"
     assert found["socket"]["level"] == "ok"
-    assert "used of 64.0 MiB" in found["pool"]["found"]
+    assert "used of 64.0 MiB" in found["daemon"]["found"]
     assert ran.code == (1 if ran.json["counts"]["problem"] else ran.code)
     assert list(daemon.storage.rglob("*.tmp")) == []
 
@@ -93,14 +94,14 @@ def test_a_trainer_takes_as_many_files_as_doctor_says(
     def files() -> int:
         return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
 
-    rings = checks_kernel.FILES_OF_RINGS if engine == "uring" else 0
+    rings = machine.FILES_OF_RINGS if engine == "uring" else 0
     before = files()
     for trainers, job in enumerate(("first", "second", "third"), start=1):
         trainer = start_trainer(daemon, job=job)
         for _ in range(3):
             trainer.step()
             trainer.wait_durable(trainer.checkpoint())
-        least = checks_kernel.FILES_OF_A_USER + trainers * checks_kernel.FILES_OF_A_TRAINER
+        least = machine.FILES_OF_A_USER + trainers * machine.FILES_OF_A_TRAINER
         allowed = range(least - 1, least + trainers * rings + 2)  # one may come or go at any time
         deadline = time.monotonic() + LIMIT_S
         while files() - before not in allowed:  # memory still comes, and a hang-up is on its way

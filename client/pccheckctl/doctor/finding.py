@@ -1,4 +1,4 @@
-"""What a check of this machine found, what that costs, and how to mend it."""
+"""What a check found, what it costs, and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .output import Document
-
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 
 class Finding(NamedTuple):
     check: str
-    level: str  # OK, WARNING: something is slower or promised less; PROBLEM: it does not work
+    level: str  # OK; WARNING: slower, or less is promised; PROBLEM: it does not work
     found: str
     costs: str = ""
     mend: str = ""
-    promise: str = ""  # which promise a warning costs, in a word; "": speed or comfort only
-
-    def document(self) -> Document:
-        return dict(self._asdict())
+    promise: str = ""  # the promise that a warning weakens, in a word; "": speed or comfort only
 
 
 def ok(check: str, found: str) -> Finding:
@@ -36,17 +31,17 @@ def problem(check: str, found: str, *, costs: str, mend: str) -> Finding:
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of one check; a check that fails says so and stops no other."""
+    """The findings of one check. A check that raises is reported, and the others still run."""
     try:
         return list(check())
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        costs = "nothing is known about it"
-        return [warning(name, f"could not be checked ({why})", costs=costs, mend="look yourself")]
+        why = f"the check failed ({type(error).__name__}: {error})"
+        costs = "doctor cannot tell whether this is all right"
+        return [warning(name, why, costs=costs, mend="check it by hand, and report this error")]
 
 
 def read(path: str) -> str:
-    """A small file of the kernel's, stripped; "" when it is not there or not ours to read."""
+    """A small file of the kernel, stripped; "" when it is missing or not readable."""
     try:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError):
