@@ -97,8 +97,8 @@ def noise(size: int) -> mmap.mmap:
 def sequential(
     fd: int, *, size: int, chunk: int, threads: int, write: bool, limit_s: float
 ) -> tuple[int, float]:
-    """Bytes and seconds of one pass over the file, as far as the time allows. The threads take chunks
-    in turn; a write ends with one fdatasync."""
+    """Bytes and seconds of one pass over the file, as far as the time allows. The threads take
+    chunks in turn; a write ends with one fdatasync."""
     move = _write if write else _read
     chunks = iter(range(0, size - size % chunk, chunk))
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Checks of the kernel, its limits, its memory and its clock. They need no daemon and no storage."""
+"""Checks of the kernel, its limits, its memory and its clock. They need no daemon, no storage."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
     else:
         yield warning(
             "open files", f"{whose} may open only {files} files",
-            costs=f"pccheckd refuses trainers when it runs out: it opens {FILES_OF_A_TRAINER} files for "
-            f"each trainer (up to {FILES_OF_RINGS} more with --engine uring), {FILES_OF_A_USER} for "
-            "each user, and one for each 256 MiB of DRAM",
+            costs=f"pccheckd refuses trainers when it runs out: it opens {FILES_OF_A_TRAINER} files "
+            f"for each trainer (up to {FILES_OF_RINGS} more with --engine uring), "
+            f"{FILES_OF_A_USER} for each user, and one for each 256 MiB of DRAM",
             mend=f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}",
         )  # fmt: skip
 
