@@ -6,17 +6,14 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from pccheck_wire.basics import did_you_mean
 from pccheck_wire.errors import PccheckError, UsageError
 
 from . import VERSION
 from .commands import COMMANDS
-
-TYPE_CHECKING = False  # see pccheck_wire/errors.py
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import NoReturn
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")

@@ -4,12 +4,9 @@ completion and the man pages are made."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from pccheck_wire.errors import UsageError
-
-TYPE_CHECKING = False  # see pccheck_wire/errors.py
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WATCH_DEFAULT_S = 2.0
 WRITERS_MAX = 64

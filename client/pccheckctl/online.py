@@ -1,43 +1,28 @@
 """Asking the daemon: an observer on the attach socket, with plain maps in place of message classes.
 
-Building the classes of `pccheck_wire.messages` takes longer than all the rest of `status`; a test
-holds these maps against them. Every call has a deadline.
+To build the classes of `pccheck_wire.messages` takes as long as the rest of `status`; a test
+compares these maps with them. Every call has a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import socket
-import time
+from typing import Self
 
 import msgpack  # type: ignore[import-untyped]
 
-from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, socket_name
-from pccheck_wire.errors import (
-    DaemonUnreachableError,
-    PccheckError,
-    ProtocolError,
-    RefusedError,
-    WaitTimeoutError,
-    error_from_wire,
-)
-from pccheck_wire.peer import require_trusted
+from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
+from pccheck_wire.connection import Connection, raise_failure
+from pccheck_wire.errors import PccheckError, ProtocolError
 
 from . import VERSION
 from .output import Document, rows
 
-TYPE_CHECKING = False  # see pccheck_wire/errors.py
-if TYPE_CHECKING:
-    from typing import Self
-
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
-DROP_LIMIT_S = 600.0  # a disk may take long to give back terabytes
+DROP_LIMIT_S = 600.0  # a disk may need minutes to free terabytes
 LISTING_LIMIT_S = 2.0  # of the list that completes `status`
-_PACKET_BYTES = 64 * 1024
-_REPLY_BYTES_MAX = 16 * 1024 * 1024
 
 
 def hello() -> Document:
@@ -60,21 +45,17 @@ class Observer:
 
     def __init__(self, path: str | None = None, *, timeout_s: float = CONNECT_LIMIT_S) -> None:
         """Connects and says hello. Raises DaemonUnreachableError, or the daemon's refusal."""
-        self.path = socket_name(path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection = Connection(socket_name(path), timeout_s=timeout_s)
         self._number = 0
-        self._token = b""
         try:
-            self._connect(timeout_s)
-            require_trusted(self._socket, self.path)
-            welcome = self._exchange(hello(), timeout_s)
+            welcome, _ = self._connection.exchange(msgpack.packb(hello()), timeout_s)
+            raise_failure(welcome)
+            token = welcome.get("token")
+            if welcome.get("t") != "welcome" or not isinstance(token, bytes):
+                raise ProtocolError(f"{self._connection.path} is not the socket of a pccheckd")
         except BaseException:
-            self._socket.close()
+            self._connection.close()
             raise
-        token = welcome.get("token")
-        if welcome.get("t") != "welcome" or not isinstance(token, bytes):
-            self._socket.close()
-            raise ProtocolError(f"{self.path} is not the socket of a pccheckd")
         self._token = token
 
     def status(self, *, uid: int | None = None) -> Document:
@@ -127,7 +108,7 @@ class Observer:
         return self._report(body, DROP_LIMIT_S)
 
     def close(self) -> None:
-        self._socket.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,73 +118,15 @@ class Observer:
 
     def _report(self, body: Document, timeout_s: float = REQUEST_LIMIT_S) -> Document:
         self._number += 1
-        reply = self._exchange(request(self._number, self._token, body), timeout_s)
+        message = msgpack.packb(request(self._number, self._token, body))
+        reply, _ = self._connection.exchange(message, timeout_s, number=self._number)
         answer = reply.get("body")
-        if not isinstance(answer, dict):
-            raise ProtocolError("the daemon's answer is not a reply")
-        _raise_failure(answer)
-        document = answer.get("document")
+        document = answer.get("document") if isinstance(answer, dict) else None
+        if isinstance(answer, dict):
+            raise_failure(answer)
         if not isinstance(document, dict):
-            raise ProtocolError("the daemon's answer is not a report")
+            raise ProtocolError("the answer of the daemon is not a report")
         return document
-
-    def _connect(self, timeout_s: float) -> None:
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.connect(self.path)
-        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
-            raise DaemonUnreachableError(
-                f"no daemon listens at {self.path}", hint=START_HINT
-            ) from error
-        except PermissionError as error:
-            place = os.path.dirname(self.path)  # noqa: PTH120 - see pccheck_wire/basics.py
-            raise RefusedError(
-                f"the socket {self.path} may not be used by uid {os.getuid()}",
-                hint=f"join the group of {place}, or start a pccheckd of your own",
-            ) from error
-        except OSError as error:
-            if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
-                raise ProtocolError(f"{self.path} is not the socket of a pccheckd") from error
-            if "too long" in str(error):
-                raise RefusedError(
-                    f"the socket path {self.path} is longer than 107 bytes",
-                    hint="choose a shorter one",
-                ) from error
-            raise DaemonUnreachableError(f"{self.path}: {error}", hint=START_HINT) from error
-
-    def _exchange(self, message: Document, timeout_s: float) -> Document:
-        """Sends one map and returns the next; a failure in it is raised."""
-        deadline = time.monotonic() + timeout_s
-        unpacker = msgpack.Unpacker(max_buffer_size=_REPLY_BYTES_MAX, raw=False)
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.send(msgpack.packb(message), socket.MSG_NOSIGNAL)
-            while True:
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                packet = self._socket.recv(_PACKET_BYTES)
-                if not packet:
-                    raise ConnectionResetError(errno.ECONNRESET, "the daemon hung up")
-                unpacker.feed(packet)
-                try:
-                    answer = unpacker.unpack()
-                    break
-                except msgpack.OutOfData:  # a long reply comes in several packets
-                    continue
-        except TimeoutError as error:
-            raise WaitTimeoutError(
-                f"the daemon at {self.path} did not answer within {timeout_s:g} s",
-                hint="is it stopped or overloaded? its log tells",
-            ) from error
-        except OSError as error:
-            raise DaemonUnreachableError(
-                f"the daemon at {self.path} closed the connection: {error}", hint=START_HINT
-            ) from error
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"{self.path} does not speak the protocol of a pccheckd") from error
-        if not isinstance(answer, dict):
-            raise ProtocolError(f"{self.path} does not speak the protocol of a pccheckd")
-        _raise_failure(answer)
-        return answer
 
 
 def add_unloaded(status: Document, listing: Document) -> None:
@@ -224,13 +147,3 @@ def add_unloaded(status: Document, listing: Document) -> None:
         if found is not None and one.get("damaged") is not True:
             found["newest"] = {key: one.get(key) for key in ("sequence", "step", "wall_ns")}
     status["ranks"] = [*ranks, *added.values()]
-
-
-def _raise_failure(answer: Document) -> None:
-    if answer.get("t") == "failure":
-        raise error_from_wire(
-            str(answer.get("code", "")),
-            str(answer.get("message", "")),
-            str(answer.get("hint", "")),
-            bool(answer.get("retryable", False)),
-        )

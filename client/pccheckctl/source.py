@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .output import part, text
 
-TYPE_CHECKING = False  # see pccheck_wire/errors.py
 if TYPE_CHECKING:
     from pathlib import Path
 

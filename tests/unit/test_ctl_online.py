@@ -177,6 +177,17 @@ def test_status_is_completed_with_ranks_that_nobody_connected_to(daemon: FakeDae
     assert codec.decode(daemon.heard[1], Request) == Request(1, TOKEN, Status())
 
 
+def test_the_late_answer_of_an_earlier_request_is_not_taken_for_the_next(
+    daemon: FakeDaemon,
+) -> None:
+    late = codec.encode(Reply(1, Report({"late": True})))
+    daemon.answers = [[WELCOME], [], [late, codec.encode(Reply(2, Report({"late": False})))]]
+    with online.Observer(str(daemon.path)) as observer:
+        with pytest.raises(WaitTimeoutError):
+            observer.listing(timeout_s=0.05)
+        assert observer.config() == {"late": False}
+
+
 def test_status_does_not_fail_with_the_list(daemon: FakeDaemon) -> None:
     daemon.answers = [[WELCOME], reply({"ranks": []})]
     with online.Observer(str(daemon.path)) as observer:

@@ -60,8 +60,8 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
     else:
         yield warning(
             "open files", f"{whose} may open only {files} files",
-            costs=f"pccheckd refuses trainers when it runs out: it opens {FILES_OF_A_TRAINER} files "
-            f"for each trainer (up to {FILES_OF_RINGS} more with --engine uring), "
+            costs=f"pccheckd refuses trainers when none are left: it opens {FILES_OF_A_TRAINER} "
+            f"files for each trainer (up to {FILES_OF_RINGS} more with --engine uring), "
             f"{FILES_OF_A_USER} for each user, and one for each 256 MiB of DRAM",
             mend=f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}",
         )  # fmt: skip
