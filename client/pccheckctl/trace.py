@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import render
+from .export.files import Output
 from .output import Document, print_json, rows, say, text, whole
-from .output_file import OutputFile
 from .source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output in (None, "-"):
         sys.stdout.write(made + "\n")
         return 0
-    with OutputFile(Path(arguments.output), force=arguments.force) as output:
+    with Output(Path(arguments.output), force=arguments.force) as output:
         with os.fdopen(os.dup(output.descriptor), "w") as file:
             file.write(made)
         output.commit()

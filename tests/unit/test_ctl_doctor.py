@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import mounts
-from pccheckctl import cli, disk
+from pccheckctl import cli
 from pccheckctl.doctor import command, daemon, gpu, machine, storage
 from pccheckctl.doctor.finding import OK, PROBLEM, WARNING, Finding, guarded, ok, problem, warning
+from pccheckctl.measure import disk
 
 
 @pytest.fixture(autouse=True)

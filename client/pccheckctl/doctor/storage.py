@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pccheck_native import catalog, layout, mounts
 from pccheck_wire.errors import PccheckError
-from pccheckctl import disk, render
+from pccheckctl import render
+from pccheckctl.measure import disk
 
 from .finding import Finding, ok, problem, warning
 

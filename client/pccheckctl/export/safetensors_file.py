@@ -1,8 +1,8 @@
-"""A checkpoint as a safetensors file, without torch: the header is laid out from the tree, then the
-payload streams from the volume into a mapping of the file.
+"""A checkpoint as a safetensors file, without torch: the header is made from the tree, then the
+payload streams from the volume into a mapping of the file, however large it is.
 
 The format: u64 length of the header, little-endian; the header, JSON; the tensors without holes, in
-C order. Tied and strided tensors are written out each on its own.
+C order. Every tied or strided tensor is written out on its own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError
+from pccheckctl.output import as_json
+from pccheckctl.reading import Reader
 
-from .output import as_json
-from .output_file import OutputFile
-from .reading import Reader
-from .strides import contiguous_strides, gather, same_layout
-from .torch_names import NUMPY_TO_TORCH
+from .files import Output
+from .parts import NUMPY_TO_TORCH, contiguous_strides
 
 HEADER_BYTES_MAX = 100_000_000
 _ALIGN = 8
@@ -36,24 +36,34 @@ DTYPES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "complex64": "C64",
 }  # fmt: skip
+#: memoryview formats by item size: slicing with a step works on items.
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """One tensor: where it lies in the payload, and in the file behind the header."""
+    """One tensor: where it lies in the payload, and in the file after the header."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements, never negative
     source: int
-    span: int  # bytes from its first to its last one in the payload
-    target: int
-    nbytes: int
+    span: int  # bytes from the first to the last one in the payload
+    target: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * tree.ITEM_BYTES[self.dtype]
 
     @property
     def contiguous(self) -> bool:
-        return same_layout(self.shape, self.strides)
+        """Strides of dimensions of length 1 do not matter."""
+        wanted = contiguous_strides(self.shape)
+        return all(
+            dim == 1 or have == want
+            for dim, have, want in zip(self.shape, self.strides, wanted, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -69,40 +79,33 @@ class Plan:
 
 def plan(content: tree.Tree, about: dict[str, str]) -> Plan:
     """Where everything goes. `about` becomes metadata; what the format cannot hold is listed."""
-    views, left_out = _views(content)
+    pieces, left_out = _pieces(content)
     # Larger items first, so that every tensor starts on a multiple of its item size.
-    views.sort(key=lambda view: (-tree.ITEM_BYTES[view.dtype], view.name))
-    pieces, at = [], 0
-    for view in views:
-        nbytes = math.prod(view.shape) * tree.ITEM_BYTES[view.dtype]
-        pieces.append(
-            Piece(
-                view.name, view.dtype, view.shape, view.strides, view.source, view.span, at, nbytes
-            )
-        )
-        at += nbytes
+    pieces.sort(key=lambda piece: (-tree.ITEM_BYTES[piece.dtype], piece.name))
     values, others = _values(content)
     metadata = {"format": "pt", **about, "pccheck.values": json.dumps(values)}
     if content.metadata is not None:
         metadata["pccheck.metadata"] = json.dumps(as_json(tree.plain(content.metadata)))
     header: dict[str, object] = {"__metadata__": metadata}
+    at = 0
     for piece in pieces:
+        piece.target, at = at, at + piece.nbytes
         header[piece.name] = {
             "dtype": DTYPES[piece.dtype],
             "shape": list(piece.shape),
-            "data_offsets": [piece.target, piece.target + piece.nbytes],
+            "data_offsets": [piece.target, at],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     if len(text) > HEADER_BYTES_MAX:
         raise PccheckError(
-            f"the header takes {len(text)} bytes, safetensors allows {HEADER_BYTES_MAX}",
+            f"the header would have {len(text)} bytes, but safetensors allows {HEADER_BYTES_MAX}",
             hint="use --format torch",
         )
     return Plan(struct.pack("<Q", len(text)) + text, pieces, left_out + others)
 
 
-def write(reader: Reader, chosen: Plan, output: OutputFile) -> None:
+def write(reader: Reader, chosen: Plan, output: Output) -> None:
     """Fills `output`; every byte is checked on the way. Raises DamagedError."""
     output.reserve(chosen.file_bytes)
     with mmap.mmap(output.descriptor, chosen.file_bytes) as mapping:
@@ -124,10 +127,25 @@ def write(reader: Reader, chosen: Plan, output: OutputFile) -> None:
         for piece in chosen.pieces:
             if piece.nbytes and not piece.contiguous:
                 data = reader.read(piece.source, piece.span)
-                item = tree.ITEM_BYTES[piece.dtype]
                 at = base + piece.target
+                item = tree.ITEM_BYTES[piece.dtype]
                 mapping[at : at + piece.nbytes] = gather(data, item, piece.shape, piece.strides)
         mapping.flush()
+
+
+def gather(data: bytes, item: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+    """The elements of a strided view in C order; `data` begins with its first element."""
+    if 0 in shape:
+        return b""
+    items = memoryview(data).cast(_FORMATS[item])
+    *outer, length = shape or (1,)
+    *steps, step = strides or (1,)
+    rows = [0]  # where each innermost row begins
+    for dim, stride in zip(outer, steps, strict=True):
+        rows = [row + index * stride for row in rows for index in range(dim)]
+    if step == 0:
+        return b"".join(items[row : row + 1].tobytes() * length for row in rows)
+    return b"".join(items[row : row + (length - 1) * step + 1 : step].tobytes() for row in rows)
 
 
 def _disjoint(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -147,19 +165,9 @@ def _disjoint(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         rest = overlapping
 
 
-@dataclass(slots=True)
-class _View:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    source: int
-    span: int
-
-
-def _views(content: tree.Tree) -> tuple[list[_View], list[str]]:
+def _pieces(content: tree.Tree) -> tuple[list[Piece], list[str]]:
     """Tensors and arrays that the format can hold, and the paths of the others."""
-    views: list[_View] = []
+    pieces: list[Piece] = []
     left_out: list[str] = []
     taken: set[str] = {"__metadata__"}
     for path, node in tree.walk(content.root):
@@ -176,9 +184,8 @@ def _views(content: tree.Tree) -> tuple[list[_View], list[str]]:
             left_out.append(f"{path or '.'} ({dtype})")
             continue
         source = content.extents[node.extent].offset + node.offset if node.extent >= 0 else 0
-        name = _unique(path or "state", taken)
-        views.append(_View(name, dtype, shape, strides, source, span))
-    return views, left_out
+        pieces.append(Piece(_unique(path or "state", taken), dtype, shape, strides, source, span))
+    return pieces, left_out
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -192,7 +199,7 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def _values(content: tree.Tree) -> tuple[dict[str, object], list[str]]:
-    """Python values by path as far as JSON keeps them as they are; the paths of the others."""
+    """Python values by path, where JSON keeps them exactly; the paths of the others."""
     values: dict[str, object] = {}
     left_out: list[str] = []
     for path, node in tree.walk(content.root):

@@ -1,6 +1,6 @@
-"""`pccheckctl export` and `recover`: checkpoints as files, whole or not at all; never mixes steps.
+"""Chooses checkpoints, one for each rank, and writes each as a file: all or none, of one step.
 
-`recover` is an export without a choice: all of the newest valid state.
+`recover` is an export without a choice: the whole of the newest valid state.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from types import FrameType
 
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
+from pccheckctl import offline, render
+from pccheckctl.output import Document, note, print_json, say
+from pccheckctl.progress import Bar, Watched
+from pccheckctl.reading import RecycledError, Store, WholeReader
+from pccheckctl.source import files
 
-from . import offline, render, safetensors_file, subtree
-from .output import Document, note, print_json, say
-from .output_file import Output, OutputDirectory, OutputFile
-from .progress import Bar, Watched
-from .reading import RecycledError, Store, WholeReader
-from .source import files
+from . import parts, safetensors_file
+from .files import Output
 
-#: How often a running daemon may take a checkpoint away under our hands.
+#: How often a running daemon may replace a checkpoint while it is read.
 ATTEMPTS = 8
 NAMED_MAX = 8
 TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
@@ -39,7 +40,7 @@ class Written:
     path: Path
     format: str
     bytes: int = 0
-    changed: list[str] = field(default_factory=list)  # what the format cannot hold as it was
+    changed: list[str] = field(default_factory=list)  # what the format cannot hold unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,16 @@ class Skipped:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 14 when damaged or unreadable checkpoints were passed over on the way to the one
-    written."""
+    """0, or 14 when damaged or unreadable checkpoints were skipped in favour of the one written."""
     if arguments.all_ranks and arguments.sequence is not None:
-        raise UsageError("--sequence counts within one rank", hint="use --rank R, or --step")
+        raise UsageError(
+            "--sequence numbers are different on every rank", hint="use --rank R, or --step"
+        )
     if arguments.output.endswith("/") and arguments.format != DCP:
         raise UsageError(
-            f"{arguments.output} names a directory, and a file is to be written",
-            hint=f"name the file: --output {arguments.output}{arguments.job}.pt; or, for "
-            "torch.distributed.checkpoint, make it the directory: pccheckctl export --format dcp",
+            f"--output must name a file, not a directory (got {arguments.output})",
+            hint=f"--output {arguments.output}{arguments.job}.pt; or write a directory for "
+            "torch.distributed.checkpoint: pccheckctl export --format dcp",
         )
     storage = files(arguments)
     output = Path(arguments.output)
@@ -89,7 +91,7 @@ def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
 
 
 def _choose_or_tell(ranks: Ranks, arguments: argparse.Namespace, skipped: list[Skipped]) -> Chosen:
-    """`choose`, whose error also says what was passed over."""
+    """`choose`, whose error also says how many were skipped."""
     try:
         return choose(ranks, arguments, {key_of(one.checkpoint) for one in skipped})
     except NoCheckpointError as error:
@@ -97,7 +99,7 @@ def _choose_or_tell(ranks: Ranks, arguments: argparse.Namespace, skipped: list[S
             raise
         raise NoCheckpointError(
             f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged "
-            "or not readable",
+            "or unreadable",
             hint=f"see: pccheckctl verify {arguments.job}",
         ) from error
 
@@ -122,13 +124,13 @@ def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, 
             return {rank: _newest(usable, rank, arguments) for rank in ranks}
         if common is None:
             raise NoCheckpointError(
-                f"there is no step that all {world_size} ranks of job {arguments.job!r} have "
-                f"valid here; {_having(usable)}",
-                hint="bring the volumes of all ranks together, or choose one with --rank",
+                f"there is no step that all {world_size} ranks of job {arguments.job!r} have a "
+                f"valid checkpoint of here; {_having(usable)}",
+                hint="copy the volumes of all ranks into one directory, or choose one with --rank",
             )
         return common.checkpoints
     if arguments.rank is None and len(ranks) > 1:
-        shared = f"; the newest step of all is {common.step}" if common else ""
+        shared = f"; the newest step that all have is {common.step}" if common else ""
         raise UsageError(
             f"job {arguments.job!r} has ranks {_named(list(ranks))}{shared}",
             hint="choose one with --rank R, or all with --all-ranks",
@@ -137,7 +139,7 @@ def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, 
     if common is not None and rank in common.checkpoints:
         return {rank: common.checkpoints[rank]}
     if not alone:
-        note(f"not all {world_size} ranks have this step here: it may not fit the other ranks'")
+        note(f"not all {world_size} ranks have this step here: do not mix it with other ranks")
     return {rank: _newest(usable, rank, arguments)}
 
 
@@ -161,10 +163,10 @@ def _named(ranks: list[int]) -> str:
 def _flagged(
     ranks: Ranks, chosen: Chosen, skipped: list[Skipped], arguments: argparse.Namespace
 ) -> list[Skipped]:
-    """Newer ones that a reader had found damaged before; a daemon flags those we met now."""
+    """Newer checkpoints that were already known to be damaged."""
     told = {key_of(skip.checkpoint) for skip in skipped}
     return [
-        Skipped(one, "a reader found it damaged before")
+        Skipped(one, "an earlier read found it damaged")
         for rank, taken in chosen.items()
         for one in offline.matching(ranks[rank], step=arguments.step, sequence=arguments.sequence)
         if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in told
@@ -183,7 +185,7 @@ class _DamageError(Exception):
 def write(
     storage: Store, chosen: Chosen, output: Path, arguments: argparse.Namespace
 ) -> list[Written]:
-    """Writes all files, then gives all their names: a damaged rank leaves none behind.
+    """Writes all files, then renames them: a damaged rank leaves none behind.
 
     Raises RecycledError, or _DamageError with the checkpoint that is damaged.
     """
@@ -195,7 +197,7 @@ def write(
         for rank, one in chosen.items():
             target = _target(output, rank) if arguments.all_ranks else output
             kind = arguments.format or _format_of(target)
-            made = _output(target, kind, force=arguments.force)
+            made = Output(target, force=arguments.force, directory=kind == DCP)
             outputs.append(stack.enter_context(made))
             try:
                 written.append(_write_one(storage, one, made, kind, bar, arguments.only))
@@ -206,11 +208,6 @@ def write(
     return written
 
 
-def _output(target: Path, kind: str, *, force: bool) -> Output:
-    place = OutputDirectory if kind == DCP else OutputFile
-    return place(target, force=force)
-
-
 def _write_one(
     storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
 ) -> Written:
@@ -218,10 +215,9 @@ def _write_one(
     with WholeReader(storage, storage.reader(one)) as whole, Watched(whole, bar) as reader:
         content = whole.tree()
         if only:
-            content = subtree.only(content, only, one.job)
-            bar.spare(subtree.spared_bytes(content))
+            content = parts.only(content, only, one.job)
+            bar.spare(parts.spared_bytes(content))
         if kind == SAFETENSORS:
-            assert isinstance(output, OutputFile)
             plan = safetensors_file.plan(content, _about(one, only))
             safetensors_file.write(reader, plan, output)
             made.changed = [f"{path} is left out" for path in plan.left_out]
@@ -234,13 +230,8 @@ def _write_one(
 
 
 def _about(one: catalog.Checkpoint, only: str) -> dict[str, str]:
-    about = {
-        "pccheck.job": one.job,
-        "pccheck.rank": str(one.rank),
-        "pccheck.world_size": str(one.world_size),
-        "pccheck.step": str(one.step),
-        "pccheck.sequence": str(one.sequence),
-    }
+    names = ("job", "rank", "world_size", "step", "sequence")
+    about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
     return about | {"pccheck.only": only} if only else about
 
 
@@ -256,7 +247,7 @@ def _target(output: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends like an error does: temporary files go."""
+    """SIGTERM ends like an error does: temporary files are removed."""
 
     def terminated(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

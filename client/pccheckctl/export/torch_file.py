@@ -1,29 +1,36 @@
 """A checkpoint as a file for `torch.load(weights_only=True)`, or as a directory for
-`torch.distributed.checkpoint`. Imports torch, and only this does.
+`torch.distributed.checkpoint`. Only this module imports torch, and only when it writes.
 
-What that loader refuses by default becomes the nearest thing it takes: NumPy arrays and scalars
-become tensors and Python numbers, defaultdicts dicts, frozensets sets; each is noted by its path.
+What that loader refuses becomes the nearest thing that it takes: NumPy arrays and scalars become
+tensors and Python numbers, defaultdicts dicts, frozensets sets; each is noted with its path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import signal
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
+from pccheckctl.memory import available
+from pccheckctl.reading import Reader
 
-from .output_file import Output, OutputDirectory, OutputFile
-from .reading import Reader
-from .strides import contiguous_strides
-from .subtree import extents_of
-from .torch_names import NUMPY_TO_TORCH
+from .files import Output, reserve
+from .parts import NUMPY_TO_TORCH, contiguous_strides, extents_of
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGN = 64  # of torch's own memory, at least
 
 #: dtypes that torch can hold but not save; their bytes are.
 _UNSAVED = frozenset(
@@ -42,37 +49,62 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
             import torch
 
             from pccheck import rebuild
-
-            from .spill import Room
     except ImportError as error:
         raise PccheckError(
-            f"a torch file needs torch and NumPy, which cannot be imported: {error}",
+            f"cannot write a torch file without torch and NumPy: {error}",
             hint="pip install 'pccheck[torch]', or write safetensors: FILE.safetensors",
         ) from error
     plain = Plain(content.extents)
     root = plain.node(content.root, "")
-    if isinstance(output, OutputDirectory):
+    if output.directory:
         named(root)
     wanted = extents_of(root)
-    with Room([content.extents[index] for index in wanted], output.target.parent) as room:
-        memory = rebuild.Memory(content.extents, wanted, room.storage)
-        if wanted:
-            reader.read_into(memory.ranges)
-        state = rebuild.state_of(memory, root)
-        with _disk_errors(output.target.parent):
-            if isinstance(output, OutputDirectory):
-                _save_directory(state, output)
-            else:
-                assert isinstance(output, OutputFile)
-                with os.fdopen(os.dup(output.descriptor), "wb") as file:
-                    torch.save(state, file)
+    sizes = (content.extents[index].lead + content.extents[index].nbytes for index in wanted)
+    place = output.target.parent
+    memory = rebuild.Memory(content.extents, wanted, storages(sum(map(_aligned, sizes)), place))
+    if wanted:
+        reader.read_into(memory.ranges)
+    state = rebuild.state_of(memory, root)
+    with _disk_errors(place):
+        if output.directory:
+            _save_directory(state, output.temporary)
+        else:
+            with os.fdopen(os.dup(output.descriptor), "wb") as file:
+                torch.save(state, file)
     return plain.changed
+
+
+def storages(total_bytes: int, beside: Path) -> Callable[[int], torch.UntypedStorage]:
+    """Makes the storages of a state: in memory, or, when it would take more than half of the
+    memory, in a file without a name, which goes with the last of them. Raises StorageFullError."""
+    import torch
+
+    if total_bytes <= available()[0] // 2:
+        return lambda nbytes: torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryFile(dir=beside) as file:
+        reserve(file.fileno(), total_bytes, beside)
+        area = mmap.mmap(file.fileno(), total_bytes)
+    used = 0
+
+    def make(nbytes: int) -> torch.UntypedStorage:
+        nonlocal used
+        at, used = used, used + _aligned(nbytes)
+        if nbytes == 0:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        bytes_of_file = torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=at)
+        return bytes_of_file.untyped_storage()
+
+    return make
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM count when this ends: modules that torch tries to import swallow them, or
-    are left half imported."""
+    """Ctrl-C and SIGTERM take effect when this ends: modules that torch imports swallow them, or
+    would be left half imported."""
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     held = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -89,15 +121,15 @@ def signals_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(where: Path) -> Iterator[None]:
-    """torch hides what the disk said, and that we are to end, behind errors of its own, some of
-    which are no Exceptions."""
+    """torch hides errors of the disk, and Ctrl-C, behind its own errors, some of which are not
+    Exceptions."""
     try:
         yield
     except BaseException as error:
         hidden = _hidden(error)
         if isinstance(hidden, OSError) and hidden.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFullError(
-                f"{where} has no room for this state", hint="choose another --output"
+                f"{where} has no space for this state", hint="choose another --output"
             ) from error
         if hidden is None and not isinstance(error, PccheckError):
             raise UnsupportedStateError(
@@ -110,22 +142,23 @@ def _disk_errors(where: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What torch.distributed.checkpoint wraps, in a line."""
-    wrapped = [found for found, _ in getattr(error, "failures", {}).values()]
-    text = str(wrapped[0] if wrapped else error) or type(error).__name__
+    """In a line; torch.distributed.checkpoint wraps errors."""
+    text = str(next(_wrapped(error), error)) or type(error).__name__
     return text.splitlines()[0]
 
 
-def _hidden(error: BaseException) -> BaseException | None:
-    """The first of these behind an error, or the error itself."""
-    left: list[BaseException | None] = [error]
-    while left:
-        one = left.pop()
-        if isinstance(one, (OSError, KeyboardInterrupt, SystemExit)):
-            return one
-        if one is not None:
-            left += [one.__cause__, one.__context__]
-            left += [found for found, _ in getattr(one, "failures", {}).values()]
+def _wrapped(error: BaseException) -> Iterator[BaseException]:
+    for found, _ in getattr(error, "failures", {}).values():
+        yield found
+
+
+def _hidden(error: BaseException | None) -> BaseException | None:
+    """The first error of the disk, or Ctrl-C, that is behind an error, or the error itself."""
+    if error is None or isinstance(error, (OSError, KeyboardInterrupt, SystemExit)):
+        return error
+    for one in (*_wrapped(error), error.__context__, error.__cause__):
+        if (found := _hidden(one)) is not None:
+            return found
     return None
 
 
@@ -133,21 +166,21 @@ def named(root: Node) -> None:
     """Raises UnsupportedStateError for a state that a directory cannot hold."""
     if not isinstance(root, tree.Mapping) or not all(isinstance(key, str) for key, _ in root.items):
         raise UnsupportedStateError(
-            "torch.distributed.checkpoint saves dicts with names, and this state is none",
+            "torch.distributed.checkpoint saves only dicts whose keys are strings",
             hint="use --only NAME, or --format torch",
         )
 
 
-def _save_directory(state: dict[str, object], output: OutputDirectory) -> None:
+def _save_directory(state: dict[str, object], place: Path) -> None:
     with signals_held():
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = FileSystemWriter(output.temporary, sync_files=True)
+    writer = FileSystemWriter(place, sync_files=True)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that no process group is there
+        with warnings.catch_warnings(action="ignore"):  # it misses a process group
             save(state, storage_writer=writer, no_dist=True)
-    except ValueError as error:  # names that coincide once they are joined by dots
+    except ValueError as error:  # names that are equal once dots join them
         raise UnsupportedStateError(
             f"torch.distributed.checkpoint cannot save this state: {error}",
             hint="use --only NAME, or --format torch",
