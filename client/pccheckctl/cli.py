@@ -11,9 +11,8 @@ from typing import NoReturn
 
 from pccheck_wire.basics import did_you_mean
 from pccheck_wire.errors import PccheckError, UsageError
-
-from . import VERSION
-from .commands import COMMANDS
+from pccheckctl import VERSION
+from pccheckctl.arguments import COMMANDS
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")
@@ -118,7 +117,7 @@ def report(error: PccheckError, *, as_json: bool) -> None:
         }
         print(json.dumps(document, indent=2), flush=True)
         return
-    from .render import safe
+    from pccheckctl.output.render import safe
 
     print(f"pccheckctl: {safe(error.message)}", file=sys.stderr)
     if error.hint:

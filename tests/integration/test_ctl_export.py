@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pccheckctl.export import command, files, torch_file
-from pccheckctl.progress import Watched
-from pccheckctl.reading import FileReader
+from pccheckctl.source.readers import FileReader, Watched
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, floats, make, mapping, numbers, scribble
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.tree import Sequence, Tag
-from pccheckctl import cli, listing, offline, show, status, verify  # noqa: F401
+from pccheckctl import cli
+from pccheckctl.commands import listing, show, status, verify  # noqa: F401
+from pccheckctl.source import directory  # noqa: F401
 from tests.support.ctl import Ctl
 from tests.support.volumes import Rank, make, mapping, scribble
 

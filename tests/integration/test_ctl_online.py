@@ -13,7 +13,8 @@ import msgpack
 import pytest
 
 import pccheckctl
-from pccheckctl import cli, source
+from pccheckctl import cli
+from pccheckctl.source import choice
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import UID, WIDE, floats, make, scribble
@@ -40,7 +41,7 @@ def ctl(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Checkpoints are read from the files, or through the daemon by who may not open them."""
     if request.param == "daemon":
-        monkeypatch.setattr(source, "_may_read", lambda _: False)
+        monkeypatch.setattr(choice, "_may_read", lambda _: False)
     return str(request.param)
 
 
@@ -74,10 +75,12 @@ STANDARD = (
     "socket, time, typing"
 )
 OURS = {
-    "pccheckctl", "pccheckctl.cli", "pccheckctl.commands", "pccheckctl.listing",
-    "pccheckctl.online", "pccheckctl.output", "pccheckctl.render", "pccheckctl.source",
-    "pccheckctl.status", "pccheck_wire", "pccheck_wire.basics",
-    "pccheck_wire.connection", "pccheck_wire.errors", "pccheck_wire.packing", "pccheck_wire.peer",
+    "pccheckctl", "pccheckctl.arguments", "pccheckctl.cli", "pccheckctl.commands",
+    "pccheckctl.commands.listing", "pccheckctl.commands.status", "pccheckctl.output",
+    "pccheckctl.output.documents", "pccheckctl.output.render", "pccheckctl.source",
+    "pccheckctl.source.choice", "pccheckctl.source.observer", "pccheck_wire",
+    "pccheck_wire.basics", "pccheck_wire.connection", "pccheck_wire.errors",
+    "pccheck_wire.packing", "pccheck_wire.peer",
 }  # fmt: skip
 
 

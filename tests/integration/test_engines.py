@@ -11,8 +11,8 @@ import pytest
 
 from pccheck_native import NativeError, choose_engine
 from pccheck_wire.errors import PccheckError
-from pccheckctl import status
-from pccheckctl.online import Observer
+from pccheckctl.commands import status
+from pccheckctl.source.observer import Observer
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 

@@ -12,8 +12,8 @@ from pccheck_wire.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from pccheckctl import wait
-from pccheckctl.wait import Seen
+from pccheckctl.commands import wait
+from pccheckctl.commands.wait import Seen
 
 NOTHING = Seen([], [])
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pccheckctl import cli, completion
-from pccheckctl.commands import COMMANDS
+from pccheckctl import cli
+from pccheckctl.arguments import COMMANDS
+from pccheckctl.commands import completion
 
 ROOT = Path(__file__).parents[2]
 

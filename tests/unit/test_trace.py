@@ -6,8 +6,8 @@ import itertools
 import json
 from collections.abc import Iterable
 
-from pccheckctl import trace as viewer
-from pccheckctl.output import Document, rows, whole
+from pccheckctl.commands import trace as viewer
+from pccheckctl.output.documents import Document, rows, whole
 from pccheckd.trace import Record, Ring, document, take
 
 MS = 1_000_000

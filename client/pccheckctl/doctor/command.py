@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from pccheckctl import render
-from pccheckctl.output import Document, part, print_json, say, whole
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, part, print_json, say, whole
 
 from . import daemon, gpu, machine, storage
 from .finding import OK, PROBLEM, WARNING, Finding, guarded, ok

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
-from pccheckctl import VERSION, config, render
-from pccheckctl.online import Observer
-from pccheckctl.output import Document, number, part, text, texts, whole
+from pccheckctl import VERSION
+from pccheckctl.commands import config
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, number, part, text, texts, whole
+from pccheckctl.source.observer import Observer
 
 from .finding import Finding, ok, problem, warning
 

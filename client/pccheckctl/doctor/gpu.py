@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheckctl import render
-from pccheckctl.output import Document, part, rows, text
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, part, rows, text
 
 from .finding import Finding, ok, warning
 

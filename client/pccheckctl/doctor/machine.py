@@ -11,8 +11,8 @@ import re
 import resource
 from collections.abc import Iterator
 
-from pccheckctl import render
 from pccheckctl.memory import available
+from pccheckctl.output import render
 
 from .finding import Finding, ok, problem, read, warning
 

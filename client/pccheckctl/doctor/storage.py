@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pccheck_native import catalog, layout, mounts
 from pccheck_wire.errors import PccheckError
-from pccheckctl import render
 from pccheckctl.measure import disk
+from pccheckctl.output import render
 
 from .finding import Finding, ok, problem, warning
 

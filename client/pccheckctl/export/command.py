@@ -16,11 +16,12 @@ from types import FrameType
 
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
-from pccheckctl import offline, render
-from pccheckctl.output import Document, note, print_json, say
-from pccheckctl.progress import Bar, Watched
-from pccheckctl.reading import RecycledError, Store, WholeReader
-from pccheckctl.source import files
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, print_json, say
+from pccheckctl.output.progress import Bar
+from pccheckctl.source import directory
+from pccheckctl.source.choice import files
+from pccheckctl.source.readers import RecycledError, Store, Watched, WholeReader
 
 from . import parts, safetensors_file
 from .files import Output
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     skipped: list[Skipped] = []
     for _ in range(ATTEMPTS):
         found = storage.scan(uid=arguments.uid, job=arguments.job)
-        ranks = offline.of_job(found, arguments.job, storage.path)
+        ranks = directory.of_job(found, arguments.job, storage.path)
         chosen = _choose_or_tell(ranks, arguments, skipped)
         try:
             with _terminable():
@@ -106,11 +107,11 @@ def _choose_or_tell(ranks: Ranks, arguments: argparse.Namespace, skipped: list[S
 
 def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, int]]) -> Chosen:
     """One checkpoint for each rank that is written. Raises NoCheckpointError, UsageError."""
-    world_size = offline.ranks_of(ranks)
+    world_size = directory.ranks_of(ranks)
     usable = {
         rank: [
             one
-            for one in offline.matching(
+            for one in directory.matching(
                 checkpoints, step=arguments.step, sequence=arguments.sequence
             )
             if not one.is_damaged and key_of(one) not in without
@@ -146,7 +147,7 @@ def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, 
 def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:
     for one in usable.get(rank, ()):
         return one
-    raise offline.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
+    raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
 
 
 def _having(usable: Ranks) -> str:
@@ -168,7 +169,7 @@ def _flagged(
     return [
         Skipped(one, "an earlier read found it damaged")
         for rank, taken in chosen.items()
-        for one in offline.matching(ranks[rank], step=arguments.step, sequence=arguments.sequence)
+        for one in directory.matching(ranks[rank], step=arguments.step, sequence=arguments.sequence)
         if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in told
     ]
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError
-from pccheckctl.output import as_json
-from pccheckctl.reading import Reader
+from pccheckctl.output.documents import as_json
+from pccheckctl.source.readers import Reader
 
 from .files import Output
 from .parts import NUMPY_TO_TORCH, contiguous_strides

@@ -22,7 +22,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
 from pccheckctl.memory import available
-from pccheckctl.reading import Reader
+from pccheckctl.source.readers import Reader
 
 from .files import Output, reserve
 from .parts import NUMPY_TO_TORCH, contiguous_strides, extents_of

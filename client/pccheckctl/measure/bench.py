@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from pccheck_wire.errors import StorageFullError, UsageError
 from pccheck_wire.units import GIB, MIB
-from pccheckctl import render
-from pccheckctl.output import Document, part, print_json, say, text
-from pccheckctl.progress import Bar
-from pccheckctl.source import choose
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, part, print_json, say, text
+from pccheckctl.output.progress import Bar
+from pccheckctl.source.choice import choose
 
 from . import disk
 

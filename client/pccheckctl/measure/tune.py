@@ -21,9 +21,9 @@ from typing import NamedTuple
 from pccheck_native import _core, layout
 from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
-from pccheckctl import render
-from pccheckctl.output import Document, number, part, print_json, rows, say, text, whole
-from pccheckctl.source import choose
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, number, part, print_json, rows, say, text, whole
+from pccheckctl.source.choice import choose
 
 from . import bench, disk
 

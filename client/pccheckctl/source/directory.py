@@ -5,26 +5,28 @@ Whatever is damaged is told, never repaired or flagged: nothing here writes.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pccheck_native import catalog, group, layout
+from pccheck_native import catalog, dropping, group, layout
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
     NoStoreError,
     PccheckError,
     RefusedError,
+    StoreLockedError,
     UsageError,
 )
-from pccheck_wire.owners import one_owner
-
-from .output import Document
+from pccheck_wire.owners import one_owner, owner_of
+from pccheckctl.output.documents import Document
 
 if TYPE_CHECKING:
-    from .reading import FileReader
+    from pccheckctl.source.readers import FileReader
 
 _WHY = {
     "NOT_A_VOLUME": "it holds no valid commit record",
@@ -78,7 +80,9 @@ class Storage:
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
-        from .reading import FileReader  # the tree's classes are not needed to list
+        from pccheckctl.source.readers import (
+            FileReader,  # the tree's classes are not needed to list
+        )
 
         return FileReader(checkpoint)
 
@@ -126,11 +130,51 @@ class Storage:
     def drop(
         self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
     ) -> Document:
-        """What `drop --json` prints. Without `dry_run` it takes the locks that a daemon and
-        writers hold. Raises StoreLockedError, RefusedError."""
-        from . import dropping
+        """What `drop --json` prints. Without `dry_run` it takes the locks of a daemon and of its
+        writers: nothing else here changes a directory. Raises StoreLockedError, RefusedError."""
+        self.scan(uid=uid, job=job, rank=rank)  # for its errors
+        with contextlib.ExitStack() as held:
+            if not dry_run:
+                held.enter_context(_no_daemon(self.path))
+            try:
+                files = dropping.victims(self.path, uid=uid, job=job, rank=rank)
+                owner_of(job, rank, (victim.file.uid for victim in files))
+                if not dry_run:
+                    with contextlib.suppress(OSError):  # of earlier drops; a daemon does it, too
+                        dropping.clear(self.path)
+                    dropping.drop([victim.file.path for victim in files])
+            except dropping.InUseError as error:
+                raise RefusedError(
+                    f"{error}; nothing was dropped", hint="end that process, then try again"
+                ) from error
+            except PermissionError as error:
+                raise denied(error.filename or self.path) from error
+        return dropping.document(self.path, files, dropped=not dry_run)
 
-        return dropping.drop(self, job, rank=rank, uid=uid, dry_run=dry_run)
+
+@contextlib.contextmanager
+def _no_daemon(storage: Path) -> Iterator[None]:
+    """Holds the daemon's lock. It is never created here: a file of another user would keep the
+    daemon out. Where there is none, no daemon has ever run."""
+    try:
+        descriptor = os.open(layout.lock_path(storage), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StoreLockedError(
+                f"a pccheckd (pid {pid}) serves {storage}",
+                hint=f"ask it to drop the job: pccheckctl --socket {socket} drop"
+                if (socket := layout.noted_socket(storage))
+                else "ask it to drop the job: pccheckctl drop without --storage",
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def denied(place: object) -> PccheckError:

@@ -10,15 +10,14 @@ import os
 from typing import TYPE_CHECKING
 
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
-
-from .output import part, text
+from pccheckctl.output.documents import part, text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .offline import Storage
-    from .online import Observer
-    from .reading import Store
+    from pccheckctl.source.directory import Storage
+    from pccheckctl.source.observer import Observer
+    from pccheckctl.source.readers import Store
 
 
 def choose(arguments: argparse.Namespace) -> Observer | Storage:
@@ -27,10 +26,10 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
     Raises DaemonUnreachableError that names both ways out.
     """
     if arguments.storage:
-        from .offline import Storage
+        from pccheckctl.source.directory import Storage
 
         return Storage(arguments.storage)
-    from .online import Observer
+    from pccheckctl.source.observer import Observer
 
     try:
         return Observer(arguments.socket)
@@ -42,7 +41,7 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
                 hint=f"{error.hint}; or without one, with the files: pccheckctl --storage DIR ..."
                 f"{_private_daemons()}",
             ) from error
-    from .offline import Storage
+    from pccheckctl.source.directory import Storage
 
     return Storage(fallback)
 
@@ -69,7 +68,7 @@ def daemon(arguments: argparse.Namespace) -> Observer:
             "--storage",
             hint="leave --storage out; --socket PATH names a daemon",
         )
-    from .online import Observer
+    from pccheckctl.source.observer import Observer
 
     return Observer(arguments.socket)
 
@@ -79,7 +78,7 @@ def files(arguments: argparse.Namespace) -> Store:
     that costs the daemon nothing; through the daemon where we may not look into it."""
     from pathlib import Path
 
-    from .offline import Storage
+    from pccheckctl.source.directory import Storage
 
     with choose(arguments) as chosen:
         if isinstance(chosen, Storage):
@@ -89,7 +88,7 @@ def files(arguments: argparse.Namespace) -> Store:
         storage = Storage(place)
         storage.served, storage.socket = True, arguments.socket
         return storage
-    from .remote import DaemonStore
+    from pccheckctl.source.remote import DaemonStore
 
     return DaemonStore(arguments.socket, place)
 

@@ -14,12 +14,12 @@ from pccheck_wire.errors import (
     UnreadableError,
     UsageError,
 )
-
-from . import offline, render
-from .output import Document, print_json, say
-from .progress import Bar, bytes_read
-from .reading import RecycledError, Store, read_tree
-from .source import files
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, print_json, say
+from pccheckctl.output.progress import Bar, bytes_read
+from pccheckctl.source import directory
+from pccheckctl.source.choice import files
+from pccheckctl.source.readers import RecycledError, Store, read_tree
 
 BAD = ("damaged", "unreadable")
 
@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     unreadable: list[catalog.Unreadable] = []
     for job in arguments.job or [""]:
         found = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
-        mine = offline.matching(found.checkpoints, step=arguments.step, sequence=arguments.sequence)
+        mine = directory.matching(
+            found.checkpoints, step=arguments.step, sequence=arguments.sequence
+        )
         if not mine and not found.unreadable:
             raise NoCheckpointError(
                 f"there is no checkpoint{_asked(arguments, job)} in {storage.path}",
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         unreadable += found.unreadable
     denied = [item for item in unreadable if item.code_name in ("EACCES", "EPERM")]
     if denied:
-        raise offline.error_of(denied[0])
+        raise directory.error_of(denied[0])
     part = chosen(arguments)
     payload = sum(one.payload_bytes for one in wanted)
     results = []
@@ -110,7 +112,7 @@ def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -
 def _flagged(storage: Store, one: catalog.Checkpoint) -> Result:
     """Known to be damaged. Only the daemon, which writes the volume, may take that back, and only
     for what it has read itself."""
-    from .remote import verified
+    from pccheckctl.source.remote import verified
 
     try:
         read_bytes, cleared = verified(storage.socket, one)
@@ -146,7 +148,8 @@ def document(
             for one in results
         ],
         "unreadable": [
-            {"path": str(item.file.path), "reason": offline.reason_of(item)} for item in unreadable
+            {"path": str(item.file.path), "reason": directory.reason_of(item)}
+            for item in unreadable
         ],
     }
 
@@ -162,7 +165,7 @@ def as_text(
         for r in results
     ]  # fmt: skip
     lines += [
-        (item.file.job, item.file.rank, "", "", "", "unreadable", offline.reason_of(item))
+        (item.file.job, item.file.rank, "", "", "", "unreadable", directory.reason_of(item))
         for item in unreadable
     ]
     headings = ("job", "rank", "sequence", "step", "size", "result", "reason")

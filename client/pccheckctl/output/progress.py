@@ -5,23 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import Self
 
-from . import render
-
-if TYPE_CHECKING:
-    from pccheck_native.subset import Subset
-
-    from .reading import Reader
+from pccheckctl.output import render
 
 PERIOD_S = 0.2
 DELAY_S = 0.5  # what is over by then needs no bar
-SLICE_BYTES = 256 << 20
 _BAR_COLUMNS = 24
 
 
@@ -115,54 +108,3 @@ def bytes_read() -> int:
             return int(next(line for line in file if line.startswith("rchar:")).split()[1])
     except (OSError, StopIteration, ValueError):
         return 0
-
-
-class Watched:
-    """A reader whose bytes move a bar: long reads are cut, so that it moves while they go on."""
-
-    def __init__(self, reader: Reader, bar: Bar) -> None:
-        self.checkpoint = reader.checkpoint
-        self._reader = reader
-        self._bar = bar
-
-    @property
-    def tree_place(self) -> tuple[int, int]:
-        return self._reader.tree_place
-
-    def read(self, offset: int, length: int) -> bytes:
-        data = self._reader.read(offset, length)
-        self._bar.advance(length)
-        return data
-
-    def read_into(self, ranges: bytes) -> None:
-        for part, nbytes in cut(ranges, SLICE_BYTES):
-            self._reader.read_into(part)
-            self._bar.advance(nbytes)
-
-    def verify(self, part: Subset | None = None) -> int:
-        return self._reader.verify(part)
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
-
-def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
-    """Packed ranges (address, offset, length) in pieces of so many bytes, with their bytes."""
-    piece, held = [], 0
-    for address, offset, length in struct.iter_unpack("<QQQ", ranges):
-        while length:
-            taken = min(length, at_most - held)
-            piece.append(struct.pack("<QQQ", address, offset, taken))
-            held += taken
-            address, offset, length = address + taken, offset + taken, length - taken
-            if held == at_most:
-                yield b"".join(piece), held
-                piece, held = [], 0
-    if piece:
-        yield b"".join(piece), held

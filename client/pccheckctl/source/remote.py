@@ -9,7 +9,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import Self
 
 from pccheck_native import _core, catalog, layout
 from pccheck_native.subset import Subset
@@ -20,11 +19,10 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, Role
-
-from . import VERSION
-from .online import Observer
-from .output import Document, rows, text, whole
-from .reading import invalid, recycled
+from pccheckctl import VERSION
+from pccheckctl.output.documents import Document, rows, text, whole
+from pccheckctl.source.observer import Observer
+from pccheckctl.source.readers import Reader, invalid, recycled
 
 LOAD_LIMIT_S = 3600.0
 _UNREADABLE = -10018  # -PCC_E_UNREADABLE
@@ -88,7 +86,7 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     )
 
 
-class DaemonReader:
+class DaemonReader(Reader):
     """A reader's session of one checkpoint."""
 
     def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
@@ -131,12 +129,6 @@ class DaemonReader:
     def close(self) -> None:
         self._link.close()
         self._attachment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _open(self) -> Opened:
         one = self.checkpoint

@@ -7,10 +7,9 @@ import sys
 import time
 
 from pccheck_wire.errors import UsageError
-
-from . import render
-from .output import Document, number, print_json, rows, say, text, whole
-from .source import choose
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, number, print_json, rows, say, text, whole
+from pccheckctl.source.choice import choose
 
 
 def run(arguments: argparse.Namespace) -> int:

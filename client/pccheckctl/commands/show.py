@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pccheck_native import catalog
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
-
-from . import offline, render
-from .listing import age_s, flags
-from .output import Document, as_json, note, print_json, say, text, whole
-from .reading import read_tree
-from .source import files
+from pccheckctl.commands.listing import age_s, flags
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
+from pccheckctl.source import directory
+from pccheckctl.source.choice import files
+from pccheckctl.source.readers import read_tree
 
 TEXT_WIDTH_MAX = 60
 RUN_MAX, SHOWN_OF_RUN = 8, 3  # values of a list that have lines of their own; that stand for all
@@ -26,9 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     """0, or 14 when damaged checkpoints were passed over on the way to the one shown."""
     storage = files(arguments)
     found = storage.scan(uid=arguments.uid, job=arguments.job)
-    by_rank = offline.of_job(found, arguments.job, storage.path)
+    by_rank = directory.of_job(found, arguments.job, storage.path)
     rank = min(by_rank) if arguments.rank is None else arguments.rank
-    wanted = offline.matching(
+    wanted = directory.matching(
         by_rank.get(rank, ()), step=arguments.step, sequence=arguments.sequence
     )
     damaged: list[DamagedError | UnreadableError] = []
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         return DamagedError.exit_code if damaged else 0
     if damaged:
         raise damaged[0]
-    raise offline.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
+    raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
 
 
 def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:

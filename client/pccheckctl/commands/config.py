@@ -10,9 +10,8 @@ import sys
 
 from pccheck_wire.basics import STORAGE_MISSING
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
-
-from . import render
-from .output import Document, note, part, print_json, rows, say, text, texts
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, part, print_json, rows, say, text, texts
 
 LIMIT_S = 30.0
 
@@ -31,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> Document:
     if arguments.storage:
         return _from_files(arguments)
-    from .online import Observer
+    from pccheckctl.source.observer import Observer
 
     try:
         with Observer(arguments.socket) as observer:

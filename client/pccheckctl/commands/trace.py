@@ -18,10 +18,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import render
-from .export.files import Output
-from .output import Document, print_json, rows, say, text, whole
-from .source import daemon
+from pccheckctl.export.files import Output
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, print_json, rows, say, text, whole
+from pccheckctl.source.choice import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
 #: What the daemon takes; it keeps no more anyway.

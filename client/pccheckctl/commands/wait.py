@@ -15,11 +15,10 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.owners import one_owner
-
-from . import render
-from .listing import filtered
-from .output import Document, note, print_json, rows, say, text, whole
-from .source import daemon
+from pccheckctl.commands.listing import filtered
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, print_json, rows, say, text, whole
+from pccheckctl.source.choice import daemon
 
 NAMED_MAX = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import time
 
-from . import render
-from .output import Document, note, number, print_json, rows, say, text, whole
-from .source import choose
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
+from pccheckctl.source.choice import choose
 
 HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.watch:
-        from . import watching
+        from pccheckctl.output import watch
 
-        return watching.run(arguments, fetch, as_text)
+        return watch.run(arguments, fetch, as_text)
     document = fetch(arguments)
     if arguments.json:
         print_json(document)

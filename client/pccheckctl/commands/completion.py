@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 
 from pccheck_wire.errors import PccheckError
-
-from . import cli
+from pccheckctl import cli
 
 #: What a value is, by the name that --help gives it; everything else completes to nothing.
 _FILES, _DIRECTORIES = ("FILE", "PATH"), ("DIR",)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -15,6 +17,9 @@ from pccheck_wire.errors import (
     PccheckError,
     UnreadableError,
 )
+from pccheckctl.output.progress import Bar
+
+SLICE_BYTES = 256 << 20
 
 
 class RecycledError(PccheckError):
@@ -42,8 +47,12 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
 
 def invalid(one: catalog.Checkpoint, problem: str) -> DamagedError | UnreadableError:
@@ -76,7 +85,7 @@ class Store(Protocol):
     def reader(self, checkpoint: catalog.Checkpoint) -> Reader: ...
 
 
-class FileReader:
+class FileReader(Reader):
     """Reads from the volume file."""
 
     def __init__(self, checkpoint: catalog.Checkpoint) -> None:
@@ -116,12 +125,6 @@ class FileReader:
     def close(self) -> None:
         self._volume.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
     def _told(self, error: BaseException) -> PccheckError:
         """What is wrong, unless the slot was given to a newer checkpoint meanwhile."""
         one = self.checkpoint
@@ -134,7 +137,7 @@ class FileReader:
         return invalid(one, why)
 
 
-class WholeReader:
+class WholeReader(Reader):
     """A checkpoint of replicated state: its own rank's payload, and what others store for it."""
 
     def __init__(self, storage: Store, own: Reader) -> None:
@@ -166,12 +169,6 @@ class WholeReader:
         for reader in self._readers.values():
             reader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
     def _of(self, rank: int) -> Reader:
         one = self.checkpoint
         rank = one.rank if rank < 0 else rank
@@ -186,6 +183,51 @@ class WholeReader:
                 )
             self._readers[rank] = self._storage.reader(same[0])
         return self._readers[rank]
+
+
+class Watched(Reader):
+    """A reader whose bytes move a bar: long reads are cut, so that it moves while they go on."""
+
+    def __init__(self, reader: Reader, bar: Bar) -> None:
+        self.checkpoint = reader.checkpoint
+        self._reader = reader
+        self._bar = bar
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._reader.tree_place
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._reader.read(offset, length)
+        self._bar.advance(length)
+        return data
+
+    def read_into(self, ranges: bytes) -> None:
+        for part, nbytes in cut(ranges, SLICE_BYTES):
+            self._reader.read_into(part)
+            self._bar.advance(nbytes)
+
+    def verify(self, part: Subset | None = None) -> int:
+        return self._reader.verify(part)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
+    """Packed ranges (address, offset, length) in pieces of so many bytes, with their bytes."""
+    piece, held = [], 0
+    for address, offset, length in struct.iter_unpack("<QQQ", ranges):
+        while length:
+            taken = min(length, at_most - held)
+            piece.append(struct.pack("<QQQ", address, offset, taken))
+            held += taken
+            address, offset, length = address + taken, offset + taken, length - taken
+            if held == at_most:
+                yield b"".join(piece), held
+                piece, held = [], 0
+    if piece:
+        yield b"".join(piece), held
 
 
 def recycled(one: catalog.Checkpoint) -> RecycledError:

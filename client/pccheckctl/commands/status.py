@@ -5,10 +5,20 @@ from __future__ import annotations
 import argparse
 import time
 
-from . import render
-from .listing import age_s
-from .output import Document, number, part, print_json, rows, say, text, texts, whole
-from .source import choose
+from pccheckctl.commands.listing import age_s
+from pccheckctl.output import render
+from pccheckctl.output.documents import (
+    Document,
+    number,
+    part,
+    print_json,
+    rows,
+    say,
+    text,
+    texts,
+    whole,
+)
+from pccheckctl.source.choice import choose
 
 DEGRADED = 3
 ENDED_SHOWN = 8
@@ -19,11 +29,9 @@ MOVING = ("requested", "copying", "copied", "writing")
 def run(arguments: argparse.Namespace) -> int:
     """0 when all is well, 3 when something needs to be looked at."""
     if arguments.watch:
-        from . import watching
+        from pccheckctl.output import watch
 
-        return watching.run(
-            arguments, fetch, lambda document: as_text(document, every=arguments.all)
-        )
+        return watch.run(arguments, fetch, lambda document: as_text(document, every=arguments.all))
     document = fetch(arguments)
     if arguments.json:
         print_json(document)
@@ -45,8 +53,7 @@ def _served(arguments: argparse.Namespace) -> Document | None:
 
     from pccheck_native import layout
     from pccheck_wire.errors import PccheckError
-
-    from .online import Observer
+    from pccheckctl.source.observer import Observer
 
     socket = layout.noted_socket(Path(arguments.storage))
     if socket is None:

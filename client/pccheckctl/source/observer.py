@@ -15,9 +15,8 @@ import msgpack  # type: ignore[import-untyped]
 from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
 from pccheck_wire.connection import Connection, raise_failure
 from pccheck_wire.errors import PccheckError, ProtocolError
-
-from . import VERSION
-from .output import Document, rows
+from pccheckctl import VERSION
+from pccheckctl.output.documents import Document, rows
 
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0

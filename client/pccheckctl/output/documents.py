@@ -22,14 +22,14 @@ def say(text: str) -> None:
 
 def lines_of(text: str) -> str:
     """The same text, each line of which a terminal may have."""
-    from .render import safe
+    from pccheckctl.output.render import safe
 
     return "\n".join(safe(line) for line in text.split("\n"))
 
 
 def note(text: str) -> None:
     """A remark for people; stdout stays for results."""
-    from .render import safe
+    from pccheckctl.output.render import safe
 
     print(f"pccheckctl: {safe(text)}", file=sys.stderr)
 

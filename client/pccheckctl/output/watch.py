@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 
 from pccheck_wire.errors import DaemonUnreachableError, WaitTimeoutError
-
-from .output import Document, note, say
-from .render import safe
+from pccheckctl.output.documents import Document, note, say
+from pccheckctl.output.render import safe
 
 _HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K", "\x1b[J"
 _CLEAR = "\x1b[2J"
