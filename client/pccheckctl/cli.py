@@ -1,4 +1,5 @@
-"""`pccheckctl`: arguments in, text or JSON out, exit code back. Commands are imported lazily."""
+"""`pccheckctl`: parses the arguments, runs one command, reports errors. A command is imported when
+it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pccheckctl.arguments import COMMANDS
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")
-INTERRUPTED = 130  # 128 + SIGINT, as a shell would say it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 EXIT_CODES = """exit codes:
   0 ok             1 error            2 usage          3 degraded
@@ -26,7 +27,7 @@ EXIT_CODES = """exit codes:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """argparse makes one for every argument, and imports shutil to ask for the width."""
+    """With a fixed width: argparse would import shutil to get it."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=WIDTH)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader of the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PccheckError.exit_code
     return code
@@ -74,14 +75,15 @@ def _run(given: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        failure = PccheckError(_told(error))
+        where = f"{error.filename}: " if error.filename else ""
+        failure = PccheckError(f"{where}{error.strerror or error}")
     report(failure, as_json="--json" in given)
     return failure.exit_code
 
 
 def _named(given: list[str]) -> str | None:
-    """The command, unless somebody asks for help: the first word that is no flag and no flag's
-    value. Raises UsageError for one that there is not."""
+    """The command, unless help is wanted: the first word that is neither a flag nor the value of
+    one. Raises UsageError for an unknown command."""
     if "-h" in given or "--help" in given:
         return None
     words = iter(given)
@@ -91,13 +93,9 @@ def _named(given: list[str]) -> str | None:
         elif not word.startswith("-"):
             if any(word == command.name for command in COMMANDS):
                 return word
-            raise _no_such(word)
+            meant = did_you_mean([word], [command.name for command in COMMANDS])
+            raise UsageError(f"there is no command {word!r}", hint=f"{meant}see: pccheckctl --help")
     return None
-
-
-def _no_such(word: str) -> UsageError:
-    meant = did_you_mean([word], [command.name for command in COMMANDS])
-    return UsageError(f"there is no command {word!r}", hint=f"{meant}see: pccheckctl --help")
 
 
 def report(error: PccheckError, *, as_json: bool) -> None:
@@ -124,16 +122,11 @@ def report(error: PccheckError, *, as_json: bool) -> None:
         print(f"hint: {safe(error.hint)}", file=sys.stderr)
 
 
-def _told(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
-
-
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The whole tree, or one with this command only, which takes a fraction of the time."""
+    """For all commands, or for one only, which takes a fraction of the time."""
     made = _Parser(
         prog="pccheckctl",
-        description="Asks a pccheckd what it does, and reads the volumes that it wrote.",
+        description="Asks a running pccheckd, and reads the volumes that it wrote.",
         epilog=EXIT_CODES,
         formatter_class=_Formatter,
         allow_abbrev=False,
@@ -158,7 +151,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
-    """Flags that may stand before and behind the command."""
+    """Flags that may stand before or after the command."""
 
     def default(value: object) -> object:
         return value if defaults else argparse.SUPPRESS
@@ -166,7 +159,7 @@ def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
     to.add_argument("--socket", metavar="PATH", default=default(None), help="the attach socket")
     to.add_argument(
         "--storage", metavar="DIR", default=default(None),
-        help="a storage directory: to be read without a daemon, or measured",
+        help="a storage directory, to read or measure without a daemon",
     )  # fmt: skip
     to.add_argument("--uid", type=int, default=default(None), help="whose jobs (for root)")
     to.add_argument(

@@ -22,22 +22,22 @@ from pccheckctl.source.choice import daemon
 
 NAMED_MAX = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-#: States in which the daemon vouches for a checkpoint.
+#: States in which a checkpoint is safe when the trainer ends.
 COPIED = frozenset({"copied", "writing", "durable", "global"})
 _ENDED = ("failed", "skipped")
 
 
 class Seen(NamedTuple):
-    """What is known of a rank's checkpoints."""
+    """The checkpoints of a rank, as far as the daemon knows."""
 
-    stored: list[Document]  # on the disk and undamaged, newest first
-    recent: list[Document]  # that the daemon remembers, oldest first
-    known: bool = True  # the daemon has met this job and rank
-    jobs: tuple[str, ...] = ()  # all that it has met
+    stored: list[Document]  # on the disk and valid, newest first
+    recent: list[Document]  # in the memory of the daemon, oldest first
+    known: bool = True  # the daemon knows this job and rank
+    jobs: tuple[str, ...] = ()  # all that the daemon knows
 
     @property
     def newest_step(self) -> int | None:
-        """The one that was asked for last, unless it has ended without becoming anything."""
+        """The one that was requested last, and did not fail."""
         for one in reversed(self.recent):
             if text(one, "state") not in (*_ENDED, "superseded"):
                 return whole(one, "step")
@@ -50,78 +50,55 @@ def run(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """0 when it is there. Raises WaitTimeoutError at the deadline, CheckpointFailedError when the
-    step has failed and no later one is on its way. A daemon that restarts is waited for, and so is
-    a job that has not come yet; whoever has misspelt it reads so at once."""
+    """0 when the step has reached the state. Raises WaitTimeoutError at the deadline,
+    CheckpointFailedError when the step failed and no later one is under way. A daemon that restarts
+    is waited for, and so is a job that the daemon does not know yet."""
     deadline = clock() + arguments.timeout
     pause = FIRST_PAUSE_S
     step: int | None = arguments.step
     seen: Seen | None = None
-    told = False
+    announced = False
     while True:
         last: PccheckError | None = None
-        reached: Document | None = None
         try:
             seen = look(arguments)
             step = seen.newest_step if step is None else step
             reached = None if step is None else judge(seen, step, arguments.state)
         except DaemonUnreachableError as error:
-            last = error
+            last, reached = error, None
         if reached is not None:
             _tell(arguments, reached)
             return 0
         left = deadline - clock()
         if left <= 0:
-            raise last or _too_late(arguments, step, seen)
-        if seen is not None and not told:
-            told = True
-            _say(arguments, step, seen)
+            raise last or WaitTimeoutError(
+                f"timeout after {render.duration(arguments.timeout)}: "
+                f"{_missing(arguments, step, seen)}",
+                hint="see: pccheckctl status",
+            )
+        if seen is not None and not announced:
+            announced = True
+            if not seen.known or sys.stderr.isatty():  # an unknown job may be a wrong name
+                limit = render.duration(arguments.timeout)
+                note(f"{_missing(arguments, step, seen)}; waiting up to {limit}")
         sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _say(arguments: argparse.Namespace, step: int | None, seen: Seen) -> None:
-    """What is waited for: at a terminal, and wherever it may be a slip."""
-    who, limit = _who(arguments), render.duration(arguments.timeout)
-    if not seen.known:
-        note(f"{who} has not come to this daemon yet ({_jobs(seen)}); waiting {limit} for it")
-    elif sys.stderr.isatty():
-        what = "a checkpoint" if step is None else f"step {step} or a later one"
-        note(f"waiting {limit} until {what} of {who} is {arguments.state}; {_newest(seen)}")
-
-
-def _too_late(arguments: argparse.Namespace, step: int | None, seen: Seen | None) -> PccheckError:
-    who, limit = _who(arguments), render.duration(arguments.timeout)
+def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None) -> str:
+    """What is waited for, and what there is instead."""
+    who = f"job {arguments.job!r} rank {arguments.rank}"
     if seen is not None and not seen.known:
-        return WaitTimeoutError(
-            f"{who} did not come to this daemon within {limit}; {_jobs(seen)}", hint=_HINT
-        )
+        more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
+        jobs = f"{', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "none"
+        return f"the daemon does not know {who} yet (jobs that it shows you: {jobs})"
     if step is None:
-        return WaitTimeoutError(f"{who} has begun no checkpoint within {limit}", hint=_HINT)
-    newest = f"; {_newest(seen)}" if seen is not None else ""
-    return WaitTimeoutError(
-        f"{who} has neither step {step} nor a later one {arguments.state} after {limit}{newest}",
-        hint=_HINT,
-    )
-
-
-_HINT = "see: pccheckctl status"
-
-
-def _who(arguments: argparse.Namespace) -> str:
-    return f"job {arguments.job!r} rank {arguments.rank}"
-
-
-def _jobs(seen: Seen) -> str:
-    more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
-    known = f"{', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "no job"
-    return f"it shows you {known}"
-
-
-def _newest(seen: Seen) -> str:
-    if not seen.stored:
-        return "none is durable yet"
-    return f"the newest durable step is {whole(seen.stored[0], 'step')}"
+        return f"{who} has requested no checkpoint yet"
+    newest = ""
+    if seen is not None:
+        stored = seen.stored
+        newest = f" (newest durable step: {whole(stored[0], 'step') if stored else 'none'})"
+    return f"step {step} of {who}, or a later one, is not {arguments.state} yet{newest}"
 
 
 def look(arguments: argparse.Namespace) -> Seen:
@@ -145,11 +122,14 @@ def look(arguments: argparse.Namespace) -> Seen:
 
 
 def judge(seen: Seen, step: int, state: str) -> Document | None:
-    """The checkpoint of the step or of a later one that is in the wanted state, if any. Raises
-    CheckpointFailedError when the step itself has failed and nothing later may still bring it."""
+    """The checkpoint of the step or of a later one that has reached the state, if any. Raises
+    CheckpointFailedError when the step failed and no later one is under way."""
     durable = [one for one in seen.stored if whole(one, "step") >= step]
     if state == "global":
-        durable = [one for one in durable if _is_global(one)]
+        # A rank that saves alone is every rank.
+        durable = [
+            one for one in durable if one.get("global") is True or whole(one, "world_size", 1) == 1
+        ]
     if durable:
         told = "global" if state == "global" else "durable"
         return min(durable, key=lambda one: whole(one, "step")) | {"state": told}
@@ -165,24 +145,11 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
     return None
 
 
-def _is_global(one: Document) -> bool:
-    """Every rank has it; a rank that saves alone is every rank."""
-    return one.get("global") is True or whole(one, "world_size", 1) == 1
-
-
 def _tell(arguments: argparse.Namespace, one: Document) -> None:
-    document: Document = {
-        "schema": 1,
-        "job": arguments.job,
-        "rank": arguments.rank,
-        "step": one.get("step"),
-        "sequence": one.get("sequence"),
-        "state": one.get("state"),
-    }
+    names = ("step", "sequence", "state")
+    document: Document = {"schema": 1, "job": arguments.job, "rank": arguments.rank}
     if arguments.json:
-        print_json(document)
-    else:
-        asked = (
-            "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
-        )
-        say(f"step {one.get('step')} is {one.get('state')}{asked}")
+        print_json(document | {name: one.get(name) for name in names})
+        return
+    later = "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
+    say(f"step {one.get('step')} is {one.get('state')}{later}")
