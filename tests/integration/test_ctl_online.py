@@ -199,11 +199,11 @@ def test_wait(ctl: Ctl) -> None:
     assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable, later than 25\n")
     code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)
     assert code == 1
-    assert "neither step 31 nor a later one durable" in err
-    assert "the newest durable step is 30" in err
+    assert "step 31 of job 'job' rank 0, or a later one, is not durable yet" in err
+    assert "newest durable step: 30" in err
     code, _, err = ctl("wait", "jbo", "--newest", "--timeout", 0)
     assert code == 1
-    assert "job 'jbo' rank 0 did not come to this daemon" in err and "it shows you job" in err
+    assert "does not know job 'jbo' rank 0 yet (jobs that it shows you: job)" in err
 
 
 @pytest.mark.parametrize("command", ["wait job --newest", "trace"])
