@@ -78,8 +78,8 @@ OURS = {
     "pccheckctl", "pccheckctl.arguments", "pccheckctl.cli", "pccheckctl.commands",
     "pccheckctl.commands.listing", "pccheckctl.commands.status", "pccheckctl.output",
     "pccheckctl.output.documents", "pccheckctl.output.render", "pccheckctl.source",
-    "pccheckctl.source.choice", "pccheckctl.source.observer", "pccheck_wire",
-    "pccheck_wire.basics", "pccheck_wire.connection", "pccheck_wire.errors",
+    "pccheckctl.source.choice", "pccheckctl.source.observer", "pccheckctl.source.ranks",
+    "pccheck_wire", "pccheck_wire.basics", "pccheck_wire.connection", "pccheck_wire.errors",
     "pccheck_wire.packing", "pccheck_wire.peer",
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ from pccheck_wire.messages import (
     Verify,
     Welcome,
 )
+from pccheckctl.output.documents import rows
 from pccheckctl.source import observer
 
 TOKEN = b"t" * 16
@@ -169,7 +170,7 @@ def test_status_is_completed_with_ranks_that_nobody_connected_to(daemon: FakeDae
     listed = Reply(2, Report({"volumes": volumes, "checkpoints": checkpoints}))
     daemon.answers = [[WELCOME], reply({"ranks": [known]}), [codec.encode(listed)]]
     with observer.Observer(str(daemon.path)) as opened:
-        first, second = observer.rows(opened.status(), "ranks")
+        first, second = rows(opened.status(), "ranks")
     assert first == known
     assert (second["job"], second["connected"]) == ("b", False)
     assert second["newest"] == {"sequence": 2, "step": 8, "wall_ns": None}

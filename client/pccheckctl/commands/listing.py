@@ -36,7 +36,7 @@ def fetch(arguments: argparse.Namespace) -> Document:
 
 
 def filtered(document: Document, rank: int | None) -> Document:
-    """Only what is of one rank."""
+    """Only the entries of one rank."""
     kept = {
         key: [item for item in rows(document, key) if rank in (None, item.get("rank"))]
         for key in ("volumes", "checkpoints")
@@ -52,10 +52,9 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
         return "no checkpoints"
     checkpoints.sort(key=lambda one: (whole(one, "uid"), text(one, "job"), whole(one, "rank"),
                                       -whole(one, "sequence")))  # fmt: skip
-    uids = {one.get("uid") for one in checkpoints}
     lines = [
         (
-            text(one, "job") if len(uids) == 1 else f"{one.get('uid')}/{one.get('job')}",
+            job_of(one, checkpoints),
             one.get("rank"),
             one.get("sequence"),
             one.get("step"),
@@ -70,9 +69,15 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
 
 
 def age_s(one: Document, now_s: float) -> float | None:
-    """Seconds since it was published, None when that is not known."""
+    """Seconds since it became durable, None when that is not known."""
     wall_ns = number(one, "wall_ns")
     return None if wall_ns is None else now_s - wall_ns / 1e9
+
+
+def job_of(one: Document, among: list[Document]) -> str:
+    """The name of its job, with the user where there are several."""
+    uids = {other.get("uid") for other in among}
+    return text(one, "job") if len(uids) == 1 else f"{one.get('uid')}/{one.get('job')}"
 
 
 def flags(one: Document) -> str:

@@ -1,7 +1,5 @@
-"""A storage directory read without a daemon, or beside a running one: read-only, no lock taken.
-
-Whatever is damaged is told, never repaired or flagged: nothing here writes.
-"""
+"""A storage directory, read without a daemon, or beside a running one: without locks. Damage is
+reported, never repaired or flagged; only `drop` changes anything."""
 
 from __future__ import annotations
 
@@ -25,14 +23,16 @@ from pccheck_wire.errors import (
 from pccheck_wire.owners import one_owner, owner_of
 from pccheckctl.output.documents import Document
 
+from .ranks import add_stored
+
 if TYPE_CHECKING:
     from pccheckctl.source.readers import FileReader
 
 _WHY = {
-    "NOT_A_VOLUME": "it holds no valid commit record",
+    "NOT_A_VOLUME": "it has no valid commit record",
     "DAMAGED": "its commit records are damaged",
-    "TRUNCATED": "it is shorter than its records say",
-    "NEWER_FORMAT": "it was written by a newer version; upgrade pccheck",
+    "TRUNCATED": "the file is shorter than its records require",
+    "NEWER_FORMAT": "a newer version wrote it: upgrade pccheck",
     "EACCES": "permission denied",
 }
 
@@ -48,7 +48,7 @@ class Storage:
         if not self.path.is_dir():
             raise NoStoreError(
                 f"there is no storage directory {self.path}",
-                hint="name the directory that pccheckd was started with",
+                hint="use the directory that pccheckd was started with (--storage)",
             )
 
     def __enter__(self) -> Self:
@@ -60,7 +60,7 @@ class Storage:
     def scan(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None
     ) -> catalog.Catalog:
-        """The records of all matching volumes. Raises RefusedError, NoStoreError."""
+        """All matching volumes and checkpoints. Raises RefusedError, NoStoreError."""
         try:
             if job:
                 layout.check_job(job)
@@ -74,8 +74,8 @@ class Storage:
             raise NoStoreError(f"{self.path} cannot be read: {error.strerror or error}") from error
         if not known:
             raise NoStoreError(
-                f"{self.path} holds no volumes of pccheckd",
-                hint="name the directory that pccheckd was started with",
+                f"{self.path} has no volumes of pccheckd",
+                hint="use the directory that pccheckd was started with (--storage)",
             )
         return found
 
@@ -88,7 +88,9 @@ class Storage:
 
     def listing(self, job: str = "", *, uid: int | None = None) -> Document:
         """What `list --json` prints; the daemon's document has the same keys."""
-        found = self.scan(uid=uid, job=job)
+        return self._listing(self.scan(uid=uid, job=job))
+
+    def _listing(self, found: catalog.Catalog) -> Document:
         return {
             "schema": 1,
             "storage": str(self.path),
@@ -103,8 +105,8 @@ class Storage:
         }
 
     def status(self, *, uid: int | None = None) -> Document:
-        """What `status --json` prints without a daemon: the keys of the daemon's document that
-        the volumes can fill, and no daemon."""
+        """What `status --json` prints without a daemon: as much of the daemon's document as the
+        volumes hold."""
         found = self.scan(uid=uid)
         warnings = [f"{item.file.path}: {reason_of(item)}" for item in found.unreadable]
         warnings += [
@@ -113,7 +115,7 @@ class Storage:
             if one.is_damaged
         ]
         disk = os.statvfs(self.path)
-        return {
+        status: Document = {
             "schema": 1,
             "daemon": None,
             "storage": {
@@ -123,9 +125,11 @@ class Storage:
             },
             "sessions": [],
             "groups": _groups(found),
-            "ranks": _ranks(found),
+            "ranks": [],
             "warnings": warnings,
         }
+        add_stored(status, self._listing(found))
+        return status
 
     def drop(
         self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
@@ -179,9 +183,9 @@ def _no_daemon(storage: Path) -> Iterator[None]:
 
 def denied(place: object) -> PccheckError:
     return RefusedError(
-        f"{place} may not be read by uid {os.geteuid()}",
-        hint="volumes belong to the user that runs pccheckd: run this as that user or as root, "
-        "or ask the daemon (without --storage)",
+        f"uid {os.geteuid()} may not read {place}",
+        hint="volumes belong to the user that runs pccheckd: run this as that user or as root, or "
+        "ask the daemon (without --storage)",
     )
 
 
@@ -190,33 +194,11 @@ def reason_of(item: catalog.Unreadable) -> str:
 
 
 def error_of(item: catalog.Unreadable) -> PccheckError:
-    """The error for a volume that is all there is, and cannot be read."""
+    """The error when a job has only this volume, which cannot be read."""
     if item.code_name in ("EACCES", "EPERM"):
         return denied(item.file.path)
     kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
     return (kind or PccheckError)(f"the volume {item.file.path} cannot be read: {reason_of(item)}")
-
-
-def _ranks(found: catalog.Catalog) -> list[Document]:
-    """One entry per (uid, job, rank), with its newest undamaged checkpoint."""
-    ranks: dict[tuple[int, str, int], Document] = {}
-    for path, info in sorted(found.volumes.items()):
-        ranks[info.uid, info.job, info.rank] = {
-            "uid": info.uid,
-            "job": info.job,
-            "rank": info.rank,
-            "connected": False,
-            "incarnation": info.incarnation,
-            "newest": None,
-            "volume": catalog.volume_document(path, info),
-            "checkpoints": [],
-            "warnings": [],
-        }
-    for one in reversed(found.checkpoints):  # newest last, so that it stays
-        if not one.is_damaged:
-            newest = {"sequence": one.sequence, "step": one.step, "wall_ns": one.wall_ns}
-            ranks[one.uid, one.job, one.rank]["newest"] = newest
-    return list(ranks.values())
 
 
 def _groups(found: catalog.Catalog) -> list[Document]:
@@ -243,7 +225,7 @@ def _groups(found: catalog.Catalog) -> list[Document]:
 
 
 def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
-    """The checkpoints of one job by rank, newest first. Raises with what there is instead."""
+    """The checkpoints of a job by rank, newest first. Raises an error that names the jobs there."""
     mine = [one for one in found.checkpoints if one.job == job]
     one_owner(job, (one.uid for one in mine))
     if mine:

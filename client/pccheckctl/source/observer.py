@@ -18,6 +18,8 @@ from pccheck_wire.errors import PccheckError, ProtocolError
 from pccheckctl import VERSION
 from pccheckctl.output.documents import Document, rows
 
+from .ranks import add_stored
+
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
 DROP_LIMIT_S = 600.0  # a disk may need minutes to free terabytes
@@ -61,7 +63,7 @@ class Observer:
         """The daemon's document, with the ranks that it has not loaded since it started."""
         document = self._report({"t": "status"})
         with contextlib.suppress(PccheckError):  # a slow disk must not hide what the daemon does
-            add_unloaded(document, self.listing(timeout_s=LISTING_LIMIT_S))
+            add_stored(document, self.listing(timeout_s=LISTING_LIMIT_S))
         if uid is not None:
             document["ranks"] = [rank for rank in rows(document, "ranks") if rank.get("uid") == uid]
         return document
@@ -126,23 +128,3 @@ class Observer:
         if not isinstance(document, dict):
             raise ProtocolError("the answer of the daemon is not a report")
         return document
-
-
-def add_unloaded(status: Document, listing: Document) -> None:
-    """Adds ranks that the daemon's list knows and its status does not: nobody has connected."""
-    ranks = rows(status, "ranks")
-    known = {(rank.get("uid"), rank.get("job"), rank.get("rank")) for rank in ranks}
-    added: dict[tuple[object, object, object], Document] = {}
-    for volume in rows(listing, "volumes"):
-        key = volume.get("uid"), volume.get("job"), volume.get("rank")
-        if key not in known:
-            added[key] = {
-                "uid": key[0], "job": key[1], "rank": key[2], "connected": False, "pid": None,
-                "incarnation": volume.get("incarnation"), "newest": None, "in_flight": 0,
-                "volume": volume, "checkpoints": [], "warnings": [],
-            }  # fmt: skip
-    for one in reversed(rows(listing, "checkpoints")):  # newest last, so that it stays
-        found = added.get((one.get("uid"), one.get("job"), one.get("rank")))
-        if found is not None and one.get("damaged") is not True:
-            found["newest"] = {key: one.get(key) for key in ("sequence", "step", "wall_ns")}
-    status["ranks"] = [*ranks, *added.values()]
