@@ -1,5 +1,5 @@
-"""`pccheckctl config show`: the values that the daemon uses, and where each comes from; without a
-daemon, what the file and this shell's environment would tell one that is started here."""
+"""`pccheckctl config show`: the values that the daemon uses, and where each comes from. Without a
+daemon, what a daemon started from this shell would use."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _ask(arguments: argparse.Namespace) -> Document:
         document = _from_files(arguments)
     except UsageError as error:
         if error.message != STORAGE_MISSING:
-            raise  # what is wrong in a file is wrong whether a daemon runs or not
+            raise  # a mistake in the file is one with or without a daemon
         raise DaemonUnreachableError(
-            f"{unreachable.message}; one started from this shell would refuse: {error.message}",
+            f"{unreachable.message}, and from this shell none would start: {error.message}",
             hint=unreachable.hint,
         ) from error
-    note(f"{unreachable.message}: this is what a pccheckd started from this shell would use")
+    note(f"{unreachable.message}: showing what a pccheckd started from this shell would use")
     return document
 
 
@@ -63,22 +63,22 @@ def _from_files(arguments: argparse.Namespace) -> Document:
 
 
 def check(flags: list[str]) -> Document:
-    """Asks the program itself what it would make of these flags, the file and our environment: it
-    knows its table of options. Nothing is started or opened."""
+    """What pccheckd would make of these flags, the file and this environment. It has the table of
+    options; it starts and opens nothing."""
     command = [sys.executable, "-m", "pccheckd", "--check-config", "--json", *flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         document = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise PccheckError(
-            "pccheckd could not be asked for its configuration",
-            hint="does this work: pccheckd --check-config",
+            "cannot run pccheckd --check-config",
+            hint="run it by hand to see its error",
         ) from error
     return document if isinstance(document, dict) else {}
 
 
 def as_text(document: Document, *, origins: bool) -> str:
-    """The same for people. Options that only tests use are shown when somebody gave them."""
+    """The same for people. Options for tests are shown only when they are set."""
     shown = [
         row
         for row in rows(document, "options")

@@ -1,4 +1,4 @@
-"""`pccheckctl drop`: removes the volumes of a job that is over, after showing what would go."""
+"""`pccheckctl drop`: shows the volumes of a job that has ended, then removes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pccheckctl.source.choice import choose
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when it is gone, or was only looked at (--dry-run); 1 when the answer was no."""
+    """0 when the volumes were removed, or only shown (--dry-run); 1 when the user said no."""
     with choose(arguments) as chosen:
         wanted = {"rank": arguments.rank, "uid": arguments.uid}
         document = chosen.drop(arguments.job, **wanted, dry_run=True)
@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _agreed(arguments: argparse.Namespace, document: Document) -> bool:
-    """What a person says at a terminal; nobody else is asked."""
+    """Asks at a terminal; elsewhere --yes is required."""
     if arguments.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
-            f"dropping job {arguments.job!r} has to be confirmed",
-            hint="look first with --dry-run, then say --yes",
+            f"drop needs --yes to remove job {arguments.job!r}: there is no terminal to ask",
+            hint="see what would be removed: --dry-run",
         )
     say(as_text(document))
-    return input("drop these for ever? [y/N] ").strip().lower() in ("y", "yes")
+    return input("remove these files for ever? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def as_text(document: Document, *, now_s: float | None = None) -> str:

@@ -19,11 +19,11 @@ from pccheckctl.source.choice import files
 from pccheckctl.source.readers import read_tree
 
 TEXT_WIDTH_MAX = 60
-RUN_MAX, SHOWN_OF_RUN = 8, 3  # values of a list that have lines of their own; that stand for all
+RUN_MAX, SHOWN_OF_RUN = 8, 3  # items of a list with a line each; items that stand for the others
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 14 when damaged checkpoints were passed over on the way to the one shown."""
+    """0, or 14 when damaged checkpoints were skipped in favour of the one shown."""
     storage = files(arguments)
     found = storage.scan(uid=arguments.uid, job=arguments.job)
     by_rank = directory.of_job(found, arguments.job, storage.path)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_json(document)
         else:
             for passed in damaged:
-                note(f"{passed.message}; showing the one before")
+                note(f"{passed.message}; showing the previous one")
             say(as_text(document))
         return DamagedError.exit_code if damaged else 0
     if damaged:
@@ -76,7 +76,7 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
 
 
 def content_bytes(entry: tree.TensorEntry) -> int:
-    """Bytes of its elements: more than it takes when it is expanded, less when it is a slice."""
+    """Bytes of its elements: more than it takes in the payload when it is expanded."""
     item = tree.ITEM_BYTES.get(entry.dtype)
     return entry.nbytes if item is None else math.prod(entry.shape) * item
 
@@ -115,8 +115,8 @@ def as_text(document: Document) -> str:
 
 
 def _values(leaves: list[Document]) -> Iterator[tuple[str, ...]]:
-    """A line for each; a long list of them, like the state of a random generator, has one for all
-    of it. --json has every one."""
+    """A line for each; a long list, like the state of a random generator, has one line. --json has
+    every item."""
     for (parent, kind), group in itertools.groupby(leaves, _place):
         run = list(group)
         if parent is None or len(run) <= RUN_MAX:
@@ -128,7 +128,7 @@ def _values(leaves: list[Document]) -> Iterator[tuple[str, ...]]:
 
 
 def _place(leaf: Document) -> tuple[str | None, str]:
-    """The list that a value is an item of, and its type."""
+    """The list that the value is in, and its type."""
     parent, _, name = text(leaf, "path").rpartition(".")
     return (parent if parent and name.isdecimal() else None), text(leaf, "kind")
 

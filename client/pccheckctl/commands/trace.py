@@ -1,12 +1,12 @@
-"""`pccheckctl trace`: what the last checkpoints did when, as a Chrome trace.
+"""`pccheckctl trace`: when the last checkpoints did what, as a Chrome trace.
 
 The document opens in https://ui.perfetto.dev and chrome://tracing. A process is a rank; its tracks:
 
-    gate        the trainer was held back until a copy had read its tensors
+    gate        the trainer waited until a copy had read its tensors
     admission   a request waited for a lane and a slot
-    lane N      copy into the daemon's memory; below it write, flush and publish, which overlap it
+    lane N      the copy to the daemon's memory; below it write, flush and publish, which overlap
 
-Lanes are numbered so that no two checkpoints overlap on one: as many as were in flight at once.
+There are as many lanes as checkpoints were in flight at once: no two overlap on a lane.
 Times are microseconds of CLOCK_MONOTONIC."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pccheckctl.output.documents import Document, print_json, rows, say, text, w
 from pccheckctl.source.choice import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
-#: What the daemon takes; it keeps no more anyway.
+#: The limit of the daemon, which keeps less than that.
 LAST_S_MAX = 1e8
 _TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 #: Colours that both viewers know.
@@ -32,7 +32,7 @@ _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, also when there was no checkpoint."""
+    """0, also without any checkpoint."""
     with daemon(arguments) as observer:
         document = observer.trace(min(arguments.last, LAST_S_MAX))
     if arguments.uid is not None:
@@ -88,46 +88,39 @@ def chrome(document: Document) -> Document:
     }
 
 
-class _Lanes:
-    """Gives every span the lowest track that is free when it begins."""
-
-    def __init__(self) -> None:
-        self._until: list[int] = []
-
-    def take(self, begin_ns: int, end_ns: int) -> int:
-        for lane, until in enumerate(self._until):
-            if until <= begin_ns:
-                self._until[lane] = end_ns
-                return lane
-        self._until.append(end_ns)
-        return len(self._until) - 1
-
-    def __len__(self) -> int:
-        return len(self._until)
+def _lane(ends_ns: list[int], begin_ns: int, end_ns: int) -> int:
+    """The lowest lane that is free at `begin_ns`; `ends_ns` has the last end of each."""
+    for lane, last_ns in enumerate(ends_ns):
+        if last_ns <= begin_ns:
+            ends_ns[lane] = end_ns
+            return lane
+    ends_ns.append(end_ns)
+    return len(ends_ns) - 1
 
 
 def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document]:
     """Slices of one rank, and the names of the tracks that they need."""
-    waits, lanes = _Lanes(), _Lanes()
-    gate = False
+    waits: list[int] = []
+    lanes: list[int] = []
+    held_any = False
     begun = []
     for item in items:
         asked, begin = whole(item, "requested"), whole(item, "begin")
         held_at, held = whole(item, "held_at"), whole(item, "held")
         if held:
-            gate = True
+            held_any = True
             yield _slice(process, _GATE, "held by the gate", held_at, held_at + held, {})
         until = begin or whole(item, "ended") or now_ns
-        track = _ADMISSION + waits.take(asked, until)
+        track = _ADMISSION + _lane(waits, asked, until)
         yield _slice(process, track, f"wait {whole(item, 'step')}", asked, until, _facts(item))
         if begin:
             begun.append(item)
     for item in sorted(begun, key=lambda one: whole(one, "begin")):
         end_ns = whole(item, "ended") or now_ns
-        lane = lanes.take(whole(item, "begin"), end_ns)
+        lane = _lane(lanes, whole(item, "begin"), end_ns)
         yield from _saved(process, _LANES + 2 * lane, item, end_ns)
     yield from _in_flight(process, begun)
-    if gate:
+    if held_any:
         yield from _track(process, _GATE, "gate: the trainer is held")
     for lane in range(len(waits)):
         yield from _track(process, _ADMISSION + lane, "admission")
@@ -178,7 +171,7 @@ def _meta(process: int, track: int, kind: str, **arguments: object) -> Document:
 
 
 def _facts(item: Document) -> Document:
-    """What a click on a slice shows."""
+    """The details of a slice."""
     names = ("step", "sequence", "slot", "state", "payload_bytes", "session", "rehomed", "reason")
     facts = {name: item[name] for name in names if item.get(name) not in (None, "")}
     facts["transfer"] = "pull" if item.get("pulled") is True else "push"
@@ -190,7 +183,7 @@ def _facts(item: Document) -> Document:
 
 
 def _in_flight(process: int, items: list[Document]) -> Iterator[Document]:
-    """How many had a lane, over time."""
+    """How many checkpoints had a lane, over time."""
     moves = [(whole(item, "begin"), 1) for item in items]
     moves += [(whole(item, "ended"), -1) for item in items if whole(item, "ended")]
     count = 0

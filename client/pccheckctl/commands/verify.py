@@ -1,4 +1,4 @@
-"""`pccheckctl verify`: reads every byte of the checkpoints, or a part of each, and checks it."""
+"""`pccheckctl verify`: reads and checks every byte of the checkpoints, or a part of each."""
 
 from __future__ import annotations
 
@@ -33,47 +33,42 @@ class Result:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when everything is whole, 14 when something is damaged or cannot be read, 13 when there is
-    nothing."""
+    """0 when everything is valid, 14 when something is damaged or cannot be read, 13 when there is
+    no checkpoint."""
     storage = files(arguments)
+    step, sequence = arguments.step, arguments.sequence
     wanted: list[catalog.Checkpoint] = []
     unreadable: list[catalog.Unreadable] = []
     for job in arguments.job or [""]:
         found = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
-        mine = directory.matching(
-            found.checkpoints, step=arguments.step, sequence=arguments.sequence
-        )
+        mine = directory.matching(found.checkpoints, step=step, sequence=sequence)
         if not mine and not found.unreadable:
+            asked = {"of job": repr(job) if job else None, "of rank": arguments.rank,
+                     "of step": step, "with sequence": sequence}  # fmt: skip
+            which = "".join(
+                f" {word} {value}" for word, value in asked.items() if value is not None
+            )
             raise NoCheckpointError(
-                f"there is no checkpoint{_asked(arguments, job)} in {storage.path}",
-                hint="see: pccheckctl list",
+                f"there is no checkpoint{which} in {storage.path}", hint="see: pccheckctl list"
             )
         wanted += mine
         unreadable += found.unreadable
-    denied = [item for item in unreadable if item.code_name in ("EACCES", "EPERM")]
-    if denied:
-        raise directory.error_of(denied[0])
+    for item in unreadable:
+        if item.code_name in ("EACCES", "EPERM"):
+            raise directory.error_of(item)
     part = chosen(arguments)
-    payload = sum(one.payload_bytes for one in wanted)
     results = []
+    payload = sum(one.payload_bytes for one in wanted)
     with Bar("verify", payload, show=not arguments.json, read=bytes_read) as bar:
         for one in wanted:
             results.append(check(storage, one, part))
             bar.advance(one.payload_bytes)
-    bad = bool(unreadable) or any(one.result in BAD for one in results)
     if arguments.json:
         print_json(document(results, unreadable, part))
     else:
         say(as_text(results, unreadable, part))
+    bad = unreadable or any(one.result in BAD for one in results)
     return DamagedError.exit_code if bad else 0
-
-
-def _asked(arguments: argparse.Namespace, job: str) -> str:
-    words = {
-        "of job": repr(job) if job else None, "of rank": arguments.rank,
-        "of step": arguments.step, "with sequence": arguments.sequence,
-    }  # fmt: skip
-    return "".join(f" {word} {value}" for word, value in words.items() if value is not None)
 
 
 def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
@@ -82,7 +77,7 @@ def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
         return None
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     if not 0 <= seed <= subset.SEED_MAX:
-        raise UsageError(f"--seed: {seed} is not within 0..{subset.SEED_MAX}")
+        raise UsageError(f"--seed must be from 0 to {subset.SEED_MAX} (got {seed})")
     try:
         return subset.parse(arguments.subset, seed)
     except ValueError as error:
@@ -90,42 +85,38 @@ def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
 
 
 def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -> Result:
-    if one.is_damaged and part is None and storage.served:
-        return _flagged(storage, one)
+    """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was found
+    damaged before, and only after it has read all of the checkpoint itself."""
+    ask_daemon = one.is_damaged and part is None and storage.served
     try:
-        with storage.reader(one) as reader:
-            read_bytes = reader.verify(part)
-            read_tree(reader)
-    except RecycledError as error:
+        if ask_daemon:
+            from pccheckctl.source.remote import verified
+
+            read_bytes, cleared = verified(storage.socket, one)
+        else:
+            with storage.reader(one) as reader:
+                read_bytes, cleared = reader.verify(part), False
+                read_tree(reader)
+    except (RecycledError, NoCheckpointError) as error:
         return Result(one, "recycled", error.message)
     except UnreadableError as error:
         return Result(one, "unreadable", error.message)
     except PccheckError as error:
+        if ask_daemon and not isinstance(error, DamagedError):
+            raise
         return Result(one, "damaged", error.message.rpartition(" is damaged: ")[2])
-    if one.is_damaged:
-        known = "a reader found it damaged before; it reads well now"
-        more = "all of it, through pccheckd, takes the flag away"
-        return Result(one, "damaged", f"{known}: {more}", read_bytes)
-    return Result(one, "ok", "", read_bytes)
-
-
-def _flagged(storage: Store, one: catalog.Checkpoint) -> Result:
-    """Known to be damaged. Only the daemon, which writes the volume, may take that back, and only
-    for what it has read itself."""
-    from pccheckctl.source.remote import verified
-
-    try:
-        read_bytes, cleared = verified(storage.socket, one)
-    except NoCheckpointError as error:
-        return Result(one, "recycled", error.message)
-    except UnreadableError as error:
-        return Result(one, "unreadable", error.message)
-    except DamagedError as error:
-        return Result(one, "damaged", error.message)
-    if not cleared:
-        return Result(one, "damaged", "it reads well, but the flag stays: see the log", read_bytes)
-    told = "a reader had found it damaged; it reads well, and is no longer flagged"
-    return Result(one, "ok", told, read_bytes)
+    if not one.is_damaged:
+        return Result(one, "ok", "", read_bytes)
+    if cleared:
+        reason = "an earlier read found damage; the data is valid, and the flag was removed"
+        return Result(one, "ok", reason, read_bytes)
+    reason = "an earlier read found damage; the data is valid now, but the flag stays: "
+    reason += (
+        "see the log of pccheckd"
+        if ask_daemon
+        else "only a full verify through pccheckd removes it"
+    )
+    return Result(one, "damaged", reason, read_bytes)
 
 
 def document(
@@ -139,12 +130,8 @@ def document(
         "subset": {"text": part.text, "seed": part.seed} if part else None,
         "read_bytes": sum(one.read_bytes for one in results),
         "checkpoints": [
-            {
-                **catalog.checkpoint_document(one.checkpoint),
-                "result": one.result,
-                "reason": one.reason,
-                "read_bytes": one.read_bytes,
-            }
+            catalog.checkpoint_document(one.checkpoint)
+            | {"result": one.result, "reason": one.reason, "read_bytes": one.read_bytes}
             for one in results
         ],
         "unreadable": [
@@ -168,19 +155,13 @@ def as_text(
         (item.file.job, item.file.rank, "", "", "", "unreadable", directory.reason_of(item))
         for item in unreadable
     ]
-    headings = ("job", "rank", "sequence", "step", "size", "result", "reason")
-    counts = {name: sum(r.result == name for r in results) for name in ("ok", *BAD)}
-    lost = f", {counts['unreadable']} unreadable" if counts["unreadable"] else ""
-    return (
-        render.table(headings, lines)
-        + f"\n\n{counts['ok']} ok, {counts['damaged'] + len(unreadable)} damaged{lost}"
-        + (_share(results, part) if part else "")
-    )
-
-
-def _share(results: list[Result], part: subset.Subset) -> str:
-    """How much of it was looked at, and how to look at the same again."""
-    total = sum(one.checkpoint.payload_bytes for one in results)
-    read = sum(one.read_bytes for one in results)
-    again = f"; --seed {part.seed} reads the same again" if not part.parts else ""
-    return f"\nread {render.size(read)} of {render.size(total)} ({part.text}{again})"
+    table = render.table(("job", "rank", "sequence", "step", "size", "result", "reason"), lines)
+    valid, damaged, lost = (sum(r.result == name for r in results) for name in ("ok", *BAD))
+    ending = f"{valid} ok, {damaged + len(unreadable)} damaged"
+    ending += f", {lost} unreadable" if lost else ""
+    if part:
+        total = render.size(sum(one.checkpoint.payload_bytes for one in results))
+        read = render.size(sum(one.read_bytes for one in results))
+        again = f"; --seed {part.seed} reads the same again" if not part.parts else ""
+        ending += f"\nread {read} of {total} ({part.text}{again})"
+    return f"{table}\n\n{ending}"

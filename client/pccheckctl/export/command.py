@@ -63,22 +63,39 @@ def run(arguments: argparse.Namespace) -> int:
             "torch.distributed.checkpoint: pccheckctl export --format dcp",
         )
     storage = files(arguments)
-    output = Path(arguments.output)
     skipped: list[Skipped] = []
     for _ in range(ATTEMPTS):
         found = storage.scan(uid=arguments.uid, job=arguments.job)
-        ranks = directory.of_job(found, arguments.job, storage.path)
-        chosen = _choose_or_tell(ranks, arguments, skipped)
+        stored = directory.of_job(found, arguments.job, storage.path)
+        ranks = {
+            rank: directory.matching(mine, step=arguments.step, sequence=arguments.sequence)
+            for rank, mine in stored.items()
+        }
+        without = {key_of(one.checkpoint) for one in skipped}
         try:
+            chosen = choose(ranks, directory.ranks_of(stored), arguments, without)
             with _terminable():
-                written = write(storage, chosen, output, arguments)
+                written = write(storage, chosen, Path(arguments.output), arguments)
         except RecycledError:
             continue
         except _DamageError as damage:
             skipped.append(damage.skipped)
             continue
-        flagged = _flagged(ranks, chosen, skipped, arguments)
-        return _tell(arguments, written, [*flagged, *skipped])
+        except NoCheckpointError as error:
+            if not skipped:
+                raise
+            raise NoCheckpointError(
+                f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged or "
+                "unreadable",
+                hint=f"see: pccheckctl verify {arguments.job}",
+            ) from error
+        flagged = [
+            Skipped(one, "an earlier read found it damaged")
+            for rank, taken in chosen.items()
+            for one in ranks[rank]
+            if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in without
+        ]
+        return _report(arguments, written, [*flagged, *skipped])
     if skipped:
         raise DamagedError(skipped[-1].reason)
     raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
@@ -91,49 +108,34 @@ def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
     return one.rank, one.sequence
 
 
-def _choose_or_tell(ranks: Ranks, arguments: argparse.Namespace, skipped: list[Skipped]) -> Chosen:
-    """`choose`, whose error also says how many were skipped."""
-    try:
-        return choose(ranks, arguments, {key_of(one.checkpoint) for one in skipped})
-    except NoCheckpointError as error:
-        if not skipped:
-            raise
-        raise NoCheckpointError(
-            f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged "
-            "or unreadable",
-            hint=f"see: pccheckctl verify {arguments.job}",
-        ) from error
-
-
-def choose(ranks: Ranks, arguments: argparse.Namespace, without: set[tuple[int, int]]) -> Chosen:
+def choose(
+    ranks: Ranks, world_size: int, arguments: argparse.Namespace, without: set[tuple[int, int]]
+) -> Chosen:
     """One checkpoint for each rank that is written. Raises NoCheckpointError, UsageError."""
-    world_size = directory.ranks_of(ranks)
     usable = {
-        rank: [
-            one
-            for one in directory.matching(
-                checkpoints, step=arguments.step, sequence=arguments.sequence
-            )
-            if not one.is_damaged and key_of(one) not in without
-        ]
-        for rank, checkpoints in ranks.items()
+        rank: [one for one in found if not one.is_damaged and key_of(one) not in without]
+        for rank, found in ranks.items()
     }
     alone = world_size == 1 or arguments.sequence is not None
     common = None if alone else catalog.common_step(usable, world_size)
-    if arguments.all_ranks:
-        if world_size == 1:
-            return {rank: _newest(usable, rank, arguments) for rank in ranks}
-        if common is None:
-            raise NoCheckpointError(
-                f"there is no step that all {world_size} ranks of job {arguments.job!r} have a "
-                f"valid checkpoint of here; {_having(usable)}",
-                hint="copy the volumes of all ranks into one directory, or choose one with --rank",
-            )
+    if arguments.all_ranks and world_size == 1:
+        return {rank: _newest(usable, rank, arguments) for rank in ranks}
+    if arguments.all_ranks and common is None:
+        newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
+        raise NoCheckpointError(
+            f"there is no step that all {world_size} ranks of job {arguments.job!r} have a valid "
+            f"checkpoint of here; newest steps: {', '.join(newest[:NAMED_MAX]) or 'none'}",
+            hint="copy the volumes of all ranks into one directory, or choose one with --rank",
+        )
+    if arguments.all_ranks and common is not None:
         return common.checkpoints
     if arguments.rank is None and len(ranks) > 1:
+        named = ", ".join(map(str, ranks))
+        if len(ranks) > NAMED_MAX:
+            named = f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
         shared = f"; the newest step that all have is {common.step}" if common else ""
         raise UsageError(
-            f"job {arguments.job!r} has ranks {_named(list(ranks))}{shared}",
+            f"job {arguments.job!r} has ranks {named}{shared}",
             hint="choose one with --rank R, or all with --all-ranks",
         )
     rank = next(iter(ranks)) if arguments.rank is None else arguments.rank
@@ -148,30 +150,6 @@ def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.
     for one in usable.get(rank, ()):
         return one
     raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
-
-
-def _having(usable: Ranks) -> str:
-    newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
-    return f"newest steps: {', '.join(newest[:NAMED_MAX]) or 'none'}"
-
-
-def _named(ranks: list[int]) -> str:
-    if len(ranks) <= NAMED_MAX:
-        return ", ".join(map(str, ranks))
-    return f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
-
-
-def _flagged(
-    ranks: Ranks, chosen: Chosen, skipped: list[Skipped], arguments: argparse.Namespace
-) -> list[Skipped]:
-    """Newer checkpoints that were already known to be damaged."""
-    told = {key_of(skip.checkpoint) for skip in skipped}
-    return [
-        Skipped(one, "an earlier read found it damaged")
-        for rank, taken in chosen.items()
-        for one in directory.matching(ranks[rank], step=arguments.step, sequence=arguments.sequence)
-        if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in told
-    ]
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -197,7 +175,8 @@ def write(
         outputs: list[Output] = []
         for rank, one in chosen.items():
             target = _target(output, rank) if arguments.all_ranks else output
-            kind = arguments.format or _format_of(target)
+            by_name = SAFETENSORS if target.suffix == ".safetensors" else TORCH
+            kind = arguments.format or by_name
             made = Output(target, force=arguments.force, directory=kind == DCP)
             outputs.append(stack.enter_context(made))
             try:
@@ -219,7 +198,9 @@ def _write_one(
             content = parts.only(content, only, one.job)
             bar.spare(parts.spared_bytes(content))
         if kind == SAFETENSORS:
-            plan = safetensors_file.plan(content, _about(one, only))
+            names = ("job", "rank", "world_size", "step", "sequence")
+            about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
+            plan = safetensors_file.plan(content, about | ({"pccheck.only": only} if only else {}))
             safetensors_file.write(reader, plan, output)
             made.changed = [f"{path} is left out" for path in plan.left_out]
         else:
@@ -228,16 +209,6 @@ def _write_one(
             made.changed = torch_file.write(reader, content, output)
     made.bytes = output.size()
     return made
-
-
-def _about(one: catalog.Checkpoint, only: str) -> dict[str, str]:
-    names = ("job", "rank", "world_size", "step", "sequence")
-    about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
-    return about | {"pccheck.only": only} if only else about
-
-
-def _format_of(path: Path) -> str:
-    return SAFETENSORS if path.suffix == ".safetensors" else TORCH
 
 
 def _target(output: Path, rank: int) -> Path:
@@ -260,10 +231,10 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# -- telling -----------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------
 
 
-def _tell(arguments: argparse.Namespace, written: list[Written], skipped: list[Skipped]) -> int:
+def _report(arguments: argparse.Namespace, written: list[Written], skipped: list[Skipped]) -> int:
     if arguments.json:
         print_json(_document(written, skipped))
     else:

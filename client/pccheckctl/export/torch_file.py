@@ -126,40 +126,31 @@ def _disk_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        hidden = _hidden(error)
-        if isinstance(hidden, OSError) and hidden.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFullError(
-                f"{where} has no space for this state", hint="choose another --output"
-            ) from error
-        if hidden is None and not isinstance(error, PccheckError):
-            raise UnsupportedStateError(
-                f"torch cannot save this state: {_reason(error)}",
-                hint="use --only NAME, or another --format",
-            ) from error
-        if hidden in (None, error):
+        wrapped = [found for found, _ in getattr(error, "failures", {}).values()]
+        for one in _behind(error):
+            if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFullError(
+                    f"{where} has no space for this state", hint="choose another --output"
+                ) from error
+            if isinstance(one, (OSError, KeyboardInterrupt, SystemExit)):
+                raise one from None
+        if isinstance(error, PccheckError):
             raise
-        raise hidden from None
+        reason = str(wrapped[0] if wrapped else error) or type(error).__name__
+        raise UnsupportedStateError(
+            f"torch cannot save this state: {reason.splitlines()[0]}",
+            hint="use --only NAME, or another --format",
+        ) from error
 
 
-def _reason(error: BaseException) -> str:
-    """In a line; torch.distributed.checkpoint wraps errors."""
-    text = str(next(_wrapped(error), error)) or type(error).__name__
-    return text.splitlines()[0]
-
-
-def _wrapped(error: BaseException) -> Iterator[BaseException]:
-    for found, _ in getattr(error, "failures", {}).values():
-        yield found
-
-
-def _hidden(error: BaseException | None) -> BaseException | None:
-    """The first error of the disk, or Ctrl-C, that is behind an error, or the error itself."""
-    if error is None or isinstance(error, (OSError, KeyboardInterrupt, SystemExit)):
-        return error
-    for one in (*_wrapped(error), error.__context__, error.__cause__):
-        if (found := _hidden(one)) is not None:
-            return found
-    return None
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, then all those that it wraps or follows."""
+    if error is not None:
+        yield error
+        for found, _ in getattr(error, "failures", {}).values():
+            yield from _behind(found)
+        yield from _behind(error.__cause__)
+        yield from _behind(error.__context__)
 
 
 def named(root: Node) -> None:
@@ -220,24 +211,20 @@ class Plain:
             tag = Tag.TUPLE if key else Tag.SET
             self._note(path, f"frozenset became {tag.name.lower()}")
         inner = key or tag is Tag.SET
-        items = [
-            self.node(item, tree.join(path, index), key=inner)
-            for index, item in enumerate(node.items)
-        ]
-        return tree.Sequence(tag, items)
+        items = enumerate(node.items)
+        return tree.Sequence(
+            tag, [self.node(item, tree.join(path, index), key=inner) for index, item in items]
+        )
 
     def _mapping(self, node: tree.Mapping, path: str) -> Node:
         tag = node.tag
         if tag is Tag.DEFAULT:
             tag = Tag.DICT
             self._note(path, "defaultdict became dict")
-        items = [
-            (
-                self.node(name, path, key=True),
-                self.node(value, tree.join(path, tree.plain(name))),
-            )
-            for name, value in node.items
-        ]
+        items: list[tuple[Node, Node]] = []
+        for name, value in node.items:
+            inner = self.node(value, tree.join(path, tree.plain(name)))
+            items.append((self.node(name, path, key=True), inner))
         return tree.Mapping(tag, items, attributes=node.attributes)
 
     def _array(self, node: tree.Array, path: str) -> Node:

@@ -1,4 +1,4 @@
-"""Printing documents, and taking apart those that come from a daemon."""
+"""Documents: how they are printed, and how values are taken from one that a daemon sent."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ def print_json(document: Document) -> None:
 
 
 def say(text: str) -> None:
-    """A result for people. Its line breaks are ours: those in names of others are written out
-    before they get here."""
+    """A result for people. Line breaks in names of other users were escaped before."""
     print(lines_of(text), flush=True)
 
 
 def lines_of(text: str) -> str:
-    """The same text, each line of which a terminal may have."""
+    """The same text, safe for a terminal."""
     from pccheckctl.output.render import safe
 
     return "\n".join(safe(line) for line in text.split("\n"))
 
 
 def note(text: str) -> None:
-    """A remark for people; stdout stays for results."""
+    """A remark for people, on stderr; stdout is for results."""
     from pccheckctl.output.render import safe
 
     print(f"pccheckctl: {safe(text)}", file=sys.stderr)
 
 
 def as_json(value: object) -> object:
-    """Metadata as JSON has it; what JSON cannot say is said by its repr, and an int that is too
-    long for Python's decimals in hexadecimal."""
+    """Metadata as JSON; what JSON lacks becomes its repr, and an int that is too long for Python's
+    decimals becomes hexadecimal."""
     from pccheck_wire.tree import is_long, shown
 
     if isinstance(value, dict):
@@ -53,7 +52,7 @@ def as_json(value: object) -> object:
 
 
 def rows(document: Document, key: str) -> list[Document]:
-    """The list of maps under `key`; what is not one is left out."""
+    """The list of maps under `key`; other items are left out."""
     value = document.get(key)
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 

@@ -1,5 +1,4 @@
-"""A bar on a terminal for what takes long. On stderr, so that stdout stays for results; nothing at
-all where stderr is no terminal."""
+"""A progress bar on stderr, where that is a terminal; stdout is for results."""
 
 from __future__ import annotations
 
@@ -14,23 +13,18 @@ from typing import Self
 from pccheckctl.output import render
 
 PERIOD_S = 0.2
-DELAY_S = 0.5  # what is over by then needs no bar
+DELAY_S = 0.5  # shorter work needs no bar
 _BAR_COLUMNS = 24
 
 
 class Bar:
-    """`advance()` what is done, or give `read`, which says how far it is by itself."""
+    """Call `advance`, or give `read`, which returns how far the work is."""
 
     def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        show: bool = True,
-        read: Callable[[], int] | None = None,
-        unit: str = "",
-    ) -> None:
-        """`unit` is counted; without one the numbers are bytes."""
+        self, label: str, total: int, *, show: bool = True,
+        read: Callable[[], int] | None = None, unit: str = "",
+    ) -> None:  # fmt: skip
+        """The numbers count `unit`s; without one they are bytes."""
         self.label = label
         self.total = max(total, 1)
         self._unit = unit
@@ -49,12 +43,12 @@ class Bar:
         self._done += by
 
     def spare(self, by: int) -> None:
-        """So much less than the total has to be done."""
+        """Reduces the total."""
         self.total = max(self.total - by, 1)
 
     @property
     def done(self) -> int:
-        """At most the total: what is read twice is not more than all."""
+        """At most the total: some bytes are read twice."""
         moved = self._done if self._read is None else max(self._done, self._read() - self._start)
         return min(moved, self.total)
 
@@ -72,7 +66,7 @@ class Bar:
         return f"{self.label} [{bar}] {share:4.0%} {what}{left}"
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -102,7 +96,7 @@ class Bar:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the kernel for so far; 0 where it does not say."""
+    """Bytes that this process has read so far; 0 where the kernel does not say."""
     try:
         with open("/proc/self/io") as file:  # noqa: PTH123
             return int(next(line for line in file if line.startswith("rchar:")).split()[1])

@@ -13,9 +13,9 @@ _NUMERIC = frozenset("0123456789")
 
 
 def safe(text: str) -> str:
-    """One line for a terminal. What would move its cursor, turn text around, or cannot be printed
-    (control characters, newlines, bidi marks, surrogates) is written out, like "\\x1b": names that
-    other users have given reach a terminal by this only."""
+    """One line for a terminal. Characters that move its cursor, reverse text or cannot be printed
+    (control characters, newlines, bidi marks, surrogates) are escaped, like "\\x1b": names that
+    other users gave reach a terminal only through this."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,5 +1,5 @@
-"""`--watch`: a document asked for again and again. On a terminal the text is redrawn in place, else
-the texts follow one another; with --json one line each. Until Ctrl-C."""
+"""`--watch`: asks for a document again and again, until Ctrl-C. A terminal is redrawn in place;
+elsewhere the texts follow one another; with --json each is one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Ends by KeyboardInterrupt only: a daemon that is away is waited for."""
+    """Ends by KeyboardInterrupt only: a daemon that does not answer is waited for."""
     live = sys.stdout.isatty() and not arguments.json
     if live:
         sys.stdout.write(_CLEAR)
@@ -35,7 +35,7 @@ def run(
             document = fetch(arguments)
         except (DaemonUnreachableError, WaitTimeoutError) as error:
             if live:
-                _redraw(f"{error.message}\n(waiting for it)", arguments.watch)
+                _redraw(f"{error.message}\n(waiting for the daemon)", arguments.watch)
             else:
                 note(error.message)
         else:
@@ -50,9 +50,9 @@ def run(
 
 
 def _redraw(text: str, period_s: float) -> None:
-    """What fits on the terminal; each line clears what was behind it, so that nothing flickers."""
+    """As much as fits on the terminal. Each line clears its end, so that nothing flickers."""
     size = shutil.get_terminal_size()
-    lines = [f"{_now()}, every {period_s:g} s; Ctrl-C ends", "", *map(safe, text.split("\n"))]
+    lines = [f"{_now()}, every {period_s:g} s; Ctrl-C to end", "", *map(safe, text.split("\n"))]
     if len(lines) >= size.lines:
         hidden = len(lines) - size.lines + 2
         lines = [*lines[: size.lines - 2], f"... {hidden} more lines"]

@@ -16,7 +16,7 @@ from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
 from pccheck_wire.connection import Connection, raise_failure
 from pccheck_wire.errors import PccheckError, ProtocolError
 from pccheckctl import VERSION
-from pccheckctl.output.documents import Document, rows
+from pccheckctl.output.documents import Document, part, rows
 
 from .ranks import add_stored
 
@@ -28,24 +28,15 @@ LISTING_LIMIT_S = 2.0  # of the list that completes `status`
 
 def hello() -> Document:
     """The first packet of an observer."""
-    return {
-        "t": "hello",
-        "protocol": PROTOCOL_VERSION,
-        "role": "observer",
-        "version": VERSION,
-        "pid": os.getpid(),
-    }
-
-
-def request(number: int, token: bytes, body: Document) -> Document:
-    return {"t": "request", "number": number, "token": token, "body": body}
+    about = {"protocol": PROTOCOL_VERSION, "version": VERSION, "pid": os.getpid()}
+    return {"t": "hello", "role": "observer", **about}
 
 
 class Observer:
     """A connection to the daemon; close it, or use it as a context manager."""
 
     def __init__(self, path: str | None = None, *, timeout_s: float = CONNECT_LIMIT_S) -> None:
-        """Connects and says hello. Raises DaemonUnreachableError, or the daemon's refusal."""
+        """Connects and says hello. Raises DaemonUnreachableError, or why the daemon refuses."""
         self._connection = Connection(socket_name(path), timeout_s=timeout_s)
         self._number = 0
         try:
@@ -77,21 +68,11 @@ class Observer:
         return document
 
     def verify(
-        self,
-        job: str,
-        *,
-        rank: int,
-        sequence: int = 0,
-        uid: int = -1,
-        subset: str = "",
-        seed: int = 0,
-        timeout_s: float = 3600.0,
-    ) -> Document:
-        body: Document = {
-            "t": "verify", "job": job, "rank": rank, "sequence": sequence, "uid": uid,
-            "subset": subset, "seed": seed,
-        }  # fmt: skip
-        return self._report(body, timeout_s)
+        self, job: str, *, rank: int, sequence: int = 0, uid: int = -1, subset: str = "",
+        seed: int = 0, timeout_s: float = 3600.0,
+    ) -> Document:  # fmt: skip
+        body = {"job": job, "rank": rank, "sequence": sequence, "uid": uid, "seed": seed}
+        return self._report({"t": "verify", "subset": subset, **body}, timeout_s)
 
     def trace(self, last_s: float) -> Document:
         return self._report({"t": "trace", "last_s": float(last_s)})
@@ -102,11 +83,8 @@ class Observer:
     def drop(
         self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
     ) -> Document:
-        body: Document = {
-            "t": "drop", "job": job, "rank": rank, "uid": -1 if uid is None else uid,
-            "dry_run": dry_run,
-        }  # fmt: skip
-        return self._report(body, DROP_LIMIT_S)
+        body = {"job": job, "rank": rank, "uid": -1 if uid is None else uid, "dry_run": dry_run}
+        return self._report({"t": "drop", **body}, DROP_LIMIT_S)
 
     def close(self) -> None:
         self._connection.close()
@@ -119,12 +97,12 @@ class Observer:
 
     def _report(self, body: Document, timeout_s: float = REQUEST_LIMIT_S) -> Document:
         self._number += 1
-        message = msgpack.packb(request(self._number, self._token, body))
-        reply, _ = self._connection.exchange(message, timeout_s, number=self._number)
-        answer = reply.get("body")
-        document = answer.get("document") if isinstance(answer, dict) else None
-        if isinstance(answer, dict):
-            raise_failure(answer)
+        message = {"t": "request", "number": self._number, "token": self._token, "body": body}
+        packed = msgpack.packb(message)
+        reply, _ = self._connection.exchange(packed, timeout_s, number=self._number)
+        answer = part(reply, "body")
+        raise_failure(answer)
+        document = answer.get("document")
         if not isinstance(document, dict):
             raise ProtocolError("the answer of the daemon is not a report")
         return document

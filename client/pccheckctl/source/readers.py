@@ -1,8 +1,9 @@
-"""Reading one checkpoint: its tree and its bytes, checked on the way. One code path for `show`,
-`recover` and `verify`, whether the bytes come from the file or through the daemon."""
+"""Reads one checkpoint: its tree and its bytes, checked on the way. The same for `show`, `recover`
+and `verify`, and for bytes from the file and from the daemon."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,30 +24,35 @@ SLICE_BYTES = 256 << 20
 
 
 class RecycledError(PccheckError):
-    """A running daemon wrote a newer checkpoint into this slot while we read it."""
+    """A running daemon wrote a newer checkpoint into this slot during the read."""
 
     code = "RECYCLED"
     default_retryable = True
 
 
-class Reader(Protocol):
-    """Checked reads of one checkpoint."""
+class Reader:
+    """Checked reads of one checkpoint. Use it as a context manager."""
 
     checkpoint: catalog.Checkpoint
 
     @property
     def tree_place(self) -> tuple[int, int]:
         """Offset and bytes of the tree in the payload."""
-        ...
+        raise NotImplementedError
 
-    def read(self, offset: int, length: int) -> bytes: ...
-    def read_into(self, ranges: bytes) -> None: ...
+    def read(self, offset: int, length: int) -> bytes:
+        raise NotImplementedError
+
+    def read_into(self, ranges: bytes) -> None:
+        raise NotImplementedError
+
     def verify(self, part: Subset | None = None) -> int:
-        """Reads and checks everything, or a part; how many bytes. Raises DamagedError,
-        UnreadableError."""
-        ...
+        """Reads and checks the payload of this rank, or a part of it; how many bytes. Raises
+        DamagedError, UnreadableError."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -56,13 +62,12 @@ class Reader(Protocol):
 
 
 def invalid(one: catalog.Checkpoint, problem: str) -> DamagedError | UnreadableError:
-    """What is wrong with a checkpoint: UNREADABLE is a disk that does not give it, all else is
-    damage."""
+    """UNREADABLE: the disk failed to read it; every other problem is damage."""
     named = f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank})"
     if problem == "UNREADABLE":
         return UnreadableError(
-            f"{named} could not be read from the disk",
-            hint="look at the kernel's log: dmesg; try again",
+            f"{named} could not be read: the disk reported an error",
+            hint="see the log of the kernel (dmesg), then try again",
         )
     return DamagedError(f"{named} is damaged: {problem}")
 
@@ -73,11 +78,11 @@ def read_tree(reader: Reader) -> tree.Tree:
 
 
 class Store(Protocol):
-    """Where checkpoints are: a storage directory, or what the daemon shows of it."""
+    """Where checkpoints are: in a storage directory, or behind a daemon."""
 
     path: Path
-    served: bool  #: a daemon has named it, at
-    socket: str | None  #: (None: where daemons are by default)
+    served: bool  #: by a daemon, ...
+    socket: str | None  #: ... at this socket; None: the default one
 
     def scan(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None
@@ -102,43 +107,38 @@ class FileReader(Reader):
         return self.checkpoint.tree_offset, self.checkpoint.tree_bytes
 
     def read(self, offset: int, length: int) -> bytes:
-        try:
+        with self._errors():
             return self._volume.read(self.checkpoint.sequence, offset, length)
-        except (_core.NativeError, OSError) as error:
-            raise self._told(error) from error
 
     def read_into(self, ranges: bytes) -> None:
-        try:
+        with self._errors():
             self._volume.read_into(self.checkpoint.sequence, ranges)
-        except (_core.NativeError, OSError) as error:
-            raise self._told(error) from error
 
     def verify(self, part: Subset | None = None) -> int:
-        try:
+        with self._errors():
             if part is not None:
                 return verify_part(self._volume, self.checkpoint, part)
             self._volume.verify(self.checkpoint.sequence)
             return self.checkpoint.payload_bytes
-        except (_core.NativeError, OSError) as error:
-            raise self._told(error) from error
 
     def close(self) -> None:
         self._volume.close()
 
-    def _told(self, error: BaseException) -> PccheckError:
-        """What is wrong, unless the slot was given to a newer checkpoint meanwhile."""
-        one = self.checkpoint
-        if not _still_there(one):
-            return recycled(one)
-        cannot = isinstance(error, OSError) or (
-            isinstance(error, _core.NativeError) and error.code_name == "UNREADABLE"
-        )
-        why = "UNREADABLE" if cannot else str(error).removesuffix(": damaged (DAMAGED)")
-        return invalid(one, why)
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Says what is wrong, unless a newer checkpoint has taken the slot meanwhile."""
+        try:
+            yield
+        except (_core.NativeError, OSError) as error:
+            if not _still_there(self.checkpoint):
+                raise recycled(self.checkpoint) from error
+            failed = not isinstance(error, _core.NativeError) or error.code_name == "UNREADABLE"
+            why = "UNREADABLE" if failed else str(error).removesuffix(": damaged (DAMAGED)")
+            raise invalid(self.checkpoint, why) from error
 
 
 class WholeReader(Reader):
-    """A checkpoint of replicated state: its own rank's payload, and what others store for it."""
+    """A checkpoint of replicated state: the payload of its rank, and what other ranks store."""
 
     def __init__(self, storage: Store, own: Reader) -> None:
         self.checkpoint = own.checkpoint
@@ -162,9 +162,6 @@ class WholeReader(Reader):
         for rank, (mine, _) in parts.split(ranges).items():
             self._of(rank).read_into(mine)
 
-    def verify(self, part: Subset | None = None) -> int:
-        return self._of(-1).verify(part)
-
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
@@ -186,7 +183,7 @@ class WholeReader(Reader):
 
 
 class Watched(Reader):
-    """A reader whose bytes move a bar: long reads are cut, so that it moves while they go on."""
+    """A reader that moves a bar: long reads are cut, so that the bar moves during them."""
 
     def __init__(self, reader: Reader, bar: Bar) -> None:
         self.checkpoint = reader.checkpoint
@@ -207,15 +204,12 @@ class Watched(Reader):
             self._reader.read_into(part)
             self._bar.advance(nbytes)
 
-    def verify(self, part: Subset | None = None) -> int:
-        return self._reader.verify(part)
-
     def close(self) -> None:
         self._reader.close()
 
 
 def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
-    """Packed ranges (address, offset, length) in pieces of so many bytes, with their bytes."""
+    """Packed ranges (address, offset, length) in pieces of limited size, and their bytes."""
     piece, held = [], 0
     for address, offset, length in struct.iter_unpack("<QQQ", ranges):
         while length:

@@ -1,5 +1,5 @@
-"""Reading checkpoints through the daemon, for users who may not open the volume files: what is
-there comes from its list, the bytes come as they do to a trainer, checked by the daemon."""
+"""Reading checkpoints through the daemon, for users who may not open the volume files. The daemon
+lists them, and sends checked bytes as it does to a trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNREADABLE = -10018  # -PCC_E_UNREADABLE
 
 
 class DaemonStore:
-    """The checkpoints that the daemon shows to this user. The counterpart of `offline.Storage`."""
+    """The checkpoints that the daemon shows to this user; like `directory.Storage`."""
 
     def __init__(self, socket: str | None, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class DaemonStore:
     def scan(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None
     ) -> catalog.Catalog:
-        """What the daemon lists, as a catalog without volumes' infos."""
+        """The list of the daemon, without the infos of volumes."""
         with Observer(self.socket) as observer:
             document = observer.listing(job)
         found = catalog.Catalog()
@@ -62,35 +62,30 @@ class DaemonStore:
 
 
 def _checkpoint(item: Document) -> catalog.Checkpoint:
-    """From the list; where the tree lies is said when it is opened."""
-    flags = {
-        "pinned": _core.SLOT_PINNED,
-        "protected": _core.SLOT_PROTECTED,
-        "damaged": _core.SLOT_DAMAGED,
+    """From the list. The place of the tree is not known before it is opened."""
+    flags = sum(
+        bit
+        for name, bit in (
+            ("pinned", _core.SLOT_PINNED), ("protected", _core.SLOT_PROTECTED),
+            ("damaged", _core.SLOT_DAMAGED),
+        )
+        if item.get(name) is True
+    )  # fmt: skip
+    numbers = {
+        name: whole(item, name)
+        for name in ("uid", "rank", "sequence", "step", "incarnation", "payload_bytes", "wall_ns")
     }
     return catalog.Checkpoint(
-        uid=whole(item, "uid"),
-        job=text(item, "job"),
-        rank=whole(item, "rank"),
-        sequence=whole(item, "sequence"),
-        step=whole(item, "step"),
-        incarnation=whole(item, "incarnation"),
-        world_size=whole(item, "world_size", 1),
-        payload_bytes=whole(item, "payload_bytes"),
-        tree_offset=0,
-        tree_bytes=0,
-        wall_ns=whole(item, "wall_ns"),
-        flags=sum(bit for name, bit in flags.items() if item.get(name) is True),
-        slot=0,
-        volume_path=Path(text(item, "volume")),
-    )
+        job=text(item, "job"), world_size=whole(item, "world_size", 1), tree_offset=0,
+        tree_bytes=0, flags=flags, slot=0, volume_path=Path(text(item, "volume")), **numbers,
+    )  # fmt: skip
 
 
 class DaemonReader(Reader):
-    """A reader's session of one checkpoint."""
+    """A session that reads one checkpoint."""
 
     def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
-        """Raises RecycledError when the daemon has given its slot away."""
+        """Raises RecycledError when the daemon has used its slot for a newer one."""
         self.checkpoint = checkpoint
         self._path = socket
         self._load = 0
@@ -151,7 +146,7 @@ class DaemonReader(Reader):
         try:
             result = self._link.load_wait(self._load, deadline_ns)
         except TimeoutError as error:
-            raise WaitTimeoutError(f"no data for {LOAD_LIMIT_S:g} s") from error
+            raise WaitTimeoutError(f"the daemon sent no data for {LOAD_LIMIT_S:g} s") from error
         except OSError as error:
             raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
         if result == -errno.ENOENT:
@@ -165,8 +160,8 @@ class DaemonReader(Reader):
 def verified(
     socket: str | None, one: catalog.Checkpoint, part: Subset | None = None
 ) -> tuple[int, bool]:
-    """Has the daemon read and check it: how many bytes, and whether a flag that said "damaged" is
-    gone for it. Raises DamagedError, UnreadableError, NoCheckpointError."""
+    """Lets the daemon read and check it. Returns how many bytes it read, and whether it removed the
+    flag that the checkpoint is damaged. Raises DamagedError, UnreadableError, NoCheckpointError."""
     with Observer(socket) as observer:
         document = observer.verify(
             one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S,
