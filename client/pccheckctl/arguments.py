@@ -192,10 +192,6 @@ def _completion(to: argparse.ArgumentParser) -> None:
                     help="for this shell")  # fmt: skip
 
 
-def _nothing(_: argparse.ArgumentParser) -> None:
-    pass
-
-
 COMMANDS = (
     Command("status", "commands.status", "what the daemon does, or what the volumes hold", _status),
     Command("list", "commands.listing", "the checkpoints, newest first", _list),
@@ -211,7 +207,7 @@ COMMANDS = (
     Command("drop", "commands.drop", "removes the volumes of a job that has ended", _drop),
     Command("doctor", "doctor.command",
             "checks this machine and the daemon; says what each finding costs, and how to fix it",
-            _nothing),
+            lambda _: None),
     Command("bench", "measure.bench", "measures how fast a disk is with checkpoints", _bench),
     Command("tune", "measure.tune", "computes how often to save, and with how many slots", _tune),
     Command("trace", "commands.trace",

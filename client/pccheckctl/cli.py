@@ -4,6 +4,7 @@ it runs."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -26,11 +27,8 @@ EXIT_CODES = """exit codes:
 """
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """With a fixed width: argparse would import shutil to get it."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=WIDTH)
+#: argparse would import shutil to get the width.
+_FORMATTER = functools.partial(argparse.RawDescriptionHelpFormatter, width=WIDTH)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,17 +36,19 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = [word for word in message.split() if word.startswith("-")]
-        meant = did_you_mean(words, self._options()) if "unrecognized" in message else ""
+        known = [flag for action in actions(self) for flag in action.option_strings]
+        meant = did_you_mean(words, known) if "unrecognized" in message else ""
         raise UsageError(message, hint=f"{meant}see: {self.prog} --help")
 
-    def _options(self) -> list[str]:
-        """Its own, and those of its commands."""
-        found = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for sub in action.choices.values():
-                    found += sub._option_string_actions
-        return found
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Those of the parser, and those of its commands."""
+    found = list(parser._actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                found += sub._actions
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,17 +103,9 @@ def report(error: PccheckError, *, as_json: bool) -> None:
     if as_json:
         import json
 
-        document = {
-            "schema": 1,
-            "error": {
-                "code": error.code,
-                "message": error.message,
-                "hint": error.hint,
-                "retryable": error.retryable,
-                "exit_code": error.exit_code,
-            },
-        }
-        print(json.dumps(document, indent=2), flush=True)
+        names = ("code", "message", "hint", "retryable", "exit_code")
+        told = {name: getattr(error, name) for name in names}
+        print(json.dumps({"schema": 1, "error": told}, indent=2), flush=True)
         return
     from pccheckctl.output.render import safe
 
@@ -128,7 +120,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         prog="pccheckctl",
         description="Asks a running pccheckd, and reads the volumes that it wrote.",
         epilog=EXIT_CODES,
-        formatter_class=_Formatter,
+        formatter_class=_FORMATTER,
         allow_abbrev=False,
     )
     made.add_argument("--version", action="version", version=f"pccheckctl {VERSION}")
@@ -142,7 +134,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
             continue
         sub = commands.add_parser(
             command.name, help=command.help, description=command.help, allow_abbrev=False,
-            formatter_class=_Formatter,
+            formatter_class=_FORMATTER,
         )  # fmt: skip
         sub.set_defaults(command=command.name, module=command.module)
         _common(sub, defaults=False)
@@ -152,16 +144,12 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
     """Flags that may stand before or after the command."""
-
-    def default(value: object) -> object:
-        return value if defaults else argparse.SUPPRESS
-
-    to.add_argument("--socket", metavar="PATH", default=default(None), help="the attach socket")
+    default = None if defaults else argparse.SUPPRESS
+    to.add_argument("--socket", metavar="PATH", default=default, help="the attach socket")
     to.add_argument(
-        "--storage", metavar="DIR", default=default(None),
+        "--storage", metavar="DIR", default=default,
         help="a storage directory, to read or measure without a daemon",
     )  # fmt: skip
-    to.add_argument("--uid", type=int, default=default(None), help="whose jobs (for root)")
-    to.add_argument(
-        "--json", action="store_true", default=default(False), help="a JSON document on stdout"
-    )
+    to.add_argument("--uid", type=int, default=default, help="whose jobs (for root)")
+    to.add_argument("--json", action="store_true", default=False if defaults else default,
+                    help="a JSON document on stdout")  # fmt: skip

@@ -28,7 +28,7 @@ def test_every_command_and_flag_is_in_the_script(shell: str) -> None:
     script = completion.script(shell)
     for command in COMMANDS:
         assert command.name in script
-    for action in completion._actions(cli.parser()):
+    for action in cli.actions(cli.parser()):
         for flag in action.option_strings:
             assert (flag if shell != "fish" else flag.lstrip("-")) in script
 

@@ -29,7 +29,7 @@ def script(shell: str) -> str:
             f"cannot make the completion script: {error}", hint="pip install shtab"
         ) from error
     parser = cli.parser()
-    for action in _actions(parser):
+    for action in cli.actions(parser):
         kind = (
             shtab.FILE if action.metavar in _FILES
             else shtab.DIRECTORY if action.metavar in _DIRECTORIES
@@ -38,13 +38,3 @@ def script(shell: str) -> str:
         if kind is not None:
             action.complete = kind  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell))
-
-
-def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Those of the parser and of its commands."""
-    found = list(parser._actions)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for sub in action.choices.values():
-                found += sub._actions
-    return found

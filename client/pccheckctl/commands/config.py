@@ -84,15 +84,11 @@ def as_text(document: Document, *, origins: bool) -> str:
         for row in rows(document, "options")
         if row.get("hidden") is not True or text(row, "origin_kind") != "default"
     ]
-    headings = ["option", "value"]
-    columns = ["name", "text"]
-    if origins:
-        headings.append("from")
-        columns.append("origin")
+    columns = {"option": "name", "value": "text"}
+    columns |= {"from": "origin"} if origins else {}
     if any(text(row, "after_restart") for row in shown):
-        headings.append("after a restart")
-        columns.append("after_restart")
-    table = render.table(headings, [[text(row, name) for name in columns] for row in shown])
+        columns["after a restart"] = "after_restart"
+    table = render.table(list(columns), [[text(r, key) for key in columns.values()] for r in shown])
     return f"{_head(document)}\n\n{table}"
 
 

@@ -8,7 +8,7 @@ import time
 
 from pccheck_wire.errors import UsageError
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, number, print_json, rows, say, text, whole
+from pccheckctl.output.documents import Document, answer, number, rows, say, text, whole
 from pccheckctl.source.choice import choose
 
 
@@ -22,10 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
                 say("nothing was dropped")
                 return 1
             document = chosen.drop(arguments.job, **wanted, dry_run=False)
-    if arguments.json:
-        print_json(document)
-    else:
-        say(as_text(document))
+    answer(arguments, document, lambda: as_text(document))
     return 0
 
 

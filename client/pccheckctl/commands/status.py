@@ -6,17 +6,7 @@ import argparse
 import time
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import (
-    Document,
-    number,
-    part,
-    print_json,
-    rows,
-    say,
-    text,
-    texts,
-    whole,
-)
+from pccheckctl.output.documents import Document, answer, number, part, rows, text, texts, whole
 from pccheckctl.source.choice import choose
 
 from .listing import age_s, job_of
@@ -34,10 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return watch.run(arguments, fetch, lambda found: as_text(found, every=arguments.all))
     document = fetch(arguments)
-    if arguments.json:
-        print_json(document)
-    else:
-        say(as_text(document, every=arguments.all))
+    answer(arguments, document, lambda: as_text(document, every=arguments.all))
     return DEGRADED if degraded(document) else 0
 
 

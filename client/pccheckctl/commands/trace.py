@@ -50,18 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
         count = len(rows(document, "checkpoints"))
         print_json({"schema": 1, "path": arguments.output, "checkpoints": count})
     else:
-        say(summary(document, arguments.output))
+        checkpoints = render.plural(len(rows(document, "checkpoints")), "checkpoint")
+        say(
+            f"{arguments.output}: {checkpoints}; open it in https://ui.perfetto.dev (which uploads "
+            "nothing) or chrome://tracing"
+        )
     return 0
-
-
-def summary(document: Document, path: str) -> str:
-    items = rows(document, "checkpoints")
-    ranks = {(item.get("uid"), item.get("job"), item.get("rank")) for item in items}
-    return (
-        f"{path}: {render.plural(len(items), 'checkpoint')} of "
-        f"{render.plural(len(ranks), 'rank')}; open it in https://ui.perfetto.dev (which uploads "
-        "nothing) or chrome://tracing"
-    )
 
 
 def chrome(document: Document) -> Document:

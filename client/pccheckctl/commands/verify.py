@@ -15,13 +15,15 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, print_json, say
+from pccheckctl.output.documents import Document, answer
 from pccheckctl.output.progress import Bar, bytes_read
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
 from pccheckctl.source.readers import RecycledError, Store, read_tree
 
 BAD = ("damaged", "unreadable")
+_Part = subset.Subset | None
+_Unreadable = list[catalog.Unreadable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     storage = files(arguments)
     step, sequence = arguments.step, arguments.sequence
     wanted: list[catalog.Checkpoint] = []
-    unreadable: list[catalog.Unreadable] = []
+    unreadable: _Unreadable = []
     for job in arguments.job or [""]:
-        found = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
-        mine = directory.matching(found.checkpoints, step=step, sequence=sequence)
-        if not mine and not found.unreadable:
+        stored = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
+        mine = directory.matching(stored.checkpoints, step=step, sequence=sequence)
+        if not mine and not stored.unreadable:
             asked = {"of job": repr(job) if job else None, "of rank": arguments.rank,
                      "of step": step, "with sequence": sequence}  # fmt: skip
             which = "".join(
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"there is no checkpoint{which} in {storage.path}", hint="see: pccheckctl list"
             )
         wanted += mine
-        unreadable += found.unreadable
+        unreadable += stored.unreadable
     for item in unreadable:
         if item.code_name in ("EACCES", "EPERM"):
             raise directory.error_of(item)
@@ -63,15 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         for one in wanted:
             results.append(check(storage, one, part))
             bar.advance(one.payload_bytes)
-    if arguments.json:
-        print_json(document(results, unreadable, part))
-    else:
-        say(as_text(results, unreadable, part))
+    found = results, unreadable, part
+    answer(arguments, document(*found), lambda: as_text(*found))
     bad = unreadable or any(one.result in BAD for one in results)
     return DamagedError.exit_code if bad else 0
 
 
-def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
+def chosen(arguments: argparse.Namespace) -> _Part:
     """What --read-data-subset and --seed ask for. Raises UsageError."""
     if arguments.subset is None:
         return None
@@ -84,7 +84,7 @@ def chosen(arguments: argparse.Namespace) -> subset.Subset | None:
         raise UsageError(f"--read-data-subset: {error}") from error
 
 
-def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -> Result:
+def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Result:
     """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was found
     damaged before, and only after it has read all of the checkpoint itself."""
     ask_daemon = one.is_damaged and part is None and storage.served
@@ -119,11 +119,7 @@ def check(storage: Store, one: catalog.Checkpoint, part: subset.Subset | None) -
     return Result(one, "damaged", reason, read_bytes)
 
 
-def document(
-    results: list[Result],
-    unreadable: list[catalog.Unreadable],
-    part: subset.Subset | None = None,
-) -> Document:
+def document(results: list[Result], unreadable: _Unreadable, part: _Part) -> Document:
     """What `verify --json` prints."""
     return {
         "schema": 1,
@@ -141,11 +137,7 @@ def document(
     }
 
 
-def as_text(
-    results: list[Result],
-    unreadable: list[catalog.Unreadable],
-    part: subset.Subset | None = None,
-) -> str:
+def as_text(results: list[Result], unreadable: _Unreadable, part: _Part) -> str:
     lines: list[tuple[object, ...]] = [
         (r.checkpoint.job, r.checkpoint.rank, r.checkpoint.sequence, r.checkpoint.step,
          render.size(r.checkpoint.payload_bytes), r.result, r.reason)

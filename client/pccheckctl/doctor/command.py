@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, part, print_json, say, whole
+from pccheckctl.output.documents import Document, answer, part, whole
 
 from . import daemon, gpu, machine, storage
 from .finding import OK, PROBLEM, WARNING, Finding, guarded, ok
@@ -18,20 +18,17 @@ ERROR, DEGRADED = 1, 3
 def run(arguments: argparse.Namespace) -> int:
     """0 when all is well, 3 when a warning weakens a promise, 1 when something does not work."""
     place, found = examine(arguments.socket, arguments.storage)
-    if arguments.json:
-        print_json(document(place, found))
-    else:
-        say(as_text(place, found))
+    answer(arguments, document(place, found), lambda: as_text(place, found))
     return exit_code(found)
 
 
 def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Finding]]:
     """The directory that was checked (the one given, the daemon's, or PCCHECK_STORAGE's), and all
     findings."""
-    answer = daemon.Answer(socket)
-    named = given or answer.storage or os.environ.get("PCCHECK_STORAGE", "")
+    asked = daemon.Answer(socket)
+    named = given or asked.storage or os.environ.get("PCCHECK_STORAGE", "")
     place = Path(named).absolute() if named else None
-    pool, server = part(answer.status, "pool"), part(answer.status, "daemon")
+    pool, server = part(asked.status, "pool"), part(asked.status, "daemon")
     unused = whole(pool, "budget_bytes") - whole(pool, "used_bytes")
     found = [
         *guarded("kernel", machine.kernel),
@@ -41,18 +38,18 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
         *guarded("clock", machine.clock),
     ]
     if place is not None:
-        found += guarded("storage", lambda: storage.access(place, answer.uid))
+        found += guarded("storage", lambda: storage.access(place, asked.uid))
         if place.is_dir():
             found += guarded("file system", lambda: storage.file_system(place))
             found += guarded("disk", lambda: storage.direct_io(place))
             found += guarded("room", lambda: storage.room(place, whole(server, "slots")))
-    found += guarded("environment", lambda: daemon.environment(answer))
-    if answer.error is not None and given:  # the question was the disk
-        found.append(ok("daemon", f"not checked: {answer.error.message}"))
+    found += guarded("environment", lambda: daemon.environment(asked))
+    if asked.error is not None and given:  # the question was the disk
+        found.append(ok("daemon", f"not checked: {asked.error.message}"))
     else:
-        found += guarded("socket", lambda: daemon.socket_access(answer.path))
-        found += guarded("daemon", lambda: daemon.reachable(answer))
-    found += guarded("cuda", lambda: gpu.cuda(answer.status, answer.uid))
+        found += guarded("socket", lambda: daemon.socket_access(asked.path))
+        found += guarded("daemon", lambda: daemon.reachable(asked))
+    found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
     return place, found
 
 

@@ -145,13 +145,12 @@ def _name(number: int, *, user: bool = False) -> str:
 
 def environment(answer: Answer) -> Iterator[Finding]:
     """PCCHECK_* variables that nothing reads, here and where the daemon was started."""
-    here = [(line, "correct the name, or unset it") for line in texts(config.check([]), "warnings")]
-    there = [
-        (f"of the daemon: {line}", "correct the unit or script that starts pccheckd; restart it")
-        for line in answer.warnings
-    ]
-    for line, mend in here + there:
-        yield warning("environment", line, costs="the variable has no effect", mend=mend)
-    if not here and not there:
+    here, costs = texts(config.check([]), "warnings"), "the variable has no effect"
+    for line in here:
+        yield warning("environment", line, costs=costs, mend="correct the name, or unset it")
+    for line in answer.warnings:
+        mend = "correct the unit or script that starts pccheckd; restart it"
+        yield warning("environment", f"of the daemon: {line}", costs=costs, mend=mend)
+    if not here and not answer.warnings:
         names = sorted(name for name in os.environ if name.startswith("PCCHECK_"))
         yield ok("environment", f"set here: {', '.join(names) or 'no PCCHECK_* variable'}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, part, rows, text
+from pccheckctl.output.documents import Document, part, text
 
 from .finding import Finding, ok, warning
 
@@ -54,13 +54,6 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield ok("cuda", f"pccheckd pulls: {reason}")
-    for session in rows(status, "sessions"):
-        why = text(session, "transfer_reason")
-        if text(session, "transfer") == "push" and why not in ("", "CPU tensors", "a reader"):
-            yield warning(
-                "cuda", f"job {text(session, 'job')} rank {text(session, 'rank')} pushes: {why}",
-                costs=_PUSHED, mend="remove the reason that it gives",
-            )  # fmt: skip
 
 
 def _pinning(release: str) -> Iterator[Finding]:

@@ -46,25 +46,22 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
     with contextlib.suppress(OSError, ValueError):
         if daemon_pid:
             whose, locked, files = "pccheckd", *_limits_of(daemon_pid)
-    shown = "unlimited memory" if locked == resource.RLIM_INFINITY else render.size(locked)
-    if locked == resource.RLIM_INFINITY or locked >= MEMLOCK_WANTED:
-        yield ok("memlock", f"{whose} may lock {shown}")
-    else:
-        yield warning(
-            "memlock", f"{whose} may lock only {shown}",
-            costs="the GPU driver may refuse to pin memory: copies from GPUs are slower then",
-            mend="ulimit -l unlimited; for a service: LimitMEMLOCK=infinity",
-        )  # fmt: skip
-    if files == resource.RLIM_INFINITY or files >= FILES_WANTED:
-        yield ok("open files", f"{whose} may open {files if files >= 0 else 'any number of'} files")
-    else:
-        yield warning(
-            "open files", f"{whose} may open only {files} files",
-            costs=f"pccheckd refuses trainers when none are left: it opens {FILES_OF_A_TRAINER} "
-            f"files for each trainer (up to {FILES_OF_RINGS} more with --engine uring), "
-            f"{FILES_OF_A_USER} for each user, and one for each 256 MiB of DRAM",
-            mend=f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}",
-        )  # fmt: skip
+    for check, allowed, wanted, shown, costs, mend in (
+        ("memlock", locked, MEMLOCK_WANTED, f"lock {render.size(locked)} of memory",
+         "the GPU driver may refuse to pin memory: copies from GPUs are slower then",
+         "ulimit -l unlimited; for a service: LimitMEMLOCK=infinity"),
+        ("open files", files, FILES_WANTED, f"open {files} files",
+         f"pccheckd refuses trainers when none are left: it opens {FILES_OF_A_TRAINER} files for "
+         f"each trainer (up to {FILES_OF_RINGS} more with --engine uring), {FILES_OF_A_USER} for "
+         "each user, and one for each 256 MiB of DRAM",
+         f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}"),
+    ):  # fmt: skip
+        if allowed == resource.RLIM_INFINITY:
+            yield ok(check, f"{whose} has no limit")
+        elif allowed >= wanted:
+            yield ok(check, f"{whose} may {shown}")
+        else:
+            yield warning(check, f"{whose} may only {shown}", costs=costs, mend=mend)
 
 
 def _limits_of(pid: int) -> tuple[int, int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
@@ -220,11 +220,7 @@ def _target(output: Path, rank: int) -> Path:
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """SIGTERM ends like an error does: temporary files are removed."""
-
-    def terminated(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, terminated)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:

@@ -52,10 +52,6 @@ class Output:
             ) from error
         return self
 
-    def reserve(self, nbytes: int) -> None:
-        """Allocates the space. Raises StorageFullError."""
-        reserve(self.descriptor, nbytes, self.target.parent)
-
     def size(self) -> int:
         files = self.temporary.iterdir() if self.directory else (self.temporary,)
         return sum(file.stat().st_size for file in files)

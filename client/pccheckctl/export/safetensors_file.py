@@ -21,7 +21,7 @@ from pccheck_wire.errors import PccheckError
 from pccheckctl.output.documents import as_json
 from pccheckctl.source.readers import Reader
 
-from .files import Output
+from .files import Output, reserve
 from .parts import NUMPY_TO_TORCH, contiguous_strides
 
 HEADER_BYTES_MAX = 100_000_000
@@ -107,7 +107,7 @@ def plan(content: tree.Tree, about: dict[str, str]) -> Plan:
 
 def write(reader: Reader, chosen: Plan, output: Output) -> None:
     """Fills `output`; every byte is checked on the way. Raises DamagedError."""
-    output.reserve(chosen.file_bytes)
+    reserve(output.descriptor, chosen.file_bytes, output.target.parent)
     with mmap.mmap(output.descriptor, chosen.file_bytes) as mapping:
         base = len(chosen.header)
         mapping[:base] = chosen.header

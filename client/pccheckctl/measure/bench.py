@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pccheck_wire.errors import StorageFullError, UsageError
 from pccheck_wire.units import GIB, MIB
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, part, print_json, say, text
+from pccheckctl.output.documents import Document, answer, part, text
 from pccheckctl.output.progress import Bar
 from pccheckctl.source.choice import choose
 
@@ -72,10 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         writers=WRITERS if arguments.writers is None else (arguments.writers,),
         quiet=arguments.json,
     )  # fmt: skip
-    if arguments.json:
-        print_json(document(figures))
-    else:
-        say(as_text(figures))
+    answer(arguments, document(figures), lambda: as_text(figures))
     return 0
 
 

@@ -54,24 +54,15 @@ class Scratch:
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StorageFullError(
-                    f"{self.place} has no space for {size} bytes", hint="use a smaller --size"
-                ) from error
             raise _cannot(error, self.place) from error
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self.close()
+        os.close(self.fd)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _cannot(error: OSError, place: Path) -> PccheckError:
@@ -82,6 +73,8 @@ def _cannot(error: OSError, place: Path) -> PccheckError:
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return NoStoreError(f"there is no directory {place}", hint=f"create it: mkdir -p {place}")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StorageFullError(f"{place} has no space left", hint="use a smaller --size")
     return NoStoreError(f"{place} cannot be used: {error.strerror or error}")
 
 

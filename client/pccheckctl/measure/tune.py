@@ -22,7 +22,7 @@ from pccheck_native import _core, layout
 from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, number, part, print_json, rows, say, text, whole
+from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
 from pccheckctl.source.choice import choose
 
 from . import bench, disk
@@ -69,10 +69,6 @@ class Advice(NamedTuple):
     interval: int
     slowdown: float  # expected at that interval
 
-    @property
-    def limited_by(self) -> str:
-        return "the disk" if self.disk_interval >= self.stall_interval else "the copy"
-
 
 def run(arguments: argparse.Namespace) -> int:
     wish = Wish(
@@ -82,10 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     check(wish)
     rates = rates_of(arguments)
     advice = advise(rates, wish)
-    if arguments.json:
-        print_json(document(rates, wish, advice))
-    else:
-        say(as_text(rates, wish, advice))
+    answer(arguments, document(rates, wish, advice), lambda: as_text(rates, wish, advice))
     return 0
 
 
@@ -121,19 +114,14 @@ def best_in_flight(rates: Rates, checkpoint_bytes: int) -> int:
     return N_MAX
 
 
-def copied_s(rates: Rates, checkpoint_bytes: int, dram_bytes: int) -> float:
-    """With less DRAM than a checkpoint, the rest is copied as fast as chunks are written."""
-    first = min(checkpoint_bytes, dram_bytes)
-    return first / rates.copy_bytes_per_s + (checkpoint_bytes - first) / rates.write_bytes_per_s
-
-
 def advise(rates: Rates, wish: Wish) -> Advice:
     m, t, q = wish.checkpoint_bytes, wish.step_s, wish.slowdown
     count = best_in_flight(rates, m) if wish.slots is None else wish.slots - wish.keep
     dram = max(2 * m, DRAM_MIN) if wish.dram_bytes is None else wish.dram_bytes
     effective = min(float(count), 1 + dram / m)
     whole_s = persist_s(rates, m, effective)
-    copy_s = copied_s(rates, m, dram)
+    first = min(m, dram)  # the rest is copied as fast as chunks are written
+    copy_s = first / rates.copy_bytes_per_s + (m - first) / rates.write_bytes_per_s
     stall_s = max(0.0, copy_s - HIDDEN * t)
     disk_interval = max(1, math.ceil(round(whole_s / (effective * q * t), 9)))
     stall = 0
@@ -271,6 +259,7 @@ def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
     size, brief, steps = render.size, render.brief, render.plural(advice.interval, "step")
     slots = advice.in_flight + wish.keep
     lost = advice.interval + math.ceil(advice.persist_s / t)
+    limit = "the disk" if advice.disk_interval >= advice.stall_interval else "the copy"
     lines = [
         f"save every {steps} ({brief(advice.interval * t * advice.slowdown)}), with",
         f"    pccheckd --slots {slots} --keep {wish.keep} --writers {rates.writers} "
@@ -280,8 +269,8 @@ def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
         f"storage     {size(storage_bytes(wish, slots))} per rank, twice that while a state "
         "outgrows its slots",
         f"DRAM        {size(advice.dram_bytes)} per rank",
-        f"slowdown    {advice.slowdown:.3f} expected, {wish.slowdown:g} allowed; "
-        f"{advice.limited_by} sets the interval",
+        f"slowdown    {advice.slowdown:.3f} expected, {wish.slowdown:g} allowed; {limit} sets the "
+        "interval",
         f"lost work   at most {steps} when the trainer crashes, {lost} when the node does",
         "",
         *_arithmetic(rates, wish, advice),

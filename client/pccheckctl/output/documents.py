@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 
 Document = dict[str, object]
+
+
+def answer(arguments: Namespace, document: Document, as_text: Callable[[], str]) -> None:
+    """Prints a result: the document with --json, else its text."""
+    if arguments.json:
+        print_json(document)
+    else:
+        say(as_text())
 
 
 def print_json(document: Document) -> None:
@@ -42,13 +52,10 @@ def as_json(value: object) -> object:
         return {k if isinstance(k, str) else shown(k): as_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int) and not is_long(value):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    return shown(value)
+    exact = value is None or isinstance(value, (bool, str))
+    exact = exact or (isinstance(value, int) and not is_long(value))
+    exact = exact or (isinstance(value, float) and math.isfinite(value))
+    return value if exact else shown(value)
 
 
 def rows(document: Document, key: str) -> list[Document]:

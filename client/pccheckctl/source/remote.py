@@ -63,14 +63,8 @@ class DaemonStore:
 
 def _checkpoint(item: Document) -> catalog.Checkpoint:
     """From the list. The place of the tree is not known before it is opened."""
-    flags = sum(
-        bit
-        for name, bit in (
-            ("pinned", _core.SLOT_PINNED), ("protected", _core.SLOT_PROTECTED),
-            ("damaged", _core.SLOT_DAMAGED),
-        )
-        if item.get(name) is True
-    )  # fmt: skip
+    names = ("pinned", "protected", "damaged")
+    flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
     numbers = {
         name: whole(item, name)
         for name in ("uid", "rank", "sequence", "step", "incarnation", "payload_bytes", "wall_ns")
