@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pccheckd import config_text
+from pccheckd.config import text as config_text
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- options: made by `make reference` -->\n", "<!-- end of options -->"

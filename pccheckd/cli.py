@@ -9,8 +9,11 @@ from collections.abc import Sequence
 
 from pccheck_wire.errors import PccheckError
 
-from . import VERSION, config, logs, metrics_place, variables
-from .options import Config
+from . import VERSION
+from .base import logs
+from .config import metrics_place, variables
+from .config import sources as config
+from .config.options import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pccheckd {VERSION}")
         return 0
     if flags.help_config:
-        from . import config_text
+        from .config import text as config_text
 
         print(config_text.help_text(flags.help_config), end="")
         return 0
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logs.set_up(chosen.log_format, chosen.log_level)
         for warning in (*variables.unknown(os.environ), *config.warnings(chosen)):
             logs.LOG.warning("%s", warning)
-        from . import storage  # the rest is imported once the values are right
+        from .storage import lock as storage
 
         storage.check(chosen, make=True)
         from . import lifecycle
@@ -52,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _checked(chosen: Config, *, as_json: bool) -> int:
     """Prints what would be used. The storage directory may be one of another machine: what is
     wrong with it here is said, and is no fault of the configuration."""
-    from . import config_text, storage
+    from .config import text as config_text
+    from .storage import lock as storage
 
     if as_json:
         print(json.dumps(config_text.document(chosen, "files"), indent=2))

@@ -17,24 +17,29 @@ import uvloop
 
 from pccheck_wire.errors import RefusedError
 
-from . import activation, attach, heir, kept, logs, shortage, storage, survey
-from .chronicle import Chronicle
-from .config import Sources, describe
-from .engine import Engine
-from .expiry import Expiry
-from .file_watch import FileWatch
-from .gpu_release import GpuRelease
-from .handlers import Handlers
-from .logs import LOG
-from .notify import Notifier
-from .observing import Observing
-from .options import Config
-from .registry import Registry
-from .reload import Reloader, on_hangup
-from .server import ControlServer
-from .sessions import Sessions
-from .storage_directory import StorageDirectory
-from .supervise import EXTENSION_S, Supervisor
+from .base import logs, shortage
+from .base.logs import LOG
+from .base.notify import Notifier
+from .config.options import Config
+from .config.reload import Reloader, on_hangup
+from .config.sources import Sources, describe
+from .control import attach
+from .control.handlers import Handlers
+from .core.engine import Engine
+from .front.endpoints import ControlServer
+from .jobs import survey, takeover
+from .jobs.registry import Registry
+from .jobs.sessions import Sessions
+from .observe.service import Observing
+from .service import activation
+from .service.supervise import EXTENSION_S, Supervisor
+from .storage import lock as storage
+from .storage.directory import StorageDirectory
+from .tenancy import inherited
+from .tenancy.outcomes import Chronicle
+from .upkeep.expiry import Expiry
+from .upkeep.file_watch import FileWatch
+from .upkeep.gpu_release import GpuRelease
 
 FILES_WANTED = 65536
 #: How long a thread that makes a document may keep the loop from the interpreter; Python's is 5 ms.
@@ -61,7 +66,7 @@ def run(config: Config, sources: Sources) -> int:
         if swept:
             LOG.info("removed %d files that an interrupted start had left", swept)
         listener = activation.attach_socket(given, config.socket)
-        left = kept.take(given)
+        left = inherited.take(given)
         if listener is None:
             listener = attach.listen(config.socket, config.group)
             held.callback(config.socket.unlink, missing_ok=True)
@@ -78,11 +83,11 @@ async def _serve(
     config: Config,
     sources: Sources,
     listener: socket.socket,
-    left: list[kept.Descriptor],
+    left: list[inherited.Descriptor],
     directory: StorageDirectory,
 ) -> bool:
     notifier = Notifier()
-    engine = Engine(config, directory, store=kept.store_of(os.environ, left), stored=len(left))
+    engine = Engine(config, directory, store=inherited.store_of(os.environ, left), stored=len(left))
     engine.start()
     registry = Registry(config, engine, Chronicle(enabled=lambda: config.chronicle))
     handlers: Handlers
@@ -107,7 +112,7 @@ async def _serve(
     stop, hurry = _signals(reloader)
     notifier.extend(survey.LIMIT_S + EXTENSION_S)
     supervisor.survey = await survey.take(config, engine)
-    registry.inherited = await heir.inherit(left, engine, registry)
+    registry.inherited = await takeover.inherit(left, engine, registry)
     file_watch = FileWatch(engine, registry)
     observing.start()
     expiry.start()

@@ -85,7 +85,13 @@ def _json(value: Any, path: str, depth: int) -> Any:
                 f"{path}: {count} numbers in metadata, the limit is {METADATA_NUMBERS_MAX}",
                 hint="attach it: attach(extra={...})",
             )
-        value = value.tolist()
+        try:
+            value = value.tolist()
+        except Exception as error:  # on the meta device, sparse, on a GPU that has failed
+            raise UnsupportedStateError(
+                f"{path}: a {type(value).__name__} in metadata without a value: {error}",
+                hint="metadata is numbers, text, dicts and lists",
+            ) from error
     if value is None or type(value) in (bool, int, float, str):
         return value
     for plain in (bool, int, float, str):  # enumerations, NumPy's str

@@ -237,7 +237,8 @@ class PCcheckClient:
         tensors may be changed after `gate()` or an attached optimizer's step let go; module buffers
         and parameters that no attached optimizer trains, unless they are frozen, are copied before
         this returns, on a GPU in order with what its current stream does. What is saved of a GPU is
-        what work enqueued there so far makes.
+        what work makes that was enqueued in its current stream so far, and in the one of an
+        attached optimizer's last step.
 
         Args:
             step: the training step that was just made, recorded with the checkpoint; needed for
@@ -324,6 +325,7 @@ class PCcheckClient:
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node
     ) -> InFlight:
+        self._planner.hooks.follow()
         snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
         self._took_one = True
         return self._saver.submit(connection, step, snapshot, self._steps)

@@ -155,8 +155,9 @@ class Placement:
             state = state_of(memory, node)
             try:
                 thing.load_state_dict(state)
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise StateMismatchError(f"{name}: load_state_dict refused: {error}") from error
+            except Exception as error:  # the user's: whatever it says, the state did not fit
+                said = str(error) or type(error).__name__
+                raise StateMismatchError(f"{name}: load_state_dict refused: {said}") from error
 
         if name == RNG and thing is True:
             self._last.append(restore_generators)

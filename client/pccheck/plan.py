@@ -95,13 +95,17 @@ def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
     """The node of something attached that is asked every time."""
     if name == RNG and thing is True:
         return captured_node(flattener, name)
+    return flattener.node(_state_of(name, thing), name)
+
+
+def _state_of(name: str, thing: Any) -> object:
+    """Raises UnsupportedStateError."""
     try:
-        state = thing.state_dict()
+        return thing.state_dict()
     except Exception as error:  # the user's, and no reason to end training
         raise UnsupportedStateError(
             f"{name}: its state_dict() fails: {type(error).__name__}: {error}"
         ) from error
-    return flattener.node(state, name)
 
 
 class AttachedPlan:
@@ -192,7 +196,7 @@ class _FastPlan:
         watch: ModuleWatch | OptimizerWatch
         if isinstance(thing, torch.nn.Module):
             watch = ModuleWatch(thing)
-            node = flattener.node(thing.state_dict(), name)
+            node = flattener.node(_state_of(name, thing), name)
             tensors += watch.tensors
 
             def encode_module() -> Callable[[], bytes]:

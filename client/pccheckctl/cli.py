@@ -86,16 +86,26 @@ def _named(given: list[str]) -> str | None:
     one. Raises UsageError for an unknown command."""
     if "-h" in given or "--help" in given:
         return None
-    words = iter(given)
+    words, options = iter(given), list[str]()
     for word in words:
         if word in _WITH_VALUE:
             next(words, None)
-        elif not word.startswith("-"):
-            if any(word == command.name for command in COMMANDS):
-                return word
-            meant = did_you_mean([word], [command.name for command in COMMANDS])
-            raise UsageError(f"there is no command {word!r}", hint=f"{meant}see: pccheckctl --help")
+        elif word.startswith("-"):
+            options.append(word)
+        elif any(word == command.name for command in COMMANDS):
+            return word
+        else:
+            raise _unknown(word, options)
     return None
+
+
+def _unknown(word: str, options: Sequence[str]) -> UsageError:
+    """`options` stand before the word, which may be the value of a misspelt one."""
+    what, meant = f"command {word!r}", did_you_mean([word], [one.name for one in COMMANDS])
+    for option in options:
+        if "=" not in option and (likely := did_you_mean([option], list(_WITH_VALUE))):
+            what, meant = f"option {option}", likely
+    return UsageError(f"there is no {what}", hint=f"{meant}see: pccheckctl --help")
 
 
 def report(error: PccheckError, *, as_json: bool) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pccheckctl
 from pccheckctl import cli
-from pccheckd import config, config_text
-from pccheckd.options import OPTIONS
+from pccheckd.config import sources as config
+from pccheckd.config import text as config_text
+from pccheckd.config.options import OPTIONS
 
 HERE = Path(__file__).parent
 

@@ -18,6 +18,9 @@
  * takes the GPU's memory apart in between. */
 #define DEATH_LIMIT_MS 2000
 
+/* Copied, writing and ended for each save; a load's end, a broken peer and the detachment. */
+#define CHANNEL_EVENTS (3u * PCC_CHANNEL_SAVES + 3u)
+
 int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc_gpus *gpus,
                      const struct pcc_channel_spec *spec, struct pcc_channel **out)
 {
@@ -34,7 +37,8 @@ int pcc_channel_open(struct pcc_pool *pool, struct pcc_events *events, struct pc
     channel->chunks = calloc(spec->chunk_capacity, sizeof(*channel->chunks));
     channel->segments = calloc(spec->chunk_capacity, sizeof(*channel->segments));
     channel->checksums = calloc(geometry.blocks_per_chunk, sizeof(*channel->checksums));
-    if (channel->chunks == NULL || channel->segments == NULL || channel->checksums == NULL) {
+    if (channel->chunks == NULL || channel->segments == NULL || channel->checksums == NULL ||
+        pcc_events_reserve(events, CHANNEL_EVENTS) != 0) {
         free(channel->checksums);
         free(channel->segments);
         free(channel->chunks);
@@ -88,6 +92,7 @@ void pcc_channel_close(struct pcc_channel *channel)
     (void)pthread_mutex_destroy(&channel->lock);
     (void)pthread_mutex_destroy(&channel->growing);
     (void)pthread_mutex_destroy(&channel->control);
+    pcc_events_unreserve(channel->events, CHANNEL_EVENTS);
     free(channel->checksums);
     free(channel->segments);
     free(channel->chunks);

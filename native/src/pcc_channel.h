@@ -48,12 +48,16 @@ struct pcc_event {
     struct pcc_save_times times;
 };
 
-/* Put while a channel is locked: `capacity` (a power of two) should have room for what can happen
- * between two takes, 4 events per checkpoint in flight and a few per session; it grows else. */
+/* Put while a channel is locked. `capacity` (a power of two) is a start: every channel reserves
+ * room for what it can put between two takes, and the queue grows further where that is not enough.
+ */
 struct pcc_events;
 PCC_MUST_CHECK int pcc_events_open(uint32_t capacity, struct pcc_events **out);
 void pcc_events_close(struct pcc_events *events);
 int pcc_events_fd(const struct pcc_events *events);
+/* Room for so many more at a time, so that putting them needs no memory; or -ENOMEM. */
+PCC_MUST_CHECK int pcc_events_reserve(struct pcc_events *events, uint32_t count);
+void pcc_events_unreserve(struct pcc_events *events, uint32_t count);
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
 uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint32_t capacity);
 

@@ -15,6 +15,7 @@ struct pcc_events {
     pthread_cond_t taken;
     int fd;
     uint32_t capacity;
+    uint32_t reserved;
     uint32_t head; /* free-running; count = tail - head */
     uint32_t tail;
     struct pcc_event *entries;
@@ -72,30 +73,56 @@ int pcc_events_fd(const struct pcc_events *events)
     return events->fd;
 }
 
-/* With the lock held. Whoever puts holds a channel's lock, which the loop may be waiting for: a put
- * that waited for the loop to take could wait for ever. */
-static bool make_room(struct pcc_events *events)
+/* With the lock held. */
+static int make_room(struct pcc_events *events, uint32_t wanted)
 {
-    if (events->capacity >= CAPACITY_MAX)
-        return false;
-    struct pcc_event *entries = calloc(2ull * events->capacity, sizeof(*entries));
+    uint32_t capacity = events->capacity;
+
+    while (capacity < wanted && capacity < CAPACITY_MAX)
+        capacity *= 2;
+    if (capacity < wanted)
+        return -ENOMEM;
+    if (capacity == events->capacity)
+        return 0;
+    struct pcc_event *entries = calloc(capacity, sizeof(*entries));
     if (entries == NULL)
-        return false;
+        return -ENOMEM;
     const uint32_t count = events->tail - events->head;
     for (uint32_t i = 0; i < count; i++)
         entries[i] = events->entries[(events->head + i) % events->capacity];
     free(events->entries);
     events->entries = entries;
-    events->capacity *= 2;
+    events->capacity = capacity;
     events->head = 0;
     events->tail = count;
-    return true;
+    return 0;
 }
 
+int pcc_events_reserve(struct pcc_events *events, uint32_t count)
+{
+    (void)pthread_mutex_lock(&events->lock);
+    const int error = make_room(events, events->reserved + count);
+    if (error == 0)
+        events->reserved += count;
+    (void)pthread_mutex_unlock(&events->lock);
+    return error;
+}
+
+void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
+{
+    (void)pthread_mutex_lock(&events->lock);
+    PCC_ASSERT(events->reserved >= count);
+    events->reserved -= count;
+    (void)pthread_mutex_unlock(&events->lock);
+}
+
+/* Whoever puts holds a channel's lock, which the loop may be waiting for: a put that waited for the
+ * loop to take could wait for ever. Every channel has reserved what it may put between two takes.
+ */
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {
     (void)pthread_mutex_lock(&events->lock);
-    while (events->tail - events->head == events->capacity && !make_room(events))
+    while (make_room(events, events->tail - events->head + 1) != 0)
         (void)pthread_cond_wait(&events->taken, &events->lock);
     const bool was_empty = events->tail == events->head;
     events->entries[events->tail % events->capacity] = *event;

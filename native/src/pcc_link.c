@@ -18,6 +18,7 @@
  * will vouch for what they read, and their chunks are not used before they are done. */
 #define ABANDON_PATIENCE_NS 10000000000ull
 #define GPU_PATIENCE_NS 60000000000ull
+#define CLOSE_PATIENCE_NS 10000000000ull
 
 static int page_map(struct pcc_link *link, int page_fd)
 {
@@ -105,6 +106,7 @@ int pcc_link_open(int socket_fd, int page_fd, struct pcc_link **out)
     link->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
     link->page_by = PCC_HOST;
     atomic_store_explicit(&link->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
+    link->close_patience_ns = CLOSE_PATIENCE_NS;
     atomic_store_explicit(&link->ahead_bytes, PCC_AHEAD_BYTES, memory_order_relaxed);
     int error = 0;
     link->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);

@@ -6,7 +6,6 @@
 
 #include "pcc_link_private.h"
 
-#define CLOSE_PATIENCE_NS 10000000000ull
 #define NAP_NS_MIN 20000
 #define NAP_NS_MAX 500000
 
@@ -295,7 +294,7 @@ static void device_close(struct pcc_link *link, uint32_t index)
 
 void pcc_link_devices_close(struct pcc_link *link)
 {
-    const uint64_t deadline = pcc_now_ns() + CLOSE_PATIENCE_NS;
+    const uint64_t deadline = pcc_now_ns() + link->close_patience_ns;
     int mode;
 
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {

@@ -178,6 +178,7 @@ struct pcc_link {
 
     /* A GPU whose copies could run and that finishes none for so long is taken for dead. */
     _Atomic uint64_t patience_ns;
+    uint64_t close_patience_ns;   /* how long close waits for one; or a test's */
     _Atomic uint64_t ahead_bytes; /* PCC_AHEAD_BYTES, or a test's */
     _Atomic uint64_t at_gate;     /* the newest snapshot whose copies a stream is to wait for */
     pthread_mutex_t gpu_lock;

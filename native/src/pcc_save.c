@@ -35,8 +35,8 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
            pcc_align_up(manifest_bytes, PCC_IO_ALIGN) - manifest_bytes);
     save->handed_over = save->written = save->uncached = save->pending = save->moves = 0;
     save->last_step = PCC_SAVE_STEP_NONE;
-    save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_doubtful =
-        false;
+    save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_bad =
+        save->slot_doubtful = false;
     save->durable = save->quarantined = save->failed = false;
     save->error = 0;
     save->stage = NULL;

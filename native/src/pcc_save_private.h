@@ -75,7 +75,8 @@ struct pcc_save {
     bool sealed;
     bool superseded;
     bool given_up;      /* superseded is set, too */
-    bool slot_failed;   /* a write or flush failed here: the slot is not used again */
+    bool slot_failed;   /* a write or flush failed here: all of it goes to another slot */
+    bool slot_bad;      /* and not because something was short: the slot is not used again */
     bool slot_doubtful; /* another save's flush failed: written again from the start */
     bool durable;       /* replica A names it: whatever follows, it is durable */
     bool quarantined;   /* this save took a slot out of use */

@@ -106,9 +106,11 @@ static int write_all(const struct pcc_saver *saver, const void *bytes, uint64_t 
     return error;
 }
 
+/* With the lock held. Other writers of the save may fail for other reasons. */
 static void slot_error(struct pcc_save *save, int error, const char *stage)
 {
     save->slot_failed = true;
+    save->slot_bad = save->slot_bad || !is_scarcity(error);
     save->error = error;
     save->stage = stage;
 }
@@ -282,7 +284,7 @@ static void leave_slot(struct pcc_save *save)
 {
     struct pcc_volume *volume = save->lane->saver->volume;
 
-    if (save->has_slot && save->slot_failed && !is_scarcity(save->error)) {
+    if (save->has_slot && save->slot_bad) {
         pcc_volume_quarantine_slot(volume, save->slot);
         save->quarantined = true;
     } else if (save->has_slot) {
@@ -319,7 +321,7 @@ static void move(struct pcc_save *save)
         save->moves++;
         pcc_kept_moved(save->lane->saver->spec.kept, save->kept_place, save->slot,
                        save->piece_count);
-        save->slot_failed = save->slot_doubtful = false;
+        save->slot_failed = save->slot_bad = save->slot_doubtful = false;
         save->error = 0;
         save->stage = NULL;
         save->last_step = PCC_SAVE_STEP_NONE;

@@ -225,9 +225,7 @@ MUTANTS = (
         "a slot in which a write failed is free again",
         program="fault_loop",
         source="pcc_save_work.c",
-        changes=(
-            ("if (save->has_slot && save->slot_failed && !is_scarcity(save->error)) {", "if (0) {"),
-        ),
+        changes=(("if (save->has_slot && save->slot_bad) {", "if (0) {"),),
     ),
     Mutant(
         "quarantine for ever",

@@ -245,7 +245,10 @@ def test_options_that_the_optimizer_does_not_have_are_refused(connect: Connect) 
         client.restore()
 
 
-def test_a_restore_that_broke_off_is_told_by_a_class_of_error(connect: Connect) -> None:
+@pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, AssertionError])
+def test_a_restore_that_broke_off_is_told_by_a_class_of_error(
+    connect: Connect, kind: type[Exception]
+) -> None:
     class Picky:
         refuses = False
 
@@ -254,7 +257,7 @@ def test_a_restore_that_broke_off_is_told_by_a_class_of_error(connect: Connect) 
 
         def load_state_dict(self, state: dict[str, int]) -> None:
             if self.refuses:
-                raise ValueError("not this one")
+                raise kind("not this one")
 
     client, picky = connect(on_error="raise"), Picky()
     client.attach(**kit(), picky=picky)

@@ -13,7 +13,7 @@ import pytest
 
 from pccheck_native import layout
 from pccheckctl import cli
-from pccheckd import idle
+from pccheckd.upkeep import finished
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import UID, Rank, make
@@ -226,7 +226,7 @@ def jobs_of(daemon: Daemon) -> set[str]:
 
 def watched(daemon: Daemon) -> dict[str, float]:
     """For how long the daemon has seen which finished jobs left alone, as it remembers."""
-    path = daemon.storage / idle.NAME
+    path = daemon.storage / finished.NAME
     rows = json.loads(path.read_text())["jobs"] if path.exists() else []
     return {row["job"]: row["idle_s"] for row in rows}
 
@@ -234,7 +234,7 @@ def watched(daemon: Daemon) -> dict[str, float]:
 def restart_later(daemon: Daemon, seconds: float) -> None:
     """As if daemons had watched for so long."""
     daemon.stop()
-    path = daemon.storage / idle.NAME
+    path = daemon.storage / finished.NAME
     document = json.loads(path.read_text())
     for row in document["jobs"]:
         row["idle_s"] += seconds
@@ -244,7 +244,7 @@ def restart_later(daemon: Daemon, seconds: float) -> None:
 
 def looks(daemon: Daemon) -> None:
     """Has it look at what has finished, once more than it does by itself."""
-    path = daemon.storage / idle.NAME
+    path = daemon.storage / finished.NAME
     path.unlink(missing_ok=True)  # it is read at the start only
     daemon.kill(signal.SIGHUP)
     eventually(path.exists)

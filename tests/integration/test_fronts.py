@@ -17,7 +17,7 @@ import pytest
 from pccheck_wire import attach
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Status
-from pccheckd import framing, front
+from pccheckd.front import framing, program
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -38,7 +38,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:
     """The process that takes a user's requests, once it is there."""
     uid = os.getuid() if uid is None else uid
-    wanted = ["pccheckd.front", str(framing.VERSION), str(uid)]
+    wanted = ["pccheckd.front.program", str(framing.VERSION), str(uid)]
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for child in psutil.Process(daemon.pid).children():
@@ -76,7 +76,7 @@ def exhaust(endpoint: str, victim: psutil.Process) -> None:
             held.append(plain(endpoint))
         except OSError:  # its backlog is full
             continue
-    assert len(held) >= front.FILES_MAX // 2
+    assert len(held) >= program.FILES_MAX // 2
     for one in held:
         one.close()
 
@@ -123,8 +123,8 @@ def test_the_daemon_has_no_libzmq(start_daemon: Start) -> None:
         told = status(front_of(daemon))
         assert told["NoNewPrivs"] == "1"
         limits = Path(f"/proc/{front_of(daemon).pid}/limits").read_text()
-        assert f"Max open files            {front.FILES_MAX} " in limits
-        assert f"Max address space         {front.ADDRESS_SPACE_BYTES} " in limits
+        assert f"Max open files            {program.FILES_MAX} " in limits
+        assert f"Max address space         {program.ADDRESS_SPACE_BYTES} " in limits
     assert daemon.stop() == 0
 
 

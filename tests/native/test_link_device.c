@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "link_fixture.h"
+#include "pcc_link_private.h"
 
 #include <sys/wait.h>
 
@@ -324,6 +325,38 @@ static void test_fork(void)
     stream_close(&stream);
 }
 
+/* A stream that has yet to say that it is ready, and one that has yet to pass its wait, though
+ * nothing holds it any more: until then it uses the page, which stays, and close() does not stand
+ * in the driver meanwhile. */
+static void test_streams_that_come_late(void)
+{
+    for (int held = 0; held <= 1; held++) {
+        struct daemon d;
+        struct stream stream;
+
+        open_one(&d, &stream);
+        d.link->close_patience_ns = SECOND / 50;
+        if (!held)
+            stream_block(&stream);
+        pull(&d, 1, &stream, false);
+        admit(&d, 1);
+        if (held) {
+            UNTIL(atomic_load(&words(&d, 1, 0)->ready) == 1 && stream_idle(&stream));
+            stream_block(&stream);
+            CHECK(hold(&d, 1, &stream, soon()) == 0);
+        }
+        CHECK(pcc_link_abandon(d.link, 1));
+        pcc_link_close(d.link);
+        CHECK(!stream_idle(&stream));
+        CHECK(seen(&control->registered_bytes) > 0);
+        atomic_store(&stream.blocked, false);
+        UNTIL(stream_idle(&stream));
+        CHECK(close(d.sockets[0]) == 0 && close(d.sockets[1]) == 0);
+        free(d.payload);
+        stream_close(&stream);
+    }
+}
+
 /* The process ends before the link does: the driver answers nothing any more. */
 static struct daemon left_open;
 
@@ -355,6 +388,7 @@ int main(void)
     RUN(test_staging);
     RUN(test_cannot_pull);
     RUN(test_fork);
+    RUN(test_streams_that_come_late);
     RUN(test_exit);
     standin_close();
     return 0;

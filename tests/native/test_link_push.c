@@ -161,6 +161,8 @@ static void test_small_copies_pass(void)
     push(&d, 1, &stream, memory, length);
     admit(&d, 1);
     UNTIL(seen(&control->to_host_queued) >= 3 * CHUNK);
+    (void)usleep(50000); /* the thread could enqueue all of it in less */
+    CHECK_EQUAL(seen(&control->to_host_queued), 3 * CHUNK);
     CHECK(pcc_gpu_enter(&gpus[0]) == 0);
     CHECK(cuda->host_register(&seen_loss, 4, 0) == CUDA_SUCCESS);
     CHECK(cuda->copy_to_host(&seen_loss, loss, 4, stream.handle) == CUDA_SUCCESS);
@@ -174,6 +176,11 @@ static void test_small_copies_pass(void)
     CHECK(pcc_gpu_enter(&gpus[0]) == 0);
     CHECK(cuda->host_unregister(&seen_loss) == CUDA_SUCCESS); /* waits for all copies */
     pcc_gpu_leave(&gpus[0]);
+    collect(&d, length + 4);
+    CHECK(pushed(&d, memory, length));
+    atomic_store(&d.link->ahead_bytes, 0); /* two chunks go all the same, and nobody holds */
+    push(&d, 2, &stream, memory, length);
+    admit(&d, 2);
     collect(&d, length + 4);
     CHECK(pushed(&d, memory, length));
     daemon_close(&d);
@@ -361,6 +368,34 @@ static void test_dead_gpu(void)
     gpu_free(0, memory);
 }
 
+/* A GPU that is late still writes to the chunks after close(): the daemon is not told that they are
+ * quiet, and uses them no more. What the driver knows stays until this process ends. */
+static void test_a_late_gpu_is_not_quiet(void)
+{
+    struct daemon d;
+    struct stream stream;
+    const CUdeviceptr memory = gpu_alloc(0, CHUNK);
+
+    daemon_open(&d, 2);
+    CHECK(pcc_link_device_open(d.link, 0) == 0);
+    stream_open(&stream, 0);
+    d.link->close_patience_ns = SECOND / 50;
+    set(&control->copy_hold_kinds, STANDIN_TO_HOST);
+    push(&d, 1, &stream, memory, CHUNK);
+    admit(&d, 1);
+    UNTIL(seen(&control->held_copies) == 1);
+    pcc_link_close(d.link);
+    CHECK_EQUAL(atomic_load(&d.view.page->quiet), 0);
+    pattern(at(memory), CHUNK, 13);
+    set(&control->copy_hold_kinds, 0);
+    UNTIL(memcmp(d.chunks, at(memory), CHUNK) == 0 ||
+          memcmp(d.chunks + CHUNK, at(memory), CHUNK) == 0);
+    CHECK(close(d.sockets[0]) == 0 && close(d.sockets[1]) == 0);
+    free(d.payload);
+    stream_close(&stream);
+    gpu_free(0, memory);
+}
+
 /* While a stream waits for the daemon our thread stays out of the driver, and then goes on. */
 static void test_beside_pull(void)
 {
@@ -436,6 +471,7 @@ int main(void)
     RUN(test_dead_gpu);
     RUN(test_beside_pull);
     RUN(test_capture);
+    RUN(test_a_late_gpu_is_not_quiet);
     RUN(test_lost_gpu);
     standin_close();
     return 0;

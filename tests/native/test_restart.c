@@ -141,6 +141,7 @@ static void checksums_drop(int state_fd)
 static uint32_t take_over(struct fixture *f, bool unhashed)
 {
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
+    struct pcc_channel_usage usage;
     int state_fd = -1;
     uint64_t state_id = 0;
     uint32_t count = 0, going_on = 0;
@@ -161,6 +162,9 @@ static uint32_t take_over(struct fixture *f, bool unhashed)
     }
     (void)pthread_mutex_unlock(&manager.lock);
     CHECK(state_fd >= 0);
+    /* The client of the daemon before lives, and may still fill what it had been granted. */
+    pcc_channel_usage(f->channel, &usage);
+    CHECK_EQUAL(usage.left_chunks * CHUNK, usage.bytes);
     if (unhashed)
         checksums_drop(state_fd);
     CHECK(pcc_channel_bind_kept(f->channel, f->volume, state_fd, state_id, outcomes, &count) == 0);

@@ -29,6 +29,10 @@ static void test_volumes_as_files(void)
     CHECK_EQUAL(pcc_volume_open(path, true, true, 1 << 30, &volume), 0);
     CHECK(has(volume, sequence));
     pcc_volume_close(volume);
+    CHECK_EQUAL(pcc_volume_open(path, false, true, 0, &second), 0); /* and leave it to a writer */
+    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), 0);
+    pcc_volume_close(volume);
+    pcc_volume_close(second);
     /* Only padding is missing behind the last record; then the last byte of the record, too. */
     CHECK_EQUAL(truncate(path, status.st_size - 4096), 0);
     CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), 0);

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.errors import UsageError
-from pccheckd import activation
+from pccheckd.service import activation
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ def test_metadata_refuses_the_rest_by_path() -> None:
         ({"a": 1j}, r"metadata\.a"),
         ({None: 1}, "key"),
         ({"big": torch.zeros(100_000)}, "attach"),
+        ({"norm": torch.zeros((), device="meta")}, r"metadata\.norm: .*meta"),
+        ({"grad": torch.eye(2).to_sparse()}, r"metadata\.grad"),
     ):
         with pytest.raises(UnsupportedStateError, match=path):
             metadata_node(wrong)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pccheckd import background
-from pccheckd.background import Background, Tasks
-from pccheckd.logs import LOG
+from pccheckd.base import background
+from pccheckd.base.background import Background, Tasks
+from pccheckd.base.logs import LOG
 
 LIMIT_S = 20.0
 

@@ -8,8 +8,8 @@ import pytest
 
 from pccheck_native import Event, SaveTimes
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.checkpoint import GIVEN_UP, LIVE, MOVES, Checkpoint, UnlistedMoveError
-from pccheckd.ledger import Ledger
+from pccheckd.tenancy.checkpoint import GIVEN_UP, LIVE, MOVES, Checkpoint, UnlistedMoveError
+from pccheckd.tenancy.ledger import Ledger
 
 ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
 

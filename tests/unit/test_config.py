@@ -10,8 +10,9 @@ import pytest
 from pccheck_wire import basics
 from pccheck_wire.errors import UsageError
 from pccheck_wire.units import GIB, KIB, MIB, parse_size
-from pccheckd import config, variables
-from pccheckd.options import OPTIONS, Option
+from pccheckd.config import sources as config
+from pccheckd.config import variables
+from pccheckd.config.options import OPTIONS, Option
 
 
 def load(flags: str = "", **environ: str) -> config.Config:
@@ -73,6 +74,18 @@ def test_in_flight_is_slots_minus_keep() -> None:
     assert load("--slots 4 --keep 1").in_flight == 3
 
 
+def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config.cgroups, "memory_bytes", lambda: (400 * MIB, "memory.max of /job"))
+    line = ["--storage", "/srv/x", "--socket", "/run/x/a.sock", "--chunk", "1MiB"]
+    made = config.load(vars(config.parser().parse_args(line)), {"PCCHECK_CONFIG": "/dev/null"})
+    assert made.dram_bytes == 100 * MIB
+    assert config.warnings(made) == []
+    (told,) = config.warnings(load("--dram 500MiB"))
+    assert "500MiB is more than memory.max of /job allows (400MiB)" in told
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "told"),
     [
@@ -80,7 +93,7 @@ def test_in_flight_is_slots_minus_keep() -> None:
         ("", {"PCCHECK_SLOTS": "x"}, r"PCCHECK_SLOTS: 'x'"),
         ("--slots 1", {}, r"--slots: 1 cannot be \(use 2 to 32\)"),
         ("--slots 33", {}, r"--slots: 33"),
-        ("--keep 4", {}, r"--keep: 4 with 4 slots .*slots = N in flight \+ keep"),
+        ("--keep 4", {}, r"--keep must be less than --slots \(got 4 and 4\).*in flight \+ keep"),
         ("--keep 0", {}, r"--keep: 0"),
         ("--writers 0", {}, r"--writers: 0"),
         ("--chunk 5000", {}, r"--chunk: 5000 bytes .*multiple of 1MiB"),

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.errors import UsageError
-from pccheckd import cli, config_text
-from pccheckd.config import Sources
-from pccheckd.options import OPTIONS, Config, Origin
+from pccheckd import cli
+from pccheckd.config import text as config_text
+from pccheckd.config.options import OPTIONS, Config, Origin
+from pccheckd.config.sources import Sources
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import dropping, layout
-from pccheckd import storage as daemon_storage
+from pccheckd.storage import lock as daemon_storage
 from tests.support.volumes import UID, Rank, make
 
 

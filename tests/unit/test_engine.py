@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pccheckd.config import Config
-from pccheckd.engine import Engine
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
 
 LIMIT_S = 30.0
 USERS = range(1000, 1024)

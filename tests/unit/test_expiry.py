@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import dropping, layout
-from pccheckd import expiry, idle
-from pccheckd.config import Config
-from pccheckd.engine import Engine
-from pccheckd.expiry import Expiry
-from pccheckd.idle import Idle
-from pccheckd.registry import Registry
-from pccheckd.volumes import Key
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.jobs.registry import Registry
+from pccheckd.tenancy.volumes import Key
+from pccheckd.upkeep import expiry, finished
+from pccheckd.upkeep.expiry import Expiry
+from pccheckd.upkeep.finished import Idle
 from tests.support.coreloop import BLOCK_BYTES
 
 UID = 7
@@ -119,9 +119,9 @@ def test_what_is_lost_begins_anew(
         for after_s in (0.0, AGE_S):
             assert await place.look(after_s=after_s) == []
         if content is None:
-            (tmp_path / idle.NAME).unlink()
+            (tmp_path / finished.NAME).unlink()
         else:
-            (tmp_path / idle.NAME).write_text(content)
+            (tmp_path / finished.NAME).write_text(content)
         place.begin()
         for _ in range(3):
             assert await place.look() == []

@@ -12,9 +12,10 @@ from pccheck_native import EXPOSURE_BYTES_MAX, Event, SaveTimes
 from pccheck_wire import codec
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
-from pccheckd import gpus
-from pccheckd.checkpoint import Checkpoint
-from pccheckd.exposing import FAILURES_MAX, UNFINISHED_BYTES_MAX, Exposing, Pulling, checked
+from pccheckd.core import gpus
+from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.pulling import FAILURES_MAX, Pulling
 
 ROOM = UNFINISHED_BYTES_MAX
 
@@ -99,11 +100,11 @@ def ended(
 def test_a_driver_that_fails_again_and_again_is_refused_once() -> None:
     pulling = Pulling()
     for error in ("DEVICE", "BAD_HANDLE", "DEVICE"):
-        assert not pulling.refusal(1)
+        assert not pulling.take_refusal(1)
         ended(pulling, "failed", error)
-    assert not pulling.refusal(2)
-    assert "3 pulled copies" in pulling.refusal(1)
-    assert not pulling.refusal(1)
+    assert not pulling.take_refusal(2)
+    assert "3 pulled copies" in pulling.take_refusal(1)
+    assert not pulling.take_refusal(1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_what_is_no_fault_of_the_driver_does_not_count(stage: str, error: str, n
     pulling = Pulling()
     for _ in range(FAILURES_MAX):
         ended(pulling, "failed", error, stage=stage, number=number)
-    assert not pulling.refusal(1)
+    assert not pulling.take_refusal(1)
 
 
 def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
@@ -123,10 +124,10 @@ def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
         ended(pulling, "failed", "DEVICE")
     ended(pulling, "copied")
     ended(pulling, "failed", "DEVICE")
-    assert not pulling.refusal(1)
+    assert not pulling.take_refusal(1)
     for _ in range(FAILURES_MAX - 1):
         ended(pulling, "failed", "DEVICE", session=2)
-    assert not pulling.refusal(2)
+    assert not pulling.take_refusal(2)
 
 
 # -- the driver --------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class Native:
 
 def driven(monkeypatch: pytest.MonkeyPatch, native: Native, *, installed: bool = True) -> None:
     for name in ("cuda_missing", "cuda_driver", "Gpus"):
-        monkeypatch.setattr(f"pccheckd.gpus._core.{name}", getattr(native, name))
+        monkeypatch.setattr(f"pccheckd.core.gpus._core.{name}", getattr(native, name))
     monkeypatch.setattr(gpus, "_missing_elsewhere", native.tried)
     monkeypatch.setattr(gpus, "_installed", lambda: installed)
     monkeypatch.setenv("CUDA_DISABLE_PERF_BOOST", "1")

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from pccheckd import framing
+from pccheckd.front import framing
 
 SEED = 20
 

@@ -17,8 +17,8 @@ import zmq
 
 from pccheck_wire.codec import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from pccheck_wire.errors import RefusedError
-from pccheckd import framing, front, fronts
-from pccheckd.server import ControlServer
+from pccheckd.front import children, framing, program
+from pccheckd.front.endpoints import ControlServer
 
 LIMIT_S = 60
 UID, GID = os.getuid(), os.getgid()
@@ -41,7 +41,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.setattr(fronts, "READY_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(children, "READY_WAIT_S", LIMIT_S)
 
     def run(work: Work, *, idle_s: float = LIMIT_S) -> None:
         async def all_of_it() -> None:
@@ -62,7 +62,7 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Starts something else for a front: Python whose descriptor 3 is the daemon's."""
-    monkeypatch.setattr(fronts, "PAUSE_LAST_S", 0.1)
+    monkeypatch.setattr(children, "PAUSE_LAST_S", 0.1)
 
     def pretend(script: str) -> None:
         def spawn(
@@ -78,7 +78,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 )
             return process, ours
 
-        monkeypatch.setattr(fronts, "_spawn", spawn)
+        monkeypatch.setattr(children, "_spawn", spawn)
 
     return pretend
 
@@ -137,7 +137,7 @@ def test_a_front_that_takes_nothing_is_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And what it was to be sent is bounded until then."""
-    monkeypatch.setattr(fronts, "SEND_LIMIT_S", 0.5)
+    monkeypatch.setattr(children, "SEND_LIMIT_S", 0.5)
     wanted = framing.pack(b"peer", str(REPLY_BYTES_MAX).encode())
     pretend(f"{READY}\nfor _ in range(9): os.write(3, {wanted!r})\ntime.sleep(99)")
 
@@ -168,12 +168,12 @@ def test_requests_wait_in_the_front_while_the_daemon_is_busy(
     async def work() -> None:
         server = ControlServer(place, busy)
         await server.join(UID, GID)
-        await until(lambda: taken == fronts.REQUESTS_IN_PROGRESS_MAX)
+        await until(lambda: taken == children.REQUESTS_IN_PROGRESS_MAX)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert taken == fronts.REQUESTS_IN_PROGRESS_MAX
+        assert taken == children.REQUESTS_IN_PROGRESS_MAX
         release.set()
-        await until(lambda: taken > fronts.REQUESTS_IN_PROGRESS_MAX)
+        await until(lambda: taken > children.REQUESTS_IN_PROGRESS_MAX)
         await server.close()
 
     asyncio.run(work())
@@ -222,7 +222,7 @@ def test_what_cannot_be_started_is_said(
 
 def test_a_confined_process_opens_no_file() -> None:
     program = (
-        "from pccheckd import front\n"
+        "from pccheckd.front import program as front\n"
         f"front._confine({UID}, {GID})\n"
         "import ctypes, os\n"
         "landlock = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0\n"
@@ -236,12 +236,12 @@ def test_a_confined_process_opens_no_file() -> None:
 
 
 def test_limits_fit_together() -> None:
-    from pccheckd.attach import CONNECTIONS_PER_UID_MAX
+    from pccheckd.control.attach import CONNECTIONS_PER_UID_MAX
 
-    assert 2 * CONNECTIONS_PER_UID_MAX < front.FILES_MAX
-    assert fronts.BACKLOG < front.FILES_MAX // 2  # what waited in there ends no second front
-    queued = CONNECTIONS_PER_UID_MAX * front.REQUESTS_WAITING * REQUEST_BYTES_MAX
-    assert queued + 4 * REPLY_BYTES_MAX + (40 << 20) < front.ADDRESS_SPACE_BYTES
+    assert 2 * CONNECTIONS_PER_UID_MAX < program.FILES_MAX
+    assert children.BACKLOG < program.FILES_MAX // 2  # what waited in there ends no second front
+    queued = CONNECTIONS_PER_UID_MAX * program.REQUESTS_WAITING * REQUEST_BYTES_MAX
+    assert queued + 4 * REPLY_BYTES_MAX + (40 << 20) < program.ADDRESS_SPACE_BYTES
 
 
 def test_a_front_of_another_version_says_so(
@@ -260,7 +260,7 @@ def test_a_session_does_not_wait_for_a_slow_start(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests do, at the endpoint."""
-    monkeypatch.setattr(fronts, "READY_WAIT_S", 0)
+    monkeypatch.setattr(children, "READY_WAIT_S", 0)
 
     async def work() -> None:
         server = ControlServer(place, echo)

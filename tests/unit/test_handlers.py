@@ -36,17 +36,17 @@ from pccheck_wire.messages import (
 )
 from pccheck_wire.messages import CheckpointState as State
 from pccheckctl.output.documents import part, rows
-from pccheckd import ledger
-from pccheckd.config import Config
-from pccheckd.engine import Engine
-from pccheckd.exposing import PUSHED
-from pccheckd.gpus import Offer
-from pccheckd.handlers import Handlers
-from pccheckd.port import Owner
-from pccheckd.registry import Registry
-from pccheckd.server import ControlServer
-from pccheckd.sessions import Session, Sessions
-from pccheckd.volumes import Key, OpenVolume
+from pccheckd.config.sources import Config
+from pccheckd.control.handlers import Handlers
+from pccheckd.core.engine import Engine
+from pccheckd.core.exposing import PUSHED
+from pccheckd.core.gpus import Offer
+from pccheckd.core.port import Owner
+from pccheckd.front.endpoints import ControlServer
+from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Session, Sessions
+from pccheckd.tenancy import ledger
+from pccheckd.tenancy.volumes import Key, OpenVolume
 
 KEY = Key(os.geteuid(), "job", 0)
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from pccheck_wire.messages import Begin
-from pccheckd.health import ANSWER_LIMIT_S, Health
-from pccheckd.tenants import _held
+from pccheckd.observe.health import ANSWER_LIMIT_S, Health
+from pccheckd.tenancy.tenant import _held
 
 
 class Place:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import EngineChoice
-from pccheckd import io_engine
-from pccheckd.io_engine import IoEngine
-from pccheckd.options import Config
+from pccheckd.config.options import Config
+from pccheckd.core import io_engine
+from pccheckd.core.io_engine import IoEngine
 
 ROOM = 64 << 20
 FIGURES = "auto: pwrite 3.5, uring 5.0 GB/s, 9 rounds of 64 MiB"

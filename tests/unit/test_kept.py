@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import _core
-from pccheckd import kept
-from pccheckd.kept import Descriptor, Left, State
-from pccheckd.volumes import Key
+from pccheckd.tenancy import inherited
+from pccheckd.tenancy.inherited import Descriptor, Left, State
+from pccheckd.tenancy.volumes import Key
 
 KEY = Key(1000, "job.1", 3)
 
 
 def test_a_label_is_short_and_names_nobody() -> None:
-    label = kept.label_of(KEY)
-    assert label == kept.label_of(Key(1000, "job.1", 3)) and "job" not in label
-    assert len({kept.label_of(Key(1000, "job.1", rank)) for rank in range(100)}) == 100
+    label = inherited.label_of(KEY)
+    assert label == inherited.label_of(Key(1000, "job.1", 3)) and "job" not in label
+    assert len({inherited.label_of(Key(1000, "job.1", rank)) for rank in range(100)}) == 100
     item = Descriptor(5, f"{label}-segment-00000000000000ff")
     assert item.parts == (label, "segment", 255)
 
@@ -36,15 +36,15 @@ def test_other_names_are_none_of_ours(name: str) -> None:
 
 def test_what_others_have_left_is_taken() -> None:
     given = [("a", 5), ("", 6)]
-    assert kept.take(given) == [Descriptor(5, "a"), Descriptor(6, "")] and not given
+    assert inherited.take(given) == [Descriptor(5, "a"), Descriptor(6, "")] and not given
 
 
 def test_the_store_is_as_large_as_it_says() -> None:
     found = [Descriptor(3, "a"), Descriptor(4, "b")]
-    assert kept.store_of({}, found) == ("", 0)
-    assert kept.store_of({"NOTIFY_SOCKET": "/n"}, []) == ("", 0)
-    assert kept.store_of({"NOTIFY_SOCKET": "/n", "FDSTORE": "7"}, []) == ("/n", 7)
-    assert kept.store_of({"NOTIFY_SOCKET": "/n", "FDSTORE": "x"}, found) == ("/n", 2)
+    assert inherited.store_of({}, found) == ("", 0)
+    assert inherited.store_of({"NOTIFY_SOCKET": "/n"}, []) == ("", 0)
+    assert inherited.store_of({"NOTIFY_SOCKET": "/n", "FDSTORE": "7"}, []) == ("/n", 7)
+    assert inherited.store_of({"NOTIFY_SOCKET": "/n", "FDSTORE": "x"}, found) == ("/n", 2)
 
 
 def test_the_newest_checkpoint_comes_first() -> None:
@@ -58,7 +58,7 @@ def test_the_newest_checkpoint_comes_first() -> None:
 
 
 def test_what_is_of_no_use_is_sorted_out() -> None:
-    label = kept.label_of(KEY)
+    label = inherited.label_of(KEY)
     noise = os.memfd_create("noise", os.MFD_ALLOW_SEALING)
     os.write(noise, b"PCCKEPT1" + bytes(100_000))
     fcntl.fcntl(noise, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK |
@@ -69,7 +69,7 @@ def test_what_is_of_no_use_is_sorted_out() -> None:
         Descriptor(noise, f"{label}-segment-0000000000000002"),
         Descriptor(noise, "else"),
     ]
-    left, useless = kept.sort(found)
+    left, useless = inherited.sort(found)
     assert not left and len(useless) == 4
     os.close(noise)
 
@@ -98,7 +98,7 @@ def test_a_pool_speaks_to_the_manager(ears: socket.socket) -> None:
     thread.start()
     pool = _core.Pool(1 << 20, store=ears.getsockname(), store_limit=1)
     events = _core.Events()
-    label = kept.label_of(KEY)
+    label = inherited.label_of(KEY)
     channel = _core.Channel(pool, events, id=1, chunk_bytes=1 << 16, block_bytes=4096,
                             chunk_capacity=16, lanes=1, writers=1, label=label)  # fmt: skip
     assert channel.grow(1 << 16) == 1 << 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccheckd.ledger import COUNT_MAX, Ledger
+from pccheckd.tenancy.ledger import COUNT_MAX, Ledger
 
 
 def test_failures_in_a_row_end_with_another_trainer() -> None:

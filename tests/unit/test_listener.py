@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from pccheck_wire.errors import UsageError
-from pccheckd import listener as module
-from pccheckd.listener import Answer, Listener, bind
-from pccheckd.metrics_place import Place, parse
+from pccheckd.config.metrics_place import Place, parse
+from pccheckd.observe import listener as module
+from pccheckd.observe.listener import Answer, Listener, bind
 
 LARGE = b"x" * (16 << 20)
 

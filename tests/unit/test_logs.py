@@ -15,13 +15,13 @@ import pytest
 from _pytest.capture import CaptureResult
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd import journal, logs
-from pccheckd.checkpoint import Checkpoint
-from pccheckd.chronicle import Chronicle
-from pccheckd.log_queue import LINES_MAX, Queued, Write
-from pccheckd.logs import LOG
-from pccheckd.repeats import BURST, WINDOW_S, Repeats
-from pccheckd.volumes import Key
+from pccheckd.base import journal, logs
+from pccheckd.base.log_queue import LINES_MAX, Queued, Write
+from pccheckd.base.logs import LOG
+from pccheckd.base.repeats import BURST, WINDOW_S, Repeats
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.outcomes import Chronicle
+from pccheckd.tenancy.volumes import Key
 
 KEY = Key(7, "gpt", 3)
 S = 1_000_000_000

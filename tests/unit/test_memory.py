@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pccheck_wire.errors import RefusedError
-from pccheckd import memory as memory_module
-from pccheckd import port as port_module
-from pccheckd.memory import Claimant, Memory
-from pccheckd.port import Port
+from pccheckd.core import port as port_module
+from pccheckd.core.port import Port
+from pccheckd.jobs import memory as memory_module
+from pccheckd.jobs.memory import Claimant, Memory
 
 CHUNK = 10
 UID = 1000

@@ -11,12 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd import metrics as module
-from pccheckd.checkpoint import Checkpoint
-from pccheckd.gauges import Family
-from pccheckd.metrics import Metrics
-from pccheckd.phases import Phases, phases
-from pccheckd.volumes import Key
+from pccheckd.observe import metrics as module
+from pccheckd.observe.gauges import Family
+from pccheckd.observe.metrics import Metrics
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.phases import Phases, phases
+from pccheckd.tenancy.volumes import Key
 
 KEY = Key(7, "gpt", 3)
 RANK = {"uid": "7", "job_name": "gpt", "rank": "3"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.errors import UsageError
-from pccheckd import metrics_place
-from pccheckd.metrics_place import Place, parse
+from pccheckd.config import metrics_place
+from pccheckd.config.metrics_place import Place, parse
 
 
 @pytest.mark.parametrize(

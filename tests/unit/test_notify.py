@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheckd.notify import STATUS_CHARACTERS_MAX, Notifier
+from pccheckd.base.notify import STATUS_CHARACTERS_MAX, Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -14,8 +14,8 @@ import pytest
 from pccheck_wire import codec
 from pccheck_wire.messages import Begin, Request, Restored
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.attach import AttachServer
-from pccheckd.logs import LOG
+from pccheckd.base.logs import LOG
+from pccheckd.control.attach import AttachServer
 from tests.unit.test_handlers import Place, Work
 from tests.unit.test_handlers import run as run  # a fixture
 

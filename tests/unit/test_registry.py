@@ -16,13 +16,13 @@ import pytest
 from pccheck_native import NativeError, Volume, layout
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Drop
-from pccheckd import expiry
-from pccheckd import registry as registry_module
-from pccheckd.config import Config
-from pccheckd.engine import Engine
-from pccheckd.port import Owner
-from pccheckd.registry import Registry
-from pccheckd.volumes import DAMAGED, PROTECTED, Key
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.core.port import Owner
+from pccheckd.jobs import registry as registry_module
+from pccheckd.jobs.registry import Registry
+from pccheckd.tenancy.volumes import DAMAGED, PROTECTED, Key
+from pccheckd.upkeep import expiry
 from tests.support.coreloop import BLOCK_BYTES, Loop
 
 KEY = Key(7, "job", 0)
@@ -243,7 +243,7 @@ def test_a_rank_alone_needs_no_common_step(run: Callable[[Work], None]) -> None:
 def test_a_stopped_volume_is_not_reopened_under_a_reader(
     run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pccheckd.tenants.UNBIND_LIMIT_S", 0.0)
+    monkeypatch.setattr("pccheckd.tenancy.tenant.UNBIND_LIMIT_S", 0.0)
 
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pccheckd import config_text
-from pccheckd.config import Sources
-from pccheckd.logs import LOG
-from pccheckd.notify import Notifier
-from pccheckd.options import OPTIONS, Config
-from pccheckd.reload import Reloader
+from pccheckd.base.logs import LOG
+from pccheckd.base.notify import Notifier
+from pccheckd.config import text as config_text
+from pccheckd.config.options import OPTIONS, Config
+from pccheckd.config.reload import Reloader
+from pccheckd.config.sources import Sources
 
 Reload = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def reload(
     file: Path, sources: Sources, config: Config, heard: Heard,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> Reload:  # fmt: skip
-    monkeypatch.setattr("pccheckd.logs.set_up", lambda *_: None)
+    monkeypatch.setattr("pccheckd.base.logs.set_up", lambda *_: None)
     monkeypatch.setattr(LOG, "propagate", True)
     caplog.set_level(logging.INFO, LOG.name)  # not by the attribute: loggers remember
 
@@ -141,7 +141,7 @@ def test_a_reload_that_fails_half_way_changes_nothing_and_the_next_one_works(
         raise OSError("the journal is not there")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pccheckd.logs.set_up", broken)
+        patch.setattr("pccheckd.base.logs.set_up", broken)
         reload("drain-limit = 5\nslots = 8")
     assert config.drain_limit_s == 60 and not config.pending
     assert config.origins["drain_limit_s"].kind == "default"
@@ -155,7 +155,7 @@ def test_one_that_cannot_take_it_over_does_not_keep_the_others_or_the_next_reloa
     file: Path, sources: Sources, config: Config, heard: Heard, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("pccheckd.logs.set_up", lambda *_: None)
+    monkeypatch.setattr("pccheckd.base.logs.set_up", lambda *_: None)
     monkeypatch.setattr(LOG, "propagate", True)
     told: list[float] = []
 

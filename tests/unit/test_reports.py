@@ -18,17 +18,19 @@ from pccheck_wire import codec
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
 from pccheckctl.output.documents import rows
-from pccheckd import report, trace, verification
-from pccheckd.checkpoint import Checkpoint
-from pccheckd.config import Config
-from pccheckd.engine import Engine
-from pccheckd.handlers import Handlers
-from pccheckd.ledger import HISTORY, Ledger
-from pccheckd.registry import Registry
-from pccheckd.server import ControlServer
-from pccheckd.sessions import Session, Sessions
-from pccheckd.trace import Document, Record, Taken
-from pccheckd.volumes import Key
+from pccheckd.config.sources import Config
+from pccheckd.control import verification
+from pccheckd.control.handlers import Handlers
+from pccheckd.core.engine import Engine
+from pccheckd.front.endpoints import ControlServer
+from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Session, Sessions
+from pccheckd.observe import report
+from pccheckd.tenancy import trace
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.ledger import HISTORY, Ledger
+from pccheckd.tenancy.trace import Document, Record, Taken
+from pccheckd.tenancy.volumes import Key
 from tests.unit.test_trace import record
 
 LIMIT_S = 30.0

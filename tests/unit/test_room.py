@@ -14,10 +14,10 @@ import pytest
 from pccheck_native import _core
 from pccheck_wire.errors import StorageFullError
 from pccheck_wire.messages import Role
-from pccheckd import room as room_module
-from pccheckd.config import Config
-from pccheckd.engine import Engine
-from pccheckd.volumes import Key, VolumeSet
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.storage import space as room_module
+from pccheckd.tenancy.volumes import Key, VolumeSet
 from tests.unit.test_handlers import Place
 from tests.unit.test_handlers import Work as PlaceWork
 from tests.unit.test_handlers import run as run_place  # a fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.errors import NoStoreError
-from pccheckd import attach
-from pccheckd.server import _remove_noted, _write_note
+from pccheckd.control import attach
+from pccheckd.front.endpoints import _remove_noted, _write_note
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.checkpoint import Checkpoint
-from pccheckd.scheduler import PENDING_MAX, End, Scheduler
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.scheduler import PENDING_MAX, End, Scheduler
 
 
 def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:

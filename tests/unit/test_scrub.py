@@ -12,14 +12,14 @@ import pytest
 
 from pccheck_native import SLOT_DAMAGED, Volume, catalog, layout
 from pccheck_wire.errors import DamagedError
-from pccheckd import scrub as module
-from pccheckd import scrub_state
-from pccheckd.config import Config
-from pccheckd.engine import Engine
-from pccheckd.logs import LOG
-from pccheckd.registry import Registry
-from pccheckd.scrub import Scrubber
-from pccheckd.volumes import Key
+from pccheckd.base.logs import LOG
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.jobs.registry import Registry
+from pccheckd.tenancy.volumes import Key
+from pccheckd.upkeep import scrub as module
+from pccheckd.upkeep import scrub_state
+from pccheckd.upkeep.scrub import Scrubber
 from tests.support.volumes import UID, Rank, make, scribble
 
 KEY = Key(UID, "job", 0)

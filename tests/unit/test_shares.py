@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pccheckd.shares import Wish, fair
+from pccheckd.jobs.shares import Wish, fair
 
 CHUNK = 4
 

@@ -11,8 +11,8 @@ import pytest
 
 from pccheck_native import mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
-from pccheckd import storage
-from pccheckd.config import Config
+from pccheckd.config.sources import Config
+from pccheckd.storage import lock as storage
 
 TABLE = """\
 22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -105,6 +105,12 @@ def test_the_lock_names_who_has_it(tmp_path: Path) -> None:
         storage.lock(path, "serves here")
     os.close(held)
     os.close(storage.lock(path, "serves here"))
+
+
+def test_a_directory_that_takes_no_files_is_told_as_such() -> None:
+    with pytest.raises(NoStoreError) as told:
+        storage.lock(Path("/proc/.pccheckd.lock"), "serves here")
+    assert told.value.hint.startswith("choose a directory on a local disk")
 
 
 def test_leftovers_of_an_interrupted_creation_go(tmp_path: Path) -> None:

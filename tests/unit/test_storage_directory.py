@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from pccheck_native import layout
-from pccheckd.storage_directory import StorageDirectory
+from pccheckd.storage.directory import StorageDirectory
 
 
 def test_a_directory_that_was_made_again_gets_the_note_of_a_private_daemon(tmp_path: Path) -> None:

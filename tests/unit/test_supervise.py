@@ -11,13 +11,13 @@ from typing import cast
 import pytest
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.engine import Engine
-from pccheckd.notify import Notifier
-from pccheckd.options import Config
-from pccheckd.progress import Progress
-from pccheckd.registry import Registry
-from pccheckd.sessions import Sessions
-from pccheckd.supervise import Supervisor
+from pccheckd.base.notify import Notifier
+from pccheckd.config.options import Config
+from pccheckd.core.engine import Engine
+from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Sessions
+from pccheckd.service.supervise import Supervisor
+from pccheckd.upkeep.stalls import Progress
 
 
 class Heard(Notifier):

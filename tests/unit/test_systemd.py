@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.basics import DEFAULT_SOCKET
-from pccheckd.config import DEFAULT_FILE
+from pccheckd.config.options import Config
+from pccheckd.config.sources import DEFAULT_FILE
 from pccheckd.lifecycle import FILES_WANTED
-from pccheckd.options import Config
 
 UNITS = Path(__file__).parents[2] / "systemd"
 EXPOSURE_MAX = 2.0

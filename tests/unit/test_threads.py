@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pccheckd.threads import Threads
+from pccheckd.base.threads import Threads
 
 LIMIT_S = 30.0
 

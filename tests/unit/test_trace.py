@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from pccheckctl.commands import trace as viewer
 from pccheckctl.output.documents import Document, rows, whole
-from pccheckd.trace import Record, Ring, document, take
+from pccheckd.tenancy.trace import Record, Ring, document, take
 
 MS = 1_000_000
 

@@ -1,0 +1,128 @@
+"""SIGHUP: takes over what may change while running, and says what may not. All or nothing: a
+file that is wrong changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import fields
+
+from pccheck_wire.errors import PccheckError
+from pccheckd.base import logs
+from pccheckd.base.background import Background
+from pccheckd.base.logs import LOG
+from pccheckd.base.notify import Notifier
+
+from .options import OPTIONS, Config, Option
+from .sources import Sources
+
+
+class Reloader(Background):
+    """Owns the changes of the shared `Config`. One reload at a time; signals that come meanwhile
+    are one more."""
+
+    def __init__(self, config: Config, sources: Sources, notifier: Notifier) -> None:
+        self._config = config
+        self._sources = sources
+        self._notifier = notifier
+        #: Called after every change, by those who do not look at the `Config` each time.
+        self.after: list[Callable[[], None]] = []
+        self._wanted = asyncio.Event()
+
+    def request(self) -> None:
+        self._wanted.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            self._notifier.reloading()
+            try:
+                await self._reload()
+            finally:
+                self._notifier.send("READY=1")
+
+    async def _reload(self) -> None:
+        try:
+            # In a thread: the file may lie on a disk that hangs.
+            fresh = await asyncio.to_thread(self._sources.load)
+        except PccheckError as error:
+            LOG.error("reload: nothing was changed: %s", error)
+            return
+        except Exception:  # the edge of this reload
+            LOG.exception("reload: nothing was changed")
+            return
+        before = {one.name: getattr(self._config, one.name) for one in fields(Config)}
+        try:
+            apply(self._config, fresh)
+        except Exception:
+            for name, value in before.items():
+                setattr(self._config, name, value)
+            LOG.exception("reload: nothing was changed")
+            return
+        for told in self.after:
+            try:
+                told()
+            except Exception:  # the others hear of it all the same
+                LOG.exception("reload: a part of the daemon could not take it over: %r", told)
+
+
+def apply(config: Config, fresh: Config) -> None:
+    """Moves what is live from `fresh` to `config`; what is not, waits for a restart."""
+    changed, pending = [], {}
+    for option in OPTIONS:
+        before, after = getattr(config, option.field), getattr(fresh, option.field)
+        if before == after:
+            continue
+        if option.live:
+            setattr(config, option.field, after)
+            changed.append(_told(option, before, after))
+        else:
+            pending[option.field] = after
+    config.pending = pending
+    config.file = fresh.file
+    config.origins = {
+        name: config.origins.get(name, origin) if name in pending else origin
+        for name, origin in fresh.origins.items()
+    }
+    logs.set_up(config.log_format, config.log_level)
+    if pending:
+        LOG.warning(
+            "reload: not taken over, these need a restart: %s",
+            ", ".join(
+                _told(option, getattr(config, option.field), pending[option.field])
+                for option in OPTIONS
+                if option.field in pending
+            ),
+        )
+    LOG.info("reload: %s", ", ".join(changed) or "nothing changed")
+
+
+def _told(option: Option, before: object, after: object) -> str:
+    when = f", {option.when}" if option.when else ""
+    return f"{option.key} {option.show(before)} -> {option.show(after)}{when}"
+
+
+def on_hangup(reload: Callable[[], None], stop: Callable[[], None]) -> None:
+    """SIGHUP reloads; but when it says that our terminal has gone, it is the end, as ever, unless
+    somebody (nohup) had it ignored."""
+    had_terminal = _has_terminal()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+    def arrived() -> None:
+        if not had_terminal or _has_terminal():
+            reload()
+        elif not ignored:
+            stop()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, arrived)
+
+
+def _has_terminal() -> bool:
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+        return True
+    return False

@@ -1,0 +1,1 @@
+"""Requests: from the attach socket or a front to the one call that answers them."""

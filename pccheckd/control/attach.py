@@ -1,0 +1,296 @@
+"""The attach socket: who connects (the kernel says), for how long, and what he is handed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import grp
+import os
+import socket
+import stat
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from pccheck_wire import codec
+from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.errors import (
+    NoStoreError,
+    PccheckError,
+    ProtocolError,
+    RefusedError,
+    StoreLockedError,
+    UsageError,
+)
+from pccheck_wire.messages import PROTOCOL_VERSION, Hello
+from pccheckd.base import shortage
+from pccheckd.base.background import Background, Tasks
+from pccheckd.base.logs import LOG
+from pccheckd.core.engine import translated
+from pccheckd.jobs.sessions import Peer, Session, Sessions
+
+from .handlers import Handlers, failure, readable
+
+BACKLOG = 128
+CONNECTIONS_PER_UID_MAX = 192
+CONNECTIONS_MAX = 1024
+HELLO_LIMIT_S = 5.0
+SEND_LIMIT_S = 10.0
+_SO_PEERPIDFD = 77  # Linux 6.5
+_CREDENTIALS = struct.Struct("3i")
+
+
+def make_runtime(directory: Path, group: str) -> None:
+    """The socket's directory, 0750 when it is ours to make. Raises PccheckError, also for one in
+    which others could put a socket of theirs in our place."""
+    try:
+        number = grp.getgrnam(group).gr_gid if group else -1
+        if not directory.exists():
+            directory.mkdir(mode=0o750, parents=True)
+            directory.chmod(0o750)
+        with _opened(directory, os.O_DIRECTORY) as opened:
+            found = os.fstat(opened)
+            _require_ours(directory, found)
+            if group and not found.st_mode & stat.S_IWOTH:  # /tmp stays as it is
+                os.chown(f"/proc/self/fd/{opened}", -1, number)
+    except KeyError:
+        raise UsageError(f"--group: there is no group {group!r}", hint="groupadd it") from None
+    except OSError as error:
+        raise NoStoreError(
+            f"the socket's directory {directory} cannot be made: {error.strerror}",
+            hint="choose another place with --socket PATH",
+        ) from error
+
+
+def _require_ours(directory: Path, found: os.stat_result) -> None:
+    """Raises NoStoreError when somebody else could replace what we put into a directory."""
+    if found.st_uid not in (0, os.geteuid()):
+        raise NoStoreError(
+            f"the socket's directory {directory} belongs to uid {found.st_uid}, who could put "
+            "another socket in the place of ours",
+            hint=f"chown it to uid {os.geteuid()}, or choose another place with --socket PATH",
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise NoStoreError(
+            f"the socket's directory {directory} is writable by others without the sticky bit, so "
+            "they could put another socket in the place of ours",
+            hint=f"chmod go-w {directory}, or choose another place with --socket PATH",
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """For looking at and changing what lies there, and nothing that takes its place."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def listen(path: Path, group: str) -> socket.socket:
+    """The listening socket; a stale one is replaced, a live one is not. Needs the socket's lock."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    made.setblocking(False)
+    try:
+        if _answers(path):
+            raise StoreLockedError(
+                f"something listens at {path} already", hint="use another --socket"
+            )
+        path.unlink(missing_ok=True)
+        made.bind(os.fspath(path))
+        _admit(path, group)
+        made.listen(BACKLOG)  # nobody can have connected before
+    except OSError as error:
+        made.close()
+        raise NoStoreError(
+            f"cannot listen at {path}: {error.strerror}", hint="choose another --socket PATH"
+        ) from error
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _admit(path: Path, group: str) -> None:
+    """Lets the group connect to the socket that was just bound; whatever lies there instead keeps
+    its owner and mode."""
+    with _opened(path, os.O_NOFOLLOW) as opened:
+        found = os.fstat(opened)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+            raise OSError(errno.EEXIST, "somebody else has put something there")
+        if group:
+            os.chown(f"/proc/self/fd/{opened}", -1, grp.getgrnam(group).gr_gid)
+        os.chmod(f"/proc/self/fd/{opened}", 0o660)  # noqa: PTH101
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+class AttachServer(Background):
+    """Accepts, shakes hands, and holds every connection until its peer is gone."""
+
+    def __init__(self, listener: socket.socket, sessions: Sessions, handlers: Handlers) -> None:
+        self._listener = listener
+        self._sessions = sessions
+        self._handlers = handlers
+        self._count: Counter[int] = Counter()
+        self._connections = Tasks("connections")
+
+    async def close(self) -> None:
+        """Stops accepting and ends every session, which drains what it handed over."""
+        await super().close()
+        self._listener.close()
+        await self._connections.cancel()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    LOG.warning("accept: %s", error)
+                await asyncio.sleep(0.05)
+                continue
+            connection.setblocking(False)
+            self._connections.spawn(self._serve(connection))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        session: Session | None = None
+        try:
+            peer = _peer(connection)
+        except OSError:  # nobody is known to be there
+            connection.close()
+            return
+        uid = peer.uid
+        self._count[uid] += 1
+        try:
+            self._check_limits(uid)
+            async with asyncio.timeout(HELLO_LIMIT_S):
+                packet = await self._receive(connection)
+            if not packet:
+                return
+            hello = _hello(packet)
+            try:
+                session, welcome, descriptors = await self._sessions.open(hello, peer)
+            except OSError as error:  # ours, not the peer's
+                raise translated(error, "the session") from error
+            try:
+                socket.send_fds(connection, [codec.encode(welcome)], descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            await self._until_gone(connection, session)
+        except PccheckError as error:
+            await self._refuse(connection, error)
+        except (OSError, MemoryError, TimeoutError) as error:
+            if session is None and shortage.told(error):  # else the peer went away
+                await self._refuse(connection, translated(error, "the session"))
+        except Exception as error:  # the edge of this connection
+            LOG.exception("a connection of uid %d failed", uid)
+            if session is None:  # else its peer waits for replies only
+                await self._refuse(connection, error)
+        finally:
+            connection.close()
+            self._count[uid] -= 1
+            if session is not None:
+                await asyncio.shield(self._sessions.end(session))
+
+    async def _until_gone(self, connection: socket.socket, session: Session) -> None:
+        """Serves requests until the peer hangs up, dies, or breaks the page's protocol.
+
+        A forked child may hold the socket open after the trainer's death: the pidfd tells.
+        """
+        gone = session.broken
+        loop = asyncio.get_running_loop()
+        pidfd = _pidfd(connection)
+        if pidfd is not None:
+            loop.add_reader(pidfd, gone.set)
+        serving = loop.create_task(self._requests(connection, session))
+        waiting = loop.create_task(gone.wait())
+        try:
+            await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()  # raises what ended it
+        finally:
+            for task in (serving, waiting):
+                task.cancel()
+            await asyncio.gather(serving, waiting, return_exceptions=True)
+            if pidfd is not None:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+
+    async def _requests(self, connection: socket.socket, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        while packet := await self._receive(connection):
+            answer = await self._handlers.by_session(session, packet)
+            if answer is None:
+                continue
+            async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is let go
+                for part in codec.packets(answer):
+                    await loop.sock_sendall(connection, part)
+
+    async def _receive(self, connection: socket.socket) -> bytes:
+        """One packet; descriptors that come with it are dropped by the kernel."""
+        return await asyncio.get_running_loop().sock_recv(connection, codec.REQUEST_BYTES_MAX + 1)
+
+    async def _refuse(self, connection: socket.socket, error: BaseException) -> None:
+        with contextlib.suppress(OSError):
+            connection.send(codec.encode(failure(error)), socket.MSG_NOSIGNAL)
+
+    def _check_limits(self, uid: int) -> None:
+        if self._count[uid] > CONNECTIONS_PER_UID_MAX or self._count.total() > CONNECTIONS_MAX:
+            raise RefusedError(
+                f"uid {uid} has {self._count[uid] - 1} connections", hint="close some first"
+            )
+
+
+def _hello(packet: bytes) -> Hello:
+    """The handshake; its protocol number is compared before anything else is looked at."""
+    with readable("the handshake"):
+        plain = codec.unpack(packet)
+    protocol = plain.get("protocol") if isinstance(plain, dict) else None
+    if type(protocol) is int and protocol != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"this daemon speaks protocol {PROTOCOL_VERSION}, the process {protocol}",
+            hint=SAME_VERSION_HINT,
+        )
+    with readable("the handshake"):
+        return codec.from_plain(plain, Hello)
+
+
+def _peer(connection: socket.socket) -> Peer:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return Peer(uid=uid, gid=gid, pid=pid, gone=lambda: _hung_up(connection))
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    """Nothing is read: what the peer has sent already is for the session."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _pidfd(connection: socket.socket) -> int | None:
+    """A descriptor that becomes readable when the peer ends; None where there is none to have."""
+    with contextlib.suppress(OSError):
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(_peer(connection).pid)  # what the peer says of itself may be anybody's
+    return None

@@ -1,0 +1,355 @@
+"""Requests: decode, one domain call, reply. A bad request fails that request and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from pccheck_native import _core, subset
+from pccheck_wire import codec
+from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    InternalError,
+    NoCheckpointError,
+    PccheckError,
+    ProtocolError,
+    RefusedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import (
+    Begin,
+    Chose,
+    ConfigShow,
+    Describe,
+    Described,
+    Done,
+    Drop,
+    Expose,
+    Failure,
+    Goodbye,
+    ListVolumes,
+    Open,
+    Pin,
+    Read,
+    Register,
+    Registered,
+    Reply,
+    ReplyBody,
+    Report,
+    Request,
+    RequestBody,
+    Restored,
+    Role,
+    Status,
+    Trace,
+    Verify,
+)
+from pccheckd.base.logs import LOG
+from pccheckd.config import text as config_text
+from pccheckd.config.sources import Config
+from pccheckd.core import exposing
+from pccheckd.core.engine import Engine, translated
+from pccheckd.jobs import pinning, recovery
+from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Session, Sessions
+from pccheckd.observe import report
+from pccheckd.tenancy import trace
+from pccheckd.tenancy.tenant import Tenant
+from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
+from pccheckd.upkeep import expiry
+from pccheckd.upkeep.scrub import Scrubber
+
+from . import verification
+
+GOODBYE_LIMIT_S = 60.0
+TRACE_S_MAX = 1e8
+FAILED_MAX = 1 << 40
+
+_TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Pin, Goodbye)
+_NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
+_NEEDS_STORAGE = (Open, ListVolumes, Verify, Drop)
+
+
+def failure(error: BaseException) -> Failure:
+    """What the peer is told; a fault of ours is logged with its traceback."""
+    told = error if isinstance(error, PccheckError) else translated(error, "the request")
+    if isinstance(told, InternalError):
+        LOG.error("a request failed", exc_info=error)
+    return Failure(told.code, told.message[:2000], told.hint[:2000], told.retryable)
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """What cannot be read is told with the fix: it comes from another version, as a rule."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise ProtocolError(
+            f"{what} cannot be read: {error.message}", hint=SAME_VERSION_HINT
+        ) from error
+
+
+class Handlers:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        registry: Registry,
+        sessions: Sessions,
+        scrubber: Scrubber | None = None,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._sessions = sessions
+        self._scrubber = scrubber
+        self._started_ns = time.monotonic_ns()
+        self._making_of: dict[int, asyncio.Lock] = {}
+
+    async def by_token(self, uid: int, data: bytes) -> bytes | None:
+        """A request that came over ZeroMQ: the token names the session."""
+        return await self._answer(uid, data, None)
+
+    async def by_session(self, session: Session, data: bytes) -> bytes | None:
+        """A request that came over the session's own attach socket."""
+        return await self._answer(session.uid, data, session)
+
+    async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
+        number, request = 0, None
+        body: ReplyBody | None
+        try:
+            with readable("the request"):
+                plain = codec.unpack(data)
+                number = _number(plain)
+                request = codec.from_plain(plain, Request)
+            if session is None:
+                session = self._sessions.by_token(uid, request.token)
+            body = await self._handle(session, request.body)
+            if not number or body is None:
+                return None
+            reply = Reply(number, body)
+            if isinstance(body, Report):  # it may be long
+                return await self._engine.document(session.uid, codec.encode, reply)
+            return codec.encode(reply)
+        except Exception as error:  # the edge of this request
+            told = failure(error)
+            if number or request is None:
+                return codec.encode(Reply(number, told))
+            _one_way_failed(session, request.body, told)
+            return None
+
+    async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
+        if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
+            raise RefusedError(f"a {session.role} may not {body.TAG}")
+        if isinstance(body, _NOT_OBSERVER) and session.role is Role.OBSERVER:
+            raise RefusedError(f"an observer may not {body.TAG}")
+        if isinstance(body, _NEEDS_STORAGE):
+            await self._engine.require_storage(session.uid)
+        match body:
+            case Begin():
+                self._begin(session, body)
+                return None
+            case Register():
+                return await self._register(session, body)
+            case Expose():
+                await self._expose(session, body)
+            case Chose():
+                session.transfer, session.transfer_reason = exposing.checked(body)
+            case Describe():
+                return self._describe(session, body)
+            case Open():
+                return await recovery.open_checkpoint(session, body)
+            case Read():
+                await recovery.read(session, self._sessions, body)
+            case Restored():
+                assert session.job is not None
+                await session.job.restored(session.rank, body.sequence)
+            case Pin():
+                await pinning.pin(session, body)
+            case Goodbye():
+                await self._goodbye(session, body)
+            case Status():
+                return Report(await self._status(session))
+            case ListVolumes():
+                return Report(
+                    await self._engine.look(
+                        session.uid, report.listing, session.uid, self._config, body.job
+                    )
+                )
+            case ConfigShow():
+                return Report(config_text.document(self._config, "daemon"))
+            case Verify():
+                return Report(await self._verify(session, body))
+            case Drop():
+                return Report(
+                    await expiry.drop(self._config, self._engine, self._registry, session.uid, body)
+                )
+            case Trace():
+                return Report(await self._trace(session, body))
+        return Done()
+
+    async def _register(self, session: Session, body: Register) -> Registered:
+        tenant = session.tenant
+        assert tenant is not None
+        if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
+            raise UsageError(f"$.body.payload_bytes must be 1 to 2**50 (got {body.payload_bytes})")
+        if not 0 <= body.failed <= FAILED_MAX:
+            raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {body.failed})")
+        tenant.ledger.failed(body.failed)
+        try:
+            await self._engine.require_storage(session.uid)
+            answer = await self._room(session, tenant, body)
+        except PccheckError as error:
+            if not session.ending:
+                tenant.set_refusal(error)
+            raise
+        tenant.set_refusal(None)
+        return answer
+
+    async def _room(self, session: Session, tenant: Tenant, body: Register) -> Registered:
+        job = session.job
+        assert job is not None
+        volume = await tenant.register(body.payload_bytes)
+        wanted = tenant.wanted_bytes(body.payload_bytes)
+        granted = await self._sessions.claim(session, wanted)
+        expected = max(granted, min(wanted, self._registry.memory.share_bytes(session.number)))
+        lanes = volume.info.slots - volume.info.keep
+        return Registered(
+            slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
+            granted_bytes=granted, volume=str(volume.path),
+            absent=job.absent(), incarnation=job.registered(session.rank, session.process),
+            effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
+        )  # fmt: skip
+
+    async def _expose(self, session: Session, body: Expose) -> None:
+        """Until the first await nothing else runs: pieces are taken in the order they came in."""
+        tenant = session.tenant
+        if tenant is None or session.ending:
+            raise RefusedError("the session has ended")
+        offer = self._sessions.offer(session)
+        if offer.transfer != "pull":
+            raise RefusedError(offer.reason, hint=exposing.PUSHED, retryable=offer.later)
+        whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
+        if whole is None:
+            return
+        reason = await tenant.expose(session.number, body.map, whole)
+        if reason:
+            # Of a driver; what never passes was said above. It costs little to be asked again.
+            raise RefusedError(reason, hint=exposing.PUSHED, retryable=True)
+
+    def _begin(self, session: Session, body: Begin) -> None:
+        tenant = session.tenant
+        assert tenant is not None
+        reason = ""
+        if session.ending:  # what it had asked for before was dropped already
+            reason = "the trainer ended before it was admitted"
+        elif self._sessions.draining:
+            reason = "the daemon is stopping"
+        elif body.on_busy not in ("wait", "skip"):
+            reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
+        elif body.tree_offset + body.tree_bytes > body.payload_bytes or not body.payload_bytes:
+            reason = "the tree does not lie in the payload"
+        tenant.begin(session.number, body, refused=reason)
+
+    def _describe(self, session: Session, body: Describe) -> Described:
+        assert session.tenant is not None
+        ledger = session.tenant.ledger
+        found = ledger.find(session.number, body.snapshot)
+        if (session.number, body.snapshot) in ledger.lost:
+            raise CheckpointFailedError(
+                "its request did not reach pccheckd: the process that takes it had ended",
+                hint="pccheckd's log says why",
+            )
+        if found is None:
+            raise NoCheckpointError(f"snapshot {body.snapshot} is not known (any more)")
+        return Described(
+            snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
+            reason=found.reason, hint=found.hint, newer_sequence=found.newer_sequence,
+            newer_step=found.newer_step,
+        )  # fmt: skip
+
+    async def _goodbye(self, session: Session, body: Goodbye) -> None:
+        tenant = session.tenant
+        assert tenant is not None
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, tenant.asked):
+            raise WaitTimeoutError(f"checkpoints still go on after {GOODBYE_LIMIT_S:g} s")
+        if body.done:
+            await tenant.finish()
+
+    async def _status(self, session: Session) -> report.Document:
+        async with self._making(session.uid):
+            return await report.status(
+                session.uid, self._config, self._engine, self._registry, self._sessions.all(),
+                self._started_ns, self._scrubber.document() if self._scrubber else None,
+            )  # fmt: skip
+
+    async def _trace(self, session: Session, body: Trace) -> report.Document:
+        if not 0 <= body.last_s <= TRACE_S_MAX:
+            raise UsageError(f"$.body.last_s must be 0 to {TRACE_S_MAX:g} (got {body.last_s:g})")
+        async with self._making(session.uid):
+            taken = report.trace(session.uid, self._registry, body.last_s)
+            return await self._engine.document(session.uid, trace.document, taken)
+
+    def _making(self, uid: int) -> asyncio.Lock:
+        """A user's documents are made one after another, however many he asks for."""
+        return self._making_of.setdefault(uid, asyncio.Lock())
+
+    async def _verify(self, session: Session, body: Verify) -> report.Document:
+        uid = session.uid if body.uid < 0 else body.uid
+        if not report.may_see(session.uid, uid):
+            raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        try:
+            part = subset.parse(body.subset, body.seed) if body.subset else None
+        except ValueError as error:
+            raise UsageError(f"$.body.subset: {error}") from error
+        _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
+        volumes: list[tuple[str, _core.Volume]] = [
+            (str(item.path), item.volume) for item in tenant.volumes.open
+        ]
+        tenant.reading += 1
+        gone = threading.Event()
+        reports = tenant.retention.reports
+        try:
+            document = await self._engine.scan(
+                session.uid, verification.verify, volumes, body.sequence, part, gone=gone.is_set
+            )
+            if part is None:
+                await _judge(tenant, document, reports)
+        finally:
+            gone.set()
+            tenant.reading -= 1
+        if body.sequence and not document["checkpoints"]:
+            raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
+        return document
+
+
+def _one_way_failed(session: Session | None, body: RequestBody, told: Failure) -> None:
+    """Nobody reads an answer: the log has it, and a checkpoint that was asked for ends."""
+    LOG.info(
+        "session %d: its request %r failed: %s",
+        session.number if session else 0, body.TAG, told.message,
+    )  # fmt: skip
+    if session is not None and session.tenant is not None and isinstance(body, Begin):
+        session.tenant.fail_request(session.number, body.snapshot, told)
+
+
+def _number(plain: object) -> int:
+    """Of a request that may be unreadable otherwise, so that the answer finds who asks; or 0."""
+    number = plain.get("number") if isinstance(plain, dict) else None
+    return number if type(number) is int and 0 <= number < 2**63 else 0
+
+
+async def _judge(tenant: Tenant, document: report.Document, reports: int) -> None:
+    """All of each was read: who is whole is not flagged any more, and says so in the document."""
+    checkpoints = document["checkpoints"]
+    assert isinstance(checkpoints, list)
+    for item in checkpoints:
+        item["cleared"] = item["valid"] and await tenant.retention.found_whole(
+            item["sequence"], reports=reports
+        )
+        item["damaged"] = item["damaged"] and not item["cleared"]

@@ -1,0 +1,153 @@
+"""Whether this daemon can pull GPU tensors: the CUDA driver, loaded beside everything else.
+
+A driver is first tried in a process of its own, again and again while it fails: before its modules
+and devices are there cuInit fails, and a process that has seen it fail gets no other answer later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from pccheck_native import _core
+from pccheckd.base.logs import LOG
+
+from .exposing import REASON_CHARACTERS_MAX
+
+#: A driver may take seconds to wake up, and a broken one never answers: so long after the start
+#: trainers that connect wait for it. Later ones push, and ask again after some checkpoints.
+DRIVER_LIMIT_S = 5.0
+#: Between two tries of a driver that fails; it doubles from the first to the second.
+RETRY_S, RETRY_MAX_S = 1.0, 300.0
+#: The file that is there when a driver is installed.
+LIBRARY = "libcuda.so.1"
+_TRIED = "from pccheck_native import _core; print(_core.cuda_missing(), end='')"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """How the daemon can take GPU tensors, as `Welcome` says it."""
+
+    transfer: str  # "pull" or "push"
+    reason: str
+    later: bool = False  # the reason may pass
+
+
+_SILENT = Offer("push", "the CUDA driver does not answer", later=True)
+
+
+class Driver:
+    """Owns the native `Gpus`, when there may be any. Only the loop touches it."""
+
+    def __init__(self) -> None:
+        self.gpus: _core.Gpus | None = None
+        self.offer = Offer("push", "the CUDA driver is still being loaded", later=True)
+        self._tried = asyncio.Event()
+        self._closed = threading.Event()
+        self._until_s = 0.0  # time.monotonic; nobody waits for the driver longer
+
+    def start(self) -> None:
+        """Loads the driver in a thread of its own, which nobody waits for at the end: what hangs
+        in a driver cannot be ended."""
+        loop = asyncio.get_running_loop()
+        self._until_s = time.monotonic() + DRIVER_LIMIT_S
+        # A context that nobody uses would else keep the GPU at full clocks (drivers from 580 on).
+        os.environ.setdefault("CUDA_DISABLE_PERF_BOOST", "1")
+        installed = _installed()
+        if installed:
+            self.gpus = _core.Gpus()
+
+        def load() -> None:
+            pause_s = RETRY_S
+            while True:
+                offer, line = _load(installed)
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._take, offer, line)
+                if not offer.later or self._closed.wait(pause_s):
+                    return
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+        threading.Thread(target=load, name="cuda-load", daemon=True).start()
+
+    async def ready(self) -> _core.Gpus | None:
+        """The GPUs to open a channel with; None when tensors have to be pushed for good. Waits
+        until the driver has answered once, but only soon after the start."""
+        left_s = self._until_s - time.monotonic()
+        if not self._tried.is_set() and left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._tried.wait(), left_s)
+        if not self._tried.is_set() and self.offer != _SILENT:
+            self.offer = _SILENT
+            LOG.warning("the CUDA driver does not answer: GPU tensors are pushed until it does")
+        return self.gpus
+
+    def info(self) -> list[_core.GpuInfo]:
+        """The GPUs that trainers have exposed memory of."""
+        return self.gpus.info() if self.gpus is not None else []
+
+    def take_away(self) -> _core.Gpus | None:
+        """For the end: what is left to close, which may block."""
+        self._closed.set()
+        gpus, self.gpus = self.gpus, None
+        return gpus
+
+    def _take(self, offer: Offer, line: str) -> None:
+        news = offer != self.offer
+        self.offer = offer
+        self._tried.set()
+        if news and not self._closed.is_set():
+            LOG.info("%s", line)
+
+
+def _installed() -> bool:
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def _load(installed: bool) -> tuple[Offer, str]:
+    """Blocks. What trainers are told, and the line for the log."""
+    try:
+        if installed and (missing := _missing_elsewhere()):
+            return _without(missing, later=True)
+        if missing := _core.cuda_missing():
+            return _without(missing)
+        number, count = _core.cuda_driver()
+    except (OSError, _core.NativeError) as error:
+        return _without(str(error))
+    driver = f"driver {number // 1000}.{number % 1000 // 10}"
+    plural = "GPU" if count == 1 else "GPUs"
+    return (
+        Offer("pull", f"CUDA IPC, {driver}"),
+        f"CUDA {driver}, {count} {plural}: GPU tensors are pulled",
+    )
+
+
+def _missing_elsewhere() -> str:
+    """What a process of its own finds missing; "" when the driver works there."""
+    environment = dict(os.environ)
+    if "PYTHONPATH" in environment:  # it may be relative
+        places = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, places))
+    tried = subprocess.run(
+        [sys.executable, "-P", "-c", _TRIED], env=environment, cwd="/", check=False,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    if tried.returncode:
+        return f"a process that tried it ended with {tried.returncode}"
+    return tried.stdout.decode(errors="replace")
+
+
+def _without(reason: str, *, later: bool = False) -> tuple[Offer, str]:
+    said = f"no CUDA driver here: {reason}"[:REASON_CHARACTERS_MAX]
+    line = f"no CUDA driver ({reason}): CPU tensors only, GPU tensors are pushed"
+    return Offer("push", said, later), line + (" until it works" if later else "")

@@ -1,0 +1,1 @@
+"""ZeroMQ, in a process for each user."""

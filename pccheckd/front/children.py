@@ -1,0 +1,353 @@
+"""The daemon's side of fronts (front.py): one child process per uid, whose bytes are not trusted,
+started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+from pccheck_wire.codec import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
+from pccheck_wire.errors import RefusedError
+from pccheckd.base.background import Background, Tasks
+from pccheckd.base.logs import LOG
+
+from . import framing
+
+REQUESTS_IN_PROGRESS_MAX = 256
+#: Of one uid, on their way to its front: two of the largest.
+ANSWERS_BYTES_MAX = 2 * REPLY_BYTES_MAX
+READ_BYTES = 64 * 1024
+START_LIMIT_S = 30.0
+#: What a new session waits for a front, to hear of one that cannot be started. Then it goes on, as
+#: its peer's handshake has a limit: its requests wait at the endpoint.
+READY_WAIT_S = 0.5
+#: A front does nothing but forward; one that takes no answer for so long is stopped or hangs.
+SEND_LIMIT_S = 10.0
+END_LIMIT_S = 5.0
+#: Between two starts; doubled with every front that did not last, up to the last one.
+PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 30.0
+LASTED_S = 60.0
+STEP_S = 0.1
+#: Who connects meanwhile waits in here. Below front.FILES_MAX: idle connects end one front at most.
+BACKLOG = 128
+_SAID_BYTES = 4096
+_SAID_LETTERS = 160
+#: All that a front needs of our environment; no arena per thread, that would be address space.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
+#: What an operator understands, by what the process said last.
+_MEANINGS = {
+    "Too many open files": "a process of this user opens connections to it without end",
+    "MemoryError": "its memory limit: a process of this user fills it",
+    "bad_alloc": "its memory limit: a process of this user fills it",
+    "OUT OF MEMORY": "its memory limit: a process of this user fills it",
+}
+
+#: The answer to a request of a uid, None for no answer. Never raises.
+Handle = Callable[[int, bytes], Awaitable[bytes | None]]
+
+
+class Front:
+    """One child process, from its start to its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._link = link
+        self._writer: asyncio.StreamWriter | None = None
+        self._writing = asyncio.Lock()
+        self._unsent_bytes = 0
+        self._trouble = ""  # why it was dropped
+
+    async def connect(self) -> asyncio.StreamReader | None:
+        """What to read requests from, once it serves; None when it does not get so far."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._link, limit=READ_BYTES)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                first = await reader.readexactly(len(framing.READY))
+        except TimeoutError:
+            self.drop("it did not get ready")
+            return None
+        except (OSError, EOFError):
+            return None
+        if first != framing.READY:
+            self.drop("it did not begin with READY")
+            return None
+        return reader
+
+    async def serve(
+        self,
+        reader: asyncio.StreamReader,
+        take: Callable[[Front, bytes, bytes], Awaitable[None]],
+    ) -> None:
+        """Hands every request to `take`, which may make it wait; until the process ends or does
+        what no front does."""
+        frames = framing.Unpacker(REQUEST_BYTES_MAX)
+        try:
+            while data := await reader.read(READ_BYTES):
+                for identity, request in frames.feed(data):
+                    if not identity:
+                        raise framing.FramingError("a request of nobody")
+                    await take(self, identity, request)
+        except framing.FramingError as error:
+            self.drop(f"it sent what is no request: {error}")
+        except OSError:
+            pass  # it has ended
+
+    async def answer(self, identity: bytes, message: bytes) -> None:
+        """A peer that does not read loses its answers, here at the latest."""
+        if self._unsent_bytes + len(message) > ANSWERS_BYTES_MAX:
+            LOG.warning("the front with pid %d takes too little: an answer is lost", self.pid)
+            return
+        self._unsent_bytes += len(message)
+        try:
+            async with self._writing:
+                if self._writer is None or self._writer.is_closing():
+                    return
+                async with asyncio.timeout(SEND_LIMIT_S):
+                    self._writer.write(framing.pack(identity, message))
+                    await self._writer.drain()
+        except TimeoutError:
+            self.drop("it did not take answers")
+        except OSError:
+            pass  # it has ended
+        finally:
+            self._unsent_bytes -= len(message)
+
+    def drop(self, trouble: str) -> None:
+        """Ends it, for a reason; `serve` returns."""
+        self._trouble = self._trouble or trouble
+        self._kill()
+
+    async def end(self) -> str:
+        """It is gone on return; why it ended, as far as can be told."""
+        self._kill()
+        await asyncio.sleep(0)  # what it had sent is taken first
+        until = time.monotonic() + END_LIMIT_S
+        while self._process.poll() is None and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        said = _last_words(self._process)
+        if self._trouble:
+            return self._trouble
+        meaning = next((text for word, text in _MEANINGS.items() if word in said), "")
+        return "; ".join(filter(None, (meaning, _how(self._process.returncode), said)))
+
+    def _kill(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+        else:
+            self._link.close()
+        with contextlib.suppress(OSError):  # of another uid, without CAP_KILL: it reads the end
+            self._process.kill()
+
+
+class Keeper(Background):
+    """Keeps a front for one uid, from its first session until it has had none for a while."""
+
+    def __init__(
+        self,
+        uid: int,
+        gid: int,
+        listener: socket.socket,
+        threads: Executor,
+        handle: Handle,
+        interrupted: Callable[[], None],
+    ) -> None:
+        """`interrupted` is called while there is no front: what was asked may have been lost."""
+        self.sessions = 0
+        self.restarts = 0
+        self.idle: asyncio.TimerHandle | None = None
+        self._uid, self._gid = uid, gid
+        self._listener = listener
+        self._threads = threads
+        self._handle = handle
+        self._interrupted = interrupted
+        self._trouble = ""  # why there has not been one yet
+        self._decided = asyncio.Event()  # whether there can be one
+        self._front: Front | None = None
+        self._room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
+        self._work = Tasks(f"requests of uid {uid}")
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a process now."""
+        return self._front is not None
+
+    async def ready(self) -> None:
+        """Returns once a front has served, or after a moment. Raises RefusedError when none could
+        be started so far."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_WAIT_S):
+                await self._decided.wait()
+        if self._trouble:
+            raise RefusedError(
+                f"the process that takes your requests could not be started: {self._trouble}",
+                hint="pccheckd's log says more; try again",
+                retryable=True,
+            )
+
+    async def close(self) -> None:
+        """Ends the front; requests in progress are dropped."""
+        self._listener.close()
+        await super().close()
+        await self._work.cancel()
+
+    async def _run(self) -> None:
+        pause_s = PAUSE_FIRST_S
+        while True:
+            began = time.monotonic()
+            try:
+                reason = await self._one()
+            except Exception as error:  # the edge of this uid: it goes without for a while
+                LOG.exception("uid %d: no process takes its requests", self._uid)
+                reason = str(error)
+            if time.monotonic() - began >= LASTED_S:
+                pause_s = PAUSE_FIRST_S
+            LOG.warning(
+                "uid %d: the process that takes its requests ended: %s. Another one starts in "
+                "%g s; checkpoints that are asked for meanwhile fail", self._uid, reason, pause_s,
+            )  # fmt: skip
+            self.restarts += 1
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_LAST_S)
+
+    async def _one(self) -> str:
+        """One front's life; why it ended."""
+        try:
+            front = await self._start()
+        except OSError as error:
+            return self._failed(str(error))
+        served = False
+        try:
+            reader = await front.connect()
+            if reader is not None:
+                served = True
+                self._begin(front)
+                await front.serve(reader, self._take)
+        finally:
+            self._front = None
+            reason = await front.end()
+        return reason if served else self._failed(reason)
+
+    def _begin(self, front: Front) -> None:
+        self._front = front
+        self._trouble = ""
+        self._decided.set()
+        self._interrupted()  # whatever was asked before has arrived, or never will
+        LOG.debug("uid %d: pid %d takes its requests", self._uid, front.pid)
+
+    def _failed(self, trouble: str) -> str:
+        """None could be started: who waits for the first one is told."""
+        if self._trouble or not self._decided.is_set():
+            self._trouble = trouble
+            self._decided.set()
+        return trouble
+
+    async def _start(self) -> Front:
+        started = self._threads.submit(_spawn, self._uid, self._gid, self._listener)
+        try:
+            return Front(*await asyncio.wrap_future(started))
+        except asyncio.CancelledError:
+            started.add_done_callback(_discard)
+            raise
+
+    async def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            self._interrupted()
+            await asyncio.sleep(min(left_s, STEP_S))
+
+    async def _take(self, front: Front, identity: bytes, request: bytes) -> None:
+        """Waits for room: the front is not read meanwhile, and takes nothing from its peers."""
+        await self._room.acquire()
+        self._work.spawn(self._answer(front, identity, request))
+
+    async def _answer(self, front: Front, identity: bytes, request: bytes) -> None:
+        try:
+            answer = await self._handle(self._uid, request)
+            if answer is not None:
+                await front.answer(identity, answer)
+        finally:
+            self._room.release()
+
+
+def _spawn(
+    uid: int, gid: int, listener: socket.socket
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """In a thread that lives as long as the daemon serves: the child is told of that one's end."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ends = listener.fileno(), theirs.fileno()
+        command = [sys.executable, "-P", "-m", "pccheckd.front.program"]
+        process = subprocess.Popen(
+            [*command, *map(str, (framing.VERSION, uid, gid, *ends, REQUEST_BYTES_MAX))],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            pass_fds=ends, cwd="/", env=_environment(), start_new_session=True,
+        )  # fmt: skip
+    ours.setblocking(False)
+    return process, ours
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("PYTHON")}
+    if "PYTHONPATH" in kept:  # it may be relative, and a front starts in /
+        places = kept["PYTHONPATH"].split(os.pathsep)
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, places))
+    return kept | {"MALLOC_ARENA_MAX": "1"}
+
+
+def _discard(started: Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
+    """A child that nobody waits for any more."""
+    if not started.cancelled() and started.exception() is None:
+        process, link = started.result()
+        link.close()
+        process.kill()
+        process.wait()
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> str:
+    """They may be its user's words: nothing but printable ASCII, and not much of it."""
+    assert process.stderr is not None
+    with process.stderr as pipe:
+        os.set_blocking(pipe.fileno(), False)
+        try:
+            raw = os.read(pipe.fileno(), _SAID_BYTES)
+        except OSError:
+            return ""
+    lines = raw.decode("ascii", "replace").strip().splitlines()
+    last = lines[-1] if lines else ""
+    return "".join(c if c.isprintable() and c.isascii() else "?" for c in last[:_SAID_LETTERS])
+
+
+def _how(returncode: int | None) -> str:
+    if returncode is None:
+        return "it does not end"
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"
+
+
+def listen(path: Path, uid: int) -> socket.socket:
+    """The endpoint's socket; it stays when the front that accepts from it is replaced."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        made.setblocking(False)  # or libzmq would wait for a peer that has gone away again
+        made.bind(os.fspath(path))
+        if os.geteuid() == 0:
+            os.chown(path, uid, -1)
+            path.chmod(0o600)
+        else:  # the filter is what keeps others out
+            path.chmod(0o600 if uid == os.geteuid() else 0o666)
+        made.listen(BACKLOG)
+    except BaseException:
+        made.close()
+        raise
+    return made

@@ -1,0 +1,170 @@
+"""Control over ZeroMQ: one endpoint per uid, that cannot be guessed and answers to that uid only.
+Frames pass here; what they mean is decided behind `handle`. ZeroMQ itself runs in the fronts: this
+process, which owns pool and slots, never parses a client's bytes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from pccheck_wire.errors import RefusedError
+from pccheckd.base import shortage
+from pccheckd.base.background import Tasks
+from pccheckd.base.logs import LOG
+from pccheckd.base.threads import Threads
+
+from .children import Handle, Keeper, listen
+
+#: A front without a session: so that a job that is started again finds it.
+IDLE_S = 60.0
+
+
+class ControlServer:
+    """Owns the directory of endpoints and the fronts that serve them."""
+
+    def __init__(self, socket_path: Path, handle: Handle, *, idle_s: float = IDLE_S) -> None:
+        """`socket_path` is the attach socket's; its lock is held."""
+        #: Told the uid whose requests may have been lost.
+        self.interrupted: Callable[[int], None] = lambda _uid: None
+        self._handle = handle
+        self._idle_s = idle_s
+        self._directory = socket_path.parent / f"ctl-{secrets.token_hex(16)}"
+        #: Names our directory, so that the next start removes it if we are killed.
+        self._note = socket_path.with_name(socket_path.name + ".ctl")
+        _remove_noted(self._note)
+        self._keepers: dict[int, Keeper] = {}
+        self._threads = Threads(1, "fronts")
+        self._threads.begin()
+        self._ending = Tasks("fronts")
+        self._restarts = 0  # of those that are gone
+
+    @property
+    def fronts(self) -> int:
+        """Processes that serve now."""
+        return sum(keeper.serves for keeper in self._keepers.values())
+
+    @property
+    def restarts(self) -> int:
+        """Fronts that ended and were not meant to."""
+        return self._restarts + sum(keeper.restarts for keeper in self._keepers.values())
+
+    async def join(self, uid: int, gid: int) -> str:
+        """The address for a session's requests, until `leave`. Raises RefusedError when there can
+        be none."""
+        keeper = self._keepers.get(uid)
+        if keeper is None or not self._path(uid).exists():
+            try:
+                keeper = self._open(uid, gid)
+            except OSError as error:
+                raise _not_made(self._path(uid), error) from error
+        keeper.sessions += 1
+        if keeper.idle is not None:
+            keeper.idle.cancel()
+            keeper.idle = None
+        try:
+            await keeper.ready()
+        except BaseException:
+            self.leave(uid)
+            raise
+        return f"ipc://{self._path(uid)}"
+
+    def leave(self, uid: int) -> None:
+        """A session has ended."""
+        keeper = self._keepers.get(uid)
+        if keeper is None:
+            return
+        keeper.sessions -= 1
+        if not keeper.sessions:
+            loop = asyncio.get_running_loop()
+            keeper.idle = loop.call_later(self._idle_s, self._retire, uid)
+
+    async def close(self) -> None:
+        """Ends the fronts; requests in progress are dropped."""
+        for uid in list(self._keepers):
+            self._retire(uid)
+        await self._ending.settle()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._note.unlink(missing_ok=True)
+
+    def _open(self, uid: int, gid: int) -> Keeper:
+        """Where somebody has removed the endpoint (a cleaner of /tmp), another one takes its place:
+        the sessions there are lose their way to the old one, and find it."""
+        if not self._directory.exists():
+            _write_note(self._note, self._directory.name)
+            self._directory.mkdir(mode=0o711)
+            self._directory.chmod(0o711)
+        keeper = Keeper(
+            uid, gid, listen(self._path(uid), uid), self._threads, self._handle,
+            lambda: self.interrupted(uid),
+        )  # fmt: skip
+        if uid in self._keepers:
+            LOG.warning("uid %d: %s was removed, and is made anew", uid, self._path(uid))
+            keeper.sessions = self._keepers[uid].sessions
+            self._end(uid)
+        self._keepers[uid] = keeper
+        keeper.start()
+        return keeper
+
+    def _retire(self, uid: int) -> None:
+        """A session that comes from now on gets an endpoint and a front of its own."""
+        self._end(uid)
+        self._path(uid).unlink(missing_ok=True)
+
+    def _end(self, uid: int) -> None:
+        keeper = self._keepers.pop(uid)
+        if keeper.idle is not None:
+            keeper.idle.cancel()
+        self._restarts += keeper.restarts
+        self._ending.spawn(keeper.close())
+
+    def _path(self, uid: int) -> Path:
+        return self._directory / f"{uid}.sock"
+
+
+def _not_made(path: Path, error: OSError) -> RefusedError:
+    return RefusedError(
+        f"your endpoint {path} cannot be made: {shortage.told(error) or error.strerror}",
+        hint=shortage.HINT if shortage.told(error) else "look at the directory of pccheckd's "
+        "socket: is it there, has it room, is it pccheckd's own?", retryable=True,
+    )  # fmt: skip
+
+
+def _write_note(note: Path, text: str) -> None:
+    """Into a file of ours: the directory may be one that others write to."""
+    descriptor = _open_note(note, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _open_note(note: Path, flags: int) -> int:
+    """Follows no link, waits for no pipe. Raises OSError for what others have put there."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(note, flags, 0o600)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "somebody else has put something there", str(note))
+    return descriptor
+
+
+def _remove_noted(note: Path) -> None:
+    """Removes the endpoints of a daemon that was killed, and whatever others have put there."""
+    with contextlib.suppress(OSError):
+        with open(_open_note(note, os.O_RDONLY), encoding="ascii", errors="replace") as opened:
+            name = opened.read(64)
+        if re.fullmatch(r"ctl-[0-9a-f]{32}", name):
+            shutil.rmtree(note.with_name(name), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        note.unlink()

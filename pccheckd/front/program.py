@@ -1,0 +1,177 @@
+"""A front: libzmq for one uid, in a process of its own. It passes whole messages on to the daemon
+and its answers back, and understands neither.
+
+    python -P -m pccheckd.front.program VERSION UID GID LISTENER SOCKET REQUEST_BYTES_MAX
+
+A peer that reaches an ipc endpoint can make libzmq abort, or fill its memory: accept() asserts on
+EMFILE, and the limits on sizes and on messages do not bound how many frames one message has. So all
+of that ends here: the limits below kill this process, the daemon starts another, and nobody but
+the uid itself has noticed. Imports little, since there is one per user; holds no lock, file or
+memory of the daemon's; ends with the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+
+import zmq
+
+from . import framing
+
+#: Sessions of a uid (attach.CONNECTIONS_PER_UID_MAX), and as many more that come and go.
+FILES_MAX = 512
+#: 40 MiB are there at the start; full queues of all sessions and a reply of the largest size fit.
+ADDRESS_SPACE_BYTES = 384 << 20
+#: Messages per peer that wait here. Of requests few: the largest are 64 KiB each.
+REQUESTS_WAITING = 16
+ANSWERS_WAITING = 256
+HANDSHAKE_MS = 5000
+BATCH = 64  # messages of one turn, so that requests and answers take turns
+READ_BYTES = 256 * 1024
+FRAMES = 2  # a DEALER's identity, one message
+ANSWER_BYTES_MAX = (1 << 32) - 1  # the daemon is believed
+
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # on every architecture
+_LANDLOCK_VERSION = 1  # flag of the first
+_ALL_FILE_RIGHTS, _ALL_NET_RIGHTS, _ALL_SCOPES = (1 << 13) - 1, 3, 3
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] != [str(framing.VERSION)]:
+        sys.exit("another version of pccheckd was installed meanwhile: restart the daemon")
+    uid, gid, listener, link, request_bytes_max = map(int, arguments[1:])
+    _confine(uid, gid)
+    router = _router(uid, listener, request_bytes_max)
+    _limit(resource.RLIMIT_NPROC, 0)  # libzmq has its threads by now
+    with socket.socket(fileno=link) as stream:
+        stream.setblocking(False)
+        Front(router, stream).run()
+
+
+class Front:
+    """Forwards between a router and the daemon until the daemon's end is closed."""
+
+    def __init__(self, router: zmq.Socket[bytes], stream: socket.socket) -> None:
+        self._router = router
+        self._stream = stream
+        self._unsent = memoryview(framing.READY)
+        self._answers = framing.Unpacker(ANSWER_BYTES_MAX)
+        self._open = True
+
+    def run(self) -> None:
+        """While the daemon takes nothing, nothing is taken from clients: then they wait."""
+        poller = zmq.Poller()
+        stream = self._stream.fileno()
+        while self._open:
+            busy = len(self._unsent) > 0
+            poller.register(stream, zmq.POLLIN | (zmq.POLLOUT if busy else 0))
+            poller.register(self._router, 0 if busy else zmq.POLLIN)
+            ready = dict(poller.poll())
+            if ready.get(stream, 0) & ~zmq.POLLOUT:
+                self._answer()
+            if ready.get(self._router):
+                self._unsent = memoryview(self._requests())
+            if len(self._unsent):
+                self._send()
+
+    def _requests(self) -> bytes:
+        taken = []
+        with contextlib.suppress(zmq.Again):
+            for _ in range(BATCH):
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == FRAMES:
+                    taken.append(framing.pack(*frames))
+        return b"".join(taken)
+
+    def _send(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._unsent = self._unsent[self._stream.send(self._unsent) :]
+
+    def _answer(self) -> None:
+        try:
+            data = self._stream.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        self._open = bool(data)
+        for identity, message in self._answers.feed(data):
+            # A peer that is gone, or does not read, loses its answers.
+            with contextlib.suppress(zmq.Again):
+                self._router.send_multipart([identity, message], zmq.NOBLOCK)
+
+
+def _router(uid: int, listener: int, request_bytes_max: int) -> zmq.Socket[bytes]:
+    """On a listening socket that is the daemon's: it outlives this process, and so nobody's
+    connect is refused between two of them."""
+    router = zmq.Context().socket(zmq.ROUTER)
+    router.setsockopt(zmq.MAXMSGSIZE, request_bytes_max)
+    router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
+    router.setsockopt(zmq.SNDHWM, ANSWERS_WAITING)
+    router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.IPC_FILTER_UID, uid)
+    router.setsockopt(zmq.USE_FD, listener)
+    router.bind(f"ipc://{socket.socket(fileno=os.dup(listener)).getsockname()}")
+    return router
+
+
+# -- what this process may do ------------------------------------------------------------------
+
+
+def _confine(uid: int, gid: int) -> None:
+    """Before libzmq starts: what is set here holds for the threads that are made later."""
+    with contextlib.suppress(OSError):  # it goes first when memory is short
+        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"500")
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, FILES_MAX)
+    _limit(resource.RLIMIT_AS, ADDRESS_SPACE_BYTES)
+    if os.geteuid() == 0:  # whoever breaks in here has gained nothing that was not his before
+        os.setgroups([])
+        os.setgid(gid)
+        os.setuid(uid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # forgotten when the uid changes
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "no_new_privs")
+    _deny_files(libc)
+
+
+def _limit(which: int, most: int) -> None:
+    _, hard = resource.getrlimit(which)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(which, (most, most))
+
+
+def _deny_files(libc: ctypes.CDLL) -> None:
+    """Landlock, where the kernel has it (5.13; all of this since 6.12): no file, no TCP, no signal
+    to others and no look into them, which counts where this process keeps the daemon's uid."""
+    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
+    if version < 1:
+        return
+    words = [_ALL_FILE_RIGHTS]
+    if version >= 4:
+        words.append(_ALL_NET_RIGHTS)
+    if version >= 6:
+        words.append(_ALL_SCOPES)
+    rules = struct.pack(f"={len(words)}Q", *words)
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
+    if ruleset >= 0:
+        libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+        os.close(ruleset)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BaseException as error:
+        told = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+        print(f"{told}{error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)  # without clearing up: there is nothing to save, and libzmq might wait

@@ -1,0 +1,85 @@
+"""How the ranks of a job stand together: the newest checkpoint that all have, and who holds the
+next one back. For status, metrics, warnings and the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pccheck_native import group
+from pccheck_wire.messages import CheckpointState as State
+
+from .job import Job
+
+#: A group is late when so many checkpoints in a row were lost to it, and when it has waited for so
+#: many times the longest that one has taken it. One that was skipped before a pause is no alarm.
+LOST_MIN = 3
+LATE_FACTOR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Of a job with several ranks."""
+
+    world_size: int
+    step: int | None  # of the newest common checkpoint
+    sequence: int
+    wall_ns: int | None  # when the last rank had it durable, for display
+    waits_s: float  # since a newer one was asked for that is not common yet; 0: there is none
+    lost: int  # newer ones that were skipped, failed or given up
+    behind: dict[int, int]  # by rank: durable ones of other ranks that it does not have
+    absent: list[int]  # ranks without a live process, while some have one
+    is_late: bool
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that holds the next common checkpoint back; None when none does."""
+        if self.absent:
+            return self.absent[0]
+        worst = max(self.behind, key=lambda rank: (self.behind[rank], -rank), default=None)
+        return worst if worst is not None and self.behind[worst] else None
+
+    def __str__(self) -> str:
+        last = "none so far" if self.step is None else f"the last is step {self.step}"
+        who = ""
+        if self.absent:
+            named = ", ".join(str(rank) for rank in self.absent[:8])
+            who = f"; not connected: rank {named}"
+        elif self.slowest is not None:
+            who = f"; rank {self.slowest} is behind by {self.behind[self.slowest]}"
+        return (
+            f"for {self.waits_s:.0f} s no new checkpoint was saved by all {self.world_size} ranks "
+            f"({last}{who}), and {self.lost} were lost; after a crash the job restarts from the "
+            "last one that all ranks have"
+        )
+
+
+def of(job: Job, stall_limit_s: float) -> Standing | None:
+    """None for a job of one rank, or one that has saved nothing."""
+    world_size = job.world_size
+    if world_size < 2:
+        return None
+    ranks = job.ranks()
+    behind, newest = group.behind(ranks, world_size), job.agreement.newest
+    if not newest and not any(ranks[rank].held or ranks[rank].pending for rank in ranks):
+        return None
+    walls = [
+        found.wall_ns
+        for tenant in job.tenants.values()
+        for found in tenant.volumes.checkpoints()
+        if found.sequence == newest
+    ]
+    lost = {
+        found.sequence
+        for tenant in job.tenants.values()
+        for found in tenant.ledger.checkpoints.values()
+        if found.sequence > newest and found.state in (State.SKIPPED, State.FAILED)
+    }
+    waits_s = job.waits_s()
+    live = any(known.asked is not None for known in ranks.values())
+    limit_s = max(stall_limit_s, LATE_FACTOR * job.longest_s)
+    return Standing(
+        world_size=world_size, step=job.common.step if job.common else None, sequence=newest,
+        wall_ns=max(walls, default=None), waits_s=waits_s, lost=len(lost), behind=behind,
+        absent=job.absent() if live else [],
+        is_late=live and len(lost) >= LOST_MIN and waits_s > limit_s,
+    )  # fmt: skip

@@ -1,0 +1,413 @@
+"""A job: the ranks of one user's training run. It gives `group.py`, which decides, what the volumes
+and sessions say, and makes the ranks' volumes, queues and pages obey."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pccheck_native import group
+from pccheck_native.group import Agreement, Held, Rank, Refused
+from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
+from pccheck_wire.messages import Begin, Writing
+from pccheckd.config.sources import Config
+from pccheckd.core.port import Owner
+from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint
+from pccheckd.tenancy.tenant import Tenant
+
+from .starts import Starts
+
+#: What a trainer that restores waits for checkpoints on their way before it is told how many.
+SETTLE_LIMIT_S = 5.0
+NAMED_MAX = 8
+ASKED_MAX = 512  # requests whose time is remembered until they are common
+
+_FENCED = (
+    "a newer start of this job is running, so checkpoints of this process are not saved",
+    "end this process if it was left over; otherwise call restore(), which takes the state of the "
+    "newest start. A live start with another launch id or number of ranks must end first",
+)
+
+
+class Job:
+    """Owned by the registry; its tenants come and go, its incarnations only grow."""
+
+    def __init__(self, uid: int, name: str, config: Config) -> None:
+        self.uid = uid
+        self.name = name
+        self.tenants: dict[int, Tenant] = {}
+        self.joining = asyncio.Lock()  # held while a rank becomes a member
+        self.starts = Starts()
+        self.agreement = Agreement(0, 0, frozenset())
+        self.common: Held | None = None  # the newest checkpoint that all ranks have
+        self._config = config
+        self._numbers = group.Numbers()
+        self._given_up = 0  # the newest sequence that ever was
+        self._short: set[int] = set()  # ranks without a slot for the next checkpoint
+        self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
+        self._due: asyncio.Handle | None = None
+        self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
+        self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
+        self.longest_s = 0.0  # from a request to the common checkpoint
+
+    async def look(self) -> None:
+        """Whether the files of all its ranks are where they were, and what else is there."""
+        await asyncio.gather(*(tenant.look() for tenant in list(self.tenants.values())))
+
+    @property
+    def idle(self) -> bool:
+        """No rank of it is connected, written or read: it may be closed."""
+        return all(tenant.idle for tenant in self.tenants.values())
+
+    @property
+    def leaving(self) -> bool:
+        """A rank's trainer has ended, and is being drained."""
+        return any(tenant.leaving for tenant in self.tenants.values())
+
+    @property
+    def world_size(self) -> int:
+        """Of the current start, else of the run that saved last."""
+        start = self.starts.current
+        if start is not None:
+            return start.world_size
+        newest = [
+            t.volumes.checkpoints()[0] for t in self.tenants.values() if t.volumes.checkpoints()
+        ]
+        return max(newest, key=lambda one: one.sequence).world_size if newest else 1
+
+    def loaded(self, tenant: Tenant) -> None:
+        """A rank whose volumes have been opened belongs to the job now."""
+        self.tenants[tenant.key.rank] = tenant
+        self._numbers.passed(tenant.volumes.last_sequence())
+        self._numbers.passed(tenant.ledger.last_sequence)
+        self.settle()
+
+    def passed(self, sequence: int) -> None:
+        """A daemon before this one has given it out."""
+        self._numbers.passed(sequence)
+
+    def common_checkpoints(self) -> list[Held]:
+        """Newest first."""
+        return group.common(self.ranks())
+
+    # -- who belongs to it ---------------------------------------------------------------------
+
+    def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool = False) -> int:
+        """The incarnation of a process that connects; `moved`: the one that it had, `was`, is of
+        another storage directory."""
+        known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
+        before = self.starts.current
+        start = self.starts.join(
+            rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
+            known=known, moved=moved,
+        )  # fmt: skip
+        if start is not before:
+            self._read_again()
+        self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
+        self._catch_up(rank, owner.process)
+        return start.incarnation
+
+    def _read_again(self) -> None:
+        """A start begins. When all that the ranks had in common could not be read, the disk may
+        have been away: it is tried again."""
+        if not self.common_checkpoints():
+            for tenant in self.tenants.values():
+                tenant.retention.unreadable.clear()
+
+    def incarnation(self, rank: int, owner: Owner) -> int:
+        """Of the newest start that a process is a member of; it may have moved along since it
+        connected."""
+        start = self.starts.of(rank, owner.process)
+        return start.incarnation if start is not None else 0
+
+    def registered(self, rank: int, process: bytes) -> int:
+        """A process is about to save: one that has asked for nothing in an older start moves along
+        to the newest. Its incarnation."""
+        start = self.starts.of(rank, process)
+        if start is None:
+            return 0
+        return start.incarnation if start.members[rank].begun else self.follow(rank, process)
+
+    def _catch_up(self, newcomer: int = -1, process: bytes = b"") -> None:
+        """A process that becomes a member of the newest start asks for what came after its
+        beginning, so that it can still bring what the others have saved by now; but for nothing
+        that was given up while nobody waited for it."""
+        current = self.starts.current
+        if current is None:
+            return
+        if current.above is None:
+            current.above = self._numbers.last
+        for rank, tenant in self.tenants.items():
+            owner = tenant.owner
+            who = process if rank == newcomer else owner.process if owner else b""
+            start = self.starts.of(rank, who) if who else None
+            if start is current and tenant.asked_in != start.incarnation:
+                tenant.asked = max(tenant.asked, current.above, self._given_up)
+                tenant.asked_in = start.incarnation
+
+    def require_no_other(self, rank: int, *, solo: bool) -> None:
+        """Raises RefusedError when another rank saves beside one that says that it saves alone."""
+        for other, tenant in sorted(self.tenants.items()):
+            owner = tenant.owner
+            if other == rank or owner is None or not (solo or owner.solo):
+                continue
+            one, its = (rank, "this process") if solo else (other, f"pid {owner.pid}")
+            raise RefusedError(
+                f"rank {one} ({its}) was started with solo=True, which means that no other rank "
+                f"saves job {self.name!r}, but rank {rank if one == other else other} has a client",
+                hint="make one client, on one rank: if rank == 0: client = "
+                "PCcheckClient(solo=True); or remove solo=True, so that all ranks save",
+            )
+
+    def left(self, rank: int, process: bytes) -> None:
+        """A session has ended."""
+        self.starts.left(rank, process)
+        self._catch_up()
+        self.settle()
+
+    def follow(self, rank: int, process: bytes) -> int:
+        """A process restores: it belongs to the newest start from now on. Its incarnation."""
+        start = self.starts.follow(rank, process)
+        self._catch_up()
+        return start.incarnation
+
+    def absent(self) -> list[int]:
+        """Ranks of the current start without a live process."""
+        start = self.starts.current
+        return start.missing() if start is not None else []
+
+    # -- one checkpoint ------------------------------------------------------------------------
+
+    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
+        """Gives a checkpoint that is asked for its incarnation and sequence. Returns why not, and a
+        hint; ("", "") on success."""
+        owner, rank = tenant.owner, tenant.key.rank
+        assert owner is not None
+        start = self.starts.may_ask(rank, owner.process)
+        if start is None:
+            return _FENCED
+        self._catch_up()
+        checkpoint.incarnation = start.incarnation
+        again = (start.incarnation, body.step, body.branch, body.repeat)
+        what = again if start.world_size > 1 else object()
+        above = max(tenant.asked, tenant.volumes.last_sequence())
+        checkpoint.sequence = tenant.asked = self._numbers.take(what, above)
+        if start.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
+            self._asked_ns.setdefault(checkpoint.sequence, checkpoint.requested_ns)
+        return "", ""
+
+    def waits_s(self) -> float:
+        """Since when the oldest request above the newest common checkpoint waits to become one;
+        0.0: there is none."""
+        oldest_ns = min(self._asked_ns.values(), default=0)
+        return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
+
+    def gives_up(self, sequence: int) -> bool:
+        return sequence in self.agreement.given_up
+
+    def why_given_up(self, sequence: int) -> str:
+        """Which rank will never have a checkpoint, and why, in words."""
+        for rank, tenant in sorted(self.tenants.items()):
+            found = tenant.ledger.of_sequence(sequence)
+            if found is not None and found.error != GIVEN_UP and not found.live and found.reason:
+                why = f"rank {rank} did not save this checkpoint ({found.reason})"
+                return f"{why}, so no rank keeps it"
+        lacking = [
+            rank
+            for rank in range(self.world_size)
+            if rank not in self.tenants or self.tenants[rank].ledger.of_sequence(sequence) is None
+        ]
+        if lacking:
+            return f"rank {lacking[0]} did not ask for this checkpoint, so no rank keeps it"
+        return "not every rank has this checkpoint, so no rank keeps it"
+
+    # -- what the group decides ----------------------------------------------------------------
+
+    def ranks(self) -> dict[int, Rank]:
+        """What is known now, for `group.py`."""
+        return {rank: self._rank(tenant) for rank, tenant in self.tenants.items()}
+
+    def _rank(self, tenant: Tenant) -> Rank:
+        owner = tenant.owner
+        start = self.starts.of(tenant.key.rank, owner.process) if owner is not None else None
+        live = start is not None and start is self.starts.current and not tenant.leaving
+        return Rank(
+            held=frozenset(
+                Held(one.sequence, one.step, one.incarnation, one.world_size, tenant.is_usable(one))
+                for one in tenant.volumes.checkpoints()
+            ),
+            pending=tenant.pending(),
+            asked=tenant.asked if live else None,
+        )
+
+    def moved(self) -> None:
+        """Something that the decision depends on may have changed. Decided once per turn of the
+        loop; a rank alone has nothing to decide."""
+        if self._due is None and self.world_size > 1:
+            self._due = asyncio.get_running_loop().call_soon(self.settle)
+
+    def settle(self) -> None:
+        """Decides, and has every rank obey. Waits for no disk."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        ranks, world_size = self.ranks(), self.world_size
+        if world_size < 2:
+            return
+        agreed, before = group.agree(ranks, world_size, self._keep(), self._short), self.agreement
+        shared = group.common(ranks)
+        there = {n for known in ranks.values() for n in known.pending}
+        there |= {one.sequence for known in ranks.values() for one in known.held}
+        there -= {one.sequence for one in shared}  # one whose damage was none after all
+        # What was given up stays so: a rank may have acted on it by now.
+        self.agreement = agreed._replace(given_up=agreed.given_up | before.given_up & there)
+        self._given_up = max(self._given_up, *self.agreement.given_up, 0)
+        self._note_common(shared)
+        for tenant in self.tenants.values():
+            tenant.obey(self.agreement)
+
+    def _keep(self) -> int:
+        """Of the volumes that are there, else as configured."""
+        there = [t.volumes.current.info.keep for t in self.tenants.values() if t.volumes.current]
+        return min(there, default=self._config.keep)
+
+    def _note_common(self, shared: list[Held]) -> None:
+        if not shared:
+            self.common = None
+        elif self.common != shared[0]:
+            now_ns, newest = time.monotonic_ns(), shared[0].sequence
+            self.common = shared[0]
+            asked_ns = self._asked_ns.get(newest, now_ns)
+            self.longest_s = max(self.longest_s, (now_ns - asked_ns) / 1e9)
+            self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
+            for tenant in self.tenants.values():
+                tenant.became_global(shared[0].sequence, {one.sequence for one in shared})
+                if shared[0].incarnation < tenant.incarnation:
+                    tenant.spawn(tenant.protect_late())
+
+    @property
+    def newest_common(self) -> int:
+        return self.agreement.newest
+
+    def needs(self, sequence: int) -> bool:
+        """Whether a durable checkpoint must not go with its volume."""
+        agreed = self.agreement
+        return self.world_size > 1 and sequence >= agreed.oldest and sequence not in agreed.given_up
+
+    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
+        """What a trainer that has restored nothing newer must leave alone (P7)."""
+        current = tenant.volumes.current
+        if current is None:
+            return set()
+        return group.pins(
+            self.ranks(), tenant.key.rank, self.incarnation(tenant.key.rank, owner),
+            pinned=tenant.retention.inherited, after=owner.restored or 0,
+            slots=current.info.slots - len(current.pinned),
+        )  # fmt: skip
+
+    def wants_slot(self, rank: int) -> str:
+        """A rank of a group has no slot for its next checkpoint: what can be given up is. Names the
+        ranks that are waited for although they have asked for nothing; "" otherwise."""
+        self._short.add(rank)
+        try:
+            self.settle()
+        finally:
+            self._short.discard(rank)
+        late = group.lagging(self.ranks(), self.world_size, rank, self.agreement)
+        return ", ".join(str(one) for one in late[:NAMED_MAX])
+
+    # -- recovery ------------------------------------------------------------------------------
+
+    async def settled(self) -> Writing | None:
+        """Waits, for some seconds, until every checkpoint that any rank has asked for so far has
+        ended. Returns what is left otherwise."""
+        last, deadline = self._numbers.last, time.monotonic() + SETTLE_LIMIT_S
+        for tenant in list(self.tenants.values()):
+            if not await tenant.ledger.settled(max(0.0, deadline - time.monotonic()), last):
+                return self._writing(last)
+            await tenant.volumes.refresh()
+        self.settle()
+        return None
+
+    def _writing(self, last: int) -> Writing:
+        live = [
+            one for t in self.tenants.values() for one in t.ledger.live() if one.sequence <= last
+        ]
+        ports = [t.port for t in self.tenants.values() if t.port is not None and t.ledger.live()]
+        left = sum(u.full_chunks * port.chunk_bytes for port in ports if (u := port.usage()))
+        total = sum(one.payload_bytes for one in live)
+        newest = max(live, key=lambda one: one.sequence, default=None)
+        return Writing(newest.step if newest else 0, len(live), total, min(left, total))
+
+    def choose(
+        self,
+        rank: int,
+        process: bytes,
+        world_size: int,
+        step: int | None,
+        *,
+        before: int,
+        replicated: bool = False,
+    ) -> Held | None:
+        """What a rank restores, older than the sequence `before`; None when no volume of the job
+        holds a checkpoint. Raises NoCheckpointError with the numbers, or why a volume could not be
+        read."""
+        own = self.starts.before(rank, process)
+        ranks = {
+            one: known._replace(
+                held=[h for h in known.held if h.incarnation != own and h.sequence < before]
+            )
+            for one, known in self.ranks().items()
+        }
+        found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)
+        broken = self._unreadable()
+        if isinstance(found, Held):
+            if step is None:
+                self._require_no_newer(rank, found)
+            self._chosen[rank] = process, found
+            return found
+        if found is None and broken is not None:
+            raise broken
+        if isinstance(found, Refused):
+            also = f"; {broken.message}" if broken is not None else ""
+            raise NoCheckpointError(f"job {self.name!r}: {found.reason}{also}", hint=found.hint)
+        return None
+
+    def asks_again(self, rank: int) -> None:
+        """A rank did not take what it was given to restore, or is about to restore another one."""
+        self._chosen.pop(rank, None)
+
+    def _require_no_newer(self, rank: int, found: Held) -> None:
+        """Raises DamagedError when another rank of this start restores a newer checkpoint: it was
+        chosen before this rank failed to read it."""
+        current = self.starts.current
+        for other, (process, its) in sorted(self._chosen.items()):
+            owner = self.tenants[other].owner if other in self.tenants else None
+            goes_on = owner is not None and owner.process == process
+            if goes_on and self.starts.of(other, process) is current and its > found:
+                raise DamagedError(
+                    f"job {self.name!r}: rank {other} of this start restores step {its.step}, but "
+                    f"on rank {rank} it is damaged or cannot be read",
+                    hint="restart all ranks; they will restore the step before",
+                )
+
+    def _unreadable(self) -> PccheckError | None:
+        """Of any rank's volumes."""
+        every = (e for _, t in sorted(self.tenants.items()) for e in t.volumes.unreadable.values())
+        return next(every, None)
+
+    async def restored(self, rank: int, sequence: int) -> None:
+        """A rank has taken over `sequence` (0: it found nothing)."""
+        self.tenants[rank].retention.restored_to(sequence)
+        await self.release()
+
+    async def release(self) -> None:
+        """Ends the protection of what the run before left, once no rank needs it any longer."""
+        start = self.starts.current
+        members = (
+            [self.tenants[one] for one in start.members if one in self.tenants] if start else []
+        )
+        if start is None or start.missing() or any(m.retention.unrestored for m in members):
+            return
+        for tenant in members:
+            await tenant.retention.release()

@@ -1,0 +1,382 @@
+"""Who has how much of the DRAM budget.
+
+A session that copies or loads makes a claim: how many bytes it wants. `shares.fair` turns the
+claims into shares, and this module moves memory until each session has its share. These are all
+its rules:
+
+1. While the budget holds what all sessions want, nothing is taken back.
+2. A session needs two chunks at least. When there are not two for each session, they are dealt out
+   in rounds, to one session of each user in each round. A session that has memory and gets none in
+   that deal ends. Of one user's sessions the newest goes first; one that saves or loads goes after
+   those that do not. When it connects again it is refused, with the numbers, until there is room.
+3. Else tenants without a trainer give memory back, the one whose trainer ended first before the
+   others: what they have is a cache. A trainer that ended less than LEFT_ALONE_S ago may come back
+   and recover from the cache, so it stays, unless a session that never had its share needs room.
+4. Then live sessions give back what they have above their share, the largest excess first.
+5. What is free goes to sessions below their share, first to those that have less than two chunks.
+
+So the sessions of one user, however many, leave a session of another user two chunks, as long as
+there are two chunks for each user. What is above two chunks is shared by users as `fair` says.
+
+Shares change only when a session comes, goes or wants more. Rules 3 to 5 take no session below its
+share and bring none above it, so nothing moves while the same sessions are there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from pccheck_wire.errors import RefusedError
+from pccheckd.base.background import Background
+from pccheckd.base.logs import LOG
+from pccheckd.config.options import Config
+from pccheckd.core.engine import Engine
+from pccheckd.core.port import Port
+from pccheckd.tenancy.tenant import Tenant
+
+from .shares import Wish, fair
+
+LEFT_ALONE_S = 60.0
+#: A trainer's Register has its own deadline, half a minute; it is told before that.
+CLAIM_LIMIT_S = 15.0
+PAUSE_S = 1.0
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """The session that wants memory, and what can be done to it."""
+
+    session: int
+    uid: int
+    who: str
+    port: Port
+    stuck: Callable[[], None]  # it does not give memory back
+    is_busy: Callable[[], bool]  # it saves or loads
+    end: Callable[[], None]  # there are not two chunks for it
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    by: Claimant
+    wanted_bytes: int
+    share_bytes: int = 0
+    settled: bool = False  # it has had its share
+
+    @property
+    def port(self) -> Port:
+        return self.by.port
+
+    @property
+    def lacks_bytes(self) -> int:
+        return max(0, self.share_bytes - self.port.aim_bytes)
+
+    @property
+    def excess_bytes(self) -> int:
+        return max(0, self.port.aim_bytes - max(self.share_bytes, self.port.floor_bytes))
+
+    @property
+    def starves(self) -> bool:
+        return self.port.granted_bytes < self.port.least_bytes
+
+
+class Memory(Background):
+    """Owns the claims. On the loop only; memory itself moves in the ports' threads."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        tenants: Callable[[], Iterable[Tenant]],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._tenants = tenants
+        self._claims: dict[int, Claim] = {}  # by session
+        self._releasing: dict[Port, asyncio.Task[None]] = {}
+        self._ending: set[Port] = set()  # of sessions that end so that others have two chunks
+        self._changed = asyncio.Event()
+        self._stale = True  # something has changed since the last balance
+        self._balanced_s = 0.0
+
+    # -- who wants what ------------------------------------------------------------------------
+
+    async def claim(self, by: Claimant, wanted_bytes: int) -> int:
+        """Two chunks at least, when this returns; more follows in the background. What there is
+        now. Raises RefusedError with the numbers."""
+        claim = self.enter(by, wanted_bytes)
+        claim.settled = claim.settled and wanted_bytes <= claim.wanted_bytes
+        claim.wanted_bytes = max(wanted_bytes, by.port.least_bytes)
+        self._stale = True
+        deadline = time.monotonic() + CLAIM_LIMIT_S
+        if by.port.granted_bytes:
+            await by.port.send_segments()
+        while True:
+            self._changed.clear()
+            if self._claims.get(by.session) is not claim:
+                raise RefusedError("the session has ended")
+            # However many wait: once for all of them.
+            if self._stale or time.monotonic() - self._balanced_s >= _RETRY_S:
+                self.balance()
+            if not claim.starves:
+                return by.port.granted_bytes
+            self._require_room(claim)
+            if time.monotonic() > deadline:  # and the claim stays: room is made for the next try
+                raise self._too_late(by)
+            try:
+                await asyncio.wait_for(self._changed.wait(), _RETRY_S)
+            except TimeoutError:
+                continue
+
+    def enter(self, by: Claimant, wanted_bytes: int) -> Claim:
+        """The claim of a session; of one that is new, to what it has, or wants."""
+        claim = self._claims.get(by.session)
+        if claim is None:
+            wanted = max(by.port.least_bytes, wanted_bytes)
+            claim = self._claims[by.session] = Claim(by, wanted)
+        return claim
+
+    def gone(self, session: int) -> None:
+        """The session has ended: what it had is a cache now, or was given back."""
+        claim = self._claims.pop(session, None)
+        if claim is not None:
+            self._ending.discard(claim.port)
+
+    def share_bytes(self, session: int) -> int:
+        claim = self._claims.get(session)
+        return claim.share_bytes if claim is not None else 0
+
+    def wanted_bytes(self, port: Port) -> int:
+        """What the session of a port wants; 0 without one."""
+        return next((c.wanted_bytes for c in self._claims.values() if c.port is port), 0)
+
+    def used_bytes(self) -> dict[int, int]:
+        """DRAM by user: of sessions, and of tenants without one."""
+        used: Counter[int] = Counter()
+        for uid, port in self._ports():
+            used[uid] += port.granted_bytes
+        return dict(used)
+
+    # -- who gets what -------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.gather(*self._releasing.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PAUSE_S)
+            self.balance()
+
+    def balance(self) -> None:
+        """Decides, and begins what follows from it."""
+        self._stale, self._balanced_s = False, time.monotonic()
+        if self._claims:
+            self._divide()
+            self._end_surplus()
+            self._renew()
+            self._make_room()
+            self._hand_out()
+
+    def _divide(self) -> None:
+        claims = list(self._claims.values())
+        shares = fair(
+            max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
+            [Wish(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, self._turn(c))
+             for c in claims],
+            self._config.max_dram_per_user_bytes,
+        )  # fmt: skip
+        for claim, share in zip(claims, shares, strict=True):
+            claim.share_bytes = share
+
+    def _turn(self, claim: Claim) -> int:
+        """Of one user's sessions the lower turns are dealt their two chunks first: whoever comes
+        ends no session of its own user, and who has been told to end is not told twice."""
+        if claim.port in self._ending:
+            return 3
+        if not claim.port.granted_bytes:
+            return 2
+        return 0 if claim.by.is_busy() else 1
+
+    def _end_surplus(self) -> None:
+        """Rule 2. Without a newcomer of another user, or a lower limit, this ends nothing: what
+        sessions have fits into the budget."""
+        for claim in self._claims.values():
+            port = claim.port
+            if claim.share_bytes or not port.granted_bytes or port in self._ending:
+                continue
+            LOG.warning(
+                "%s: session ended: DRAM has no two chunks for each of %d sessions, and its user "
+                "has the most sessions or exceeds --max-dram-per-user. The client connects again "
+                "when memory is free; raise --dram or lower --chunk",
+                claim.by.who, len(self._claims),
+            )  # fmt: skip
+            self._ending.add(port)
+            claim.by.end()
+
+    def _renew(self) -> None:
+        """Memory that a process of a session before may still write to becomes other memory."""
+        for claim in self._claims.values():
+            if claim.port.left and claim.port not in self._ending:
+                self._resize(claim, claim.port.aim_bytes)
+
+    def _make_room(self) -> None:
+        """Rules 1, 3 and 4, for each user's own limit and then for the budget."""
+        claims = [claim for claim in self._claims.values() if claim.port not in self._ending]
+        limit = self._config.max_dram_per_user_bytes
+        for uid in {claim.by.uid for claim in claims} if limit else ():
+            mine = [claim for claim in claims if claim.by.uid == uid]
+            will = sum(self._will_bytes(port) for owner, port in self._ports() if owner == uid)
+            self._take(mine, will + sum(c.lacks_bytes for c in mine) - limit, uid)
+        budget, used = self._engine.pool.usage()
+        will = used + sum(self._will_bytes(p) - p.granted_bytes for _, p in self._ports())
+        self._take(claims, will + sum(claim.lacks_bytes for claim in claims) - budget, None)
+
+    def _take(self, claims: list[Claim], short: int, uid: int | None) -> None:
+        """Has that much given back, by one user or by all."""
+        now_ns = time.monotonic_ns()
+        urgent = uid is not None or any(c.lacks_bytes and not c.settled for c in claims)
+        for tenant in sorted(self._without_trainer(uid), key=lambda t: t.last_used_ns):
+            port = tenant.port
+            if short <= 0 or port is None:
+                break
+            if not tenant.quiet:  # as its checkpoints are written
+                short -= port.aim_bytes - _least(tenant, port)
+                port.resize(_least(tenant, port), self._moved, _nobody)
+            elif urgent or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
+                short -= port.granted_bytes
+                self._releasing[port] = asyncio.create_task(self._release(tenant, port))
+        for claim in sorted(claims, key=lambda claim: -claim.excess_bytes):
+            back = min(claim.excess_bytes, short)
+            if back <= 0:
+                return
+            LOG.info("%s: gives %d bytes of DRAM back for others", claim.by.who, back)
+            self._resize(claim, claim.port.aim_bytes - back)
+            short -= back
+
+    def _hand_out(self) -> None:
+        """Rule 5. What is growing has been promised already."""
+        budget, used = self._engine.pool.usage()
+        limit = self._config.max_dram_per_user_bytes
+        promised: Counter[int] = Counter()
+        for uid, port in self._ports():
+            promised[uid] += max(0, port.aim_bytes - port.granted_bytes)
+        has = self.used_bytes()
+        free = budget - used - promised.total()
+        for claim in sorted(self._claims.values(), key=lambda claim: not claim.starves):
+            uid, more = claim.by.uid, min(claim.lacks_bytes, free)
+            if limit:
+                more = min(more, limit - has[uid] - promised[uid])
+            more -= more % claim.port.chunk_bytes
+            if more > 0:
+                self._resize(claim, claim.port.aim_bytes + more)
+                free -= more
+                promised[uid] += more
+            enough = 0 < claim.share_bytes <= claim.port.granted_bytes
+            claim.settled = claim.settled or enough
+
+    def _resize(self, claim: Claim, aim_bytes: int) -> None:
+        claim.port.resize(aim_bytes, self._moved, claim.by.stuck)
+
+    # -- small ---------------------------------------------------------------------------------
+
+    def _will_bytes(self, port: Port) -> int:
+        """What it has when all that was begun is over."""
+        return 0 if port in self._releasing or port in self._ending else port.aim_bytes
+
+    def _without_trainer(self, uid: int | None = None) -> list[Tenant]:
+        """Tenants that can give something back: what is cached, what is written."""
+        claimed = {claim.port for claim in self._claims.values()}
+        found = []
+        for tenant in self._tenants():
+            port = tenant.port
+            if port is None or port in claimed or port in self._releasing or tenant.lock.locked():
+                continue
+            has_more = port.aim_bytes > _least(tenant, port)
+            if tenant.owner is None and has_more and uid in (None, tenant.key.uid):
+                found.append(tenant)
+        return found
+
+    def _bound_bytes(self) -> int:
+        """What cannot be had before a disk has ended its writes."""
+        claimed = {claim.port for claim in self._claims.values()}
+        return sum(
+            max(tenant.port.least_bytes, tenant.port.floor_bytes)
+            for tenant in self._tenants()
+            if tenant.port is not None and tenant.port not in claimed and tenant.ledger.live()
+        )
+
+    async def _release(self, tenant: Tenant, port: Port) -> None:
+        """Has a tenant without a trainer give back everything."""
+        try:
+            async with tenant.lock:
+                ours = tenant.owner is None and tenant.port is port  # nobody came meanwhile
+                if ours and await port.release_memory():
+                    LOG.info("%s: its cached chunks made room for others", tenant.key)
+        finally:
+            del self._releasing[port]
+            self._moved()
+
+    def _moved(self) -> None:
+        """There is more or less than there was."""
+        self._stale = True
+        self._changed.set()
+
+    def _ports(self) -> Iterator[tuple[int, Port]]:
+        """Whatever has memory, and whose it is."""
+        seen = set()
+        for claim in self._claims.values():
+            seen.add(claim.port)
+            yield claim.by.uid, claim.port
+        for tenant in self._tenants():
+            if tenant.port is not None and tenant.port not in seen:
+                yield tenant.key.uid, tenant.port
+
+    def _require_room(self, claim: Claim) -> None:
+        """Raises RefusedError when there are not two chunks for it: no waiting helps."""
+        by, least = claim.by, claim.port.least_bytes
+        limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
+        mine = [one for one in self._claims.values() if one.by.uid == by.uid]
+        needs = f"{by.who} needs at least two chunks ({least} bytes) of DRAM"
+        told = None
+        if limit and sum(one.port.least_bytes for one in mine) > limit:
+            used = [f"{c.by.who} has {c.port.granted_bytes}" for c in mine if c is not claim]
+            told = RefusedError(
+                f"{needs}, and uid {by.uid} may have {limit} (--max-dram-per-user) in all: "
+                f"{', '.join(used[:8]) or 'nothing is used'}",
+                hint="end one of these jobs (pccheckctl drop frees what an ended one has cached), "
+                "or have --max-dram-per-user raised", retryable=True,
+            )  # fmt: skip
+        elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
+            told = RefusedError(
+                f"{needs}, and {budget} are less than two for each of {len(self._claims)} "
+                f"sessions, {len(mine)} of them of uid {by.uid}",
+                hint="end some of these sessions, raise --dram, or lower --chunk",
+                retryable=True,
+            )  # fmt: skip
+        if told is not None and claim.share_bytes < least:
+            self.gone(by.session)
+            raise told
+
+    def _too_late(self, by: Claimant) -> RefusedError:
+        budget, used = self._engine.pool.usage()
+        back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
+        return RefusedError(
+            f"{by.who} needs at least two chunks ({by.port.least_bytes} bytes) of DRAM: {used} of "
+            f"{budget} are used, {back} of them are on their way back, which took longer than "
+            f"{CLAIM_LIMIT_S:g} s",
+            hint="try again; else look whether the disk is slow or a trainer is stopped: "
+            "pccheckctl status", retryable=True,
+        )  # fmt: skip
+
+
+def _least(tenant: Tenant, port: Port) -> int:
+    """What a tenant without a trainer keeps: nothing, once its checkpoints are written."""
+    return 0 if tenant.quiet else max(port.least_bytes, port.floor_bytes)
+
+
+def _nobody() -> None:
+    """There is no trainer to complain about."""

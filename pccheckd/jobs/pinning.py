@@ -1,0 +1,130 @@
+"""Checkpoints that the user pins: kept on every rank until they are unpinned."""
+
+from __future__ import annotations
+
+from pccheck_native import catalog
+from pccheck_wire.errors import NoCheckpointError, RefusedError
+from pccheck_wire.messages import Pin
+from pccheckd.tenancy.tenant import Tenant
+from pccheckd.tenancy.volumes import PINNED
+
+from .job import Job
+from .sessions import Session
+
+#: Beside pinned checkpoints a volume needs slots for the newest one, for one that is protected for
+#: a run that has not restored, and for the next one.
+SLOTS_BESIDE_MIN = 3
+
+
+async def pin(session: Session, body: Pin) -> None:
+    """Raises NoCheckpointError when no such checkpoint is durable, RefusedError with the numbers
+    when too few slots would be left. What is so already stays so: every rank may ask."""
+    job, own = session.job, session.tenant
+    assert job is not None and own is not None
+    async with job.joining:  # meanwhile nothing is protected for a run that begins
+        tenants = [own] if session.solo else list(job.tenants.values())
+        for tenant in tenants:
+            await tenant.volumes.refresh()
+        await _undo_halves(tenants)
+        if not body.pinned:
+            await _unpin(tenants, body.step)
+            return
+        sequence = _sequence(session, job, own, body.step)
+        holders = _holders(tenants, own, sequence)
+        for tenant in holders:
+            _require_room(tenant, sequence)
+        fresh = [one for one in holders if not _is_pinned(one, sequence)]
+        for tenant in fresh:
+            if not await tenant.retention.flag(sequence, set_=PINNED, now=True):
+                for one in fresh:
+                    await one.retention.flag(sequence, clear=PINNED, now=True)
+                raise NoCheckpointError(f"step {body.step} could not be pinned: see pccheckd's log")
+
+
+async def _undo_halves(tenants: list[Tenant]) -> None:
+    """What was pinned, or unpinned, on some ranks only, because the daemon was killed in between,
+    is unpinned: the caller was told of no success."""
+    for tenant in tenants:
+        for item in tenant.volumes.open:
+            for sequence in item.pinned:
+                holders = _holders(tenants, tenant, sequence)
+                if not all(_is_pinned(one, sequence) for one in holders):
+                    await tenant.retention.flag(sequence, clear=PINNED, now=True)
+
+
+def _holders(tenants: list[Tenant], own: Tenant, sequence: int) -> list[Tenant]:
+    """Who has a part of the checkpoint that `own`, or else another rank, has under this number.
+    What a rank saved alone is its own: others may have used the number for something else."""
+    ranks = {one: found for one in (own, *tenants) if (found := _checkpoint(one, sequence))}
+    if not ranks:
+        return []
+    first, its = next(iter(ranks.items()))
+    if its.world_size == 1:
+        return [first]
+    same = (its.step, its.incarnation, its.world_size)
+    return [one for one, f in ranks.items() if (f.step, f.incarnation, f.world_size) == same]
+
+
+def _checkpoint(tenant: Tenant, sequence: int) -> catalog.Checkpoint | None:
+    found = (one for one in tenant.volumes.checkpoints() if one.sequence == sequence)
+    return next(found, None)
+
+
+def _is_pinned(tenant: Tenant, sequence: int) -> bool:
+    item = tenant.volumes.find(sequence)
+    return item is not None and sequence in item.pinned
+
+
+async def _unpin(tenants: list[Tenant], step: int) -> None:
+    for tenant in tenants:
+        for one in tenant.volumes.checkpoints():
+            if one.step == step and one.is_pinned:
+                await tenant.retention.flag(one.sequence, clear=PINNED, now=True)
+
+
+def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
+    """Of the newest checkpoint of a step that this rank can restore."""
+    alone = session.solo or session.world_size == 1
+    mine = {
+        one.sequence: one.step
+        for one in own.volumes.checkpoints()
+        if own.is_usable(one) and (session.solo or one.world_size == 1)
+    }
+    shared = {
+        one.sequence: one.step
+        for one in job.common_checkpoints()
+        if not session.solo and (one.world_size > 1 or not alone)
+    }
+    known = (mine if alone else {}) | shared
+    found = max((sequence for sequence, its in known.items() if its == step), default=0)
+    if not found:
+        steps = ", ".join(str(known[one]) for one in sorted(known, reverse=True)[:8]) or "none"
+        raise NoCheckpointError(
+            f"job {job.name!r} has no durable checkpoint of step {step} (durable steps: {steps})",
+            hint="call wait_global() of its handle first, and pin it before newer ones replace it",
+        )
+    return found
+
+
+def _require_room(tenant: Tenant, sequence: int) -> None:
+    item = tenant.volumes.find(sequence)
+    if item is None or sequence in item.pinned:
+        return
+    slots = item.info.slots - item.quarantined
+    beside = max(item.info.keep + 1, SLOTS_BESIDE_MIN)
+    protected = {one.sequence for one in item.checkpoints if one.is_protected}
+    wanted = item.pinned | {sequence}
+    steps = ", ".join(str(one.step) for one in item.checkpoints if one.is_pinned) or "none"
+    if len(wanted) > slots - beside:
+        raise RefusedError(
+            f"{tenant.key}: {slots} slots have room for {max(0, slots - beside)} pinned "
+            f"checkpoints, since {beside} are for those that come and go; pinned steps: {steps}",
+            hint="unpin one, or start pccheckd with more --slots: a state that outgrows its slots, "
+            "or a new job, gets them",
+        )
+    if len(wanted | protected) > slots - 2:
+        raise RefusedError(
+            f"{tenant.key}: {len(protected)} of {slots} slots are kept for a run that has not "
+            "restored, and the next checkpoint needs one",
+            hint="call restore(), or adopt(), before pin()",
+        )

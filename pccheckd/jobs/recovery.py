@@ -1,0 +1,187 @@
+"""Which checkpoint a session recovers, and sending it."""
+
+from __future__ import annotations
+
+from pccheck_native import catalog
+from pccheck_native.group import Held
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    RefusedError,
+    UsageError,
+)
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped, Writing
+from pccheckd.base.logs import LOG
+from pccheckd.tenancy.tenant import Tenant
+
+from .job import Job
+from .sessions import Session, Sessions
+
+MAX_SEQUENCE = 2**63
+
+
+async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writing:
+    """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
+    one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
+    when what is chosen depends on checkpoints that are on their way.
+
+    Raises NoCheckpointError when there are some but none that will do.
+    """
+    job, tenant = _place(session)
+    skipped: list[Skipped] = []
+    await job.look()
+    if session.role is Role.TRAINER:
+        if body.step is None:  # else it only looks, and does not count as restored
+            session.incarnation = job.follow(session.rank, session.process)
+        if (writing := await job.settled()) is not None:
+            return writing
+        skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
+        chosen = _of_job(session, job, tenant, body, skipped)
+    else:
+        await tenant.volumes.refresh()
+        skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
+        chosen = _newest(tenant, body, skipped, tenant.volumes.checkpoints())
+    if chosen is None:
+        return Empty(skipped)
+    return Opened(
+        sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
+        payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
+        tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
+        rank=chosen.rank, parts=_parts(job, chosen),
+        source="dram" if await _in_dram(session, tenant, chosen) else "volume",
+        wall_ns=chosen.wall_ns,
+    )  # fmt: skip
+
+
+def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
+    """Where the other ranks' payloads of the same checkpoint are."""
+    if chosen.world_size < 2:
+        return []
+    return [
+        Part(rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
+        for rank, tenant in sorted(job.tenants.items())
+        for one in tenant.volumes.checkpoints()
+        if one.sequence == chosen.sequence
+    ]
+
+
+def _of_job(
+    session: Session, job: Job, tenant: Tenant, body: Open, skipped: list[Skipped]
+) -> catalog.Checkpoint | None:
+    """What this rank of the job recovers."""
+    found = tenant.volumes.checkpoints()
+    if session.solo:
+        return _newest(tenant, body, skipped, found)
+    if session.world_size == 1:
+
+        def fits(one: catalog.Checkpoint | Held) -> bool:
+            older = one.sequence < (body.before or MAX_SEQUENCE)
+            return older and body.step in (None, one.step)
+
+        alone = [one for one in found if one.world_size == 1]
+        best = (one.sequence for one in alone if fits(one) and tenant.is_usable(one))
+        shared = (one for one in job.common_checkpoints() if one.world_size > 1 and fits(one))
+        newest = max((one.sequence for one in shared), default=0)
+        if alone and newest <= max(best, default=0):
+            return _newest(tenant, body, skipped, alone)
+    return _of_group(session, job, tenant, body)
+
+
+def _newest(
+    tenant: Tenant, body: Open, skipped: list[Skipped], found: list[catalog.Checkpoint]
+) -> catalog.Checkpoint | None:
+    """Newest first; damaged ones are passed over and named in `skipped`."""
+    for item in found:
+        if body.before is not None and item.sequence >= body.before:
+            continue
+        if body.step is not None and item.step != body.step:
+            continue
+        if not item.is_damaged:
+            return item
+        skipped.append(Skipped(item.sequence, item.step, "damaged when it was last read"))
+    if not found and not skipped:
+        return None
+    wanted = "" if body.step is None else f" of step {body.step}"
+    older = "" if body.before is None else f" older than sequence {body.before}"
+    steps = ", ".join(f"{i.step}{' (damaged)' if i.is_damaged else ''}" for i in found) or "none"
+    raise NoCheckpointError(
+        f"{tenant.key} has no valid checkpoint{wanted}{older}; durable steps: {steps}",
+        hint="see: pccheckctl list; fresh=True starts without a checkpoint",
+    )
+
+
+def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog.Checkpoint | None:
+    """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
+    could not be read, fails."""
+    again = "restart all ranks; they will restore the step before"
+    job.asks_again(session.rank)
+    if body.before is not None and session.world_size > 1:
+        raise DamagedError(
+            f"{tenant.key}: the checkpoint that all ranks restore is damaged or cannot be read",
+            hint=again,
+        )
+    common = job.choose(
+        session.rank, session.process, session.world_size, body.step,
+        before=body.before or MAX_SEQUENCE, replicated=body.replicated,
+    )  # fmt: skip
+    if common is None:
+        return None
+    LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
+    # A rank that was not there when it was saved takes what rank 0, or who saved alone, has.
+    for holder in (tenant, *(other for _, other in sorted(job.tenants.items()))):
+        for item in holder.volumes.checkpoints():
+            if item.sequence == common.sequence and holder.is_usable(item):
+                return item
+        if session.rank < common.world_size and not body.replicated:
+            break
+    raise DamagedError(
+        f"{tenant.key}: the checkpoint of step {common.step}, which all ranks restore, is damaged, "
+        "cannot be read, or is gone",
+        hint=again,
+    )
+
+
+async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint) -> bool:
+    port = tenant.port
+    if session.role is not Role.TRAINER or port is None or chosen.rank != tenant.key.rank:
+        return False
+    return await tenant.engine.call(tenant.key.uid, port.channel.cached, chosen.sequence)
+
+
+async def read(session: Session, sessions: Sessions, body: Read) -> None:
+    """Starts sending payload through the page; its END says how it went."""
+    job, own = _place(session)
+    tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
+    if tenant is None:
+        raise NoCheckpointError(f"job {job.name!r} has no rank {body.rank}")
+    port, volume = session.port, tenant.volumes.find(body.sequence)
+    if port is None:
+        raise RefusedError("the session has ended")
+    if volume is None:
+        raise NoCheckpointError(
+            f"{tenant.key} has no durable checkpoint {body.sequence} (any more)",
+            hint="open the newest one again",
+        )
+    if body.load in session.loads:
+        raise UsageError(f"load {body.load} is in progress")
+    session.loads[body.load] = tenant, body.sequence
+    tenant.reading += 1
+    try:
+        if not port.granted_bytes:  # a rank that recovers before it registers
+            payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
+            await sessions.claim(session, own.wanted_bytes(payload.payload_bytes))
+        await port.load(
+            volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
+        )
+    except BaseException as error:
+        if session.loads.pop(body.load, None) is not None:
+            tenant.reading -= 1
+        if isinstance(error, DamagedError):
+            await tenant.retention.damaged(body.sequence)
+        raise
+
+
+def _place(session: Session) -> tuple[Job, Tenant]:
+    if session.job is None or session.tenant is None:
+        raise RefusedError("an observer cannot recover")
+    return session.job, session.tenant

@@ -1,0 +1,176 @@
+"""Which jobs and tenants are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from pccheck_native import layout
+from pccheck_wire.errors import NoCheckpointError, RefusedError
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
+from pccheckd.tenancy.inherited import Summary
+from pccheckd.tenancy.outcomes import Chronicle
+from pccheckd.tenancy.tenant import Tenant
+from pccheckd.tenancy.volumes import Key
+
+from .job import Job
+from .memory import Memory
+
+#: Tenants without a trainer that stay loaded, for recovery from DRAM.
+IDLE_MAX = 64
+
+
+class Registry:
+    def __init__(self, config: Config, engine: Engine, chronicle: Chronicle | None = None) -> None:
+        self.chronicle = chronicle or Chronicle()
+        self.config = config
+        self.engine = engine
+        self.inherited = Summary()  # from the daemon before
+        self.jobs: dict[tuple[int, str], Job] = {}
+        self.memory = Memory(config, engine, self.tenants)
+        self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
+
+    def tenants(self) -> Iterator[Tenant]:
+        for job in self.jobs.values():
+            yield from job.tenants.values()
+
+    def loaded(self, key: Key) -> Tenant | None:
+        """The tenant, if it is loaded now."""
+        job = self.jobs.get((key.uid, key.job))
+        return job.tenants.get(key.rank) if job is not None else None
+
+    async def job(self, uid: int, name: str) -> Job:
+        """The job with a tenant for every rank that has a volume here."""
+        async with self._lock(uid):
+            return await self._job(uid, name)
+
+    async def tenant(self, key: Key) -> tuple[Job, Tenant]:
+        """The tenant, loaded if it was not. It need not have a volume."""
+        async with self._lock(key.uid):
+            job = await self._job(key.uid, key.job)
+            if key.rank not in job.tenants:
+                await self._load(job, key.rank)
+            return job, job.tenants[key.rank]
+
+    async def existing(self, key: Key) -> tuple[Job, Tenant]:
+        """The tenant of a rank that has a readable volume. Raises NoCheckpointError or why not.
+
+        Nothing is kept for names that do not exist, however many are asked for.
+        """
+        files = await self.engine.call(
+            key.uid, layout.list_volumes, self.config.storage, uid=key.uid, job=key.job,
+            rank=key.rank,
+        )  # fmt: skip
+        if not files:
+            raise NoCheckpointError(f"{key} has no volume", hint="see: pccheckctl list")
+        job, tenant = await self.tenant(key)
+        tenant.volumes.require_readable(fresh=False)
+        if not tenant.volumes.open:
+            raise NoCheckpointError(f"{key} has no readable volume", hint="see: pccheckctl list")
+        return job, tenant
+
+    async def trim(self) -> None:
+        """Closes the jobs longest without a trainer when too many are loaded."""
+        idle = [job for job in self.jobs.values() if job.idle]
+        idle.sort(key=lambda job: max((t.last_used_ns for t in job.tenants.values()), default=0))
+        excess = sum(len(job.tenants) for job in idle) - IDLE_MAX
+        for job in idle:
+            if excess <= 0:
+                return
+            async with self._lock(job.uid):
+                if job.idle and self.jobs.pop((job.uid, job.name), None) is job:
+                    excess -= len(job.tenants)
+                    for tenant in job.tenants.values():
+                        tenant.closed = True
+                    for tenant in job.tenants.values():
+                        await tenant.close()
+
+    @contextlib.asynccontextmanager
+    async def unloaded(self, uid: int, name: str) -> AsyncIterator[None]:
+        """Closes a job and keeps it closed, so that its files may go. Raises RefusedError while
+        somebody is connected to it or its checkpoints are on their way."""
+        await self._hung_up(uid, name)
+        async with self._lock(uid):
+            self._require_unused(uid, name)
+            job = self.jobs.get((uid, name))
+            if job is not None:
+                del self.jobs[uid, name]
+                for tenant in job.tenants.values():
+                    tenant.closed = True  # all at once: nobody attaches to the last ones meanwhile
+                for tenant in job.tenants.values():
+                    await tenant.close()
+            yield
+
+    async def require_unused(self, uid: int, name: str) -> None:
+        """Raises RefusedError while somebody is connected to a job or its checkpoints are on their
+        way. Nothing is closed: it keeps what it has in DRAM."""
+        await self._hung_up(uid, name)
+        self._require_unused(uid, name)
+
+    async def _hung_up(self, uid: int, name: str) -> None:
+        """A trainer that has just ended is waited for: until it is drained once that has begun,
+        else for a moment, in which the loop looks for its hang-up again and again."""
+        looks = round(GRACE_S / STEP_S)
+        limit = round(DETACH_LIMIT_S / STEP_S)
+        while (job := self.used(uid, name)) is not None:
+            looks, limit = looks - (not job.leaving), limit - 1
+            if looks < 0 or limit < 0:
+                return
+            await asyncio.sleep(STEP_S)
+
+    def _require_unused(self, uid: int, name: str) -> None:
+        job = self.used(uid, name)
+        if job is not None:
+            raise RefusedError(
+                f"job {name!r} is in use: {_users(job)}",
+                hint="end it, then try again", retryable=True,
+            )  # fmt: skip
+
+    def used(self, uid: int, name: str) -> Job | None:
+        """The job, while somebody is connected to it or its checkpoints are on their way."""
+        job = self.jobs.get((uid, name))
+        return job if job is not None and not job.idle else None
+
+    async def _job(self, uid: int, name: str) -> Job:
+        """With the lock held: a job is loaded and closed under it."""
+        job = self.jobs.get((uid, name))
+        if job is None:
+            job = Job(uid, name, self.config)
+            files = await self.engine.call(
+                uid, layout.list_volumes, self.config.storage, uid=uid, job=name
+            )
+            for rank in sorted({file.rank for file in files}):
+                await self._load(job, rank)
+            self.jobs[uid, name] = job
+            for tenant in job.tenants.values():
+                tenant.volumes.limit()  # it may have changed while the later ones were opened
+        return job
+
+    def limit(self) -> None:
+        """--max-bandwidth has changed."""
+        for tenant in self.tenants():
+            tenant.volumes.limit()
+
+    def _lock(self, uid: int) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
+    async def _load(self, job: Job, rank: int) -> None:
+        tenant = Tenant(Key(job.uid, job.name, rank), self.config, self.engine, job, self.chronicle)
+        await tenant.open()
+        job.loaded(tenant)
+
+
+def _users(job: Job) -> str:
+    """Who has it, in words."""
+    found = []
+    for rank, tenant in sorted(job.tenants.items()):
+        if tenant.owner is not None:
+            found.append(f"pid {tenant.owner.pid} is its rank {rank}")
+        if tenant.readers or tenant.reading:
+            found.append(f"rank {rank} is being read")
+        if tenant.ledger.live():
+            found.append(f"checkpoints of rank {rank} are on their way")
+    return ", ".join(found[:8]) or "it is being loaded"

@@ -1,0 +1,371 @@
+"""Sessions: who is connected, as what, and what that gives him. A session ends with its peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pccheck_native import _core
+from pccheck_wire.errors import RefusedError, UsageError
+from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, Welcome
+from pccheckd import VERSION
+from pccheckd.base.background import Tasks
+from pccheckd.base.logs import LOG
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
+from pccheckd.core.gpus import Offer
+from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
+from pccheckd.front.endpoints import ControlServer
+from pccheckd.storage import lock as storage
+from pccheckd.tenancy.tenant import Tenant
+from pccheckd.tenancy.volumes import Key
+
+from .job import Job
+from .memory import Claimant
+from .registry import Registry
+
+READER_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel says about the other end."""
+
+    uid: int
+    gid: int
+    pid: int
+    gone: Callable[[], bool] = lambda: False  # whether it has hung up before it was answered
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    number: int
+    token: bytes
+    role: Role
+    uid: int
+    pid: int
+    kernel_pid: int  # 0 when it lives outside of our PID namespace; then `pid` is its own word
+    connected_ns: int
+    job_name: str = ""
+    rank: int = 0
+    world_size: int = 1  # 1 when this rank alone saves
+    solo: bool = False
+    process: bytes = b""
+    incarnation: int = 0
+    storage: str = ""  # which directory its volumes are in
+    #: How its tensors come here, and why so: what it said last.
+    transfer: str = ""
+    transfer_reason: str = ""
+    exposing: Exposing = field(default_factory=Exposing)
+    job: Job | None = None
+    tenant: Tenant | None = None
+    port: Port | None = None
+    endpoint: str = ""  # for its requests; "" for an observer
+    ending: bool = False
+    #: By load id: whose checkpoint is read, and its sequence.
+    loads: dict[int, tuple[Tenant, int]] = field(default_factory=dict)
+    broken: asyncio.Event = field(default_factory=asyncio.Event)  # it has to end
+    gives_way: bool = False  # it ends so that another user's session has memory
+
+    def is_busy(self) -> bool:
+        """Whether a checkpoint of it is on its way, or one is loaded."""
+        trains = self.role is Role.TRAINER
+        return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
+
+    def give_way(self) -> None:
+        self.gives_way = True
+        self.broken.set()
+
+    def keeps_memory(self) -> None:
+        """It does not give back what it was asked for: others wait for that."""
+        LOG.warning(
+            "session %d (pid %d) has not given back DRAM for %g s and ends; its process is stopped "
+            "or its GPU hangs, and connects again at a later checkpoint",
+            self.number, self.pid, BACK_LIMIT_S,
+        )  # fmt: skip
+        self.broken.set()
+
+
+class Sessions:
+    """Opens and ends them; finds them by token."""
+
+    def __init__(
+        self, config: Config, engine: Engine, registry: Registry, control: ControlServer
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.registry = registry
+        self.control = control
+        self.draining = False
+        control.interrupted = self._interrupted
+        self._sessions: dict[int, Session] = {}
+        self._next = 1
+        self._work = Tasks("sessions")
+
+    def all(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def room_bytes(self, session: Session) -> int:
+        """What the exposure of a session may hold until it is whole: users share one limit."""
+        others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
+        return UNFINISHED_BYTES_MAX - sum(other.exposing.held_bytes for other in others)
+
+    def offer(self, session: Session) -> Offer:
+        """What the daemon can do for a session's GPU tensors."""
+        port, offer = session.port, self.engine.driver.offer
+        if session.role is not Role.TRAINER or port is None:
+            return Offer(session.transfer, session.transfer_reason)
+        if offer.transfer == "pull" and session.uid != os.geteuid():
+            # The driver's own check does not hold root back, and a handle is only a number: one
+            # user could have another's memory read through us.
+            return Offer("push", f"the daemon runs as uid {os.geteuid()}, not as this trainer's")
+        if offer.transfer == "pull" and not session.kernel_pid:
+            return Offer("push", "the daemon cannot see this process: another PID namespace")
+        return offer
+
+    async def claim(self, session: Session, wanted_bytes: int) -> int:
+        """DRAM for a session: at least two chunks when this returns, then more, up to its fair
+        share. What it has now. Raises RefusedError."""
+        return await self.registry.memory.claim(self._claimant(session), wanted_bytes)
+
+    def _claimant(self, session: Session) -> Claimant:
+        port, tenant = session.port, session.tenant
+        if port is None or tenant is None or session.ending:
+            raise RefusedError("the session has ended")
+        return Claimant(
+            session.number, session.uid, str(tenant.key), port, session.keeps_memory,
+            session.is_busy, session.give_way,
+        )  # fmt: skip
+
+    def by_token(self, uid: int, token: bytes) -> Session:
+        """Raises RefusedError for a token that is not of a session of this uid."""
+        for session in self._sessions.values():
+            if session.uid == uid and hmac.compare_digest(session.token, token):
+                return session
+        raise RefusedError("no such session: it has ended, or the token is wrong")
+
+    async def open(self, hello: Hello, peer: Peer) -> tuple[Session, Welcome, list[int]]:
+        """A session and what to answer, with the descriptors to send and close.
+
+        Raises PccheckError when the peer may not have it.
+        """
+        if self.draining:
+            raise RefusedError("the daemon is stopping", hint="try again later", retryable=True)
+        session = Session(
+            number=self._next, token=secrets.token_bytes(16), role=hello.role, uid=peer.uid,
+            pid=peer.pid or hello.pid, kernel_pid=peer.pid, connected_ns=time.monotonic_ns(),
+        )  # fmt: skip
+        self._next += 1
+        descriptors: list[int] = []
+        try:
+            if hello.role is not Role.OBSERVER:
+                _check_names(hello)
+                await self.engine.require_storage(peer.uid)
+                session.job_name, session.rank = hello.job, hello.rank
+                session.world_size = 1 if hello.solo else hello.world_size
+                session.solo = hello.solo
+                session.process = hello.process or session.token
+                session.endpoint = await self.control.join(peer.uid, peer.gid)
+                attach = self._attach_trainer if hello.role is Role.TRAINER else self._attach_reader
+                self._sessions[session.number] = session
+                descriptors = await attach(session, hello, peer)
+            self._sessions[session.number] = session
+        except BaseException:
+            await self.end(session)
+            raise
+        return session, self._welcome(session), descriptors
+
+    async def end(self, session: Session) -> None:
+        """The peer is gone, or has to go: drains what it handed over."""
+        session.ending = True
+        session.exposing.drop()
+        try:
+            if session.role is Role.TRAINER and session.tenant is not None:
+                await self._detach(session, session.tenant)
+            elif session.port is not None:
+                await session.port.detach()
+                await session.port.close()
+        finally:
+            self.registry.memory.gone(session.number)
+            if session.tenant is not None:
+                session.tenant.readers -= session.role is Role.READER
+            for tenant, _ in session.loads.values():
+                tenant.reading -= 1
+            session.loads.clear()
+            self._sessions.pop(session.number, None)
+            if session.endpoint:
+                self.control.leave(session.uid)
+        if session.role is not Role.OBSERVER and not self.draining:
+            self._work.spawn(self.registry.trim())  # of other users; nobody waits for their disks
+
+    async def _detach(self, session: Session, tenant: Tenant) -> None:
+        owner = tenant.owner
+        try:
+            await tenant.detach(session.number, give_way=session.gives_way)
+        finally:
+            mine = owner is not None and owner.session == session.number
+            if session.job is not None and mine:
+                session.job.left(tenant.key.rank, session.process)
+
+    def _welcome(self, session: Session) -> Welcome:
+        newest = session.tenant.ledger.newest if session.tenant else None
+        offer = self.offer(session)
+        return Welcome(
+            protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
+            token=session.token, endpoint=session.endpoint, pid=os.getpid(),
+            incarnation=session.incarnation, storage=session.storage,
+            chunk_bytes=session.port.chunk_bytes if session.port else 0,
+            transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.later,
+            newest_step=newest[1] if newest else None,
+            protected_step=session.tenant.protected_step() if session.tenant else None,
+        )  # fmt: skip
+
+    async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
+        job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        await tenant.look()
+        session.storage = await self.engine.call(session.uid, storage.identity, self.config.storage)
+        await self._wait_for_predecessor(tenant, peer)
+        await tenant.prepare()
+        async with job.joining:  # other ranks wait for this one
+            _require_there(peer)
+            session.job, session.tenant = job, tenant
+            owner = Owner(
+                session=session.number, pid=session.pid,
+                world_size=session.world_size, local_world_size=hello.local_world_size,
+                fresh=hello.fresh, process=session.process, solo=hello.solo,
+                restored=hello.restored,
+                on_event=lambda event: self._hear(session, event), kernel_pid=session.kernel_pid,
+            )  # fmt: skip
+            joins = tenant.owner is None  # else attach() refuses
+            if joins:
+                job.require_no_other(hello.rank, solo=hello.solo)
+                session.incarnation = job.join(
+                    hello.rank, owner, launch=hello.launch, was=hello.incarnation,
+                    moved=hello.storage not in ("", session.storage),
+                )  # fmt: skip
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours:
+                try:
+                    page_fd = await tenant.attach(owner, ours.fileno())
+                except BaseException:
+                    theirs.close()
+                    if joins:
+                        job.left(hello.rank, session.process)
+                    raise
+            job.moved()
+            await job.release()
+        session.port = tenant.port
+        session.transfer, session.transfer_reason = "push", "CPU tensors"
+        if tenant.port is not None and tenant.port.granted_bytes:  # it is not a cache any more
+            self.registry.memory.enter(self._claimant(session), tenant.port.granted_bytes)
+        LOG.info(
+            "%s: pid %d connected (session %d, run %d)",
+            tenant.key, session.pid, session.number, session.incarnation,
+        )  # fmt: skip
+        return [page_fd, theirs.detach()]
+
+    async def _wait_for_predecessor(self, tenant: Tenant, peer: Peer) -> None:
+        """A trainer that is known to be gone is waited for until it is drained; one whose hang-up
+        may be on its way, for a moment."""
+        began = time.monotonic()
+        while tenant.owner is not None:
+            before = self._sessions.get(tenant.owner.session)
+            limit_s = DETACH_LIMIT_S if before is None or before.ending else GRACE_S
+            if time.monotonic() - began > limit_s:
+                return
+            _require_there(peer)
+            await asyncio.sleep(STEP_S)
+
+    async def _attach_reader(self, session: Session, hello: Hello, _: Peer) -> list[int]:
+        uid = session.uid if hello.uid < 0 else hello.uid
+        if uid != session.uid and session.uid != 0:
+            raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        key = Key(uid, hello.job, hello.rank)
+        session.job, tenant = await self.registry.existing(key)
+        await tenant.look()
+        session.tenant = tenant
+        tenant.readers += 1  # it stays loaded
+        block = tenant.volumes.open[-1].info.block_bytes
+        chunk = -(-self.config.chunk_bytes // block) * block
+        session.port = await Port.opened(
+            self.engine, session.uid, lambda event: self._hear(session, event), chunk_bytes=chunk,
+            block_bytes=block, chunk_capacity=READER_CHUNKS, lanes=1, writers=1,
+        )  # fmt: skip
+        session.transfer, session.transfer_reason = "push", "a reader"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            try:
+                page_fd = await session.port.attach(ours.fileno(), session.number)
+                await self.claim(session, READER_CHUNKS * chunk)
+            except BaseException:
+                theirs.close()
+                raise
+        return [page_fd, theirs.detach()]
+
+    def _hear(self, session: Session, event: _core.Event) -> None:
+        """Events of a session's page, on the loop."""
+        if event.kind == "bad_peer":
+            LOG.warning("session %d (pid %d) broke the protocol", session.number, session.pid)
+            session.broken.set()
+        if event.kind != "load_ended" or event.id not in session.loads:
+            return
+        tenant, sequence = session.loads.pop(event.id)
+        self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
+
+    def _interrupted(self, uid: int) -> None:
+        """Requests of this uid may have been lost on their way here."""
+        for session in self._sessions.values():
+            if session.uid == uid and session.role is Role.TRAINER and session.tenant is not None:
+                session.tenant.refuse_lost()
+
+    async def _after_load(
+        self, session: Session, tenant: Tenant, sequence: int, *, problem: str
+    ) -> None:
+        item = tenant.volumes.find(sequence)
+        try:
+            foreign = tenant is not session.tenant or session.role is Role.READER
+            if foreign and session.port is not None and item is not None:
+                with contextlib.suppress(ValueError):  # it has ended
+                    await session.port.unbind(item.volume, 0)  # it could not be reopened else
+        finally:
+            tenant.reading -= 1
+        if problem == "DAMAGED":
+            await tenant.retention.damaged(sequence)
+        elif problem == "UNREADABLE":
+            tenant.retention.not_read(sequence)
+
+
+def _require_there(peer: Peer) -> None:
+    """Raises RefusedError, which nobody reads: its place is not for somebody who has hung up."""
+    if peer.gone():
+        raise RefusedError("the process has hung up during its handshake")
+
+
+def _check_names(hello: Hello) -> None:
+    """Raises UsageError: names and numbers become file names and sizes."""
+    if not re.fullmatch(JOB_PATTERN, hello.job):
+        raise UsageError(
+            f"{hello.job[:140]!r} cannot be a job's name",
+            hint="use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'",
+        )
+    if hello.rank >= hello.world_size:
+        raise UsageError(f"rank {hello.rank} is not below the world size {hello.world_size}")
+    if hello.local_world_size > hello.world_size:
+        raise UsageError("the local world size is larger than the world size")
+    if hello.role is Role.TRAINER and hello.local_world_size < hello.world_size and not hello.solo:
+        raise RefusedError(
+            f"{hello.local_world_size} of the job's {hello.world_size} ranks are on this node; "
+            "this version can restore a job of several ranks only if all of them run on one node, "
+            "so the client is refused",
+            hint="run the job on one node; or, if every rank holds the whole state (plain DDP), "
+            "make one client, on rank 0: PCcheckClient(solo=True)",
+        )

@@ -1,0 +1,62 @@
+"""Before READY: the commit records of every volume are read once, so that a disk or a volume that
+cannot be read is known at the start and not when a job wants to resume."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+
+from pccheck_native import catalog
+from pccheckd.base.logs import LOG
+from pccheckd.config.options import Config
+from pccheckd.core.engine import Engine
+
+#: A disk that is slower than this does not hold the service up any longer.
+LIMIT_S = 10.0
+NAMED_MAX = 8  # unreadable volumes with a line each in the log
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found; `complete` is False when the limit came first."""
+
+    volumes: int = 0
+    checkpoints: int = 0
+    unreadable: int = 0
+    complete: bool = True
+
+    def __str__(self) -> str:
+        if not self.complete:
+            return "the volumes could not be read"
+        unreadable = f", {self.unreadable} volumes CANNOT BE READ" if self.unreadable else ""
+        return f"{self.volumes} volumes with {self.checkpoints} checkpoints{unreadable}"
+
+
+async def take(config: Config, engine: Engine, *, limit_s: float = LIMIT_S) -> Survey:
+    """Reads records only; data is verified when it is recovered. Never raises for a bad volume."""
+    scan = asyncio.create_task(engine.look(os.getuid(), catalog.scan, config.storage))
+    done, _ = await asyncio.wait({scan}, timeout=limit_s)
+    if not done:
+        scan.add_done_callback(_looked_at)
+        LOG.error(
+            "%s has not shown its volumes within %g s: is the disk all right? (dmesg)",
+            config.storage, limit_s,
+        )  # fmt: skip
+        return Survey(complete=False)
+    try:
+        found = scan.result()
+    except OSError as error:
+        LOG.error("the volumes in %s cannot be listed: %s", config.storage, error)
+        return Survey(complete=False)
+    for item in found.unreadable[:NAMED_MAX]:
+        LOG.warning("the volume %s cannot be read: %s", item.file.path, item.reason)
+    survey = Survey(len(found.volumes), len(found.checkpoints), len(found.unreadable))
+    LOG.info("%s holds %s", config.storage, survey)
+    return survey
+
+
+def _looked_at(task: asyncio.Task[catalog.Catalog]) -> None:
+    """It came too late; nobody awaits it any more."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,156 @@
+"""Goes on, when the daemon starts, with the checkpoints that the one before had copied: they are
+admitted at once, so that nothing overtakes them, and checked and written beside everything else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+from pccheck_native import _core
+from pccheck_wire.errors import PccheckError, RefusedError
+from pccheckd.base.logs import LOG
+from pccheckd.core.engine import Engine, translated
+from pccheckd.core.port import Port
+from pccheckd.tenancy import inherited
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.inherited import Descriptor, Left, State, Summary
+from pccheckd.tenancy.tenant import INHERITED, Tenant
+from pccheckd.tenancy.volumes import Key
+
+from .registry import Registry
+
+#: Why a copied checkpoint does not go on, by the core's code; others are its own words.
+_WHY = {
+    "EALREADY": "",  # it or a newer one is durable: as it should be
+    "ENODATA": "a part of it is neither in memory nor on the disk",
+    "NO_LANE": "there is no room for it among those in flight",
+    "NO_SLOT": "there is no free slot for it",
+}
+
+
+async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -> Summary:
+    """Takes over what is left, and closes what is of no use. Never raises for what it finds."""
+    summary = Summary(descriptors=len(found))
+    left, useless = inherited.sort(found)
+    for key, one in left.items():
+        try:
+            _, tenant = await registry.existing(key)
+            await _take_over(tenant, one, engine, summary)
+        except (OSError, PccheckError, _core.NativeError) as error:
+            told = translated(error, f"what was left of {key}")
+            LOG.error("%s: what was copied cannot be taken over: %s", key, told)
+            summary.dropped.append((key, told.message))
+        except Exception as error:  # the edge of this tenant: a daemon that cannot start loses all
+            LOG.exception("%s: what was copied cannot be taken over", key)
+            summary.dropped.append((key, f"an error of ours: {type(error).__name__}"))
+        useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
+    for item in useless:
+        await engine.call(os.getuid(), inherited.close, item, engine.pool)
+    if found:
+        LOG.info(
+            "of %d stored descriptors %d segments (%d bytes) are taken over, with %d checkpoints "
+            "that were copied and not durable", len(found), summary.segments, summary.nbytes,
+            summary.checkpoints,
+        )  # fmt: skip
+    return summary
+
+
+async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summary) -> None:
+    """What it takes over is no longer in `left`."""
+    left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
+    async with tenant.lock:
+        like = left.states[-1].says  # chunks as they are, with the lanes that they were in
+        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
+        tenant.port = port
+        try:
+            for number in left.segments_by_need():
+                summary.segments += await _adopt(port, number, left, tenant, engine)
+            usage = port.channel.usage()
+            port.adopted(usage.bytes)
+            for state in list(left.states):
+                await _bind(state, left, tenant, summary)
+            summary.nbytes += usage.bytes
+        finally:
+            await _settle(tenant, port)
+
+
+async def _adopt(port: Port, number: int, left: Left, tenant: Tenant, engine: Engine) -> bool:
+    try:
+        await engine.call(tenant.key.uid, port.channel.adopt, left.segments[number].fd, number)
+    except (OSError, _core.NativeError) as error:
+        LOG.warning("%s: a segment is not taken over: %s", tenant.key, _refused(error))
+        return False
+    del left.segments[number]
+    return True
+
+
+async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> None:
+    try:
+        outcomes = await _go_on(state, tenant)
+    except (OSError, PccheckError, _core.NativeError) as error:
+        told = translated(error, "its record").message
+        for sequence, _ in state.says.copied:
+            summary.dropped.append((tenant.key, f"checkpoint {sequence}: {told}"))
+        LOG.error("%s: what was copied is lost: %s", tenant.key, told)
+        return
+    left.states.remove(state)
+    os.close(state.descriptor.fd)  # it is mapped, and in the store
+    for sequence, step, why in outcomes:
+        _tell(tenant.key, sequence, step, why, summary)
+
+
+async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
+    """Begins what a state memfd says was copied: (sequence, step, why not). Raises when its volume
+    is gone, or another one."""
+    port, ledger = tenant.port, tenant.ledger
+    volumes = (item for item in tenant.volumes.open if item.info.uuid == state.says.uuid)
+    item = next(volumes, None)
+    if item is None or port is None:
+        raise RefusedError("its volume is not there any more")
+    outcomes = []
+    for found in await tenant.engine.call(
+        tenant.key.uid, port.channel.bind, item.volume, state.descriptor.fd, state.id
+    ):
+        sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
+        outcomes.append((sequence, step, why))
+        ledger.last_sequence = max(ledger.last_sequence, sequence)
+        tenant.group.passed(sequence)
+        if why:
+            continue
+        ledger.inherit(Checkpoint(
+            session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
+            tree_offset=tree_offset, tree_bytes=tree_bytes, skip_when_busy=False,
+            incarnation=incarnation, world_size=world_size, sequence=sequence,
+            requested_ns=time.monotonic_ns(),
+        ))  # fmt: skip
+    return outcomes
+
+
+async def _settle(tenant: Tenant, port: Port) -> None:
+    """What was copied is checked and written from now on, and new checkpoints go to the current
+    volume again."""
+    if not tenant.ledger.live():
+        tenant.port = None
+        await port.close()
+        return
+    tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
+    if tenant.volumes.current is not None:
+        await tenant.bind(port, tenant.volumes.current)
+
+
+def _tell(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:
+    if not why:
+        summary.checkpoints += 1
+        LOG.info("%s: goes on with step %d (checkpoint %d)", key, step, sequence)
+    elif reason := _WHY.get(why, why):
+        summary.dropped.append((key, f"step {step}: {reason}"))
+        LOG.error("%s: step %d was copied and is lost: %s", key, step, reason)
+
+
+def _refused(error: BaseException) -> str:
+    if isinstance(error, _core.NativeError) and error.code_name == "NO_MEMORY":
+        return "the DRAM budget is smaller than before"
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:
+        return "it is none of ours"
+    return str(error)

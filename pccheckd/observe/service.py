@@ -1,0 +1,178 @@
+"""Metrics and health, served: what runs on the daemon's loop meets what runs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pccheckd.base.background import Background
+from pccheckd.base.logs import LOG
+from pccheckd.config.metrics_place import Place, parse, require
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine
+from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Sessions
+from pccheckd.upkeep.scrub import Scrubber
+
+from . import gauges
+from .health import Health
+from .listener import Answer, Listener, bind
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+#: How long a scrape or probe waits for the daemon's loop.
+LOOP_LIMIT_S = 5.0
+FILE_EVERY_S = 15.0
+
+_T = TypeVar("_T")
+
+
+class Observing:
+    """Health, the background check, and what `--metrics` asks for. Started and stopped on the
+    loop, by the daemon's start and stop."""
+
+    def __init__(
+        self, config: Config, engine: Engine, registry: Registry, sessions: Sessions
+    ) -> None:
+        self.health = Health(engine, registry)
+        self.scrubber = Scrubber(config, registry)
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._sessions = sessions
+        self._metrics: Metrics | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: Listener | None = None
+        self._file: _File | None = None
+
+    def start(self) -> None:
+        """Raises UsageError when the address is taken, or the extra is missing."""
+        if self._config.metrics:
+            require(self._config.metrics)
+            self._serve(parse(self._config.metrics))
+        self.health.start()
+        self.scrubber.start()
+
+    async def settle(self) -> None:
+        """Before the drain: no more reading in the background."""
+        await self.scrubber.close()
+
+    async def close(self) -> None:
+        """The last thing to stop: probes ask until the end."""
+        await self.scrubber.close()
+        await self.health.close()
+        if self._listener is not None:
+            await asyncio.to_thread(self._listener.stop)
+        if self._file is not None:
+            await self._file.close()
+
+    def _serve(self, place: Place) -> None:
+        from .metrics import Metrics
+
+        self._loop = asyncio.get_running_loop()
+        self._metrics = self._registry.chronicle.metrics = Metrics()
+        if place.file is not None:
+            self._file = _File(place.file, self._text)
+            self._file.start()
+            return
+        self._listener = Listener(
+            bind(place),
+            {"/metrics": self._page, "/healthz": self._healthz, "/readyz": self._readyz},
+        )
+        self._listener.start()
+        here = Place(place.host, self._listener.port)
+        LOG.info("metrics at %s/metrics; /healthz and /readyz beside them", here)
+        if not place.is_local:
+            LOG.warning(
+                "metrics at %s can be read by everybody who reaches this address, and name all "
+                "users' jobs", here,
+            )  # fmt: skip
+
+    # -- pages, on the listener's loop ---------------------------------------------------------
+
+    async def _page(self) -> Answer:
+        from .metrics import CONTENT_TYPE
+
+        assert self._metrics is not None
+        families = await self._ask(self._families)
+        text = await asyncio.to_thread(self._metrics.render, families)
+        return Answer(200, text, CONTENT_TYPE)
+
+    async def _healthz(self) -> Answer:
+        """Alive: the loop answers, and so does the native core. A disk that hangs is told, but a
+        restart would lose what is in memory and mend nothing."""
+        faults, stalled = await self._ask(
+            lambda: (list(self.health.faults), len(self.health.stalled()))
+        )
+        if faults:
+            return _text(503, *faults)
+        return _text(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
+
+    async def _readyz(self) -> Answer:
+        """Takes new sessions."""
+        draining = await self._ask(lambda: self._sessions.draining)
+        return _text(503, "stopping") if draining else _text(200, "ready")
+
+    async def _ask(self, question: Callable[[], _T]) -> _T:
+        """The answer from the daemon's loop. Raises TimeoutError when it does not come."""
+        assert self._loop is not None
+        answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits any more
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError:  # it is closed
+            raise TimeoutError from None
+        return await asyncio.wait_for(asyncio.wrap_future(answer), LOOP_LIMIT_S)
+
+    async def _text(self) -> bytes:
+        """What the file holds; on the daemon's loop."""
+        assert self._metrics is not None
+        return await asyncio.to_thread(self._metrics.render, self._families())
+
+    def _families(self) -> list[gauges.Family]:
+        return gauges.read(
+            self._config, self._engine, self._registry, self._sessions, self.health, self.scrubber,
+        )  # fmt: skip
+
+
+class _File(Background):
+    """Replaces a file again and again; it goes with the daemon, for old figures mislead."""
+
+    def __init__(self, path: Path, text: Callable[[], Awaitable[bytes]]) -> None:
+        self._path = path
+        self._text = text
+
+    async def _run(self) -> None:
+        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        LOG.info("metrics are written to %s every %g s", self._path, FILE_EVERY_S)
+        try:
+            while True:
+                text = await self._text()
+                try:
+                    await asyncio.to_thread(fresh.write_bytes, text)
+                    await asyncio.to_thread(fresh.replace, self._path)
+                except OSError as error:
+                    LOG.warning("metrics cannot be written to %s: %s", self._path, error)
+                await asyncio.sleep(FILE_EVERY_S)
+        finally:
+            for path in (fresh, self._path):
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(path.unlink, missing_ok=True)
+
+
+def _text(status: int, *lines: str) -> Answer:
+    return Answer(status, "".join(f"{line}\n" for line in lines).encode())

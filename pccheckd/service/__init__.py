@@ -1,0 +1,1 @@
+"""The service manager: descriptors at the start, READY, STATUS, WATCHDOG."""

@@ -1,0 +1,127 @@
+"""What the service manager hears while the daemon runs: STATUS, and WATCHDOG from the event loop.
+
+The watchdog follows the loop and the native core's locks (asking for usage takes them): when either
+hangs, nothing works any more and a restart helps. A disk that hangs stops neither: the daemon may
+hold the only copy of what trainers handed over, so that is `degraded` in STATUS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from pccheck_wire.messages import Role
+from pccheck_wire.units import GIB
+from pccheckd.base.background import Background
+from pccheckd.base.logs import LOG
+from pccheckd.base.notify import Notifier
+from pccheckd.config.options import Config
+from pccheckd.core.engine import Engine
+from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Sessions
+from pccheckd.jobs.survey import Survey
+from pccheckd.observe import report
+from pccheckd.upkeep.stalls import Progress
+
+PERIOD_S = 5.0
+#: While starting or stopping, the manager is told at every step that it takes at most so long.
+EXTENSION_S = 30.0
+DRAIN_STEP_S = 1.0
+
+
+class Supervisor(Background):
+    def __init__(
+        self,
+        notifier: Notifier,
+        config: Config,
+        engine: Engine,
+        registry: Registry,
+        sessions: Sessions,
+        *,
+        faults: Callable[[], list[str]] = list,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`faults` says why the process itself is sick: the watchdog is then left to bite."""
+        self.survey = Survey()
+        self._faults = faults
+        self._notifier = notifier
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+        self._sessions = sessions
+        self._clock = clock
+        self._progress = Progress(config, engine, registry, clock)
+
+    @property
+    def period_s(self) -> float:
+        """Three chances before a watchdog's patience ends."""
+        shortest = min(PERIOD_S, max(self._config.stall_limit_s / 2, 0.05))
+        watchdog_s = self._notifier.watchdog_s
+        return min(shortest, watchdog_s / 3) if watchdog_s else shortest
+
+    def beat(self) -> None:
+        """One look at everything, and what there is to say."""
+        self._progress.look()
+        self._notifier.status(self.line(), *self._heartbeat())
+
+    def line(self) -> str:
+        """For `systemctl status`: troubles first."""
+        warnings = [
+            *self._faults(),
+            *report.troubles(self._engine, self._registry.tenants(), self._registry.jobs.values()),
+        ]
+        if self.survey.unreadable or not self.survey.complete:
+            warnings.append(f"at the start: {self.survey}")
+        trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)
+        moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
+        durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
+        budget, used = self._engine.pool.usage()
+        work = (
+            f"{_count(trainers, 'trainer')}, {_count(moving, 'checkpoint')} in flight, "
+            f"{durable} made durable; memory {used / GIB:.1f} of {budget / GIB:.1f} GiB"
+        )
+        if not warnings:
+            return work
+        more = f" (and {len(warnings) - 1} more)" if len(warnings) > 1 else ""
+        return f"degraded: {warnings[0]}{more}; {work}; see: pccheckctl status"
+
+    async def while_draining(self, limit_s: float) -> None:
+        """Says how far the stop is, and that it goes on; ends when it is cancelled."""
+        until = self._clock() + limit_s
+        while (left_s := until - self._clock()) > 0:
+            with self._guarded():
+                self._tell_drain(left_s)
+            await asyncio.sleep(min(DRAIN_STEP_S, self.period_s))
+
+    def _tell_drain(self, left_s: float) -> None:
+        self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
+        moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
+        self._notifier.status(
+            f"stopping: {_count(moving, 'checkpoint')} to be made durable, at most "
+            f"{left_s:.0f} s more",
+            *self._heartbeat(),
+        )
+        self._progress.look()
+
+    def _heartbeat(self) -> tuple[str, ...]:
+        return ("WATCHDOG=1",) if self._notifier.watchdog_s and not self._faults() else ()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A fault in a look must not look like a stuck loop, nor end a drain."""
+        try:
+            yield
+        except Exception:
+            LOG.exception("the supervisor failed")
+            self._notifier.send(*self._heartbeat())
+
+    async def _run(self) -> None:
+        while True:
+            with self._guarded():
+                self.beat()
+            await asyncio.sleep(self.period_s)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,1 @@
+"""The storage directory: locked, watched, and how much room it has."""

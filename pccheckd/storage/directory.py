@@ -1,0 +1,91 @@
+"""The storage directory under its name. It may be removed, moved, unmounted or mounted over while
+the daemon runs; nothing is stored in what is there instead, unless it is a directory made anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from pccheck_native import layout
+from pccheck_wire.errors import NoStoreError, PccheckError
+from pccheckd.base.logs import LOG
+
+from . import lock as storage
+
+_HINT = "restore or remount the directory; checkpoints then resume by themselves"
+
+
+class StorageDirectory:
+    """Owns the lock on the storage directory. The lock's file tells whether a directory is the one
+    that was locked."""
+
+    def __init__(self, directory: Path, *, private_socket: Path | None = None) -> None:
+        """`private_socket`: where a private daemon listens, for a note in the directory by which
+        clients find it. Raises PccheckError when another daemon has the directory, or it cannot be
+        locked."""
+        self.directory = directory
+        self._private_socket = private_socket
+        self._looking = threading.Lock()
+        self._lock = self._taken()
+        self._device = directory.stat().st_dev
+        self.missing = ""  # why nothing can be stored, as last looked
+
+    def close(self) -> None:
+        if self._private_socket is not None and not self.look():
+            layout.socket_note(self.directory).unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def look(self) -> str:
+        """Looks again; "" or why nothing can be stored. Blocks on the disk."""
+        with self._looking:
+            why = self._why()
+            if bool(why) != bool(self.missing):
+                LOG.warning("%s", why or f"the storage directory {self.directory} is there again")
+            self.missing = why
+            return why
+
+    def require(self) -> None:
+        """Raises NoStoreError when the last look found no storage directory."""
+        if self.missing:
+            raise NoStoreError(self.missing, hint=_HINT, retryable=True)
+
+    def _taken(self) -> int:
+        lock = storage.lock(layout.lock_path(self.directory), f"serves {self.directory}")
+        if self._private_socket is not None:
+            with contextlib.suppress(OSError):  # a full disk: clients find no note
+                layout.note_socket(self.directory, self._private_socket)
+        return lock
+
+    def _why(self) -> str:
+        named = f"the storage directory {self.directory}"
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                there = os.lstat(layout.lock_path(self.directory))
+                if os.path.samestat(there, os.fstat(self._lock)):
+                    return ""
+            found = self.directory.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{named} is not there: it was removed, moved, or its disk was unmounted"
+        except OSError as error:
+            return f"{named} cannot be looked at: {error.strerror}"
+        if found.st_dev != self._device:
+            return f"another file system is mounted at {named}, or its own was unmounted"
+        return self._adopt()
+
+    def _adopt(self) -> str:
+        """A directory that was made anew on the same disk, as rm -rf and mkdir do: it is empty, or
+        what is in it was put there on purpose."""
+        try:
+            storage.require_ours(self.directory)
+            lock = self._taken()
+        except PccheckError as error:
+            return error.message
+        before, self._lock = self._lock, lock
+        os.close(before)
+        LOG.warning(
+            "the storage directory %s, or its lock file, was removed and made again while pccheckd "
+            "was running; pccheckd uses what is there now", self.directory,
+        )  # fmt: skip
+        return ""

@@ -1,0 +1,586 @@
+"""A tenant: what the daemon keeps for one (uid, job, rank), with or without a live trainer: its
+volumes, its channel with the cached chunks, and the states of its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Protocol
+
+from pccheck_native import _core, catalog
+from pccheck_native.group import Agreement
+from pccheck_wire.errors import PccheckError, RefusedError
+from pccheck_wire.messages import Begin, Failure
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.background import Tasks
+from pccheckd.base.logs import LOG
+from pccheckd.config.sources import Config
+from pccheckd.core.engine import Engine, translated
+from pccheckd.core.port import Owner, Port
+
+from . import inherited
+from .admission import Admission
+from .checkpoint import GIVEN_UP, Checkpoint
+from .ledger import Ledger
+from .outcomes import Chronicle
+from .pulling import Pulling
+from .retention import Retention
+from .scheduler import Scheduler
+from .volumes import Key, OpenVolume, VolumeSet
+
+CHUNK_CAPACITY_MAX = 65536
+UNBIND_LIMIT_S = 30.0
+BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
+FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or cut
+INHERITED = 0  # the session of checkpoints that a daemon before us had copied
+
+
+class Group(Protocol):
+    """What a rank asks of its job (jobs.py)."""
+
+    def incarnation(self, rank: int, owner: Owner) -> int:
+        """Of the start that the rank's process belongs to now."""
+
+    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
+        """Gives it incarnation and sequence; why not, and a hint, or ("", "")."""
+
+    @property
+    def newest_common(self) -> int:
+        """The newest sequence that all ranks have; 0: there is none."""
+
+    def moved(self) -> None:
+        """What the job decides on has changed."""
+
+    def passed(self, sequence: int) -> None:
+        """A sequence was given out by a daemon before this one."""
+
+    def gives_up(self, sequence: int) -> bool:
+        """Whether another rank will never have it."""
+
+    def why_given_up(self, sequence: int) -> str:
+        """Which rank will never have it, and why, in words."""
+
+    def wants_slot(self, rank: int) -> str:
+        """Makes room if it can; the ranks that are waited for although they asked for nothing."""
+
+    def needs(self, sequence: int) -> bool:
+        """Whether a durable checkpoint must not go with its volume."""
+
+    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
+        """Which checkpoints a new trainer must leave alone until it restores (P7)."""
+
+
+class Tenant:
+    def __init__(
+        self,
+        key: Key,
+        config: Config,
+        engine: Engine,
+        group: Group,
+        chronicle: Chronicle,
+    ) -> None:
+        self.key = key
+        self.config = config
+        self.engine = engine
+        self.volumes = VolumeSet(key, config, engine)
+        self.port: Port | None = None
+        self.owner: Owner | None = None
+        self.group = group
+        self.asked = 0  # the newest sequence that its trainer has asked for, or found here ...
+        self.asked_in = 0  # ... as a member of the start with this incarnation
+        self.lock = asyncio.Lock()  # held while volumes and owners come and go
+        self.ledger = Ledger()
+        self.retention = Retention(self.volumes, engine)
+        self.reading = 0  # loads in progress: their volumes stay open
+        self.readers = 0  # sessions that may load
+        self.closed = False
+        self.leaving = False  # the trainer has ended, and what it handed over is being drained
+        self.finished = False  # its trainer said that the job is done
+        self.stalled = ""  # why its disk seems to hang; set by Progress
+        self.stopped = False  # a commit record failed; reopened before the next save
+        self.volume_lost = False  # its volume's file is gone; another is made before the next save
+        self.refused: PccheckError | None = None  # why its trainer gets no room to save
+        self._room_bytes = 0  # that its trainer has registered
+        self._away = False  # the storage directory was, when its volumes were looked for
+        self._looking = asyncio.Lock()
+        self.registered_in = -1  # incarnation whose beginning is on the disk
+        self.last_used_ns = time.monotonic_ns()
+        self.admission = Admission(self)
+        self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
+        self._pulling = Pulling()
+        self._appearing: set[int] = set()  # durable, and not yet read from the volume
+        self._chronicle = chronicle
+        self._tasks = Tasks(key)
+        self.spawn = self._tasks.spawn
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Opens what is on the disk; the channel comes with the first trainer."""
+        await self.volumes.load()
+        found = self.volumes.checkpoints()
+        if found:
+            self.ledger.newest = found[0].sequence, found[0].step
+
+    async def attach(self, owner: Owner, socket_fd: int) -> int:
+        """Makes `owner` the tenant's trainer; the page's descriptor. Raises PccheckError."""
+        async with self.lock:
+            if self.owner is not None:
+                raise RefusedError(
+                    f"{self.key} is already served for pid {self.owner.pid}; this is pid "
+                    f"{owner.pid}",
+                    hint="end that process, or use another job name"
+                    if self.owner.pid != owner.pid
+                    else "that is an earlier client of this process: close() it",
+                )
+            self._require_open()
+            self.volumes.require_readable(fresh=owner.fresh)
+            if self.port is None:
+                await self._open_port()
+            assert self.port is not None
+            self.retention.inherited = self.retention.flagged
+            await self.protect(owner)
+            page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
+            self.owner = owner
+            self.finished = False
+            self._room_bytes = 0
+            self.refused = None  # until it asks for room
+            self.ledger.starts_again()
+            return page_fd
+
+    async def prepare(self) -> None:
+        """What may take long of an attach, before other ranks of the job wait for it."""
+        async with self.lock:
+            self._require_open()
+            if self.port is None:
+                await self._open_port()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RefusedError("it was just unloaded", hint="try again", retryable=True)
+
+    async def protect(self, owner: Owner) -> None:
+        """P7: a trainer that neither restored nor said fresh overwrites nothing of before."""
+        wanted = set() if owner.fresh else self.group.pins(self, owner)
+        unread = owner.restored is None and not owner.fresh
+        await self.retention.protect(wanted, unrestored=unread or bool(wanted))
+
+    async def protect_late(self) -> None:
+        """What the run before had in flight when the trainer came is durable."""
+        owner = self.owner
+        if owner is not None and self.retention.unrestored:
+            await self.retention.protect_instead(self.group.pins(self, owner))
+
+    def protected_step(self) -> int | None:
+        """The newest step that is kept for a trainer that has not restored."""
+        if not self.retention.unrestored:
+            return None
+        there = (
+            one for one in self.volumes.checkpoints() if one.sequence in self.retention.protected
+        )
+        return next((one.step for one in there), None)
+
+    async def detach(self, session: int, *, give_way: bool = False) -> None:
+        """The trainer is gone: what was copied goes on, the rest fails. `give_way`: its memory goes
+        back before the trainer can attach again."""
+        if self.owner is None or self.owner.session != session:
+            return
+        self.queue.drop(session, "the trainer ended before it was admitted")
+        self.leaving = True
+        try:
+            async with self.lock:
+                if self.port is not None:
+                    await self.port.detach()
+                    if give_way and not self.ledger.live():
+                        await self.port.release_memory()
+                self.owner = None
+                self.last_used_ns = time.monotonic_ns()
+        finally:
+            self.leaving = False
+
+    async def close(self) -> None:
+        """Drains sealed saves, then closes channel and volumes."""
+        self.closed = True
+        await self.queue.close()
+        await self._tasks.settle()
+        async with self.lock:
+            if self.port is not None:
+                await self.port.close()
+                self.port = None
+            await self.volumes.close()
+
+    @property
+    def incarnation(self) -> int:
+        """Of the start that its trainer belongs to now; else the newest that saved here."""
+        if self.owner is None:
+            return self.volumes.newest_incarnation()
+        return self.group.incarnation(self.key.rank, self.owner)
+
+    @property
+    def quiet(self) -> bool:
+        """No trainer and nothing in flight: its memory is a cache."""
+        return self.owner is None and not self.ledger.live() and not self.lock.locked()
+
+    @property
+    def idle(self) -> bool:
+        """Quiet, and nobody who may read: it may be closed."""
+        return self.quiet and not self.reading and not self.readers
+
+    def is_usable(self, found: catalog.Checkpoint) -> bool:
+        """Neither flagged nor, when it was last tried, unreadable."""
+        return not found.is_damaged and found.sequence not in self.retention.unreadable
+
+    def pending(self) -> frozenset[int]:
+        """Sequences that were asked for and are neither durable, as the volume says, nor over."""
+        return frozenset(found.sequence for found in self.ledger.live()) | self._appearing
+
+    def obey(self, agreement: Agreement) -> None:
+        """What the ranks of the job have decided. Waits for no disk."""
+        self.volumes.obey(agreement, self.pending())
+
+    # -- room ----------------------------------------------------------------------------------
+
+    async def look(self, *, listing: bool = True) -> None:
+        """Whether the files of its volumes are still at their paths. What is not is let go, and
+        what is there instead is opened; with `listing` also what has appeared beside it."""
+        async with self._looking:
+            lost = await self.volumes.look()
+            if lost:
+                self.volume_lost = True
+                self.registered_in = -1
+            if not (lost or listing or self._away or self.volumes.gone):
+                return
+            async with self.lock:
+                if not self.closed:
+                    await self._take_stock(lost)
+
+    async def _take_stock(self, lost: bool) -> None:
+        """Opens what is on the disk now, and begins again from that."""
+        for item in list(self.volumes.gone):
+            unused = self.port is None or await self.port.unbind(item.volume, 0)
+            if unused and not self.reading:
+                await self.volumes.close_lost(item)
+        before = list(self.volumes.open)
+        try:
+            self._away = await self.engine.lacks_storage(self.key.uid)
+            await self.volumes.load()
+        except FileNotFoundError:  # the storage directory
+            self._away = True
+        if not lost and self.volumes.open == before:
+            return
+        current = self.volumes.current
+        if self.port is not None and current is not None and current not in before:
+            await self.bind(self.port, current)
+        there = self.volumes.checkpoints()
+        self.ledger.newest = (there[0].sequence, there[0].step) if there else None
+        self.retention.protected &= {found.sequence for found in there}
+        if self.owner is not None and self.retention.unrestored:
+            await self.protect(self.owner)
+        self.group.moved()
+
+    async def register(self, payload_bytes: int) -> OpenVolume:
+        """A volume whose slots hold `payload_bytes`, bound to the channel. Raises PccheckError."""
+        await self.look()
+        if self.stopped and not self.volume_lost:
+            await self.reopen()
+        self._room_bytes = payload_bytes
+        async with self.lock:
+            owner, port = self._present()
+            incarnation = self.incarnation
+            current = self.volumes.current
+            too_small = current is None or payload_bytes > current.info.payload_capacity
+            if current is None or too_small or self.volumes.is_followed:
+                async with self.admission.lock:  # no sequence is taken from the old one meanwhile
+                    current = await self.volumes.make(
+                        payload_bytes, incarnation=incarnation,
+                        world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
+                    )  # fmt: skip
+                    await self._move_to(port, current)
+            elif self.registered_in != incarnation:
+                await self._begin_incarnation(current, incarnation, owner.world_size)
+            self.registered_in = incarnation
+            self.volume_lost = False
+            return current
+
+    def set_refusal(self, why: PccheckError | None) -> None:
+        """Its trainer was refused room, or has got it."""
+        if why is not None and self.refused is None:
+            LOG.warning(
+                "%s gets NO checkpoints: %s", self.key, why, extra={"fields": {"event": "refused"}}
+            )
+        elif why is None and self.refused is not None:
+            LOG.warning("%s gets checkpoints again", self.key)
+        self.refused = why
+
+    def wanted_bytes(self, payload_bytes: int) -> int:
+        """DRAM for two checkpoints, within this rank's share of the budget."""
+        owner, port = self._present()
+        chunk = port.chunk_bytes
+        limit = self.config.max_dram_per_user_bytes or self.config.dram_bytes
+        share = min(limit, self.config.dram_bytes) // owner.local_world_size
+        wanted = -(-payload_bytes // chunk) * chunk * 2
+        return max(2 * chunk, min(wanted, share // chunk * chunk))
+
+    async def finish(self) -> None:
+        """The job is done: only its newest checkpoint is kept."""
+        async with self.lock:
+            current = self.volumes.current
+            self.finished = True
+            if current is None:
+                return
+            try:
+                await self.engine.call(self.key.uid, current.volume.finish, 1)
+            except (OSError, _core.NativeError) as error:
+                raise translated(error, f"the volume {current.path}") from error
+            await self.volumes.refresh()
+
+    # -- saving --------------------------------------------------------------------------------
+
+    async def expose(self, session: int, number: int, exposure: bytes) -> str:
+        """Takes over the GPU memory that this session's trainer shares; "" or why it cannot be
+        pulled from. Under the lock: it must never become the next trainer's."""
+        async with self.lock:
+            owner, port = self._present()
+            if owner.session != session:
+                raise RefusedError("the session has ended")
+            refusal = self._pulling.take_refusal(session)
+            if refusal:
+                await port.expose(number, b"")  # refused as well, in the place of the one before
+                return refusal
+            return await port.expose(number, exposure)
+
+    def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
+        """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
+        owner = self.owner
+        if owner is None or owner.session != session:
+            return
+        now_ns = time.monotonic_ns()
+        held_at_ns, held_ns = _held(body, now_ns)
+        checkpoint = Checkpoint(
+            session=session, snapshot=body.snapshot, step=body.step,
+            payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
+            tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
+            incarnation=self.incarnation, world_size=owner.world_size,
+            requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
+        )  # fmt: skip
+        if not self.ledger.add(checkpoint):
+            return  # said twice: the first one counts
+        self._chronicle.requested(self.key, checkpoint)
+        hint = ""
+        if not refused and self.volumes.current is None and not self._room_bytes:
+            refused = "it was not registered"
+        if not refused:
+            refused, hint = self.group.number(self, checkpoint, body)
+        if refused:
+            self.refuse(checkpoint, State.FAILED, refused, hint)
+        else:
+            self.queue.submit(checkpoint)
+        self.group.moved()
+
+    def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
+        """Ends a checkpoint that was never admitted, on the page and in the table."""
+        if checkpoint.state is not State.REQUESTED:
+            return
+        if checkpoint.error == GIVEN_UP:
+            self.ledger.give_up(checkpoint, reason)
+        else:
+            self.ledger.refuse(checkpoint, to, reason, hint)
+        self.group.moved()
+        owner, port = self.owner, self.port
+        if port is not None and owner is not None and owner.session == checkpoint.session:
+            port.channel.refuse(checkpoint.snapshot, int(to))
+        self._chronicle.ended(self.key, checkpoint)
+
+    def fail_request(self, session: int, snapshot: int, told: Failure) -> None:
+        """A fault met the request for a checkpoint: it ends, so that its trainer does not wait."""
+        found, owner, port = self.ledger.find(session, snapshot), self.owner, self.port
+        if found is not None:
+            self.refuse(found, State.FAILED, told.message, told.hint)
+        elif owner is not None and owner.session == session and port is not None:
+            self.ledger.lose(session, snapshot)
+            port.channel.refuse(snapshot, int(State.FAILED))
+
+    def refuse_lost(self) -> None:
+        """The way by which its trainer asks was interrupted: what he asked for and is not known
+        here fails now, so that he does not wait for it. If it was only late, it is refused then."""
+        owner, port = self.owner, self.port
+        if owner is None or port is None:
+            return
+        for snapshot in port.channel.requested():
+            if self.ledger.lose(owner.session, snapshot):
+                LOG.warning("%s: a request was lost: its checkpoint has failed", self.key)
+                port.channel.refuse(snapshot, int(State.FAILED))
+
+    # -- events --------------------------------------------------------------------------------
+
+    def on_event(self, event: _core.Event) -> None:
+        """From the native core, on the loop."""
+        if event.kind in ("load_ended", "bad_peer"):
+            if self.owner is not None and self.owner.session == event.session:
+                self.owner.on_event(event)
+            return
+        checkpoint = self.ledger.apply(event, self.group.why_given_up)
+        if checkpoint is None:
+            return
+        self._pulling.note(checkpoint, event)
+        if event.kind == "durable":
+            self._appearing.add(checkpoint.sequence)
+            self.spawn(self._after_durable(checkpoint))
+        elif event.kind == "failed" and event.error_name in FILE_LOST:
+            self.volume_lost = True
+            self.spawn(self.look(listing=False))
+        elif event.kind == "failed":
+            self.stopped = self.stopped or event.stage == "publish"
+        if not checkpoint.live:
+            self._chronicle.ended(self.key, checkpoint)
+        if event.kind in ("failed", "superseded", "given_up"):
+            self.group.moved()
+            self.spawn(self._retire())
+
+    def became_global(self, newest: int, common: Collection[int]) -> None:
+        """Every rank has the sequences `common`, up to `newest`: says so on the page."""
+        owner, port = self.owner, self.port
+        for found in self.ledger.became_global(newest, common):
+            if port is not None and owner is not None and owner.session == found.session:
+                sequence = found.newer_sequence or found.sequence
+                port.channel.set_outcome(found.snapshot, int(found.state), sequence)
+        self.spawn(self._retire())
+
+    async def _after_durable(self, checkpoint: Checkpoint) -> None:
+        await self.volumes.refresh()
+        if not self.volume_lost:
+            self.volumes.settled()
+        self._appearing.discard(checkpoint.sequence)
+        self.group.moved()
+        await self._retire()
+        if checkpoint.session == INHERITED:
+            await self._after_inherited()
+        elif self.owner is not None and self.owner.session != checkpoint.session:
+            await self.protect_late()
+
+    async def _after_inherited(self) -> None:
+        """What a daemon before us had copied is durable, pinned by its record: of several the
+        newest stands for all, until the trainer restores."""
+        there = {found.sequence for found in self.volumes.checkpoints()}
+        inherited = sorted(self.ledger.sequences(INHERITED) & there)
+        restored = self.owner is not None and not self.retention.unrestored
+        for sequence in inherited if restored else inherited[:-1]:
+            await self.retention.unprotect(sequence)
+        await self.protect_late()
+
+    async def _retire(self) -> None:
+        """Drops outgrown volumes once the current one has what recovery needs."""
+        if len(self.volumes.open) < 2:
+            return
+        async with self.lock:
+            await self._retire_locked()
+
+    async def _retire_locked(self) -> None:
+        volumes = self.volumes.open
+        good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
+        follower = max((index for index, has in enumerate(good) if has), default=0)
+        for item in volumes[:follower]:
+            if self.reading or self._needs(item):
+                continue
+            if self.port is not None and not await self.port.unbind(item.volume, 0):
+                continue  # looked at again when its last save has ended
+            if not self.reading:  # nobody began to meanwhile
+                await self.volumes.drop(item)
+
+    def _needs(self, item: OpenVolume) -> bool:
+        """Whether a volume has what must not go with it."""
+        held = {found.sequence for found in item.checkpoints}
+        return bool(item.pinned or held & self.retention.protected) or any(
+            map(self.group.needs, held)
+        )
+
+    # -- volumes under the lock ----------------------------------------------------------------
+
+    def _present(self) -> tuple[Owner, Port]:
+        if self.owner is None or self.port is None:
+            raise RefusedError("the session has ended")
+        return self.owner, self.port
+
+    async def _open_port(self) -> None:
+        """The channel; its block size is that of the volume that is already there."""
+        config, current = self.config, self.volumes.current
+        block = current.info.block_bytes if current else config.block_bytes
+        chunk = -(-config.chunk_bytes // block) * block
+        self.port = await self.make_port(chunk, block, config.in_flight)
+        if current is not None:
+            await self.bind(self.port, current)
+
+    async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
+        config = self.config
+        return await Port.opened(
+            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
+            block_bytes=block_bytes, lanes=lanes, writers=config.writers,
+            chunk_capacity=max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX)),
+            gpus=await self.engine.driver.ready(), label=inherited.label_of(self.key),
+        )  # fmt: skip
+
+    async def bind(self, port: Port, item: OpenVolume) -> None:
+        try:
+            await self.engine.call(self.key.uid, port.channel.bind, item.volume)
+        except (OSError, _core.NativeError) as error:
+            raise translated(error, f"the volume {item.path}") from error
+
+    async def _move_to(self, port: Port, made: OpenVolume) -> None:
+        """New saves go to a volume that was just made. Outgrown ones need no binding to be read,
+        and none of them stays that holds nothing."""
+        busy = []
+        try:
+            for item in self.volumes.open[:-1]:
+                if not await port.unbind(item.volume, 0):
+                    busy.append(item)
+                    continue
+                await self.engine.call(self.key.uid, item.read)
+                if not item.checkpoints:
+                    await self.volumes.drop(item)
+            if len(busy) >= BINDINGS_MAX:
+                await port.unbind(busy[0].volume, UNBIND_LIMIT_S)
+            await self.bind(port, made)
+        except BaseException:
+            await self.volumes.drop(made)
+            if self.volumes.current is not None:
+                await self.bind(port, self.volumes.current)
+            raise
+
+    async def _begin_incarnation(self, item: OpenVolume, incarnation: int, world_size: int) -> None:
+        try:
+            await self.engine.call(
+                self.key.uid, item.volume.begin_incarnation, incarnation, world_size
+            )
+        except (OSError, _core.NativeError) as error:
+            self.stopped = True
+            raise translated(error, f"the volume {item.path}") from error
+
+    async def reopen(self) -> None:
+        """A stopped volume is closed and read from the media again; in the place of one whose file
+        is gone another is made. Raises when that fails."""
+        if self.volume_lost:
+            await self.register(self._room_bytes)
+            self.stopped = False
+            await self.retention.stage_again()
+            return
+        if not await self.ledger.until(lambda: not self.reading, UNBIND_LIMIT_S):
+            raise RefusedError("the stopped volume is still being read")
+        port, current = self.port, self.volumes.current
+        if port is None or current is None:
+            return
+        # Without the lock: a write in progress may be one that only a detach can end.
+        if not await port.unbind(current.volume, UNBIND_LIMIT_S):
+            raise RefusedError("the stopped volume still has writes in progress")
+        async with self.lock:
+            if self.port is port and self.volumes.current is current:
+                await self.volumes.reopen(current)
+                await self.bind(port, current)
+            self.stopped = False
+        await self.retention.stage_again()
+
+
+def _held(body: Begin, now_ns: int) -> tuple[int, int]:
+    """When and how long the gate held the trainer: his own word, so only what can be."""
+    fits = 0 < body.held_at_ns <= now_ns and body.held_ns <= now_ns - body.held_at_ns
+    return (body.held_at_ns, body.held_ns) if fits else (0, 0)

@@ -1,0 +1,450 @@
+"""The volume files of one (uid, job, rank): found, opened, made, outgrown, reopened, dropped.
+
+The last one takes new checkpoints. One that was outgrown stays until its follower has what is
+needed for recovery. What opens, makes or drops files is called with the tenant's lock held; `look`
+may let go of a file at any other await."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pccheck_native import _core, catalog, dropping, layout
+from pccheck_native.group import Agreement
+from pccheck_wire.basics import size_text
+from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
+from pccheckd.base.logs import LOG
+from pccheckd.config.options import Config
+from pccheckd.core.engine import Engine, translated
+from pccheckd.core.io_engine import PWRITE
+from pccheckd.storage.space import Reservation
+
+PROTECTED, PINNED = _core.SLOT_PROTECTED, _core.SLOT_PINNED  # for the next run; by the user
+QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
+PAYLOAD_BYTES_MAX = 1 << 50
+#: How long a volume waits for others that are being made, where they leave no room for it.
+MAKING_LIMIT_S = 10.0
+SEQUENCE_BITS = 32  # more than any volume gives out
+LOSSES_TOLD = 4
+NAMED_MAX = 8  # jobs in a hint
+_LOST = {
+    "REMOVED": "was removed or moved away while pccheckd had it open",
+    "REPLACED": "was replaced by another file while pccheckd had it open",
+    "TRUNCATED": "was truncated while pccheckd had it open",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Whose volume: the unit of ownership."""
+
+    uid: int
+    job: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"job {self.job!r} rank {self.rank} of uid {self.uid}"
+
+
+@dataclass(slots=True)
+class OpenVolume:
+    path: Path
+    generation: int
+    volume: _core.Volume
+    info: _core.VolumeInfo
+    engine: str = ""  # what reads and writes it
+    #: As last read, newest first.
+    checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
+    quarantined: int = 0
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes per second that it may read and write; 0: no limit; None while it is reopened."""
+        with contextlib.suppress(ValueError):
+            return self.volume.bytes_per_second
+        return None
+
+    @property
+    def pinned(self) -> set[int]:
+        """The sequences that the user pinned."""
+        return {found.sequence for found in self.checkpoints if found.is_pinned}
+
+    def read(self) -> None:
+        """Reads the newest record again. Blocks."""
+        self.info = self.volume.info()
+        self.checkpoints = catalog.checkpoints_of(self.volume, self.path)
+        self.quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
+
+
+def _close(volume: _core.Volume) -> bool:
+    """Whether it was the file at its path: another one there is not ours to remove."""
+    try:
+        volume.require_in_place()
+    except (OSError, ValueError, _core.NativeError):
+        return False
+    finally:
+        volume.close()
+    return True
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """Another one when the file has changed; () when it is gone."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
+
+
+def _marks(paths: list[Path]) -> dict[Path, tuple[int, ...]]:
+    return {path: _mark(path) for path in paths}
+
+
+def _size(path: Path) -> int:
+    """0 for a file that was dropped while we looked."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+class VolumeSet:
+    def __init__(self, key: Key, config: Config, engine: Engine) -> None:
+        self.key = key
+        self._config = config
+        self._engine = engine
+        self.open: list[OpenVolume] = []
+        self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks
+        #: Files that could not be opened, and why.
+        self.unreadable: dict[Path, PccheckError] = {}
+        self._tried: dict[Path, tuple[int, ...]] = {}  # what they were then
+        #: Opened, but no longer at their path: closed as soon as nobody uses them.
+        self.gone: list[OpenVolume] = []
+        #: What happened to files while they were open, until a checkpoint is durable elsewhere, ...
+        self.losses: dict[Path, str] = {}
+        self.remembered: deque[str] = deque(maxlen=LOSSES_TOLD)  # ... and from then on
+        self._known: set[Path] = set()  # was open here, so its sequences are known ...
+        self._passed = 0  # ... of those that are gone
+
+    @property
+    def current(self) -> OpenVolume | None:
+        return self.open[-1] if self.open else None
+
+    def checkpoints(self) -> list[catalog.Checkpoint]:
+        """Durable checkpoints of all files as last read, newest first."""
+        return catalog.newest_first(found for item in self.open for found in item.checkpoints)
+
+    def find(self, sequence: int) -> OpenVolume | None:
+        """The volume that holds a durable checkpoint."""
+        for item in self.open:
+            if any(found.sequence == sequence for found in item.checkpoints):
+                return item
+        return None
+
+    def newest_incarnation(self) -> int:
+        """The newest that ever opened one of the files, or saved in one."""
+        saved = (found.incarnation for found in self.checkpoints())
+        return max((*(item.info.incarnation for item in self.open), *saved), default=0)
+
+    def last_sequence(self) -> int:
+        """What comes next is above it, in every file."""
+        return max((item.info.next_sequence - 1 for item in self.open), default=self._passed)
+
+    def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
+        """What the ranks of the job have agreed on, for every open file; `pending` is what this
+        rank has in flight. Waits for no disk."""
+        self._agreement = agreement
+        for item in self.open:
+            self._instruct(item, pending)
+
+    def _instruct(self, item: OpenVolume, pending: Collection[int] = ()) -> None:
+        mine = {*pending, *(found.sequence for found in item.checkpoints)}
+        given_up = sorted(mine & self._agreement.given_up)
+        with contextlib.suppress(ValueError):  # closed, and about to be reopened
+            item.volume.set_group(
+                oldest=self._agreement.oldest, newest=self._agreement.newest,
+                given_up=given_up[-_core.GIVEN_UP_MAX :],
+            )  # fmt: skip
+
+    async def load(self) -> None:
+        """Opens what is on the disk and not open yet. Files that cannot be opened go to
+        `unreadable`; they are tried again when they have changed."""
+        files = await self._engine.call(self.key.uid, self._files)
+        held = {item.path for item in (*self.open, *self.gone)}
+        marks = await self._engine.call(self.key.uid, _marks, [file.path for file in files])
+        self.unreadable = {
+            path: why for path, why in self.unreadable.items()
+            if marks.get(path) == self._tried[path]
+        }  # fmt: skip
+        for file in files:
+            if file.path in held or file.path in self.unreadable:
+                continue
+            try:
+                self.open.append(await self._opened(file.path, file.generation))
+            except (OSError, _core.NativeError, PccheckError) as error:
+                self.unreadable[file.path] = translated(error, f"the volume {file.path}")
+                self._tried[file.path] = marks[file.path]
+                LOG.warning("%s", self.unreadable[file.path])
+        self.open.sort(key=lambda item: item.generation)
+
+    async def look(self) -> bool:
+        """Whether open files turned out to be no longer at their path, or cut. What is in them is
+        not recovered any more, and no checkpoint goes there."""
+        found = False
+        for item in list(self.open):
+            try:
+                await self._engine.call(self.key.uid, item.volume.require_in_place)
+            except (OSError, ValueError):  # a disk that does not answer; or it is being reopened
+                continue
+            except _core.NativeError as error:
+                if item in self.open:
+                    self._lose(item, error.code_name)
+                    found = True
+        return found
+
+    def _lose(self, item: OpenVolume, code: str) -> None:
+        self.open.remove(item)
+        self.gone.append(item)
+        self._known.add(item.path)
+        self._passed = max(self._passed, item.info.next_sequence - 1)
+        count = len(item.checkpoints)
+        held = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+        self.losses[item.path] = f"{item.path} {_LOST.get(code, code)}; it held {held}"
+        LOG.warning(
+            "%s: %s", self.key, self.losses[item.path], extra={"fields": {"event": "volume-lost"}}
+        )
+
+    def settled(self) -> None:
+        """A checkpoint is durable: what was lost before is over."""
+        self.remembered.extend(self.losses.values())
+        self.losses.clear()
+
+    async def close_lost(self, item: OpenVolume) -> None:
+        """Closes one that is gone; the file that may be at its path is not ours to remove."""
+        self.gone.remove(item)
+        with contextlib.suppress(OSError, _core.NativeError):
+            await self._engine.call(self.key.uid, item.volume.close)
+
+    @property
+    def is_followed(self) -> bool:
+        """A later file than the current one is there but cannot be read: to go on in the current
+        one would give its sequences out again."""
+        current = self.current
+        return current is not None and any(
+            layout.parse_volume_path(self._config.storage, path).generation > current.generation
+            for path in self.unreadable
+        )
+
+    def require_readable(self, *, fresh: bool) -> None:
+        """Raises why no volume can be read, unless one can, there is none, or `fresh` says to go
+        on without: a job must not begin at step 0 over checkpoints by accident."""
+        if self.unreadable and not fresh and not self.checkpoints():
+            error = next(iter(self.unreadable.values()))
+            raise type(error)(
+                error.message, hint=f"{error.hint}; or start without it: fresh=True".lstrip("; ")
+            )
+
+    async def refresh(self) -> None:
+        """Reads tables and states again, in a thread."""
+        for item in list(self.open):
+            with contextlib.suppress(ValueError):  # dropped or reopened meanwhile
+                await self._engine.call(self.key.uid, item.read)
+
+    async def make(
+        self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
+    ) -> OpenVolume:
+        """A new file whose slots hold `payload_bytes`; the sequence goes on.
+
+        Raises StorageFullError with the numbers.
+        """
+        config, key = self._config, self.key
+        if not 0 < payload_bytes <= PAYLOAD_BYTES_MAX:
+            raise RefusedError(f"a checkpoint must be 1 to 2**50 bytes (got {payload_bytes})")
+        await self._engine.require_storage(key.uid)
+        blocks = self.open[-1].info.block_bytes if self.open else config.block_bytes
+        capacity = layout.capacity_for(payload_bytes)
+        try:
+            needed = _core.volume_bytes_for(capacity, config.slots, blocks)
+        except OSError as error:
+            raise RefusedError(
+                f"{config.slots} slots for checkpoints of {payload_bytes} bytes in blocks of "
+                f"{blocks} are more than a volume can have"
+            ) from error
+        generation = await self._engine.call(
+            key.uid, layout.next_generation, config.storage, *self._key_parts()
+        )
+        path = layout.volume_path(config.storage, key.uid, key.job, key.rank, generation)
+        await self.refresh()
+        sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
+        if self.unreadable.keys() - self._known:  # above what they hold, should it be read one day
+            sequence = max(sequence, generation << SEQUENCE_BITS)
+
+        def create() -> None:
+            layout.make_directories(path)
+            _core.create_volume(
+                str(path), uid=key.uid, job=key.job, rank=key.rank, world_size=world_size,
+                slots=config.slots, keep=config.keep, payload_capacity=capacity,
+                next_sequence=sequence, incarnation=incarnation, block_bytes=blocks,
+                allow_buffered=config.allow_any_filesystem,
+            )  # fmt: skip
+
+        await self._engine.io.chosen()  # or what is measured would take room meanwhile
+        try:
+            with self._engine.room.reserved(key.uid, needed) as before:
+                await self._require_room(needed, before)
+                await self._engine.call(key.uid, create)
+            made = await self._opened(path, generation)
+        except (OSError, _core.NativeError) as error:
+            told = translated(error, f"a volume of {size_text(needed)} for {key}")
+            if isinstance(told, StorageFullError) and not told.hint:
+                hint = await self._engine.call(key.uid, self._droppable, needed)
+                told = StorageFullError(told.message, hint=hint)
+            raise told from error
+        self.open.append(made)
+        LOG.info("%s: made %s, %d slots, %s", key, path, config.slots, size_text(needed))
+        return made
+
+    async def reopen(self, item: OpenVolume) -> None:
+        """Closes a stopped volume and reads it from the media again. When it cannot be written to
+        any more, what is in it can still be read."""
+        await self._engine.call(self.key.uid, item.volume.close)
+        try:
+            fresh = await self._opened(item.path, item.generation)
+        except (OSError, _core.NativeError, PccheckError):
+            with contextlib.suppress(OSError, _core.NativeError, PccheckError):
+                fresh = await self._opened(item.path, item.generation, writable=False)
+                item.volume, item.engine = fresh.volume, fresh.engine
+            raise
+        item.volume, item.engine = fresh.volume, fresh.engine
+        await self._engine.call(self.key.uid, item.read)
+        LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
+
+    async def drop(self, item: OpenVolume) -> None:
+        """Closes and unlinks an outgrown file; does nothing when it was lost meanwhile."""
+        if item not in self.open:
+            return
+        self.open.remove(item)
+        if await self._engine.call(self.key.uid, _close, item.volume):
+            await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
+            LOG.info("%s: dropped the outgrown %s", self.key, item.path)
+
+    def limit(self) -> None:
+        """--max-bandwidth as it is now, for every open file; waits for no disk."""
+        for item in self.open:
+            with contextlib.suppress(ValueError):  # closed, and about to be reopened
+                item.volume.limit(self._config.max_bandwidth_bytes)
+
+    async def close(self) -> None:
+        while self.open or self.gone:
+            item = (self.open or self.gone).pop()
+            with contextlib.suppress(OSError, _core.NativeError):
+                await self._engine.call(self.key.uid, item.volume.close)
+
+    def _files(self) -> list[layout.VolumeFile]:
+        uid, job, rank = self._key_parts()
+        return layout.list_volumes(self._config.storage, uid=uid, job=job, rank=rank)
+
+    def _key_parts(self) -> tuple[int, str, int]:
+        return self.key.uid, self.key.job, self.key.rank
+
+    async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
+        config = self._config
+        engine = await self._engine.io.chosen() if writable else PWRITE
+
+        def open_it() -> OpenVolume:
+            volume = _core.Volume(
+                str(path), writable=writable, allow_buffered=config.allow_any_filesystem,
+                engine=engine,
+            )  # fmt: skip
+            try:
+                info = volume.info()
+                if (info.uid, info.job, info.rank) != self._key_parts():
+                    raise RefusedError(
+                        f"{path} belongs to job {info.job!r} rank {info.rank} of uid {info.uid}",
+                        hint="a volume file was renamed; put it back where it was",
+                    )
+                item = OpenVolume(path, generation, volume, info, volume.engine)
+                item.read()
+                return item
+            except BaseException:
+                volume.close()
+                raise
+
+        item = await self._engine.call(self.key.uid, open_it)
+        # On the loop, as every change of it: none can be missed from here to `open`.
+        item.volume.limit(config.max_bandwidth_bytes)
+        self._instruct(item)
+        if writable:
+            self._engine.io.opened(item.engine)
+        return item
+
+    async def _require_room(self, needed: int, before: list[Reservation]) -> None:
+        """Volumes that were asked for before are counted as made. Where they leave no room, they
+        are waited for, a moment: they may fail, or be counted twice while they are being made."""
+        going = before
+        if before:
+            with contextlib.suppress(StorageFullError):
+                await self._engine.call(self.key.uid, self._check_room, needed, before)
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAKING_LIMIT_S):
+                    for one in before:
+                        await one.over.wait()
+            going = [one for one in before if not one.over.is_set()]
+        await self._engine.call(self.key.uid, self._check_room, needed, going)
+
+    def _check_room(self, needed: int, going: list[Reservation]) -> None:
+        """Raises StorageFullError when a new volume has no room on the disk or within a limit."""
+        config, uid = self._config, self.key.uid
+        promised = sum(one.nbytes for one in going)
+        own = sum(one.nbytes for one in going if one.uid == uid)
+        limits = (
+            ("--max-storage", config.max_storage_bytes, "*/*/*.pcc", promised),
+            ("--max-storage-per-user", config.max_storage_per_user_bytes, f"{uid}/*/*.pcc", own),
+        )
+        free = max(0, shutil.disk_usage(config.storage).free - promised)
+        if needed > free:
+            raise self._full(needed, needed - free, f"{config.storage} has {size_text(free)} free")
+        for flag, limit, files, more in limits:
+            used = more + sum(map(_size, config.storage.glob(files))) if limit else 0
+            if limit and used + needed > limit:
+                raise self._full(
+                    needed, used + needed - limit,
+                    f"{size_text(used)} of {flag} {size_text(limit)} are used",
+                    larger_than=flag if needed > limit else "",
+                )  # fmt: skip
+
+    def _full(
+        self, needed: int, lacking: int, but: str, *, larger_than: str = ""
+    ) -> StorageFullError:
+        return StorageFullError(
+            f"a volume for {self.key} takes {size_text(needed)} ({self._config.slots} slots), but "
+            f"{but}",
+            hint=f"raise {larger_than}, or use fewer --slots: dropping other jobs is not enough"
+            if larger_than else self._droppable(lacking),
+        )  # fmt: skip
+
+    def _droppable(self, lacking: int) -> str:
+        """Other jobs of the same user that together make room for `lacking` bytes, finished ones
+        first, then the largest."""
+        found: list[dropping.JobUse] = []
+        with contextlib.suppress(OSError):
+            found = dropping.jobs(self._config.storage, uid=self.key.uid)
+        others = [job for job in found if job.job != self.key.job]
+        others.sort(key=lambda job: (not job.done, -job.bytes))
+        freed = itertools.accumulate(job.bytes for job in others)
+        count = next((at for at, freed_bytes in enumerate(freed, 1) if freed_bytes >= lacking), 0)
+        if not 0 < count <= NAMED_MAX:
+            return (
+                f"{size_text(lacking)} are lacking: free some room, use fewer --slots, or another "
+                "--storage"
+            )
+        named = ", ".join(
+            f"pccheckctl drop {job.job} ({size_text(job.bytes)}{', finished' if job.done else ''})"
+            for job in others[:count]
+        )
+        return f"make room by dropping jobs that are over: {named}"

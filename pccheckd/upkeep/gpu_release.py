@@ -1,0 +1,43 @@
+"""Gives back GPUs that no trainer shares memory of any more: a context takes hundreds of megabytes
+of each, and keeps its clocks up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from pccheckd.base.background import Background
+from pccheckd.base.logs import LOG
+from pccheckd.config.options import Config
+from pccheckd.core.engine import Engine
+from pccheckd.jobs.registry import Registry
+
+#: Between two looks, at most; a short `gpu_release_s` is looked at more often.
+LOOK_S = 10.0
+
+
+class GpuRelease(Background):
+    def __init__(self, config: Config, engine: Engine, registry: Registry) -> None:
+        self._config = config
+        self._engine = engine
+        self._registry = registry
+
+    async def look(self) -> None:
+        """First the memory that was pinned for a GPU, then the GPU."""
+        gpus = self._engine.driver.gpus
+        if gpus is None or not gpus.info():
+            return
+        after_s = self._config.gpu_release_s
+        for tenant in list(self._registry.tenants()):
+            if tenant.port is None:
+                continue
+            try:
+                await tenant.port.rest(after_s)
+            except Exception:  # the others' memory is given back all the same
+                LOG.exception("%s: its memory could not be unpinned", tenant.key)
+        await self._engine.drive(os.getuid(), gpus.rest, after_s)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(min(LOOK_S, max(0.1, self._config.gpu_release_s / 4)))
+            await self.look()
