@@ -138,7 +138,6 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     commands = made.add_subparsers(
         title="commands", metavar="COMMAND", required=True, prog=made.prog
     )
-
     for command in COMMANDS:
         if only not in (None, command.name):
             continue

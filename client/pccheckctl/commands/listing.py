@@ -21,10 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document)
         return 0
-    text_of_all = as_text(document)
-    if not rows(document, "checkpoints") and arguments.job:
-        text_of_all += f" of job {arguments.job!r}"
-    say(text_of_all)
+    nothing = arguments.job and not rows(document, "checkpoints")
+    say(as_text(document) + (f" of job {arguments.job!r}" if nothing else ""))
     for item in rows(document, "unreadable"):
         note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
     return 0

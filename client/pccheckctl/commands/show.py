@@ -61,18 +61,12 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
         "metadata": as_json(tree.plain(content.metadata)),
         "about": as_json(tree.plain(content.about)),
         "tensors": [
-            {
-                "path": entry.path,
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "strides": list(entry.strides),
-                "offset": entry.offset,
-                "bytes": content_bytes(entry),
-            }
+            {"path": entry.path, "dtype": entry.dtype, "shape": list(entry.shape),
+             "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry)}
             for entry in tree.tensor_entries(content)
         ],
         "leaves": [leaf._asdict() for leaf in tree.leaf_entries(content)],
-    }
+    }  # fmt: skip
 
 
 def content_bytes(entry: tree.TensorEntry) -> int:

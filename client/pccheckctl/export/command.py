@@ -257,17 +257,12 @@ def _document(written: list[Written], skipped: list[Skipped]) -> Document:
     return {
         "schema": 1,
         "written": [
-            {
-                "path": str(item.path),
-                "format": item.format,
-                "bytes": item.bytes,
-                "changed": item.changed,
-                "checkpoint": catalog.checkpoint_document(item.checkpoint),
-            }
+            {"path": str(item.path), "format": item.format, "bytes": item.bytes,
+             "changed": item.changed, "checkpoint": catalog.checkpoint_document(item.checkpoint)}
             for item in written
         ],
         "skipped": [
             {"checkpoint": catalog.checkpoint_document(skip.checkpoint), "reason": skip.reason}
             for skip in skipped
         ],
-    }
+    }  # fmt: skip
