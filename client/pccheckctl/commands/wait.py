@@ -141,7 +141,10 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
     if later and all(text(one, "state") in _ENDED for one in later):
         one = later[-1]
         reason = text(one, "reason") or text(one, "state")
-        raise CheckpointFailedError(f"step {whole(one, 'step')} failed: {reason}")
+        raise CheckpointFailedError(
+            f"step {whole(one, 'step')} failed: {reason}",
+            hint="training goes on, and saves its next checkpoint; see: pccheckctl status",
+        )
     return None
 
 

@@ -198,7 +198,10 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
     if item.code_name in ("EACCES", "EPERM"):
         return denied(item.file.path)
     kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
-    return (kind or PccheckError)(f"the volume {item.file.path} cannot be read: {reason_of(item)}")
+    return (kind or PccheckError)(
+        f"the volume {item.file.path} cannot be read: {reason_of(item)}",
+        hint="its job gets no checkpoints until this is solved, or until it starts with fresh=True",
+    )
 
 
 def _groups(found: catalog.Catalog) -> list[Document]:

@@ -69,7 +69,8 @@ def invalid(one: catalog.Checkpoint, problem: str) -> DamagedError | UnreadableE
             f"{named} could not be read: the disk reported an error",
             hint="see the log of the kernel (dmesg), then try again",
         )
-    return DamagedError(f"{named} is damaged: {problem}")
+    hint = "recover takes the previous valid checkpoint; check the disk (dmesg)"
+    return DamagedError(f"{named} is damaged: {problem}", hint=hint)
 
 
 def read_tree(reader: Reader) -> tree.Tree:
