@@ -30,7 +30,7 @@ def _agreed(arguments: argparse.Namespace, document: Document) -> bool:
     """Asks at a terminal; elsewhere --yes is required."""
     if arguments.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
-            f"drop needs --yes to remove job {arguments.job!r}: there is no terminal to ask",
+            f"drop asks at a terminal only: to remove job {arguments.job!r}, add --yes",
             hint="see what would be removed: --dry-run",
         )
     say(as_text(document))
@@ -42,17 +42,12 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
     now_s = time.time() if now_s is None else now_s
     files = rows(document, "files")
     lines = [
-        (
-            text(one, "path"),
-            render.size(whole(one, "bytes")),
-            one.get("checkpoints"),
-            one.get("newest_step"),
-            render.age(now_s - (number(one, "last_write_s") or now_s)),
-            text(one, "problem").removeprefix(f"{text(one, 'path')}: ")
-            or ("finished" if one.get("done") is True else ""),
-        )
+        (text(one, "path"), render.size(whole(one, "bytes")), one.get("checkpoints"),
+         one.get("newest_step"), render.age(now_s - (number(one, "last_write_s") or now_s)),
+         text(one, "problem").removeprefix(f"{text(one, 'path')}: ")
+         or ("finished" if one.get("done") is True else ""))
         for one in files
-    ]
+    ]  # fmt: skip
     verb = "dropped" if document.get("dropped") is True else "would be dropped"
     total = f"{render.plural(len(files), 'file')}, {render.size(whole(document, 'bytes'))}"
     headings = ("file", "size", "checkpoints", "newest step", "last write", "state")
