@@ -45,11 +45,10 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
 def _private_daemon() -> str:
     """The socket of a private daemon (autostart=True) that may run, for the hint."""
     import glob
-    import tempfile
 
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [f"{runtime}/pccheck"] * bool(runtime)
-    places.append(f"{tempfile.gettempdir()}/pccheck-{os.getuid()}")
+    places.append(f"{os.environ.get('TMPDIR') or '/tmp'}/pccheck-{os.getuid()}")
     for place in places:
         for socket in glob.glob(f"{place}/*/attach.sock"):  # noqa: PTH207
             return f"; or ask your private daemon: pccheckctl --socket {socket} status"
