@@ -2,7 +2,7 @@
 #include <poll.h>
 
 #include "check.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 static bool readable(const struct pcc_events *events)
 {
@@ -11,7 +11,7 @@ static bool readable(const struct pcc_events *events)
     return poll(&poller, 1, 0) == 1;
 }
 
-/* Puts happen under a channel's lock, for which the loop may be waiting. */
+/* Puts happen under a tenant's lock, for which the loop may be waiting. */
 static void test_a_full_queue_grows(void)
 {
     struct pcc_events *events;

@@ -259,10 +259,10 @@ static void test_what_was_uncached_cannot_move(void)
     CHECK_EQUAL(payload_begin(owner, 1, 3 * CHUNK, &payload), 0);
     CHECK_EQUAL(payload_chunk(&payload, 0), 0);
     CHECK_EQUAL(payload_chunk(&payload, 1), 0);
-    CHECK(!pcc_save_uncache(owner->saver, 1, CHUNKS_MAX)); /* not written yet */
+    CHECK(!pcc_save_uncache(owner->saver, 1, 0)); /* not written yet */
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    CHECK(pcc_save_uncache(owner->saver, 99, CHUNKS_MAX)); /* no such save: it has ended */
-    CHECK(pcc_save_uncache(owner->saver, 1, CHUNKS_MAX));
+    CHECK(pcc_save_uncache(owner->saver, 99, 0)); /* no such save: it has ended */
+    CHECK(pcc_save_uncache(owner->saver, 1, 0));
     memset(payload.memory, 0, CHUNK); /* the owner may do so now */
     owner->media->fail_writes = 1;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
@@ -277,11 +277,11 @@ static void test_what_was_uncached_cannot_move(void)
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0); /* the last chunk came first */
     owner->media->fail_writes = 1;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX + 1)); /* it has to move: needed */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 1)); /* it has to move: needed */
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    CHECK(pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX)); /* rewritten in the new slot */
-    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX + 1));
+    CHECK(pcc_save_uncache(owner->saver, 2, 0)); /* rewritten in the new slot */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 1));
     step_all(owner, 1);
     CHECK_EQUAL(owner_wait(owner, 2).end, PCC_SAVE_DURABLE);
     CHECK_EQUAL(read_back(owner->volume, 2, 0), 0);
@@ -344,7 +344,7 @@ static void test_a_failed_flush_is_nobodys_success(void)
     const int writes = owner->media->writes;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 1), 0); /* must not flush and believe it */
     CHECK_EQUAL(owner->media->flushes, 1);
-    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX)); /* it has to be written again */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 0)); /* it has to be written again */
     while (pcc_saver_step(owner->saver, 0) == 0) {
     }
     while (pcc_saver_step(owner->saver, 1) == 0) {

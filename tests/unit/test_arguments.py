@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck.arguments import metadata_node
+from pccheck.arguments import Options, metadata_node
 from pccheck_wire import tree
-from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 
 class Phase(enum.IntEnum):
@@ -51,3 +51,9 @@ def test_metadata_refuses_the_rest_by_path() -> None:
     deep.append(deep)
     with pytest.raises(UnsupportedStateError, match="nested"):
         metadata_node(deep)
+
+
+@pytest.mark.parametrize("wrong", ["30", None, 0, -1, float("nan"), float("inf")])
+def test_a_stall_limit_is_a_number_of_seconds(wrong: float) -> None:
+    with pytest.raises(UsageError, match="is not a number of seconds above 0"):
+        Options(stall_limit_s=wrong)

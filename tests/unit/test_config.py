@@ -105,7 +105,7 @@ def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
         ("--block-bytes 1000", {}, r"--block-bytes: 1000"),
         ("--dram 1MiB", {}, r"--dram: .*two chunks"),
         ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
-        ("--engine aio", {}, r"--engine: 'aio' is not one of auto, uring, pwrite, mmap, pmem"),
+        ("--engine aio", {}, r"--engine: 'aio' is not one of pwrite, mmap, pmem"),
         ("--log-format xml", {}, r"--log-format: 'xml'"),
         (
             "--expire-finished 7",
@@ -120,6 +120,13 @@ def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
 def test_wrong_values_name_the_fix(flags: str, environ: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         load(flags, **environ)
+
+
+@pytest.mark.parametrize("engine", ["auto", "uring"])
+def test_a_former_engine_says_what_to_do(engine: str) -> None:
+    with pytest.raises(UsageError, match=f"'{engine}' is not one of") as raised:
+        load(f"--storage /s --engine {engine}")
+    assert "remove the option, or set it to pwrite" in raised.value.hint
 
 
 def test_storage_is_required() -> None:

@@ -17,9 +17,9 @@ from pccheckctl.output import render
 from .finding import Finding, ok, problem, read, warning
 
 FILES_WANTED = 65536
-#: Descriptors that the daemon opens for one trainer (sockets, page, segment, watches, volume), for
-#: the rings of its transfers, and for the first trainer of a user. A test counts them.
-FILES_OF_A_TRAINER, FILES_OF_RINGS, FILES_OF_A_USER = 7, 8, 3
+#: Descriptors that the daemon opens for one trainer (sockets, page, segment, watches, volume), and
+#: for the first trainer of a user. A test counts them.
+FILES_OF_A_TRAINER, FILES_OF_A_USER = 7, 3
 MEMLOCK_WANTED = 64 << 20
 MADV_COLLAPSE = 25
 _STA_UNSYNC, _TIME_ERROR = 0x0040, 5
@@ -52,8 +52,7 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
          "ulimit -l unlimited; for a service: LimitMEMLOCK=infinity"),
         ("open files", files, FILES_WANTED, f"open {files} files",
          f"pccheckd refuses trainers when none are left: it opens {FILES_OF_A_TRAINER} files for "
-         f"each trainer (up to {FILES_OF_RINGS} more with --engine uring), {FILES_OF_A_USER} for "
-         "each user, and one for each 256 MiB of DRAM",
+         f"each trainer, {FILES_OF_A_USER} for each user, and one for each 256 MiB of DRAM",
          f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}"),
     ):  # fmt: skip
         if allowed == resource.RLIM_INFINITY:
