@@ -14,9 +14,9 @@ from pccheck.rebuild import state_of_tree
 from pccheck.restore import payload_loader, read_newest
 from pccheck_wire import tree
 from pccheck_wire.messages import Opened
-from pccheckctl import verify
-from pccheckctl.reading import RecycledError
-from pccheckctl.remote import DaemonStore
+from pccheckctl.commands import verify
+from pccheckctl.source.readers import RecycledError
+from pccheckctl.source.remote import DaemonStore
 from tests.support.daemon import Daemon
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from pccheck_wire.messages import CheckpointState as State
 from pccheckctl import cli
-from pccheckctl.online import Observer
+from pccheckctl.source.observer import Observer
 from tests.integration.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at

@@ -14,8 +14,8 @@ import pytest
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
-from pccheckctl.online import Observer
-from pccheckctl.remote import DaemonStore
+from pccheckctl.source.observer import Observer
+from pccheckctl.source.remote import DaemonStore
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of

@@ -35,7 +35,7 @@ from pccheck_wire.messages import (
     Status,
 )
 from pccheck_wire.messages import CheckpointState as State
-from pccheckctl.output import part, rows
+from pccheckctl.output.documents import part, rows
 from pccheckd.config.sources import Config
 from pccheckd.control.handlers import Handlers
 from pccheckd.core.engine import Engine

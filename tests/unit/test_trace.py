@@ -6,8 +6,8 @@ import itertools
 import json
 from collections.abc import Iterable
 
-from pccheckctl import trace as viewer
-from pccheckctl.output import Document, rows, whole
+from pccheckctl.commands import trace as viewer
+from pccheckctl.output.documents import Document, rows, whole
 from pccheckd.tenancy.checkpoint import Record
 from pccheckd.tenancy.trace import Ring, document, take
 
@@ -101,4 +101,3 @@ def test_one_that_failed_ends_where_it_failed_and_one_in_flight_goes_on_until_no
 
 def test_nothing_is_a_trace_too() -> None:
     assert viewer.chrome(made([]))["traceEvents"] == []
-    assert "0 checkpoints" in viewer.summary(made([]), "x.json")
