@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 NUMBERS_KEPT = 256  # of what was asked for last; no honest rank is further behind
@@ -52,7 +53,9 @@ class Rank(NamedTuple):
     """What is known of one rank."""
 
     held: Collection[Held] = ()
-    pending: Collection[int] = ()  # sequences that were asked for and have not ended
+    #: Sequences that were asked for and have not ended, with the world size of the start that asked
+    #: for them: a start of another size may have begun since.
+    pending: Mapping[int, int] = MappingProxyType({})
     #: The newest sequence that its live process has passed: asked for, or there before it came.
     #: None: it has no process.
     asked: int | None = None
@@ -109,7 +112,7 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
     kept = [one.sequence for one in common(ranks)[: max(1, keep)]]
     newest = kept[0] if kept else 0
     oldest = kept[-1] if len(kept) >= keep else 0
-    sizes = {number: world_size for known in ranks.values() for number in known.pending}
+    sizes = {number: size for known in ranks.values() for number, size in known.pending.items()}
     sizes |= {one.sequence: one.world_size for known in ranks.values() for one in known.held}
     lacking = {n: _lacking(ranks, n, size) for n, size in sizes.items() if n not in kept}
     given_up = {

@@ -75,7 +75,8 @@ class Tenant:
         self._beginning = asyncio.Lock()  # held while a sequence is taken
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
-        self._appearing: set[int] = set()  # durable, and not yet read from the volume
+        #: Durable and not yet read from the volume: sequence and world size.
+        self._appearing: dict[int, int] = {}
         self._chronicle = chronicle
         self._tasks = Tasks(key)
         self.spawn = self._tasks.spawn
@@ -235,9 +236,10 @@ class Tenant:
         """Neither flagged nor, when it was last tried, unreadable."""
         return not found.is_damaged and found.sequence not in self.retention.unreadable
 
-    def pending(self) -> frozenset[int]:
-        """Requested sequences that have not ended and that the volume does not list as durable."""
-        return frozenset(found.sequence for found in self.ledger.live()) | self._appearing
+    def pending(self) -> dict[int, int]:
+        """Requested sequences that have not ended and that the volume does not list as durable,
+        each with the world size of the start that requested it."""
+        return {found.sequence: found.world_size for found in self.ledger.live()} | self._appearing
 
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""
@@ -460,7 +462,7 @@ class Tenant:
             return
         self._pulling.note(checkpoint, event)
         if event.kind == "durable":
-            self._appearing.add(checkpoint.sequence)
+            self._appearing[checkpoint.sequence] = checkpoint.world_size
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
             self.volume_lost = True
@@ -486,7 +488,7 @@ class Tenant:
         await self.volumes.refresh()
         if not self.volume_lost:
             self.volumes.settled()
-        self._appearing.discard(checkpoint.sequence)
+        self._appearing.pop(checkpoint.sequence, None)
         self.group.moved()
         await self._retire()
         if checkpoint.session == INHERITED:

@@ -107,7 +107,7 @@ class One(NamedTuple):
     step: int  # that it saves next
     obeys: Obeyed  # what its publisher was told last
     lost: tuple[int, ...]  # held no more, and all ranks may yet have been told of them
-    seen: Seen | None  # "unseen": held and pending sequences, as the daemon last looked
+    seen: Seen | None  # "unseen": held and pending ones, as the daemon last looked
 
 
 class Rank:
@@ -121,12 +121,12 @@ class Rank:
     def __init__(self, number: int, one: One, config: Config) -> None:
         self.number = number
         self.one = one
-        pending = tuple([flying >> SEQUENCE + 2 for flying in one.flight])
+        pending = tuple([flying >> 2 for flying in one.flight])
         codes = [*one.held, *one.lost, *(flying >> 2 for flying in one.flight)]
         seen = one.seen or ((), ())
-        codes += seen[0]
+        codes += [*seen[0], *seen[1]]
         #: Bit n - 1 is set for what is named n.
-        self.numbers = _bits([*map(_sequence, codes), *seen[1], *one.obeys[:2]])
+        self.numbers = _bits([*map(_sequence, codes), *one.obeys[:2]])
         steps = [code >> STEP & 31 for code in codes]
         self.steps = _bits(steps if one.process == DEAD else [*steps, one.step])
         self.runs = frozenset(code >> RUN & 15 for code in codes)
@@ -416,7 +416,7 @@ class Search:
                     one.seen
                     and (
                         tuple([smaller.code(code) for code in one.seen[0]]),
-                        tuple([smaller.floor(number) for number in one.seen[1]]),
+                        tuple([smaller.code(code) for code in one.seen[1]]),
                     ),
                 )
             )
@@ -488,7 +488,7 @@ class Search:
     def _begin(self, state: State, place: int, one: One) -> Made:
         number = self._take(state, one)
         code = number << SEQUENCE | one.step << STEP | state.run << RUN | state.world
-        seen = (one.seen[0], (*one.seen[1], number)) if one.seen is not None else None
+        seen = (one.seen[0], (*one.seen[1], code)) if one.seen is not None else None
         made = _at(
             state,
             place,
@@ -548,7 +548,7 @@ class Search:
         """A checkpoint is over. `seen`: the daemon ended it itself."""
         known = one.seen
         if known is not None and seen:
-            known = known[0], tuple(n for n in known[1] if n != flying >> SEQUENCE + 2)
+            known = known[0], tuple(code for code in known[1] if code != flying >> 2)
         return self.number(one._replace(flight=_put(one.flight, flying), seen=known))
 
     def _publish(self, state: State, place: int, rank: Rank, flying: int, obeys: Obeyed) -> Made:
@@ -585,7 +585,7 @@ class Search:
         assert code not in gone, "PCC_ASSERT in pcc_volume_publish"
         seen = one.seen
         if seen is not None and self.rules.forgets:
-            seen = seen[0], tuple(n for n in seen[1] if n != code >> SEQUENCE)
+            seen = seen[0], tuple(one for one in seen[1] if one != code)
         return self.number(
             one._replace(
                 held=tuple(kept for kept in full if kept not in gone),
@@ -608,7 +608,7 @@ class Search:
         """The publisher is told of an agreement; the daemon looks at the volume."""
         one = rank.one
         if rank.is_unseen:
-            now = one.held, tuple([flying >> SEQUENCE + 2 for flying in one.flight])
+            now = one.held, tuple([flying >> 2 for flying in one.flight])
             number = self.number(one._replace(seen=now))
             found.append(((place, "is looked at", ""), _at(state, place, number)))
         for said in [state.decided] if self.stale else self._said(state, agreed):
@@ -665,8 +665,8 @@ class Search:
         flight = tuple(flying for flying in one.flight if flying & 3 == COPIED)
         seen = one.seen
         if seen is not None:
-            over = {flying >> SEQUENCE + 2 for flying in one.flight if flying & 3 != COPIED}
-            seen = seen[0], tuple(number for number in seen[1] if number not in over)
+            over = {flying >> 2 for flying in one.flight if flying & 3 != COPIED}
+            seen = seen[0], tuple(code for code in seen[1] if code not in over)
         step = one.step if process != DEAD else 0
         return _at(
             state,
@@ -716,9 +716,9 @@ class Search:
         for place, number in enumerate(made.ranks):
             one = self._ranks[number].one
             flight = one.flight if store else ()
-            numbers = tuple(flying >> SEQUENCE + 2 for flying in flight)
-            last = max((last, *numbers))
-            seen = (one.held, numbers) if one.seen is not None else None
+            codes = tuple(flying >> 2 for flying in flight)
+            last = max((last, *map(_sequence, codes)))
+            seen = (one.held, codes) if one.seen is not None else None
             made = _at(
                 made, place, self.number(one._replace(flight=flight, obeys=UNTOLD, seen=seen))
             )
@@ -759,7 +759,7 @@ class Search:
         return {
             rank: group.Rank(
                 held=[self._as_held(code) for code in held],
-                pending=pending,
+                pending={code >> SEQUENCE: code & WORLD for code in pending},
                 asked=asked if asked >= 0 else None,
             )
             for rank, (held, pending, asked) in enumerate(known)

@@ -75,7 +75,7 @@ def agreed(ranks: Any, keep: int = 1, short: tuple[int, ...] = (), world: int = 
 
 
 def test_nothing_is_recycled_before_something_is_common() -> None:
-    assert agreed({0: Rank(held(1, 2), asked=2), 1: Rank(pending=[1], asked=1)}) == (0, 0, [])
+    assert agreed({0: Rank(held(1, 2), asked=2), 1: Rank(pending={1: 2}, asked=1)}) == (0, 0, [])
 
 
 def test_the_floor_is_the_oldest_of_the_kept_ones() -> None:
@@ -87,7 +87,7 @@ def test_the_floor_is_the_oldest_of_the_kept_ones() -> None:
 
 def test_there_is_no_floor_before_there_are_enough() -> None:
     """Or the first one that becomes common takes away what may become the second."""
-    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(2), pending=[1], asked=2)}
+    ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(2), pending={1: 2}, asked=2)}
     assert agreed(ranks, keep=2) == (0, 2, [])
 
 
@@ -106,8 +106,17 @@ def test_what_a_live_rank_has_not_been_asked_for_is_waited_for() -> None:
 def test_what_is_on_its_way_is_waited_for() -> None:
     """Also by a rank whose process has ended: what was copied goes on."""
     for asked in (2, None):
-        ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), pending=[2], asked=asked)}
+        ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), pending={2: 2}, asked=asked)}
         assert agreed(ranks, short=(0,)) == (1, 1, [])
+
+
+@pytest.mark.parametrize(("was", "now"), [(1, 2), (1, 4), (2, 3), (3, 2)])
+def test_what_a_start_of_another_size_has_in_flight_is_not_given_up(was: int, now: int) -> None:
+    """What was copied becomes durable, whoever has connected since: ranks that were no part of that
+    start have nothing to bring."""
+    before = {rank: Rank(held(1, world=was), pending={2: was}) for rank in range(was)}
+    ranks = {rank: before.get(rank, Rank())._replace(asked=2) for rank in range(max(was, now))}
+    assert agreed(ranks, world=now) == (1, 1, [])
 
 
 def test_what_only_a_dead_rank_could_bring_is_given_up_for_a_slot() -> None:
@@ -128,7 +137,7 @@ def test_below_the_newest_common_one_what_can_never_be_common_is_given_up() -> N
 
 
 def test_below_the_newest_common_one_what_is_on_its_way_may_yet_be_common() -> None:
-    ranks = {0: Rank(held(1, 2, 3), asked=3), 1: Rank(held(1, 3), pending=[2], asked=3)}
+    ranks = {0: Rank(held(1, 2, 3), asked=3), 1: Rank(held(1, 3), pending={2: 2}, asked=3)}
     assert agreed(ranks, keep=2) == (1, 3, [])
 
 
@@ -157,7 +166,7 @@ def test_lagging_are_live_ranks_that_have_not_asked_for_what_fills_the_slots() -
     ranks = {
         0: Rank(held(1, 2, 3, world=4), asked=3),
         1: Rank(held(1, world=4), asked=1),
-        2: Rank(held(1, world=4), pending=[2], asked=2),
+        2: Rank(held(1, world=4), pending={2: 4}, asked=2),
         3: Rank(held(1, world=4)),
     }
     agreement = group.agree(ranks, 4, 1)
@@ -241,7 +250,7 @@ def test_one_of_a_given_step() -> None:
 
 def test_none_only_when_nobody_holds_anything() -> None:
     assert group.choose({}, 0, 2) is None
-    assert group.choose({0: Rank(pending=[1], asked=1), 1: Rank()}, 0, 2) is None
+    assert group.choose({0: Rank(pending={1: 2}, asked=1), 1: Rank()}, 0, 2) is None
     assert isinstance(group.choose({1: Rank(held(1))}, 0, 2), group.Refused)
     assert isinstance(group.choose({0: Rank(held(1, damaged=(1,)))}, 0, 2), group.Refused)
 
