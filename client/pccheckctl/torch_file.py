@@ -41,7 +41,7 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
         with signals_held():
             import torch
 
-            from pccheck import rebuild
+            from pccheck.restoring import rebuild
 
             from .spill import Room
     except ImportError as error:
@@ -218,7 +218,7 @@ class Plain:
         return tree.Tensor(node.shape, strides, dtype, 0, node.extent, node.offset)
 
     def _scalar(self, node: tree.Scalar, path: str) -> Node:
-        from pccheck import rebuild
+        from pccheck.restoring import rebuild
 
         self._note(path, "NumPy scalar became Python's")
         if not node.data:

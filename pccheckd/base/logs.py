@@ -18,8 +18,8 @@ from . import journal, shortage
 from .log_queue import Output, Queued, Write, write_all
 from .repeats import Repeats
 
-#: Set by whoever starts a private daemon (client/pccheck/autostart.py): stderr is a file that may
-#: have so many bytes; what was there before stays in a second file of that size.
+#: Set by whoever starts a private daemon (client/pccheck/daemon/autostart.py): stderr is a file
+#: that may have so many bytes; what was there before stays in a second file of that size.
 BYTES_VARIABLE = "PCCHECKD_LOG_BYTES"
 LOG = logging.getLogger("pccheckd")
 

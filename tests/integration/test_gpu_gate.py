@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pccheck.devices import HOST
+from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import PARTS, GpuTrainer, Part, off_by, raw

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pccheck import PCcheckClient
-from pccheck.rebuild import state_of_tree
-from pccheck.restore import payload_loader, read_newest
+from pccheck.restoring.reading import payload_loader, read_newest
+from pccheck.restoring.rebuild import state_of_tree
 from pccheck_wire import tree
 from pccheck_wire.messages import Opened
 from pccheckctl import verify

@@ -88,7 +88,7 @@ class StandGpu:
 
     def install(self) -> StandGpu:
         """From here on the client takes tensors of this object for GPU tensors."""
-        from pccheck import devices
+        from pccheck.state import devices
 
         devices.device_of = self.device_of
         devices.current_stream = self.current_stream

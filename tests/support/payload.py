@@ -10,10 +10,10 @@ import struct
 
 import torch
 
-from pccheck import devices
-from pccheck.extents import DevicePart
-from pccheck.plan import Snapshot
-from pccheck.rebuild import state_of_tree
+from pccheck.restoring.rebuild import state_of_tree
+from pccheck.state import devices
+from pccheck.state.extents import DevicePart
+from pccheck.state.plan import Snapshot
 from pccheck_wire import tree
 
 

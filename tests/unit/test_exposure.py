@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pccheck.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
-from pccheck.extents import DevicePart, Shape, lay_out
+from pccheck.saving.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
+from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError

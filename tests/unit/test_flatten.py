@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from pccheck.flatten import DTYPE_NAMES
-from pccheck.gating import Gating
-from pccheck.plan import Snapshot, plan_state
-from pccheck.rng import capture_rng, restore_rng
+from pccheck.state.flatten import DTYPE_NAMES
+from pccheck.state.gating import Gating
+from pccheck.state.plan import Snapshot, plan_state
+from pccheck.state.rng import capture_rng, restore_rng
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support.payload import round_trip, tree_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pccheck import CheckpointState
-from pccheck import in_flight as handles
-from pccheck.in_flight import InFlight
+from pccheck.saving import in_flight as handles
+from pccheck.saving.in_flight import InFlight
 from pccheck_native import WORD_REFUSED
 from pccheck_wire.messages import Described, Failure
 

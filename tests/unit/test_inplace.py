@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck.inplace import Placement
-from pccheck.plan import AttachedPlan, Snapshot
-from pccheck.rng import capture_rng, restore_rng
+from pccheck.restoring.inplace import Placement
+from pccheck.state.plan import AttachedPlan, Snapshot
+from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import PccheckWarning
 from pccheck_wire.errors import StateMismatchError
 from tests.support import payload

@@ -6,11 +6,11 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from pccheck.warn import LOG
 from pccheck_wire.errors import PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState
 
 from .in_flight import FINAL, Durable, InFlight
-from .warn import LOG
 
 
 class Checkpoint:

@@ -6,6 +6,13 @@ import os
 import time
 from typing import NamedTuple
 
+from pccheck.daemon.session import Session
+from pccheck.daemon.transport import Connection
+from pccheck.job import origin
+from pccheck.job.steps import Steps
+from pccheck.saving.planner import Planner
+from pccheck.state.plan import RNG
+from pccheck.warn import LOG, Warner
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     DamagedError,
@@ -15,22 +22,8 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import Empty, ListVolumes, Open, Opened, Report, Skipped
 
-from . import origin
 from .inplace import Placement
-from .plan import RNG
-from .planner import Planner
-from .restore import (
-    Found,
-    RestoreResult,
-    ask_open,
-    payload_loader,
-    read_newest,
-    whole_state,
-)
-from .session import Session
-from .steps import Steps
-from .transport import Connection
-from .warn import LOG, Warner
+from .reading import Found, RestoreResult, ask_open, payload_loader, read_newest, whole_state
 
 LIST_LIMIT_S = 30.0
 

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pccheck.daemon.transport import Connection
+from pccheck.state import devices
+from pccheck.state.extents import DevicePart
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
 
-from . import devices
-from .extents import DevicePart
 from .in_flight import TIMED_OUT, InFlight, let_go
-from .transport import Connection
-from .unchanged import Verdict
+from .verdict import Verdict
 
 _BACKOFF_DOUBLINGS_MAX = 6
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import torch
 
+from pccheck.saving.verdict import Reading, Tensors
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 
@@ -24,7 +25,6 @@ from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, la
 from .flatten import Flattener
 from .gating import Gating
 from .rng import captured_node
-from .unchanged import Reading, Tensors
 from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
 
 #: The name under which `attach(rng=True)` keeps the generators' states.

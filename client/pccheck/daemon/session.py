@@ -6,6 +6,10 @@ import os
 import secrets
 from pathlib import Path
 
+from pccheck.job.naming import Identity
+from pccheck.restoring.reading import say_restored
+from pccheck.version import VERSION
+from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheck_wire.messages import (
     PROTOCOL_VERSION,
@@ -16,11 +20,7 @@ from pccheck_wire.messages import (
     Role,
 )
 
-from .naming import Identity
-from .restore import say_restored
 from .transport import RETRY_CONNECT_S, Connection, Transport
-from .version import VERSION
-from .warn import LOG, Warner
 
 CONNECT_LIMIT_S = 10.0
 GOODBYE_LIMIT_S = 30.0

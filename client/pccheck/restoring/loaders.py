@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .warn import LOG
+from pccheck.warn import LOG
 
 
 def is_loader(thing: object) -> bool:

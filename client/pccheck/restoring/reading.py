@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from pccheck.daemon.transport import Connection
+from pccheck.state.extents import devices_of
+from pccheck.warn import LOG
 from pccheck_native import NativeError
 from pccheck_wire import tree
 from pccheck_wire.errors import (
@@ -36,10 +39,7 @@ from pccheck_wire.messages import (
 )
 from pccheck_wire.parts import merge, split
 
-from .extents import devices_of
 from .rebuild import Loader, state_of_tree
-from .transport import Connection
-from .warn import LOG
 
 OPEN_LIMIT_S = 120.0
 #: Checkpoints of the run before that are being written are waited for, as long as more of them is

@@ -22,11 +22,11 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from pccheck.daemon.transport import Connection
+from pccheck.state.extents import View
 from pccheck_wire.messages import CheckpointState
 
-from .extents import View
 from .in_flight import InFlight
-from .transport import Connection
 
 _COUNT = attrgetter("_version")
 _FOREVER_NS = 2**63 - 1

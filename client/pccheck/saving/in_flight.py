@@ -8,6 +8,7 @@ import threading
 import time
 from typing import NamedTuple, Protocol
 
+from pccheck.daemon.transport import Connection
 from pccheck_native import (
     WORD_ABANDONED,
     WORD_COPIED,
@@ -17,8 +18,6 @@ from pccheck_native import (
 )
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
-
-from .transport import Connection
 
 _DESCRIBE_LIMIT_S = 2.0
 _DESCRIBE_PAUSE_S = 0.005
@@ -52,7 +51,7 @@ class _WaitCall(Protocol):
 
 
 class _Verdict(Protocol):
-    """See unchanged.py."""
+    """See verdict.py."""
 
     def ask(self) -> None: ...
     def wait(self, deadline_ns: int) -> None: ...

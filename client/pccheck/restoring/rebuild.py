@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from pccheck.state.extents import Range, pack
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError
 from pccheck_wire.tree import ITEM_BYTES, Node, Tag
-
-from .extents import Range, pack
 
 _FACTORIES: dict[str, Any] = {
     "": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from pccheck.warn import Warner
 from pccheck_wire.errors import CheckpointFailedError
 
 from .hooks import StepHooks
-from .warn import Warner
 
 
 class Alone:

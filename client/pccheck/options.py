@@ -15,7 +15,7 @@ import torch
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
-from .flatten import Flattener
+from .state.flatten import Flattener
 
 METADATA_NUMBERS_MAX = 65536  # of one array
 METADATA_DEPTH_MAX = 64

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from pccheck.job import origin
+from pccheck.options import Options
+from pccheck.state import devices
+from pccheck.state.attaching import checked
+from pccheck.state.extents import Shape
+from pccheck.state.gating import Gating
+from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
-from . import devices, origin
-from .again import Again
-from .arguments import Options
-from .attaching import checked
-from .extents import Shape
-from .gating import Gating
 from .hooks import StepHooks
-from .plan import RNG, AttachedPlan, Snapshot, plan_state
-from .unchanged import Moved, Reading
+from .retry import Again
+from .verdict import Moved, Reading
 
 
 class Planner:

@@ -19,22 +19,22 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import CheckpointState, Pin
 
-from . import lifetime
-from .alone import Alone
-from .arguments import Options, check_step, metadata_node
-from .attaching import Stateful
-from .autostart import PrivateDaemon, private_daemon
-from .exposure import NoStagingError
-from .handle import Checkpoint
-from .in_flight import InFlight
-from .naming import identify
-from .planner import Planner
-from .recovering import LIST_LIMIT_S, Recovery, Saved
-from .restore import Found, RestoreResult
-from .saver import Saver
-from .session import Session
-from .steps import steps_of
-from .transport import Connection
+from . import exit_and_fork as lifetime
+from .daemon.autostart import PrivateDaemon, private_daemon
+from .daemon.session import Session
+from .daemon.transport import Connection
+from .job.naming import identify
+from .job.steps import steps_of
+from .options import Options, check_step, metadata_node
+from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
+from .restoring.reading import Found, RestoreResult
+from .saving.exposure import NoStagingError
+from .saving.handle import Checkpoint
+from .saving.in_flight import InFlight
+from .saving.interruption import Alone
+from .saving.planner import Planner
+from .saving.saver import Saver
+from .state.attaching import Stateful
 from .warn import LOG, Warner
 
 #: How long `close()` waits for checkpoints in flight.

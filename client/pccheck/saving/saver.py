@@ -6,6 +6,12 @@ import contextlib
 import errno
 import time
 
+from pccheck.daemon.session import Session
+from pccheck.daemon.transport import Connection
+from pccheck.job.steps import Steps
+from pccheck.options import Options
+from pccheck.state.plan import Snapshot
+from pccheck.warn import LOG, Warner
 from pccheck_native import SNAPSHOTS, Link, NativeError
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -16,16 +22,10 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import Begin, CheckpointState
 
-from .arguments import Options
 from .exposure import Exposure, Handover
 from .gate import Breaker, Gate, abandon
 from .in_flight import FINAL, InFlight
-from .plan import Snapshot
-from .session import Session
-from .steps import Steps
-from .transport import Connection
-from .unchanged import LateVerdicts, Moved, Verdict
-from .warn import LOG, Warner
+from .verdict import LateVerdicts, Moved, Verdict
 
 _NEVER_COPIED = (CheckpointState.SKIPPED, CheckpointState.FAILED)
 

@@ -15,17 +15,18 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
+from pccheck.job import origin
+from pccheck.state import devices
+from pccheck.state.extents import Range, pack, pack_device
+from pccheck.state.plan import RNG
+from pccheck.state.rng import restore_rng
+from pccheck.state.watch import ModuleWatch, OptimizerWatch
 from pccheck_wire import tree
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
-from . import devices, origin
-from .extents import Range, pack, pack_device
 from .loaders import is_loader, set_again
-from .plan import RNG
 from .rebuild import Loader, Memory, state_of
-from .rng import restore_rng
-from .watch import ModuleWatch, OptimizerWatch
 
 _SHOWN = 5
 _COMPILED = (

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from pccheck.daemon.transport import Connection
+from pccheck.state import devices
+from pccheck.state.extents import DevicePart
+from pccheck.warn import LOG
 from pccheck_native import Link, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import (
@@ -26,11 +30,7 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import Chose, Expose
 
-from . import devices
-from .again import Again
-from .extents import DevicePart
-from .transport import Connection
-from .warn import LOG
+from .retry import Again
 
 #: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
 STAGING_BYTES_MAX = 512 << 20

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from pccheck.version import VERSION
+from pccheck.warn import LOG
 from pccheck_native import layout
 from pccheck_wire import attach
 from pccheck_wire.errors import (
@@ -33,9 +35,6 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Report, Status
-
-from .version import VERSION
-from .warn import LOG
 
 START_LIMIT_S = 30.0
 #: For another local rank that may be starting the daemon.

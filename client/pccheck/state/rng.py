@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pccheck.warn import PccheckWarning
 from pccheck_wire import tree
 
 from .flatten import Flattener
-from .warn import PccheckWarning
 
 
 def capture_rng() -> dict[str, Any]:
