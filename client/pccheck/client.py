@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,22 +23,21 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import CheckpointState, Pin
 
-from . import exit_and_fork as lifetime
 from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.session import Session
 from .daemon.transport import Connection
 from .job.naming import identify
 from .job.steps import steps_of
-from .options import Options, check_step, metadata_node
+from .options import Options, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.reading import Found, RestoreResult
 from .saving.exposure import NoStagingError
 from .saving.handle import Checkpoint
 from .saving.in_flight import InFlight
-from .saving.interruption import Alone
 from .saving.planner import Planner
 from .saving.saver import Saver
 from .state.attaching import Stateful
+from .state.metadata import metadata_node
 from .warn import LOG, Warner
 
 #: How long `close()` waits for checkpoints in flight.
@@ -118,7 +121,7 @@ class PCcheckClient:
         self._took_one = False  # a snapshot of this client's state could be taken
         self._closed = self._done = False
         self._warner = Warner()
-        self._alone = Alone(self._planner.hooks, self._warner)
+        self._busy = False  # in a call that no checkpoint may come in the middle of
         self._private: PrivateDaemon | None = None
         if storage is not None and not autostart:
             raise UsageError(
@@ -137,7 +140,10 @@ class PCcheckClient:
             self._session, self._planner, self._steps, self._warner, replicated=replicated
         )
         self.place = identity.job, identity.rank, str(self._session.path)
-        lifetime.watch(self)
+        for other in list(_CLIENTS):  # a notebook's cell is run again
+            if other.place == self.place:
+                other.close()
+        _CLIENTS.add(self)
         self._first_connect()
 
     def _first_connect(self) -> None:
@@ -188,7 +194,7 @@ class PCcheckClient:
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
-        with self._lock, self._alone.call():
+        with self._calling():
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
             if self._options.gate == "auto":
@@ -225,7 +231,7 @@ class PCcheckClient:
             self._warner.once(
                 "graph", f"{what} while a CUDA graph was recorded; replays will not: {then}{hint}"
             )
-        with self._lock, self._alone.call():  # also waits for what another thread hands over now
+        with self._calling():  # also waits for what another thread hands over now
             self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
@@ -257,8 +263,8 @@ class PCcheckClient:
             number, closed = self._numbered(state, step), self._closed
             self._steps.called(number)
             try:
-                self._alone.require()
-                with self._alone.call():
+                self._require_between_calls()
+                with self._calling():
                     made = self._checkpoint(state, number, metadata)
             except (PccheckError, OSError, ValueError) as error:
                 if isinstance(error, UnsupportedStateError) and not self._took_one:
@@ -380,7 +386,7 @@ class PCcheckClient:
                 hint="leave fresh=True out to go on, or restore() to begin again",
             )
         step = None if step is None else check_step(step)
-        with self._lock, self._alone.call():
+        with self._calling():
             connection = self._connection()
             result, on_gpu, payload_bytes = self._recovery.restore(
                 connection, step, strict_optimizer=strict_optimizer
@@ -401,7 +407,7 @@ class PCcheckClient:
         looked at: see `adopt`. Raises as `restore` does.
         """
         step = None if step is None else check_step(step)
-        with self._lock, self._alone.call():
+        with self._calling():
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)
@@ -411,7 +417,7 @@ class PCcheckClient:
         """Says that this run has what it begins from, by recover(step), an export or another tool:
         what there is counts as restored. Otherwise the newest checkpoint of the run before is
         protected until restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
-        with self._lock, self._alone.call():
+        with self._calling():
             self._recovery.adopt(self._connection())
 
     def steps(self) -> list[Saved]:
@@ -443,6 +449,29 @@ class PCcheckClient:
             with self._lock:
                 connection = self._session.require()
         connection.request(body, timeout_s=LIST_LIMIT_S)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A call that no checkpoint may come in the middle of: signal handlers run in the very
+        thread that is at work, and locks do not keep a thread from itself."""
+        with self._lock:
+            before, self._busy = self._busy, True
+            try:
+                yield
+            finally:
+                self._busy = before
+
+    def _require_between_calls(self) -> None:
+        """Raises CheckpointFailedError where what is attached is no state to save: half updated,
+        half restored, or half described."""
+        if self._busy or self._planner.hooks.stepping:
+            where = "another call of the client" if self._busy else "a step of an optimizer"
+            error = CheckpointFailedError(
+                f"checkpoint() was called in the middle of {where}",
+                hint="have signal handlers set a flag, and look at it between two steps",
+            )
+            self._warner.once("middle", f"{error}; this one is skipped")
+            raise error
 
     def _require_open(self) -> None:
         """Raises UsageError."""
@@ -484,7 +513,7 @@ class PCcheckClient:
             if done and not self._done:
                 self._finish()
             return
-        with self._lock, self._alone.call():
+        with self._calling():
             self._closed = True
             self._planner.hooks.remove()
             self._planner.forget()
@@ -500,7 +529,7 @@ class PCcheckClient:
                 self._leave()
 
     def _finish(self) -> None:
-        with self._lock, self._alone.call():
+        with self._calling():
             try:
                 if self._private is not None:
                     self._private.ensure()
@@ -518,10 +547,6 @@ class PCcheckClient:
     def _inert(self) -> bool:
         return os.getpid() != self._pid
 
-    def forget_in_child(self) -> None:
-        """Runs in a forked child: lets go of the sockets, so that the daemon notices our end."""
-        self._session.forget_in_child()
-
     def __enter__(self) -> Self:
         return self
 
@@ -532,3 +557,24 @@ class PCcheckClient:
 def _ended(step: int, state: CheckpointState, reason: str) -> Checkpoint:
     """One that never reached the daemon."""
     return Checkpoint(InFlight.ended(step, state, reason))
+
+
+#: Closed at the end of the process, and made inert in forked children.
+_CLIENTS: weakref.WeakSet[PCcheckClient] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for client in list(_CLIENTS):
+        try:
+            client.close()
+        except Exception:
+            LOG.exception("closing at exit")
+
+
+def _forget_all() -> None:
+    for client in list(_CLIENTS):
+        client._session.forget_in_child()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

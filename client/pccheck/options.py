@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-import datetime
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
+from pccheck_wire.errors import UsageError
 
-from pccheck_wire import tree
-from pccheck_wire.errors import UnsupportedStateError, UsageError
-
-from .state.flatten import Flattener
-
-METADATA_NUMBERS_MAX = 65536  # of one array
-METADATA_DEPTH_MAX = 64
 _STEP_MAX = 2**63 - 1
 
 _CHOICES = {
@@ -67,45 +55,3 @@ def check_step(step: Any) -> int:
     if not 0 <= number <= _STEP_MAX:
         raise UsageError(f"step={step!r} is not between 0 and 2**63 - 1")
     return number
-
-
-def metadata_node(value: object) -> tree.Node:
-    """What a dict for a logger holds, by value and in the words of JSON, so that every reader can
-    show it. Raises UnsupportedStateError by path."""
-    return None if value is None else Flattener().node(_json(value, "metadata", 0), "metadata")
-
-
-def _json(value: Any, path: str, depth: int) -> Any:
-    if depth > METADATA_DEPTH_MAX:
-        raise UnsupportedStateError(f"{path[:80]}: nested more than {METADATA_DEPTH_MAX} deep")
-    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
-        count = int(np.prod(value.shape))
-        if count > METADATA_NUMBERS_MAX:
-            raise UnsupportedStateError(
-                f"{path}: {count} numbers in metadata, the limit is {METADATA_NUMBERS_MAX}",
-                hint="attach it: attach(extra={...})",
-            )
-        value = value.tolist()
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    for plain in (bool, int, float, str):  # enumerations, NumPy's str
-        if isinstance(value, plain):
-            return plain(value)
-    if isinstance(value, Mapping):
-        return {_key(k, path): _json(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        return [_json(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value)]
-    if isinstance(value, os.PathLike):
-        return str(value)
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    raise UnsupportedStateError(
-        f"{path}: a {type(value).__name__} in metadata",
-        hint="metadata is numbers, text, dicts and lists; attach the rest: attach(extra={...})",
-    )
-
-
-def _key(key: object, path: str) -> str:
-    if isinstance(key, (str, int, float, np.generic)):
-        return str(key)
-    raise UnsupportedStateError(f"{path}: a key that is neither text nor a number: {key!r:.80}")

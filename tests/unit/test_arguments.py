@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck.options import metadata_node
+from pccheck.state.metadata import metadata_node
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 

@@ -7,7 +7,6 @@ import secrets
 from pathlib import Path
 
 from pccheck.job.naming import Identity
-from pccheck.restoring.reading import say_restored
 from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
@@ -17,6 +16,7 @@ from pccheck_wire.messages import (
     Hello,
     Register,
     Registered,
+    Restored,
     Role,
 )
 
@@ -24,6 +24,7 @@ from .transport import RETRY_CONNECT_S, Connection, Transport
 
 CONNECT_LIMIT_S = 10.0
 GOODBYE_LIMIT_S = 30.0
+RESTORED_LIMIT_S = 120.0
 _MIB = 1 << 20
 #: Of this process, by its id: a forked child is another one.
 _PROCESSES: dict[int, bytes] = {}
@@ -149,7 +150,7 @@ class Session:
 
     def took_over(self, connection: Connection, sequence: int) -> None:
         """The newest checkpoint is restored (0: there is none): its slot may be used again."""
-        say_restored(connection, sequence)
+        connection.request(Restored(sequence), timeout_s=RESTORED_LIMIT_S)
         self._restored = sequence
         self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None

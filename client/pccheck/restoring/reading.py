@@ -33,7 +33,6 @@ from pccheck_wire.messages import (
     Part,
     Read,
     ReplyBody,
-    Restored,
     Skipped,
     Writing,
 )
@@ -309,8 +308,3 @@ def _cancel(connection: Connection, load: int) -> None:
     """Makes sure that a late answer writes nothing."""
     with contextlib.suppress(OSError, ValueError):
         connection.link.load_wait(load, 1)
-
-
-def say_restored(connection: Connection, sequence: int) -> None:
-    """Ends the daemon's protection of the run before (P7)."""
-    connection.request(Restored(sequence), timeout_s=OPEN_LIMIT_S)

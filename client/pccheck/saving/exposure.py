@@ -30,8 +30,6 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import Chose, Expose
 
-from .retry import Again
-
 #: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
 STAGING_BYTES_MAX = 512 << 20
 #: Of a reason, as the daemon takes it.
@@ -43,8 +41,29 @@ _TOO_MANY = (
 )
 
 
+#: Checkpoints until the first time, which doubles with every refusal up to the last one.
+AGAIN_AFTER, AGAIN_AFTER_MAX = 10, 640
+
+
 class NoStagingError(DeviceError):
     """There is no room on the GPU for what would have to be copied there first."""
+
+
+class Again:
+    """When to try again what was refused: a moment without memory is no reason for weeks."""
+
+    def __init__(self) -> None:
+        self._distance = AGAIN_AFTER
+        self._left = 0
+
+    def refused(self) -> None:
+        self._left = self._distance
+        self._distance = min(2 * self._distance, AGAIN_AFTER_MAX)
+
+    def due(self) -> bool:
+        """Asked once a checkpoint: whether it is time."""
+        self._left -= 1
+        return self._left <= 0
 
 
 @dataclass(frozen=True, slots=True)

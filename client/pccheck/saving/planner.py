@@ -11,15 +11,15 @@ from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices
 from pccheck.state.attaching import checked
+from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.gating import Gating
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
+from .exposure import Again
 from .hooks import StepHooks
-from .retry import Again
-from .verdict import Moved, Reading
 
 
 class Planner:

@@ -10,6 +10,7 @@ from pccheck.daemon.session import Session
 from pccheck.daemon.transport import Connection
 from pccheck.job.steps import Steps
 from pccheck.options import Options
+from pccheck.state.changes import Moved
 from pccheck.state.plan import Snapshot
 from pccheck.warn import LOG, Warner
 from pccheck_native import SNAPSHOTS, Link, NativeError
@@ -25,7 +26,7 @@ from pccheck_wire.messages import Begin, CheckpointState
 from .exposure import Exposure, Handover
 from .gate import Breaker, Gate, abandon
 from .in_flight import FINAL, InFlight
-from .verdict import LateVerdicts, Moved, Verdict
+from .verdict import LateVerdicts, Verdict
 
 _NEVER_COPIED = (CheckpointState.SKIPPED, CheckpointState.FAILED)
 

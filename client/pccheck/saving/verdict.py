@@ -16,19 +16,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from operator import attrgetter
-
-from torch import Tensor
+from collections.abc import Callable
 
 from pccheck.daemon.transport import Connection
-from pccheck.state.extents import View
+from pccheck.state.changes import Moved, Reading
 from pccheck_wire.messages import CheckpointState
 
 from .in_flight import InFlight
 
-_COUNT = attrgetter("_version")
 _FOREVER_NS = 2**63 - 1
 _IDLE_S = 10.0
 #: One operation that changes tensors in place ends within that much time, and that much more for
@@ -37,53 +32,6 @@ _OPERATION_S, _OPERATION_BYTES_PER_S = 0.5, 512e6
 #: At most so long: meanwhile a chunk of the daemon's memory is held, which it may want back.
 _LATE_LIMIT_S = 20.0
 _TICK_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A tensor that was changed without a gate."""
-
-    path: str
-    loose: str  #: the attached thing that has it as a frozen parameter; "" when it is trained
-
-
-class Tensors:
-    """Those that a plan reads in place."""
-
-    def __init__(self, views: Iterable[View]) -> None:
-        read = [(view.tensor, view) for view in views if view.tensor is not None]
-        self._tensors: list[Tensor] = [tensor for tensor, _ in read]
-        self._views = [view for _, view in read]
-
-    def counts(self) -> list[int]:
-        """How often each was changed in place."""
-        return list(map(_COUNT, self._tensors))
-
-    def moved(self, then: list[int]) -> Moved | None:
-        """The first one whose count is another than then."""
-        now = self.counts()
-        if now == then:
-            return None
-        at = next(i for i, count in enumerate(now) if count != then[i])
-        return Moved(self._views[at].path, self._views[at].loose)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The tensors that one snapshot reads in place, and their counts when it was asked for."""
-
-    parts: list[tuple[Tensors, list[int]]]
-    on_moved: Callable[[Moved], None]  # called by any thread
-
-    @classmethod
-    def begin(cls, parts: Iterable[Tensors], on_moved: Callable[[Moved], None]) -> Reading:
-        """Counts now."""
-        return cls([(tensors, tensors.counts()) for tensors in parts], on_moved)
-
-    def moved(self) -> Moved | None:
-        """The first one that was changed since."""
-        found = (tensors.moved(then) for tensors, then in self.parts)
-        return next((moved for moved in found if moved is not None), None)
 
 
 _NOTHING = Reading([], lambda _: None)

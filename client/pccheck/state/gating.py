@@ -20,9 +20,10 @@ class Gating:
 
     Mode "auto": what attached optimizers train and keep as state waits for their steps, and frozen
     parameters of attached modules hardly ever change: both are read in place. A change that comes
-    all the same fails that checkpoint (verdict.py); the frozen parameters of the attached thing that it was found in are volatile from then on (`loose`). Mode "manual": the user promises to
-    call `gate()` before any update, so all is read in place. In both modes buffers of modules are
-    volatile: forward changes them, with kernels whose changes torch does not count (batch_norm's).
+    without a gate fails that checkpoint (verdict.py); from then on the frozen parameters of that
+    attached thing are volatile (`loose`). Mode "manual": the user promises to call `gate()` before
+    any update, so all is read in place. In both modes buffers of modules are volatile: forward
+    changes them, with kernels whose changes torch does not count (batch_norm's).
     Mode "sync": nothing needs sorting, since `checkpoint()` returns when everything was read.
     """
 

@@ -16,10 +16,10 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import torch
 
-from pccheck.saving.verdict import Reading, Tensors
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 
+from .changes import Reading, Tensors
 from .devices import HOST
 from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out
 from .flatten import Flattener
