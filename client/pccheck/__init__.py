@@ -31,8 +31,7 @@ from pccheck_wire.messages import CheckpointState
 from .client import PCcheckClient
 from .restoring.begin import Saved
 from .restoring.reading import Found, RestoreResult
-from .saving.handle import Checkpoint
-from .saving.in_flight import Durable
+from .saving.in_flight import Checkpoint, Durable
 from .state.attaching import Stateful
 from .state.rng import capture_rng, restore_rng
 from .version import __version__

@@ -80,7 +80,7 @@ def test_steps_that_go_back_are_told_once(connect: Connect) -> None:
     client = connect()
     client.attach(**kit())
     client.checkpoint(step=5)
-    with pytest.warns(PccheckWarning, match=r"step=4\) after step 5"):
+    with pytest.warns(PccheckWarning, match=r"step=4\) follows step 5"):
         client.checkpoint(step=4)
     client.checkpoint(step=3).wait_durable(30)
     assert client.restore().step == 3
@@ -444,5 +444,5 @@ def test_fresh_and_restore_contradict_each_other(daemon: Daemon) -> None:
 def test_a_step_given_as_the_state_is_refused(daemon: Daemon, state: object) -> None:
     with PCcheckClient(job="slip", socket=daemon.socket) as client:
         client.attach(model=torch.nn.Linear(2, 2))
-        with pytest.raises(UsageError, match="is no state"):
+        with pytest.raises(UsageError, match="cannot be a state"):
             client.checkpoint(state)

@@ -6,8 +6,8 @@ import os
 import time
 from typing import NamedTuple
 
+from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
-from pccheck.daemon.transport import Connection
 from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.planner import Planner

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pccheck.daemon.transport import Connection
+from pccheck.daemon.connection import Connection
 from pccheck.state.extents import devices_of
 from pccheck.warn import LOG
 from pccheck_native import NativeError

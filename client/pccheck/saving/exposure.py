@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from pccheck.daemon.transport import Connection
+from pccheck.daemon.connection import Connection
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck.warn import LOG

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pccheck.daemon.transport import Connection
+from pccheck.daemon.connection import Connection
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
 
-from .in_flight import TIMED_OUT, InFlight, let_go
+from .in_flight import TIMED_OUT, InFlight, abandoned_because, entry_of
 from .verdict import Verdict
 
 _BACKOFF_DOUBLINGS_MAX = 6
@@ -34,17 +34,14 @@ class _Pending:
         return self.part.devices if self.part else ()
 
     def judge(self) -> None:
-        """The thread that trains is in here, and comes out when changes are held back."""
+        """For the training thread, before it waits: changes are held back from now on."""
         if self.verdict is not None:
             self.verdict.give()
 
     def read(self) -> bool:
         """Whether the source was read, or never will be. Asks the link, even of an abandoned one:
         copies under way may still be at it."""
-        try:
-            now = self.connection.link.state(self.checkpoint.snapshot)
-        except (ValueError, OSError):
-            return True
+        now = entry_of(self.connection, self.checkpoint.snapshot)
         return now is None or now.source_read or not self.connection.alive()
 
     def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
@@ -58,14 +55,14 @@ class _Pending:
             return True
 
     def reached(self) -> bool:
-        """Whether its streams have come to it; before that nobody could have read it."""
+        """Whether its streams have reached it; before that nothing could be read."""
         try:
             return self.part is None or self.connection.link.reached(self.checkpoint.snapshot)
         except (ValueError, OSError):
             return True
 
     def hold(self, deadline_ns: int) -> bool:
-        """Streams wait for the GPU parts, the CPU for the rest only. False: not in time."""
+        """Streams wait for the GPU tensors, the CPU for the rest. False: not in time."""
         link, snapshot = self.connection.link, self.checkpoint.snapshot
         try:
             for place in self.here() - self.held:
@@ -88,18 +85,18 @@ class _Pending:
 
 @dataclass(slots=True)
 class Held:
-    """How long the trainer has been held since it was last asked."""
+    """How long the gate held training back since the last `take`."""
 
-    at_ns: int = 0  # when it was first; 0: not at all
+    at_ns: int = 0  # when it did so first; 0: not at all
     ns: int = 0  # in all
 
     def add(self, since_ns: int) -> None:
-        """It was, from then until now."""
+        """It did, from then until now."""
         self.at_ns = self.at_ns or since_ns
         self.ns += time.monotonic_ns() - since_ns
 
     def take(self) -> tuple[int, int]:
-        """Since when and how long, and begins anew."""
+        """Since when and for how long; then counts from zero."""
         taken = self.at_ns, self.ns
         self.at_ns = self.ns = 0
         return taken
@@ -133,24 +130,26 @@ class Gate:
         return not self._pending
 
     def collect(self) -> None:
-        """Lets go of memory that has been read already, and takes note of snapshots that the link's
-        thread gave up at their deadline, when a stream was waiting for them."""
+        """Releases memory that was read, and notes snapshots that the link's thread abandoned at
+        their deadline while a stream waited for them."""
         for item in self._pending:
             if item.verdict is not None:
                 item.verdict.ask()
-            why = item.checkpoint.given_up
+            why = item.checkpoint.link_error
             if why:
-                item.checkpoint.end(CheckpointState.FAILED, let_go(why), told=why == TIMED_OUT)
+                item.checkpoint.end(
+                    CheckpointState.FAILED, abandoned_because(why), reported=why == TIMED_OUT
+                )
             if why == TIMED_OUT:
                 self._on_expiry(item.checkpoint, item.connection)
         self._pending = [item for item in self._pending if not item.read()]
 
     def wait(self, *, on_cpu: bool = False) -> None:
-        """Afterwards every tensor may be changed, by this thread or in the streams that it uses: at
-        the latest after the stall limit. For GPU tensors the streams wait, unless `on_cpu`.
+        """Returns when every tensor may be changed by this thread and in the streams that it uses,
+        after the stall limit in any case. For GPU tensors the streams wait, unless `on_cpu`.
 
-        A snapshot that is not read by then is abandoned: by compare-and-swap against the daemon, so
-        that it either was copied in time or will never be vouched for.
+        A snapshot that is not read at the limit is abandoned by compare-and-swap against the
+        daemon: it either was copied in time or is never accepted.
         """
         if not self._pending:
             return
@@ -167,7 +166,7 @@ class Gate:
                 if not in_time:
                     self._expire(item)
                 waiting.pop(0)
-        except BaseException:  # Ctrl-C: nobody asks again before the tensors change
+        except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
             for item in waiting:
                 abandon(item.checkpoint, item.connection, self._stall_limit_s)
             raise
@@ -176,32 +175,33 @@ class Gate:
             self._pending = [item for item in self._pending if item.devices and not item.read()]
 
     def free_staging(self, part: DevicePart, *, skip: bool) -> None:
-        """Returns when staging memory may be written to again in the streams that are used now.
+        """Returns when the current streams may write to staging memory again.
 
-        Raises CheckpointFailedError when it still is in use, at once if `skip`.
+        Raises CheckpointFailedError when it is still in use, at once if `skip`.
         """
         for item in self._pending:
             used = item.part.staging_bytes.keys() if item.part else set()
             shared = used & part.staging_bytes.keys()
-            # A stream that waits until this part was read, or given up, is order enough; if it was
-            # staged aside the stream waited for less.
+            # A stream that waits until this part was read or abandoned keeps the order; with
+            # staging aside it waits for less.
             ordered = not part.all_staged and not (item.part and item.part.all_staged)
             if not shared or (ordered and item.here() <= item.held) or item.read():
                 continue
             if skip:
-                raise CheckpointFailedError("the snapshot before still is in staging memory")
+                raise CheckpointFailedError("staging memory still holds the previous checkpoint")
             if not self._wait(item, self._deadline_ns())[0]:
                 self._expire(item)
                 raise CheckpointFailedError(
-                    f"staging memory was not read within stall_limit_s={self._stall_limit_s:g} s"
+                    "staging memory still holds the previous checkpoint after stall_limit_s="
+                    f"{self._stall_limit_s:g} s"
                 )
 
     def _wait(
         self, item: _Pending, deadline_ns: int, *, in_streams: bool = False
     ) -> tuple[bool, int]:
         """Whether its source was read in time, or its streams wait; and the deadline of the next.
-        The limit is for the daemon: a GPU that has not come to the snapshot, for all the work that
-        was enqueued before it, is no stall."""
+        The limit applies to the daemon: a GPU that is still busy with the work before the snapshot
+        is no stall."""
         wait = item.hold if in_streams else item.wait
         while not item.reached():
             in_time = wait(deadline_ns)
@@ -211,9 +211,9 @@ class Gate:
         return wait(deadline_ns), deadline_ns
 
     def release(self) -> None:
-        """Forgets everything; only for a link that is closed or about to be."""
+        """Drops everything; only for a link that is closed or about to be."""
         for item in self._pending:
-            item.judge()  # so that no thread waits to do it
+            item.judge()  # else a thread would wait to do it
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:
@@ -225,7 +225,7 @@ class Gate:
 
 
 def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> bool:
-    """True when the snapshot was given up; False when it was complete, or refused, just in time."""
+    """True when the snapshot was abandoned; False when it was complete or refused just before."""
     try:
         won = connection.link.abandon(checkpoint.snapshot)
     except (ValueError, OSError):
@@ -234,7 +234,7 @@ def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> boo
         checkpoint.end(
             CheckpointState.FAILED,
             f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
-            told=True,
+            reported=True,
         )
     return won
 
@@ -242,10 +242,9 @@ def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> boo
 class Breaker:
     """After an expired deadline checkpoints are skipped until the daemon shows progress.
 
-    Progress is an answer to a request, and a step forward of a checkpoint that was in flight,
-    if there was any. Expiries that follow each other without a copied checkpoint between them
-    also make it stay open for a time that doubles, so that a disk that is too slow does not
-    cost every interval.
+    Progress is an answer to a request, and a state change of a checkpoint that was in flight, if
+    there was any. Each expiry without a copied checkpoint since the last one doubles the time for
+    which checkpoints are skipped: a disk that is too slow does not cost every interval.
     """
 
     def __init__(self, stall_limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -275,18 +274,18 @@ class Breaker:
         connection, snapshot = self._question
         self._asked_at = self._clock()
         try:
-            connection.ask(Describe(snapshot), self._hear)
+            connection.ask(Describe(snapshot), self._note_answer)
         except PccheckError:
-            self._answered = True  # a new connection will tell
+            self._answered = True  # a new connection is another daemon
 
-    def _hear(self, _answer: object) -> None:
+    def _note_answer(self, _answer: object) -> None:
         self._answered = True
 
     def closed(self) -> bool:
         """Whether a checkpoint may be tried."""
         if self._open and not self._answered:
             if self._clock() >= self._asked_at + self._stall_limit_s:
-                self._ask()  # the question, or its answer, may have been lost
+                self._ask()  # the question or its answer was lost
             return False
         if self._open and self._clock() >= self._until:
             moved = [item.state is not before for item, before in self._marks]
@@ -294,11 +293,11 @@ class Breaker:
         return not self._open
 
     def copied(self) -> None:
-        """A snapshot was copied: all is well."""
+        """A snapshot was copied: the next expiry counts as the first."""
         self._trips = 0
 
     def reset(self) -> None:
-        """Another connection: what the old one did says nothing."""
+        """The connection is new: the stalls of the old one do not count."""
         self._open = False
         self._marks = []
         self._question = None

@@ -1,40 +1,28 @@
-"""A checkpoint that was asked for, as the client keeps it: its entry in the page, its end, and
-waiting for it. Users get a `Checkpoint` (handle.py), which asks this."""
+"""A checkpoint after `checkpoint()`: its entry in the session page, its end, and waiting for it.
+`InFlight` is what the client keeps; `Checkpoint` is what users get."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from pccheck.daemon.transport import Connection
-from pccheck_native import (
-    WORD_ABANDONED,
-    WORD_COPIED,
-    WORD_COPYING,
-    WORD_REFUSED,
-    LinkState,
-)
+from pccheck.daemon.connection import Connection
+from pccheck.warn import LOG
+from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, LinkState
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
 
 _DESCRIBE_LIMIT_S = 2.0
 _DESCRIBE_PAUSE_S = 0.005
-_ASK_AGAIN_S = 5.0  # an answer may be lost with the process that passes it on
+_ASK_AGAIN_S = 5.0  # an answer is lost when the process that forwards it ends
 _FOREVER_NS = 2**63 - 1
 _LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
-FINAL = frozenset(
-    (
-        CheckpointState.DURABLE,
-        CheckpointState.GLOBAL,
-        CheckpointState.SUPERSEDED,
-        CheckpointState.SKIPPED,
-        CheckpointState.FAILED,
-    )
-)
-_ENDED = {CheckpointState.SKIPPED: "was skipped", CheckpointState.FAILED: "failed"}
 _SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
+NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
+FINAL = _SAFE | NOT_SAVED
 TIMED_OUT = "ETIMEDOUT"
 _LOST = "the daemon ended before the checkpoint was durable"
 
@@ -57,11 +45,19 @@ class _Verdict(Protocol):
     def wait(self, deadline_ns: int) -> None: ...
 
 
-def let_go(name: str) -> str:
+def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
+    """The snapshot's entry in the session page; None when the link is closed."""
+    try:
+        return connection.link.state(snapshot)
+    except (ValueError, OSError):
+        return None
+
+
+def abandoned_because(name: str) -> str:
     """The reason of a checkpoint that the link abandoned by itself."""
     if name == TIMED_OUT:
         return "abandoned: it was not copied within stall_limit_s, and a GPU stream waited for it"
-    return f"its part on a GPU could not be copied ({name})"
+    return f"its GPU tensors could not be copied ({name})"
 
 
 class InFlight:
@@ -70,19 +66,19 @@ class InFlight:
     def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
         self.step = step  #: as it was when `checkpoint()` was called
         self.snapshot = snapshot
-        self._connection = connection
+        self._connection = connection  # None when the client knows the end
         # A verdict ends it in another thread; a signal handler may ask in the middle.
         self._lock = threading.RLock()
         self._state = CheckpointState.REQUESTED
         self._sequence = 0
         self._newer = Durable(0, None)
         self._reason = ""
-        self._described = False
-        self._asked_s: float | None = None  # when for its reason, and the answer is not here yet
-        self._broke = False
-        self.verdict: _Verdict | None = None  #: on whether its tensors were left alone
-        self.told = False  #: the user was warned of what made it fail
-        self._settled = False  # its entry in the page is another snapshot's by now
+        self._described = False  # the reason is known
+        self._asked_s: float | None = None  # when the reason was asked for, until it arrives
+        self.copy_broke = False  #: the daemon failed it before it was copied
+        self.verdict: _Verdict | None = None  #: whether its tensors were left alone
+        self.reported = False  #: the user was warned of what made it fail
+        self._settled = False  # its entry in the page belongs to another snapshot now
 
     @classmethod
     def ended(cls, step: int, state: CheckpointState, reason: str) -> InFlight:
@@ -91,17 +87,15 @@ class InFlight:
         made.end(state, reason)
         return made
 
-    def end(self, state: CheckpointState, reason: str, *, told: bool = False) -> None:
-        """The client itself knows how it ended; the page is not asked any more. `told`: so does the
-        user."""
+    def end(self, state: CheckpointState, reason: str, *, reported: bool = False) -> None:
+        """The client itself knows how it ended; the page is not read any more."""
         with self._lock:
             self._state, self._reason, self._described = state, reason, True
-            self.told = told
+            self.reported = reported
             self._connection = None
 
     @property
     def state(self) -> CheckpointState:
-        """Where it is now; ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
         if self.verdict is not None:
             self.verdict.ask()
         connection = self._connection
@@ -111,83 +105,53 @@ class InFlight:
 
     @property
     def sequence(self) -> int:
-        """Its place in the order of checkpoints of the volume; 0 before it was admitted."""
         if self.state is CheckpointState.SUPERSEDED and self._sequence == 0:
             self._describe()
         return self._sequence
 
     @property
     def reason(self) -> str:
-        """Why it was skipped or failed, or what superseded it; "" otherwise."""
-        if self.state in (
-            CheckpointState.SKIPPED, CheckpointState.FAILED, CheckpointState.SUPERSEDED,
-        ):  # fmt: skip
+        if self.state in NOT_SAVED or self._state is CheckpointState.SUPERSEDED:
             self._describe()
         return self._reason
 
     @property
-    def source_read(self) -> bool:
-        """Whether the tensors may be changed: they were read, or never will be."""
-        if self.verdict is not None:
-            self.verdict.ask()
-        connection = self._connection
-        if connection is None:
-            return True
-        try:
-            now = connection.link.state(self.snapshot)
-        except (ValueError, OSError):
-            return True
-        return now is None or now.source_read or not connection.alive()
+    def known_reason(self) -> str | None:
+        """The reason if it is known without asking."""
+        return self._reason if self._described else None
 
     @property
-    def given_up(self) -> str:
-        """What made the link abandon it by itself, when nobody has taken note yet: the deadline of
-        a stream that waits for it (ETIMEDOUT), or what failed; "" when it has not."""
+    def link_error(self) -> str:
+        """What made the link abandon it by itself, as long as the client has not noted that: the
+        deadline of a stream (ETIMEDOUT), or a failed copy; "" otherwise."""
         connection = self._connection
         if connection is None or self._settled:
             return ""
-        try:
-            now = connection.link.state(self.snapshot)
-        except (ValueError, OSError):
-            return ""
-        # Asked last: a link that lost its daemon says so before it abandons everything.
+        now = entry_of(connection, self.snapshot)
+        # `alive` comes last: a link that lost its daemon notes that before it abandons everything.
         if now is None or now.word != WORD_ABANDONED or not connection.alive():
             return ""
         if self.verdict is not None:
             self.verdict.ask()  # another thread may be giving it
-        if self._connection is None:
-            return ""
-        return now.error_name or TIMED_OUT
-
-    @property
-    def copy_broke(self) -> bool:
-        """Whether the daemon gave it up before it was copied."""
-        return self._broke
+        return "" if self._connection is None else now.error_name or TIMED_OUT
 
     def wait_read(self, timeout: float | None = None) -> None:
         """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError
         after `timeout` seconds."""
         self._wait("wait_read", timeout)
-        if not self.source_read:
-            raise WaitTimeoutError(f"the checkpoint of step {self.step} is not read yet")
+        connection = self._connection
+        now = entry_of(connection, self.snapshot) if connection else None
+        if connection and now and not now.source_read and connection.alive():
+            raise WaitTimeoutError(f"the tensors of step {self.step} are not read yet")
 
     def wait_copied(self, timeout: float | None = None) -> None:
-        """Returns once the daemon has a complete copy, which outlives this process.
-
-        Raises CheckpointFailedError when it never will, WaitTimeoutError after `timeout` seconds.
-        """
         self._wait("wait_copied", timeout)
-        if self._state in (CheckpointState.SKIPPED, CheckpointState.FAILED):
+        if self._state in NOT_SAVED:
             raise self._failed()
         if self._state < CheckpointState.COPIED:
-            raise WaitTimeoutError(f"the checkpoint of step {self.step} is not copied yet")
+            raise WaitTimeoutError(f"checkpoint of step {self.step} is not copied yet")
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
-        """Returns once it, or a newer one, will be found after power loss; says which.
-
-        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after
-        `timeout` seconds.
-        """
         self._wait("wait_durable", timeout)
         if self._state is CheckpointState.SUPERSEDED:
             self._describe()
@@ -196,15 +160,9 @@ class InFlight:
             return Durable(self._sequence, self.step)
         if self._state in FINAL:
             raise self._failed()
-        raise WaitTimeoutError(f"the checkpoint of step {self.step} is not durable yet")
+        raise WaitTimeoutError(f"checkpoint of step {self.step} is not durable yet")
 
     def wait_global(self, timeout: float | None = None) -> Durable:
-        """Returns once every rank of the job has it, or a newer one, durable: what a restore of the
-        job gives from then on. Says which. For a rank that saves alone it is `wait_durable`.
-
-        Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
-        `timeout` seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
-        """
         connection = self._connection
         if connection is None or connection.saves_alone:
             return self.wait_durable(timeout)
@@ -212,14 +170,14 @@ class InFlight:
         if self._state is CheckpointState.DURABLE and self._settled:
             self._described = False
             self._describe()
-        if self._state is CheckpointState.DURABLE and not connection.alive():
+        if self._state is not CheckpointState.DURABLE:
+            return self.wait_durable(0)
+        if not connection.alive():
             raise connection.gone()
-        if self._state is CheckpointState.DURABLE:
-            raise WaitTimeoutError(
-                f"the checkpoint of step {self.step} is durable on this rank, not yet on all",
-                hint="see: pccheckctl status",
-            )
-        return self.wait_durable(0)
+        raise WaitTimeoutError(
+            f"checkpoint of step {self.step} is durable on this rank, and not yet on all ranks",
+            hint="see: pccheckctl status",
+        )
 
     def _wait(self, what: str, timeout: float | None) -> None:
         deadline_ns = _FOREVER_NS
@@ -238,56 +196,37 @@ class InFlight:
         _ = self.state
 
     def settle(self) -> None:
-        """Before its entry in the page is used again, or the link is closed."""
+        """Call it before the entry in the page is used again, or the link is closed."""
         connection = self._connection
         if connection is None or self._settled:
             return
         if self.state not in FINAL:
-            self.end(CheckpointState.FAILED, _LOST, told=True)
-        elif self._state in (CheckpointState.SKIPPED, CheckpointState.FAILED):
+            self.end(CheckpointState.FAILED, _LOST, reported=True)
+        elif self._state in NOT_SAVED:
             self.describe_later()
         self._settled = True
 
     def _look(self, connection: Connection) -> None:
-        alive = connection.alive()  # asked first: what a daemon wrote before it ended still counts
-        try:
-            now = connection.link.state(self.snapshot)
-        except (ValueError, OSError):
-            now = None
+        alive = connection.alive()  # comes first: what a daemon wrote before it ended still counts
+        now = entry_of(connection, self.snapshot)
         with self._lock:
             if self._connection is connection:  # else it was ended meanwhile
                 self._note(now, alive)
 
     def _note(self, now: LinkState | None, alive: bool) -> None:
-        """What the page says of it, and whether its daemon lived then."""
-        if now is None:
-            if self._state not in FINAL:
-                self.end(CheckpointState.FAILED, _LOST, told=True)
-            return
-        state = self._state_of(now.word, now.outcome)
-        self._state = state
-        self._broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
-        if now.word == WORD_ABANDONED and now.error_name and alive:
-            self._reason, self._described = let_go(now.error_name), True
-            self.told = now.error_name == TIMED_OUT
-        if state is CheckpointState.SUPERSEDED:
-            self._newer = Durable(now.sequence, None)
-        elif now.sequence:
-            self._sequence = now.sequence
-        if not alive and state not in FINAL:
-            self.end(CheckpointState.FAILED, _LOST, told=True)
-
-    @staticmethod
-    def _state_of(word: int, outcome: int) -> CheckpointState:
-        if word == WORD_ABANDONED:
-            return CheckpointState.FAILED
-        if word == WORD_REFUSED:
-            return CheckpointState.SKIPPED if outcome == CheckpointState.SKIPPED else (
-                CheckpointState.FAILED
-            )  # fmt: skip
-        if word == WORD_COPIED:
-            return CheckpointState(max(outcome, CheckpointState.COPIED))
-        return CheckpointState.COPYING if word == WORD_COPYING else CheckpointState.REQUESTED
+        """Takes over what the page has of it, and whether its daemon lived then."""
+        if now is not None:
+            self._state = state = _state_of(now)
+            self.copy_broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
+            if now.word == WORD_ABANDONED and now.error_name and alive:
+                self._reason, self._described = abandoned_because(now.error_name), True
+                self.reported = now.error_name == TIMED_OUT
+            if state is CheckpointState.SUPERSEDED:
+                self._newer = Durable(now.sequence, None)
+            elif now.sequence:
+                self._sequence = now.sequence
+        if (now is None or not alive) and self._state not in FINAL:
+            self.end(CheckpointState.FAILED, _LOST, reported=True)
 
     def _describe(self) -> None:
         connection = self._connection
@@ -298,8 +237,7 @@ class InFlight:
             try:
                 self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
             except CheckpointFailedError as error:  # before it was known there
-                self._never_began(error.message, error.hint)
-                return
+                self._take(Failure(error.code, error.message, error.hint))
             except PccheckError as error:
                 self._reason = self._reason or f"unknown: {error.message}"
                 return
@@ -309,8 +247,8 @@ class InFlight:
         self._reason = self._reason or _LOST
 
     def describe_later(self) -> None:
-        """The reason arrives with a later answer; nobody waits for it. Call it again until it is
-        known."""
+        """The reason arrives with a later answer, and nobody waits for it. Call this until the
+        reason is known."""
         connection, now_s = self._connection, time.monotonic()
         waits = self._asked_s is not None and now_s < self._asked_s + _ASK_AGAIN_S
         if connection is not None and not (self._described or waits):
@@ -320,36 +258,139 @@ class InFlight:
             except PccheckError:
                 self._reason = "unknown: the daemon did not answer"
 
-    @property
-    def known_reason(self) -> str | None:
-        """The reason if it is known without asking."""
-        return self._reason if self._described else None
-
     def _take(self, answer: object) -> None:
-        if isinstance(answer, Failure):
-            self._asked_s = None
-            self._never_began(answer.message, answer.hint)
+        if not isinstance(answer, (Described, Failure)):
+            return
+        self._asked_s = None
+        reason = answer.message if isinstance(answer, Failure) else answer.reason
         if isinstance(answer, Described):
-            self._asked_s = None
             if answer.state not in FINAL:
-                return  # the page tells before the daemon's records do
-            self._described = True
+                return  # the page changes before the daemon's records do
             if self._settled and answer.state in _SAFE:
                 self._state = answer.state  # it may have become global since
-            self._reason = f"{answer.reason} ({answer.hint})" if answer.hint else answer.reason
             if answer.state is CheckpointState.SUPERSEDED:
                 self._newer = Durable(answer.newer_sequence, answer.newer_step)
             self._sequence = self._sequence or answer.sequence
-
-    def _never_began(self, message: str, hint: str) -> None:
         self._described = True
-        self._reason = f"{message} ({hint})" if hint else message
+        self._reason = f"{reason} ({answer.hint})" if answer.hint else reason
 
     def _failed(self) -> CheckpointFailedError:
+        how = "was skipped" if self._state is CheckpointState.SKIPPED else "failed"
         reason = self.reason or "for an unknown reason"
-        return CheckpointFailedError(
-            f"the checkpoint of step {self.step} {_ENDED[self._state]}: {reason}"
-        )
+        return CheckpointFailedError(f"checkpoint of step {self.step} {how}: {reason}")
 
     def __repr__(self) -> str:
         return f"<InFlight step={self.step} {self.state}>"
+
+
+def _state_of(now: LinkState) -> CheckpointState:
+    if now.word == WORD_COPIED:
+        return CheckpointState(max(now.outcome, CheckpointState.COPIED))
+    if now.word == WORD_REFUSED and now.outcome == CheckpointState.SKIPPED:
+        return CheckpointState.SKIPPED
+    if now.word in (WORD_REFUSED, WORD_ABANDONED):
+        return CheckpointState.FAILED
+    return CheckpointState.COPYING if now.word == WORD_COPYING else CheckpointState.REQUESTED
+
+
+class Checkpoint:
+    """A checkpoint that was requested. It is used like a `concurrent.futures.Future` whose result
+    is what became durable. Any thread may ask and wait; none of them delays training.
+
+    Attributes:
+        step: as it was when `checkpoint()` was called.
+    """
+
+    __slots__ = ("_in_flight", "step")
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self.step = in_flight.step
+        self._in_flight = in_flight
+
+    @property
+    def state(self) -> CheckpointState:
+        """Where it is now; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
+        return self._in_flight.state
+
+    @property
+    def sequence(self) -> int:
+        """Its place in the order of checkpoints of the volume; 0 before it was admitted."""
+        return self._in_flight.sequence
+
+    @property
+    def reason(self) -> str:
+        """Why it was skipped or failed, or what superseded it; "" otherwise. May wait for an answer
+        of the daemon, two seconds at most."""
+        return self._in_flight.reason
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state in FINAL
+
+    def result(self, timeout: float | None = None) -> Durable:
+        """The same as `wait_durable`."""
+        return self.wait_durable(timeout)
+
+    def exception(self, timeout: float | None = None) -> PccheckError | None:
+        """Why it failed or was skipped, or None, once it has ended. Raises WaitTimeoutError after
+        `timeout` seconds."""
+        try:
+            self.wait_durable(timeout)
+        except WaitTimeoutError:
+            raise
+        except PccheckError as error:
+            return error
+        return None
+
+    def add_done_callback(self, function: Callable[[Checkpoint], object]) -> None:
+        """Calls `function` with this handle when it has ended; at once when it has already.
+
+        The call comes from a thread of its own, never from the training thread: what the function
+        shares with training needs a lock, and it may not change what is attached. What it raises is
+        logged. A function that was not called before the process ends is never called.
+        """
+        thread = threading.Thread(
+            target=self._call, args=(function,), name=f"pccheck-done-{self.step}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # training goes on
+            LOG.warning("PCcheck: callback of step %d is not called: %s", self.step, error)
+
+    def _call(self, function: Callable[[Checkpoint], object]) -> None:
+        while not self.done():
+            with contextlib.suppress(PccheckError):
+                self.wait_durable()
+        try:
+            function(self)
+        except Exception:
+            LOG.exception("PCcheck: callback of step %d failed", self.step)
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Returns once the daemon has a complete copy, which outlives this process.
+
+        Raises CheckpointFailedError when it never will, WaitTimeoutError after `timeout` seconds.
+        """
+        self._in_flight.wait_copied(timeout)
+
+    def wait_durable(self, timeout: float | None = None) -> Durable:
+        """Returns once it, or a newer one, survives a power loss, and which one. With several ranks
+        that is this rank's part only: see `wait_global`.
+
+        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after
+        `timeout` seconds.
+        """
+        return self._in_flight.wait_durable(timeout)
+
+    def wait_global(self, timeout: float | None = None) -> Durable:
+        """Returns once it, or a newer one, is durable on every rank of the job, and which one: a
+        restore of the job gives that from then on. For a rank that saves alone it is
+        `wait_durable`.
+
+        Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
+        `timeout` seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
+        """
+        return self._in_flight.wait_global(timeout)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self.state}>"

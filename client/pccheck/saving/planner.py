@@ -1,4 +1,4 @@
-"""What is attached, what holds its updates back, and hence how the next snapshot is taken."""
+"""What is attached, what holds its updates back, and how the next snapshot is taken."""
 
 from __future__ import annotations
 
@@ -30,57 +30,56 @@ class Planner:
         of it."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
-        self._plain = False  # nothing is staged on a GPU: there is no room
-        self._room: Again | None = None  # when to see whether there is some now; None: never
+        self._unstaged = False  # the GPU has no memory for staging
+        self._staging_retry: Again | None = None  # None: never
         self._options = options
         self._parts = (rank, world_size)
         self._plan: AttachedPlan | None = None
-        self._unheld = False  # what the gate should hold was changed without it
+        self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()
 
     def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
-        """Adds things, or puts them in the place of others. Raises UsageError,
-        UnsupportedStateError."""
+        """Adds or replaces things by name. Raises UsageError, UnsupportedStateError."""
         self.attached.update(checked(things))
         if rng:
             self.attached[RNG] = True
         self._plan = None
-        self._plain = False
+        self._unstaged = False
 
     def on_gpu(self) -> bool:
         """Whether a module that is attached lies on a GPU."""
         modules = (m for m in self.attached.values() if isinstance(m, torch.nn.Module))
         return any(devices.device_of(p) != devices.HOST for m in modules for p in m.parameters())
 
-    def no_room(self, *, for_good: bool) -> None:
-        """Nothing is staged any more: checkpoints return when the tensors were read. Without
-        `for_good` staging is tried again some checkpoints later."""
-        self._plain = True
-        self._room = None if for_good else self._room or Again()
-        if self._room is not None:
-            self._room.refused()
+    def stop_staging(self, *, for_good: bool) -> None:
+        """From now on checkpoints return when the tensors were read. Without `for_good` staging is
+        tried again some checkpoints later."""
+        self._unstaged = True
+        self._staging_retry = None if for_good else self._staging_retry or Again()
+        if self._staging_retry is not None:
+            self._staging_retry.refused()
 
-    def look_for_room(self) -> None:
-        """Once a checkpoint."""
-        if self._plain and self._room is not None and self._room.due():
-            self._plain = False
+    def retry_staging(self) -> None:
+        """Call it once per checkpoint."""
+        if self._unstaged and self._staging_retry is not None and self._staging_retry.due():
+            self._unstaged = False
 
     def forget(self) -> None:
-        """The plan may be of another state than is attached now, or is not needed any more."""
+        """Drops the plan: what is attached may have changed."""
         self._plan = None
 
     @property
     def wait(self) -> str:
-        """What checkpoint() returns after: "copied", the source "read", or "" for at once, because
-        a gate holds the next update back."""
+        """When checkpoint() returns: "copied", when the source was "read", or "" for at once,
+        because a gate holds the next update back."""
         if self._options.gate == "auto" and not self.hooks:
             return "copied"
-        blocking = self._plain or self._unheld or self._options.snapshot == "blocking"
+        blocking = self._unstaged or self._unheld or self._options.snapshot == "blocking"
         return "read" if blocking else ""
 
     def _moved(self, moved: Moved) -> None:
-        """A tensor was changed while it was read, without a gate: from now on it is not read in the
-        background. Any thread."""
+        """A tensor was changed while it was read, without a gate: from now on it is read before
+        checkpoint() returns. Any thread."""
         if moved.loose:
             self._loose |= {moved.loose}
         else:
@@ -106,7 +105,7 @@ class Planner:
     def _planned(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
         try:
             return self._of_attached(mode, shape).snapshot(step, metadata)
-        except BaseException:  # Ctrl-C, too: a plan that is half new is of no state at all
+        except BaseException:  # Ctrl-C, too: the plan may be half updated
             self._plan = None
             raise
 
@@ -114,7 +113,7 @@ class Planner:
         if not self.attached:
             raise UsageError(
                 "checkpoint() has nothing to save",
-                hint="call attach(model=..., optimizer=...) first, or checkpoint(state)",
+                hint="call attach(model=..., optimizer=...) first, or pass a state",
             )
         wanted = mode, shape, self._loose
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:

@@ -1,4 +1,4 @@
-"""One checkpoint, from a snapshot plan to the native link; and what became of those before."""
+"""Hands snapshots over to the native link and the daemon, and notes how each of them ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import errno
 import time
 
+from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
-from pccheck.daemon.transport import Connection
 from pccheck.job.steps import Steps
 from pccheck.options import Options
 from pccheck.state.changes import Moved
@@ -25,10 +25,8 @@ from pccheck_wire.messages import Begin, CheckpointState
 
 from .exposure import Exposure, Handover
 from .gate import Breaker, Gate, abandon
-from .in_flight import FINAL, InFlight
+from .in_flight import FINAL, NOT_SAVED, InFlight
 from .verdict import LateVerdicts, Verdict
-
-_NEVER_COPIED = (CheckpointState.SKIPPED, CheckpointState.FAILED)
 
 
 class Saver:
@@ -49,16 +47,16 @@ class Saver:
         self._unexplained: list[InFlight] = []
         self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
-        self._moved: list[tuple[int, Moved]] = []  # not told yet
+        self._moved: list[tuple[int, Moved]] = []  # not reported yet
         self.counts: dict[CheckpointState, int] = {}
 
     def gate(self, *, on_cpu: bool = False) -> None:
         """Returns when the tensors may be changed; see Gate.wait."""
         self._gate.wait(on_cpu=on_cpu)
-        self._tell_moved()
+        self._report_moved()
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being recorded here."""
+        """Whether this thread records a CUDA graph."""
         return self._exposure.capturing()
 
     def ready(self) -> Connection:
@@ -66,17 +64,18 @@ class Saver:
         connection = self._session.current()
         if connection is None:
             self.leave()
-            connection = self._session.at_hand()
+            connection = self._session.reconnect()
         if connection is None:
-            raise self._session.error or DaemonUnreachableError("there is no daemon")
+            raise self._session.error or DaemonUnreachableError("no daemon is connected")
         connection.pump()
         self._look_around()
         if self._to_raise:
             raise self._to_raise.pop(0)
         if not self._breaker.closed():
             raise CheckpointFailedError(
-                "the daemon did not keep up with stall_limit_s="
-                f"{self._stall_limit_s:g} s and has shown no progress since"
+                "the daemon made no progress since it missed stall_limit_s="
+                f"{self._stall_limit_s:g} s",
+                hint="see: pccheckctl status",
             )
         return connection
 
@@ -84,7 +83,7 @@ class Saver:
         self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps
     ) -> InFlight:
         """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
-        `wait` says, or when that has failed; otherwise at once, and the gate holds the next update
+        `wait` asks, or when that failed; without `wait` at once, and the gate holds the next update
         back. Raises NoStagingError before anything has begun."""
         part, wait = snapshot.device, snapshot.wait
         handover = self._prepare(connection, snapshot)
@@ -123,7 +122,7 @@ class Saver:
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             abandon(checkpoint, connection, self._stall_limit_s)
             if isinstance(error, NativeError):
-                raise DeviceError(f"the snapshot could not be started: {error}") from error
+                raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
             raise
         return checkpoint
 
@@ -141,7 +140,7 @@ class Saver:
         return verdict
 
     def expose(self, connection: Connection, snapshot: Snapshot) -> None:
-        """Has the daemon map the GPU memory now. Raises PccheckError."""
+        """Makes the daemon map the GPU memory now. Raises PccheckError."""
         if snapshot.device is not None:
             self._exposure.prepare(connection, snapshot.device, queued=self._queued())
 
@@ -151,8 +150,8 @@ class Saver:
         return any(item.state is CheckpointState.REQUESTED for item in waiting)
 
     def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
-        """What the snapshot needs of GPUs and daemon. Memory is mapped first: the daemon then makes
-        its own near the GPU."""
+        """Prepares GPUs and daemon. Memory is mapped first: the daemon then allocates its own near
+        the GPU."""
         handover = None
         try:
             if snapshot.device is not None:
@@ -180,12 +179,12 @@ class Saver:
             if abandon(checkpoint, connection, self._stall_limit_s):
                 self._expired(checkpoint, connection)
         except CheckpointFailedError:
-            pass  # the handle says so, and `_look_around` tells
+            pass  # the handle has the reason, and `_look_around` reports it
         finally:
             self._gate.held.add(since_ns)
 
     def _free_entry(self, number: int) -> None:
-        """The page's entry of the snapshot SNAPSHOTS before is about to be used again."""
+        """Frees the entry in the page that the snapshot SNAPSHOTS before had."""
         before = self._recent.get(number % SNAPSHOTS)
         if before is None:
             return
@@ -195,7 +194,7 @@ class Saver:
             try:
                 before.wait_durable(self._stall_limit_s)
             except CheckpointFailedError:
-                pass  # its own handle says so
+                pass  # its own handle has the reason
             except WaitTimeoutError as error:
                 raise _too_many() from error
         before.settle()
@@ -204,9 +203,9 @@ class Saver:
     def _expired(self, checkpoint: InFlight, connection: Connection) -> None:
         self._warner.once(
             "stall",
-            f"the checkpoint of step {checkpoint.step} was given up, because the daemon had not "
-            f"copied it within stall_limit_s={self._stall_limit_s:g} s; checkpoints are skipped "
-            "until it shows progress (see: pccheckctl status)",
+            f"checkpoint of step {checkpoint.step} failed: the daemon did not copy it within "
+            f"stall_limit_s={self._stall_limit_s:g} s. Training continues; checkpoints are skipped "
+            "until the daemon makes progress (see: pccheckctl status)",
         )
         self._trip(connection, checkpoint.snapshot)
 
@@ -215,14 +214,14 @@ class Saver:
         self._breaker.trip(connection, in_flight, snapshot)
 
     def _look_around(self) -> None:
-        """Takes note of checkpoints that ended, and tells of the first that failed."""
+        """Notes checkpoints that ended, and reports the first that failed."""
         states = [(number, item, item.state) for number, item in self._unfinished.items()]
-        self._tell_moved()
-        self._gate.collect()  # after that look: what was given up by then has its reason now
+        self._report_moved()
+        self._gate.collect()  # after the states: what was abandoned by then has its reason now
         if self._gate.idle:
             self._exposure.trim()
         for number, checkpoint, state in states:
-            copied = state >= CheckpointState.COPIED and state not in _NEVER_COPIED
+            copied = state >= CheckpointState.COPIED and state not in NOT_SAVED
             if copied:
                 self._breaker.copied()
             if number in self._pulled and (copied or checkpoint.copy_broke):
@@ -245,49 +244,51 @@ class Saver:
             self._unexplained.append(checkpoint)
 
     def _explain(self) -> None:
-        """Reasons arrive with later answers; what was abandoned has been told already."""
+        """Reports failures whose reason has arrived; the user knows what was abandoned."""
         for checkpoint in list(self._unexplained):
             reason = checkpoint.known_reason
             if reason is None:
                 checkpoint.describe_later()
             else:
                 self._unexplained.remove(checkpoint)
-                if not checkpoint.told:
+                if not checkpoint.reported:
                     self._failed_later(checkpoint.step, reason)
 
     def _failed_later(self, step: int, reason: str) -> None:
-        """One failed after `checkpoint()` had returned: the next call says so."""
+        """One failed after `checkpoint()` had returned: the next call raises or warns."""
         if self._raises:
             self._to_raise.append(
-                CheckpointFailedError(f"the checkpoint of step {step} failed: {reason}")
+                CheckpointFailedError(f"checkpoint of step {step} failed: {reason}")
             )
         else:
-            self.tell_failed(step, reason)
+            self.report_failed(step, reason)
 
-    def _tell_moved(self) -> None:
-        """Tensors were changed while they were read; on the thread that trains."""
+    def _report_moved(self) -> None:
+        """Reports tensors that were changed while they were read. Training thread only."""
         while self._moved:
             step, moved = self._moved.pop(0)
             what = f"the frozen parameters of {moved.loose}" if moved.loose else "what it saves"
             text = (
-                f"the checkpoint of step {step} failed: {moved.path} was changed before it was "
-                f"read, outside of an attached optimizer's step. From now on checkpoint() returns "
-                f"when {what} was read; to train on meanwhile call gate() before such a change"
+                f"checkpoint of step {step} failed: {moved.path} was changed while it was read, "
+                f"outside of an attached optimizer's step. From now on checkpoint() returns only "
+                f"when {what} was read; to keep training meanwhile, call gate() before such a "
+                "change"
             )
             if self._raises:
                 self._to_raise.append(CheckpointFailedError(text))
             else:
                 self._warner.once("moved", text)
 
-    def tell_failed(self, step: int, reason: str) -> None:
+    def report_failed(self, step: int, reason: str) -> None:
         self._warner.once(
             "storage",
-            f"the checkpoint of step {step} failed: {reason}. Training goes on; later failures are "
-            "only counted until one succeeds.",
+            f"checkpoint of step {step} failed: {reason}. Training continues; a restart resumes "
+            "from an earlier checkpoint. Later failures are only counted until one succeeds (see: "
+            "pccheckctl status)",
         )
 
     def leave(self) -> None:
-        """The connection has died or is about to be closed."""
+        """Call it when the connection has ended or is about to be closed."""
         for checkpoint in self._recent.values():
             checkpoint.settle()
         self._look_around()
@@ -300,7 +301,7 @@ class Saver:
 
     def drain(self, limit_s: float) -> None:
         """Waits until everything in flight is durable, superseded or has failed."""
-        self._raises = False  # there is no next call: what fails now is a warning
+        self._raises = False  # there is no next call to raise in
         deadline = time.monotonic() + limit_s
         for checkpoint in list(self._unfinished.values()):
             try:
@@ -308,8 +309,9 @@ class Saver:
             except WaitTimeoutError:
                 self._warner.once(
                     "drain",
-                    f"the checkpoint of step {checkpoint.step} is {checkpoint.state} "
-                    f"after {limit_s:g} s; what is copied becomes durable without this process",
+                    f"checkpoint of step {checkpoint.step} is {checkpoint.state} after {limit_s:g} "
+                    "s, and close() waits no longer. The daemon makes durable what is copied; the "
+                    "rest is lost (see: pccheckctl status)",
                 )
                 break
             except PccheckError as error:
@@ -326,13 +328,13 @@ class Saver:
 def _too_many() -> CheckpointFailedError:
     return CheckpointFailedError(
         f"{SNAPSHOTS} checkpoints are in flight already",
-        hint="save less often, or see pccheckctl status for what holds the oldest one up",
+        hint="save less often, or see what delays the oldest one: pccheckctl status",
     )
 
 
 def _request(connection: Connection, number: int) -> None:
-    """The entry of the snapshot in the page. Raises CheckpointFailedError while a GPU still copies
-    the one that had it before, though that one has ended."""
+    """Takes the snapshot's entry in the page. Raises CheckpointFailedError while a GPU still copies
+    the ended snapshot that had it before."""
     try:
         connection.link.request(number)
     except OSError as error:
@@ -344,26 +346,20 @@ def _request(connection: Connection, number: int) -> None:
 def _submit(
     link: Link, number: int, snapshot: Snapshot, handover: Handover | None, *, inline: bool
 ) -> None:
-    """Everything that the link needs. Without `inline` nothing changes before it was read: no need
-    for a copy of the copy."""
+    """Gives the link everything it needs. Without `inline` nothing changes before it was read, and
+    volatile ranges need no copy of their own."""
     ranges, volatile = snapshot.ranges, snapshot.volatile
-    provisional = snapshot.reading is not None
     if not inline:
         ranges, volatile = ranges + volatile, b""
-    if handover is None:
-        link.submit(
-            number, ranges, volatile, snapshot.tree, snapshot.tree_offset, provisional=provisional
-        )
-        return
-    handover.enqueue(link, number)
-    if handover.map:
-        link.submit(
-            number, ranges, volatile, snapshot.tree, snapshot.tree_offset,
-            pulled_bytes=handover.part.nbytes, pulled_devices=handover.part.mask,
-            provisional=provisional,
-        )  # fmt: skip
-    else:
-        link.submit(
-            number, ranges, volatile, snapshot.tree, snapshot.tree_offset, handover.ranges,
-            provisional=provisional,
-        )  # fmt: skip
+    device_ranges, pulled_bytes, pulled_devices = b"", 0, 0
+    if handover is not None:
+        handover.enqueue(link, number)
+        if handover.map:
+            pulled_bytes, pulled_devices = handover.part.nbytes, handover.part.mask
+        else:
+            device_ranges = handover.ranges
+    link.submit(
+        number, ranges, volatile, snapshot.tree, snapshot.tree_offset, device_ranges,
+        pulled_bytes=pulled_bytes, pulled_devices=pulled_devices,
+        provisional=snapshot.reading is not None,
+    )  # fmt: skip
