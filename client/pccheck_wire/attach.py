@@ -16,34 +16,18 @@ from . import codec
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, START_HINT, socket_name
 from .errors import (
     DaemonUnreachableError,
+    PccheckError,
     ProtocolError,
     RefusedError,
     WaitTimeoutError,
     error_from_wire,
 )
-from .messages import (
-    Described,
-    Done,
-    Empty,
-    Failure,
-    Hello,
-    Opened,
-    Registered,
-    Reply,
-    Report,
-    Request,
-    RequestBody,
-    Role,
-    Welcome,
-    Writing,
-)
+from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
 from .peer import require_trusted
 
 CONNECT_LIMIT_S = 10.0
 CONNECT_RETRY_S = 0.01
-
-#: What a request may be answered with, apart from Failure, which is raised.
-Answer = Registered | Described | Opened | Empty | Writing | Done | Report
+SOCKET_PATH_BYTES_MAX = 107  # Linux: sun_path without its final NUL
 
 
 class Attachment:
@@ -82,18 +66,19 @@ class Attachment:
                 while plain is None:
                     plain = parts.feed(_receive(self.socket, deadline)[0])
                 reply = codec.from_plain(plain, Reply)
-                if reply.number in (0, self._number):  # 0: it could not tell whose request it was
-                    break  # else: the late answer of one that timed out
+                if reply.number in (0, self._number):  # 0: the daemon could not read the number
+                    break  # else: the late answer of a request that timed out
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"the daemon (pid {self.welcome.pid}) did not answer within {timeout_s:g} s"
+                f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
+                hint="see whether it is stopped or overloaded: its log",
             ) from error
         except OSError as error:
             raise DaemonUnreachableError(
-                f"the daemon at {self.path} ended during a request: {error}", hint=START_HINT
+                f"pccheckd at {self.path} ended during a request: {error}", hint=START_HINT
             ) from error
         if isinstance(reply.body, Failure):
-            raise _raised(reply.body)
+            raise raised(reply.body)
         return reply.body
 
     def close(self) -> None:
@@ -121,11 +106,11 @@ def connect(
     *,
     timeout_s: float = CONNECT_LIMIT_S,
 ) -> Attachment:
-    """Connects, says hello and returns the session.
+    """Connects, sends `hello` and returns the session.
 
-    Raises DaemonUnreachableError (nobody there), ProtocolError (another version), RefusedError (who
-    listens there is not to be trusted), or whatever the daemon refuses with; WaitTimeoutError when
-    it does not answer in time.
+    Raises DaemonUnreachableError (nothing listens there), ProtocolError (another version),
+    RefusedError (an untrusted process listens there), or the daemon's refusal; WaitTimeoutError
+    when it does not answer in time.
     """
     where = socket_path(path)
     deadline = time.monotonic() + timeout_s
@@ -138,12 +123,12 @@ def connect(
         packet, descriptors = _receive(connection, deadline, descriptors_max=2)
         answer = codec.decode_any(packet, Welcome, Failure)
         if isinstance(answer, Failure):
-            raise _raised(answer)
+            raise raised(answer)
         assert isinstance(answer, Welcome)
         wanted = 0 if hello.role is Role.OBSERVER else 2
         if answer.protocol != PROTOCOL_VERSION or len(descriptors) != wanted:
             raise ProtocolError(
-                f"the daemon at {where} answered with protocol {answer.protocol} and "
+                f"pccheckd at {where} answered with protocol {answer.protocol} and "
                 f"{len(descriptors)} descriptors, not {PROTOCOL_VERSION} and {wanted}",
                 hint=SAME_VERSION_HINT,
             )
@@ -154,12 +139,12 @@ def connect(
             os.close(descriptor)
         if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeoutError):
             raise WaitTimeoutError(
-                f"the daemon at {where} did not answer within {timeout_s:g} s",
-                hint="is it stopped or overloaded? its log tells",
+                f"pccheckd at {where} did not answer within {timeout_s:g} s",
+                hint="see whether it is stopped or overloaded: its log",
             ) from error
         if isinstance(error, OSError) and not isinstance(error, WaitTimeoutError):
             raise DaemonUnreachableError(
-                f"the daemon at {where} closed the connection: {error}", hint=START_HINT
+                f"pccheckd at {where} closed the connection: {error}", hint=START_HINT
             ) from error
         raise
 
@@ -176,6 +161,11 @@ def observe(
 
 
 def _connect(connection: socket.socket, where: Path, deadline: float) -> None:
+    if len(os.fsencode(where)) > SOCKET_PATH_BYTES_MAX:
+        raise RefusedError(
+            f"the socket path {where} is longer than {SOCKET_PATH_BYTES_MAX} bytes",
+            hint="choose a shorter --socket for pccheckd, and the same socket= here",
+        )
     try:
         while True:
             connection.settimeout(_left(deadline))
@@ -188,15 +178,14 @@ def _connect(connection: socket.socket, where: Path, deadline: float) -> None:
         raise DaemonUnreachableError(f"no daemon listens at {where}", hint=START_HINT) from error
     except PermissionError as error:
         raise RefusedError(
-            f"the socket {where} may not be used by uid {os.getuid()}",
-            hint=f"join the group of {where.parent}, or start a pccheckd of your own",
+            f"uid {os.getuid()} has no permission to use the socket {where}",
+            hint=f"join the group of {where.parent}, or start your own pccheckd",
         ) from error
     except OSError as error:
         if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
-            raise ProtocolError(f"{where} is not the socket of a pccheckd") from error
-        if "too long" in str(error):
-            raise RefusedError(
-                f"the socket path {where} is longer than 107 bytes", hint="choose a shorter one"
+            raise ProtocolError(
+                f"{where} is not a socket of pccheckd",
+                hint="see which path pccheckd has as --socket",
             ) from error
         raise
 
@@ -220,7 +209,7 @@ def _receive(
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     if not packet:
-        raise ConnectionResetError(errno.ECONNRESET, "the daemon hung up")
+        raise ConnectionResetError(errno.ECONNRESET, "pccheckd closed the connection")
     return packet, list(descriptors)
 
 
@@ -231,5 +220,6 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _raised(failure: Failure) -> Exception:
+def raised(failure: Failure) -> PccheckError:
+    """The exception that the daemon's failure stands for."""
     return error_from_wire(failure.code, failure.message, failure.hint, failure.retryable)
