@@ -27,7 +27,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -321,6 +321,7 @@ def _text(value: object) -> bytes:
 
 _ELEMENTS_MAX = 2**62
 _SHARED_BYTES_MAX = 2**50
+_T = TypeVar("_T")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -394,14 +395,14 @@ class _Reader:
     def __init__(self, extents: list[Extent]) -> None:
         self.extents = extents
         self.readers: dict[int, Callable[[list[object]], Node]] = {
-            Tag.INT: lambda raw: int.from_bytes(_bytes(raw, 1), "little", signed=True),
+            Tag.INT: lambda raw: int.from_bytes(_part(raw, 1, bytes), "little", signed=True),
             Tag.COMPLEX: _complex,
             Tag.TEXT: _surrogates,
             Tag.DTYPE: lambda raw: Named(Tag.DTYPE, _choice(raw, 1, ITEM_BYTES)),
-            Tag.DEVICE: lambda raw: Named(Tag.DEVICE, _str(raw, 1)),
+            Tag.DEVICE: lambda raw: Named(Tag.DEVICE, _part(raw, 1, str)),
             Tag.TENSOR: self._tensor,
             Tag.ARRAY: self._array,
-            Tag.SCALAR: lambda raw: Scalar(_str(raw, 1), _bytes(raw, 2)),
+            Tag.SCALAR: lambda raw: Scalar(_part(raw, 1, str), _part(raw, 2, bytes)),
         }
         self.lengths = {
             Tag.INT: 2, Tag.COMPLEX: 2, Tag.TEXT: 2, Tag.DTYPE: 2, Tag.DEVICE: 2,
@@ -430,7 +431,7 @@ class _Reader:
     def _sequence(self, tag: Tag, raw: list[object], depth: int) -> Sequence:
         if len(raw) != 2:
             raise _bad(f"a {tag.name} of {len(raw)} parts")
-        items = [self.node(item, depth + 1) for item in _list(raw, 1)]
+        items = [self.node(item, depth + 1) for item in _part(raw, 1, list)]
         if tag is Tag.SIZE and not all(type(item) is int and 0 <= item < 2**63 for item in items):
             raise _bad("a torch.Size of something else than sizes")
         if tag in (Tag.SET, Tag.FROZENSET) and len({_key(item) for item in items}) != len(items):
@@ -441,7 +442,7 @@ class _Reader:
         extra = tag in (Tag.ORDERED, Tag.DEFAULT)
         if len(raw) != 2 + extra:
             raise _bad(f"a {tag.name} of {len(raw)} parts")
-        flat = _list(raw, 1)
+        flat = _part(raw, 1, list)
         if len(flat) % 2:
             raise _bad("a mapping with a key and no value")
         nodes = [self.node(item, depth + 1) for item in flat]
@@ -468,7 +469,7 @@ class _Reader:
         extent, offset, nbytes = (_natural(raw, 1, least=-1), _natural(raw, 2), _natural(raw, 3))
         self._inside(extent, offset, nbytes, 1)
         return Array(
-            _str(raw, 4), _shape(raw, 5), _choice(raw, 6, ("C", "F")), nbytes, extent, offset
+            _part(raw, 4, str), _shape(raw, 5), _choice(raw, 6, ("C", "F")), nbytes, extent, offset
         )
 
     def _inside(self, index: int, offset: int, nbytes: int, item_bytes: int) -> None:
@@ -505,29 +506,15 @@ def _key(node: Node) -> object:
     return plain(node)
 
 
-def _list(raw: list[object], index: int) -> list[object]:
+def _part(raw: list[object], index: int, kind: type[_T]) -> _T:
     value = raw[index]
-    if type(value) is not list:
-        raise _bad("a container without a list")
-    return value
-
-
-def _str(raw: list[object], index: int) -> str:
-    value = raw[index]
-    if type(value) is not str:
-        raise _bad("text is expected")
-    return value
-
-
-def _bytes(raw: list[object], index: int) -> bytes:
-    value = raw[index]
-    if type(value) is not bytes:
-        raise _bad("bytes are expected")
+    if type(value) is not kind:
+        raise _bad(f"a {kind.__name__} is expected, not a {type(value).__name__}")
     return value
 
 
 def _choice(raw: list[object], index: int, allowed: object) -> str:
-    value = _str(raw, index)
+    value = _part(raw, index, str)
     if value not in allowed:  # type: ignore[operator]
         raise ProtocolError(
             f"the checkpoint's tree names {value[:40]!r}, which is not known here",
@@ -544,7 +531,7 @@ def _natural(raw: list[object], index: int, *, least: int = 0) -> int:
 
 
 def _naturals(raw: list[object], index: int) -> list[int]:
-    values = _list(raw, index)
+    values = _part(raw, index, list)
     if len(values) > DIMENSIONS_MAX:
         raise _bad(f"{len(values)} dimensions")
     return [_natural(values, position) for position in range(len(values))]
@@ -558,7 +545,7 @@ def _shape(raw: list[object], index: int) -> list[int]:
 
 
 def _complex(raw: list[object]) -> complex:
-    data = _bytes(raw, 1)
+    data = _part(raw, 1, bytes)
     if len(data) != 16:
         raise _bad("a complex number of another size")
     return complex(*struct.unpack("<dd", data))
@@ -566,7 +553,7 @@ def _complex(raw: list[object]) -> complex:
 
 def _surrogates(raw: list[object]) -> str:
     try:
-        return _bytes(raw, 1).decode("utf-8", "surrogatepass")
+        return _part(raw, 1, bytes).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise _bad("text is not Unicode") from None
 

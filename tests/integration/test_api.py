@@ -418,7 +418,7 @@ def test_scripts_of_one_name_do_not_go_on_from_each_other(daemon: Daemon, tmp_pa
     assert run("--lr", "0.1")[:2] == (0, "0\n")
     code, out, err = run("--lr", "0.1")
     assert (code, out) == (0, "1\n")
-    assert "PCcheck: job 'train' (named after the script) goes on from step 1" in err
+    assert "PCcheck: job 'train' (named after the script) continues from step 1" in err
     assert "train.py --lr 0.1 (pid " in err and str(tmp_path) in err
     for other in (run("--lr", "0.01"), run("--lr", "0.1", cwd=elsewhere)):
         assert other[0] == 1

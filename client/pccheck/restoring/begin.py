@@ -1,4 +1,4 @@
-"""What a run begins from: restore(), recover() and adopt(), and what there is to choose from."""
+"""What a run begins from: restore(), recover() and adopt(), and which checkpoints there are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Empty, ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
-from .reading import Found, RestoreResult, ask_open, payload_loader, read_newest, whole_state
+from .reading import Found, Payload, RestoreResult, ask_open, read_newest
+from .rebuild import state_of_tree
 
 LIST_LIMIT_S = 30.0
 
@@ -44,7 +45,7 @@ class Recovery:
     def __init__(
         self, session: Session, planner: Planner, steps: Steps, warner: Warner, *, replicated: bool
     ) -> None:
-        self.torn = ""  #: what is wrong with the attached state after a restore that broke off
+        self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
         self._session = session
         self._planner = planner
         self._steps = steps
@@ -57,16 +58,18 @@ class Recovery:
         """Into what is attached. Also whether any of it went to a GPU, and the payload's size."""
         newest = self._newest(connection) if step is not None else 0
 
-        def use(opened: Opened, described: tree.Tree) -> bool:
+        def use(payload: Payload, described: tree.Tree) -> bool:
+            opened = payload.opened
             self._require(opened, described)
             attached = self._planner.attached
             placement = Placement(
                 described, attached, self._left(opened), strict_optimizer=strict_optimizer
             )
             self.torn = (
-                f"the attached state is a mix, because restoring step {opened.step} broke off"
+                f"the attached state is a mix of two steps: the restore of step {opened.step} "
+                "did not finish"
             )
-            placement.load(payload_loader(connection, opened))
+            placement.load(payload.load)
             self.torn = ""
             return placement.on_gpu
 
@@ -78,7 +81,7 @@ class Recovery:
             return RestoreResult(skipped=found), False, 0
         opened, described, on_gpu, skipped = found
         self._took_over(connection, opened, skipped, newest)
-        self._tell(opened, described)
+        self._log(opened, described)
         result = RestoreResult(
             opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
         )
@@ -86,14 +89,19 @@ class Recovery:
 
     def recover(self, connection: Connection, step: int | None) -> Found:
         """As a value. Without `step` it counts as restored."""
-        found = read_newest(connection, step, whole_state(connection), replicated=self._replicated)
+        found = read_newest(
+            connection,
+            step,
+            lambda payload, described: state_of_tree(described, payload.load),
+            replicated=self._replicated,
+        )
         if isinstance(found, list):
             return Found(skipped=found)
         opened, described, state, skipped = found
         self._require(opened, described)
         if step is None:
             self._took_over(connection, opened, skipped, 0)
-            self._tell(opened, described)
+            self._log(opened, described)
         return Found(
             opened.step, opened.sequence, opened.source, skipped,
             tree.plain(described.metadata), state,
@@ -105,7 +113,7 @@ class Recovery:
         self._steps.restored()
 
     def saved(self, connection: Connection) -> list[Saved]:
-        """What `restore(step=...)` can give back, newest first."""
+        """What `restore(step=...)` can restore, newest first."""
         identity = self._session.identity
         report = connection.request(ListVolumes(identity.job), timeout_s=LIST_LIMIT_S)
         assert isinstance(report, Report)
@@ -130,8 +138,8 @@ class Recovery:
         return list(found.values())
 
     def _newest(self, connection: Connection) -> int:
-        """The sequence of the newest checkpoint, which need not be protected any longer when the
-        user chooses another; 0 when there is none that can be read."""
+        """The sequence of the newest checkpoint, which is protected no longer when the user chooses
+        another; 0 when none can be read."""
         try:
             opened = ask_open(connection, Open(None, None, self._replicated))
         except (DamagedError, UnreadableError, NoCheckpointError):
@@ -141,13 +149,13 @@ class Recovery:
 
     def _require(self, opened: Opened, described: tree.Tree) -> None:
         """Raises StateMismatchError for a part of a sharded state in a world of another size,
-        UsageError for what may be another job's."""
+        UsageError for a checkpoint that may belong to another job."""
         identity = self._session.identity
         size = identity.world_size
         if opened.world_size not in (1, size) and not described.shared() and self._replicated:
             raise StateMismatchError(
                 f"step {opened.step} was saved by {opened.world_size} ranks without "
-                f"replicated=True, each its own state; this start has {size}",
+                f"replicated=True, each its own state, and this start has {size} ranks",
                 hint=f"start the job with {opened.world_size} ranks, or use fresh=True to begin "
                 "without the checkpoint",
             )
@@ -155,8 +163,8 @@ class Recovery:
             origin.require_same(identity.job, opened.step, opened.wall_ns, origin.of(described))
 
     def _left(self, opened: Opened) -> frozenset[str]:
-        """What is not restored on a rank that was not there when it was saved: it would draw the
-        same random numbers, and the same batches, as the rank whose copy it gets."""
+        """What is not restored on a rank that did not save: it would draw the same random numbers
+        and the same batches as the rank whose copy it gets."""
         rank = self._session.identity.rank
         if opened.rank in (None, rank):
             return frozenset()
@@ -164,9 +172,9 @@ class Recovery:
         if left:
             self._warner.once(
                 "left",
-                f"rank {rank} did not save step {opened.step} (world size {opened.world_size}): "
-                f"{' and '.join(sorted(left))} of this rank were not restored: they keep the "
-                "values that this process gave them",
+                f"rank {rank} did not save step {opened.step} (world size {opened.world_size}), so "
+                f"its {' and '.join(sorted(left))} are not restored and keep the values of this "
+                "process. Seed them on this rank if they must differ between ranks",
             )
         return left
 
@@ -179,16 +187,17 @@ class Recovery:
             if item.sequence:
                 self._warner.once(
                     f"damaged {item.sequence}",
-                    f"the checkpoint of step {item.step} was skipped ({item.reason}); "
-                    f"step {opened.step} was restored instead",
+                    f"checkpoint of step {item.step} was skipped ({item.reason}), and step "
+                    f"{opened.step} was restored instead: training repeats the steps between. "
+                    "Check the disk: pccheckctl verify",
                 )
 
-    def _tell(self, opened: Opened, described: tree.Tree) -> None:
-        """A job that is named after its script could be another one than the user thinks."""
+    def _log(self, opened: Opened, described: tree.Tree) -> None:
+        """A job that is named after its script may not be the one that the user means."""
         identity = self._session.identity
-        tell = LOG.warning if identity.guessed else LOG.info
-        tell(
-            "PCcheck: job %r%s goes on from step %d, saved %s by %s",
+        log = LOG.warning if identity.guessed else LOG.info
+        log(
+            "PCcheck: job %r%s continues from step %d, saved %s by %s",
             identity.job, " (named after the script)" if identity.guessed else "",
             opened.step, origin.age(opened.wall_ns), origin.of(described),
         )  # fmt: skip

@@ -1,18 +1,18 @@
-"""Getting a checkpoint back: the newest valid one, the one before on damage, and saying so."""
+"""Reads checkpoints through the daemon: the newest valid one, and the one before on damage."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pccheck.daemon.connection import Connection
-from pccheck.state.extents import devices_of
+from pccheck.state.extents import Range, devices_of, pack
 from pccheck.warn import LOG
 from pccheck_native import NativeError
 from pccheck_wire import tree
@@ -26,33 +26,22 @@ from pccheck_wire.errors import (
     UnreadableError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import (
-    Empty,
-    Open,
-    Opened,
-    Part,
-    Read,
-    ReplyBody,
-    Skipped,
-    Writing,
-)
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, ReplyBody, Skipped, Writing
 from pccheck_wire.parts import merge, split
 
-from .rebuild import Loader, state_of_tree
-
 OPEN_LIMIT_S = 120.0
-#: Checkpoints of the run before that are being written are waited for, as long as more of them is
-#: written; pccheckd says every few seconds how much that is.
+#: A restore waits while earlier checkpoints are written, as long as more of them is written;
+#: pccheckd reports every few seconds how much that is.
 STUCK_LIMIT_S = 120.0
 _READ_LIMIT_S = 60.0
 _MIB = 1 << 20
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
-#: How often others may be durable, and the one that was opened be gone, before it was read.
+#: How often the opened checkpoint may be replaced by newer ones before it was read.
 _ATTEMPTS = 8
 _GONE = -errno.ENOENT
 _DAMAGED, _UNREADABLE = -10001, -10018  # -PCC_E_DAMAGED, -PCC_E_UNREADABLE
-_DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: a copy of the link's own
+_DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: the link's own copy failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +51,7 @@ class RestoreResult:
     step: int = 0
     sequence: int = 0
     source: str = ""  # "dram" or "volume"
-    #: Passed over as damaged, or because the disk could not read them: step and reason.
+    #: Damaged ones, and those that the disk could not read: step and reason.
     skipped: list[Skipped] = field(default_factory=list)
     metadata: Any = None
 
@@ -72,34 +61,33 @@ class RestoreResult:
     def __repr__(self) -> str:
         if not self:
             return f"<{type(self).__name__}: nothing to restore>"
-        passed = f" skipped={[item.step for item in self.skipped]}" if self.skipped else ""
-        return f"<{type(self).__name__} step={self.step} source={self.source}{passed}>"
+        skipped = f" skipped={[item.step for item in self.skipped]}" if self.skipped else ""
+        return f"<{type(self).__name__} step={self.step} source={self.source}{skipped}>"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Found(RestoreResult):
-    """What `recover()` found; `state` has the very structure that went in."""
+    """What `recover()` found; `state` has the structure that was saved."""
 
     state: Any = None
 
 
 class _GoneError(NoCheckpointError):
-    """Newer ones became durable, and its slot was given away."""
+    """Newer checkpoints became durable, and took its slot."""
 
 
 def read_newest(
     connection: Connection,
     step: int | None,
-    use: Callable[[Opened, tree.Tree], Any],
+    use: Callable[[Payload, tree.Tree], Any],
     *,
     replicated: bool = False,
 ) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
-    """Opens checkpoints, newest first, until `use` got through one without meeting damage or what
-    cannot be read.
+    """Opens checkpoints, newest first, until `use` succeeds without damage or a read error.
 
-    One that newer ones replace before it is read is no loss: they are opened. Returns what was used
-    and what was passed over; a list alone when the volume holds nothing. Raises NoCheckpointError
-    when there are some, but none that is valid.
+    When newer ones replace an opened one, they are opened instead. Returns what was used and what
+    was skipped; a list alone when the volume holds nothing. Raises NoCheckpointError when there are
+    some, but none is valid.
     """
     skipped: dict[int, Skipped] = {}
     before: int | None = None
@@ -110,20 +98,22 @@ def read_newest(
             opened = ask_open(connection, Open(step, before, replicated))
         except PccheckError as error:
             if failed is not None:
-                raise type(failed)(
-                    f"{_said(skipped.values())}; and then: {error.message}", hint=error.hint
-                ) from error
+                reasons = "; ".join(f"step {i.step}: {i.reason}" for i in skipped.values())
+                raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
             raise
         if isinstance(opened, (Opened, Empty)):
             skipped.update({item.sequence: item for item in opened.skipped})
         if isinstance(opened, Empty):
             if step is not None or before is not None:
-                raise NoCheckpointError(f"there is no valid checkpoint of step {step}")
+                raise NoCheckpointError(
+                    f"there is no valid checkpoint of step {step}", hint="see: pccheckctl list"
+                )
             return list(skipped.values())
         assert isinstance(opened, Opened)
+        payload = Payload(connection, opened)
         try:
-            described = _read_tree(connection, opened)
-            used = use(opened, described)
+            described = payload.read_tree()
+            used = use(payload, described)
         except _GoneError:
             attempts -= 1
             if not attempts:
@@ -137,10 +127,10 @@ def read_newest(
 
 
 def ask_open(connection: Connection, wanted: Open) -> ReplyBody:
-    """The answer, once what was copied is written. Raises WaitTimeoutError when writing stands
-    still."""
+    """The answer, once what was copied is written. Raises WaitTimeoutError when nothing more is
+    written."""
     before: Writing | None = None
-    moved = time.monotonic()
+    progress_s = time.monotonic()
     while True:
         answer = connection.request(wanted, timeout_s=OPEN_LIMIT_S)
         if not isinstance(answer, Writing):
@@ -151,148 +141,122 @@ def ask_open(connection: Connection, wanted: Open) -> ReplyBody:
             f"{total / _MIB:.0f} MiB of {answer.checkpoints} checkpoints"
         )
         if answer != before:
-            before, moved = answer, time.monotonic()
-        elif time.monotonic() - moved >= STUCK_LIMIT_S:
+            before, progress_s = answer, time.monotonic()
+        elif time.monotonic() - progress_s >= STUCK_LIMIT_S:
             raise WaitTimeoutError(
-                f"{how_far}; nothing was written for {STUCK_LIMIT_S:g} s",
-                hint="look at the disk (pccheckctl status, dmesg), then try again; what was copied "
-                "is in pccheckd's memory: do not restart it",
+                f"{how_far}, and nothing was written for {STUCK_LIMIT_S:g} s",
+                hint="check the disk (pccheckctl status, dmesg), then restore again; do not "
+                "restart pccheckd, which has the copied checkpoints in memory",
             )
-        LOG.warning("restore waits: %s", how_far)
+        LOG.warning("PCcheck: restore() waits: %s", how_far)
 
 
-def _said(skipped: Iterable[Skipped]) -> str:
-    return "; ".join(f"step {item.step}: {item.reason}" for item in skipped)
+class Payload:
+    """An opened checkpoint: its tree, and the bytes in front of it, of every rank that stores a
+    part of them. Methods raise DamagedError when a block does not match its checksum,
+    UnreadableError when the disk cannot read it, DeviceError when a GPU fails, _GoneError when
+    newer checkpoints replaced it, and WaitTimeoutError and DaemonUnreachableError."""
 
+    def __init__(self, connection: Connection, opened: Opened) -> None:
+        self.opened = opened
+        self._connection = connection
+        self._own = Part(
+            opened.rank or 0, opened.payload_bytes, opened.tree_offset, opened.tree_bytes
+        )
 
-def whole_state(connection: Connection) -> Callable[[Opened, tree.Tree], Any]:
-    """For `read_newest`: the state as a value."""
+    def read_tree(self) -> tree.Tree:
+        """With the places of what other ranks store."""
+        own = self._tree_of(self._own)
+        return merge(own, self._own.rank, lambda rank: self._tree_of(self._part(rank)))
 
-    def use(opened: Opened, described: tree.Tree) -> Any:
-        return state_of_tree(described, payload_loader(connection, opened))
-
-    return use
-
-
-def payload_loader(connection: Connection, opened: Opened) -> Loader:
-    """Loads what lies in front of the trees into packed ranges of host and of device memory, in one
-    streaming pass for every rank that stores a part of it."""
-
-    def load(ranges: bytes, device_ranges: bytes = b"") -> None:
-        if not opened.parts:
+    def load(self, ranges: bytes, device_ranges: bytes = b"") -> None:
+        """Fills packed ranges of host and of device memory, in one streaming pass per rank."""
+        if not self.opened.parts:
             if ranges or device_ranges:
-                own = _part(opened, -1)
-                _read(connection, opened, own, 0, own.tree_offset, ranges, device_ranges)
+                self._read(self._own, 0, self._own.tree_offset, ranges, device_ranges)
             return
         for rank, (host, gpus) in sorted(split(ranges, device_ranges).items()):
-            part = _part(opened, rank)
-            _read(connection, opened, part, 0, part.tree_offset, host, gpus)
+            part = self._part(rank)
+            self._read(part, 0, part.tree_offset, host, gpus)
 
-    return load
-
-
-def _part(opened: Opened, rank: int) -> Part:
-    """The payload of a rank; -1 is the opened one."""
-    if rank in (-1, opened.rank):
-        own = 0 if opened.rank is None else opened.rank
-        return Part(own, opened.payload_bytes, opened.tree_offset, opened.tree_bytes)
-    for part in opened.parts:
-        if part.rank == rank:
-            return part
-    raise DamagedError(f"step {opened.step} is not complete: the part of rank {rank} is missing")
-
-
-def _read_tree(connection: Connection, opened: Opened) -> tree.Tree:
-    """With the places of what other ranks store."""
-    own = _tree_of(connection, opened, _part(opened, -1))
-    return merge(
-        own, opened.rank or 0, lambda rank: _tree_of(connection, opened, _part(opened, rank))
-    )
-
-
-def _tree_of(connection: Connection, opened: Opened, part: Part) -> tree.Tree:
-    end = part.tree_offset + part.tree_bytes
-    if not 0 < part.tree_bytes <= tree.TREE_BYTES_MAX or end > part.payload_bytes:
-        raise DamagedError(f"a tree of {part.tree_bytes} bytes at {part.tree_offset}")
-    room = torch.empty(part.tree_bytes, dtype=torch.uint8, device="cpu")  # whatever the default
-    target = b"".join(
-        number.to_bytes(8, "little")
-        for number in (room.data_ptr(), part.tree_offset, part.tree_bytes)
-    )
-    _read(connection, opened, part, part.tree_offset, part.tree_bytes, target)
-    return tree.decode(room.numpy().tobytes(), part.tree_offset)
-
-
-def _read(
-    connection: Connection,
-    opened: Opened,
-    part: Part,
-    offset: int,
-    length: int,
-    ranges: bytes,
-    device_ranges: bytes = b"",
-) -> None:
-    """Raises DamagedError when a block does not fit its checksum, UnreadableError when the disk
-    does not give it, DeviceError when a GPU fails, _GoneError when it was replaced."""
-    code = _transfer(connection, opened, part, offset, length, ranges, device_ranges)
-    if code == _GONE:
-        raise _GoneError(
-            f"the checkpoint of step {opened.step} was replaced by newer ones while it was read",
-            hint="try again when fewer are being saved",
+    def _part(self, rank: int) -> Part:
+        """The payload of a rank; -1 is the opened one."""
+        if rank in (-1, self.opened.rank):
+            return self._own
+        for part in self.opened.parts:
+            if part.rank == rank:
+                return part
+        raise DamagedError(
+            f"step {self.opened.step} is not complete: the part of rank {rank} is missing"
         )
-    if code == _DAMAGED:
-        raise DamagedError(f"the data of step {opened.step} does not fit its checksums")
-    if code == _UNREADABLE:
-        raise UnreadableError(f"the data of step {opened.step} could not be read from the disk")
-    if code in _DEVICE:
-        raise DeviceError(f"the checkpoint could not be copied to a GPU (code {code})")
-    if code != 0:
-        raise DaemonUnreachableError(f"the daemon could not read the checkpoint (code {code})")
+
+    def _tree_of(self, part: Part) -> tree.Tree:
+        end = part.tree_offset + part.tree_bytes
+        if not 0 < part.tree_bytes <= tree.TREE_BYTES_MAX or end > part.payload_bytes:
+            raise DamagedError(f"a tree of {part.tree_bytes} bytes at {part.tree_offset}")
+        buffer = torch.empty(part.tree_bytes, dtype=torch.uint8, device="cpu")
+        target = pack([Range(buffer.data_ptr(), part.tree_offset, part.tree_bytes)])
+        self._read(part, part.tree_offset, part.tree_bytes, target, b"")
+        return tree.decode(buffer.numpy().tobytes(), part.tree_offset)
+
+    def _read(
+        self, part: Part, offset: int, length: int, ranges: bytes, device_ranges: bytes
+    ) -> None:
+        connection, step = self._connection, self.opened.step
+        limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
+        request = Read(connection.next_load(), self.opened.sequence, offset, length, part.rank)
+        try:
+            code = _transfer(connection, request, ranges, device_ranges, limit_s)
+        except TimeoutError as error:
+            if isinstance(error, PccheckError):
+                raise
+            raise WaitTimeoutError(
+                f"reading {length} bytes of step {step} took longer than {limit_s:.0f} s",
+                hint="check the disk (pccheckctl status, dmesg), then restore again",
+            ) from error
+        except NoCheckpointError:
+            code = _GONE
+        except NativeError as error:
+            raise DeviceError(f"cannot copy the checkpoint to a GPU: {error}") from error
+        except (ConnectionError, ValueError) as error:
+            raise connection.gone() from error
+        if code == _GONE:
+            raise _GoneError(
+                f"newer checkpoints replaced step {step} while it was read",
+                hint="restore again when fewer checkpoints are saved",
+            )
+        if code == _DAMAGED:
+            raise DamagedError(f"the data of step {step} does not match its checksums")
+        if code == _UNREADABLE:
+            raise UnreadableError(f"the disk could not read the data of step {step}")
+        if code in _DEVICE:
+            raise DeviceError(f"cannot copy the checkpoint to a GPU (code {code})")
+        if code != 0:
+            raise DaemonUnreachableError(f"the daemon could not read step {step} (code {code})")
 
 
 def _transfer(
-    connection: Connection,
-    opened: Opened,
-    part: Part,
-    offset: int,
-    length: int,
-    ranges: bytes,
-    device_ranges: bytes,
+    connection: Connection, read: Read, ranges: bytes, device_ranges: bytes, limit_s: float
 ) -> int:
-    """The native result of reading a part into the ranges. Raises WaitTimeoutError,
-    DeviceError, DaemonUnreachableError."""
-    load = connection.next_load()
-    limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
+    """The native result of reading into the ranges."""
     deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
     try:
-        try:
-            for device in devices_of(device_ranges):
-                connection.link.device_open(device)
-            connection.link.load_start(load, ranges, device_ranges)
-            _ask(connection, Read(load, opened.sequence, offset, length, part.rank))
-            code = int(connection.link.load_wait(load, deadline_ns))
-        except BaseException:
-            connection.load_broken_off = True
-            _cancel(connection, load)
-            raise
-        connection.load_broken_off = code in _DEVICE  # ended here: the daemon may still be at it
-        return code
-    except TimeoutError as error:
-        if isinstance(error, PccheckError):
-            raise
-        raise WaitTimeoutError(
-            f"reading {length} bytes took longer than {limit_s:.0f} s"
-        ) from error
-    except NoCheckpointError:
-        return _GONE
-    except NativeError as error:
-        raise DeviceError(f"the checkpoint could not be put on a GPU: {error}") from error
-    except (ConnectionError, ValueError) as error:
-        raise connection.gone() from error
+        for device in devices_of(device_ranges):
+            connection.link.device_open(device)
+        connection.link.load_start(read.load, ranges, device_ranges)
+        _request(connection, read)
+        code = int(connection.link.load_wait(read.load, deadline_ns))
+    except BaseException:
+        connection.load_broken_off = True
+        with contextlib.suppress(OSError, ValueError):
+            connection.link.load_wait(read.load, 1)  # a late answer writes nothing
+        raise
+    connection.load_broken_off = code in _DEVICE  # ended here: the daemon may still be reading
+    return code
 
 
-def _ask(connection: Connection, read: Read) -> None:
-    """Has the daemon read; what Ctrl-C broke off may keep it busy for a while."""
+def _request(connection: Connection, read: Read) -> None:
+    """Makes the daemon read. After a read that Ctrl-C ended it may be busy for a while."""
     deadline = time.monotonic() + _READ_LIMIT_S
     while True:
         try:
@@ -302,9 +266,3 @@ def _ask(connection: Connection, read: Read) -> None:
             if not connection.load_broken_off or time.monotonic() >= deadline:
                 raise
             time.sleep(_BUSY_PAUSE_S)
-
-
-def _cancel(connection: Connection, load: int) -> None:
-    """Makes sure that a late answer writes nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        connection.link.load_wait(load, 1)

@@ -1,9 +1,8 @@
-"""What `checkpoint()` has to hand over: built once for attached state, checked at every checkpoint.
+"""What `checkpoint()` hands over: built once for attached state, checked at every checkpoint.
 
-The check compares, without building anything, which tensors there are (by identity), where they
-lie, their sizes, strides and dtypes; any difference means a new plan. It costs about 0.2 us per
-tensor. Modules and optimizers that make their state dict in their own way take the slow path, which
-asks them every time.
+The check builds nothing. It compares the tensors (by identity), their addresses, sizes, strides and
+dtypes; any difference means a new plan. It costs about 0.2 us per tensor. Modules and optimizers
+that customise their state dict take the slow path, which calls it every time.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Snapshot:
     """Everything the native link needs for one checkpoint; `owners` keep the memory alive.
 
     `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
-    `wait`: until when nothing changes: the snapshot is "copied", its source is "read", or "" for
-    what the gate says. `in_place`: the tensors of what is not copied at once; `reading` then says
-    whether they changed.
+    `wait`: when checkpoint() returns: once the snapshot is "copied", its source is "read", or ""
+    for at once. `in_place`: the tensors that are not copied at once; `reading` finds out whether they
+    changed.
     """
 
     ranges: bytes
@@ -68,7 +67,7 @@ def plan_state(
     flattener = Flattener()
     root = flattener.node(state, "")
     gating.mark(flattener.views)
-    # Nothing says which of these tensors are equal on all ranks: each rank stores its own.
+    # It is not known which of these tensors are equal on all ranks: each rank stores its own.
     layout = lay_out(flattener.views, shape._replace(world_size=0))
     described = tree.Tree(step, metadata, False, layout.extents, root, about)
     return _encoded(layout, described, flattener.views)
@@ -92,14 +91,15 @@ def _aligned(offset: int) -> int:
 
 
 def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
-    """The node of something attached that is asked every time."""
+    """The node of something attached whose state dict is called every time."""
     if name == RNG and thing is True:
         return captured_node(flattener, name)
     try:
         state = thing.state_dict()
-    except Exception as error:  # the user's, and no reason to end training
+    except Exception as error:  # the user's code must not end training
         raise UnsupportedStateError(
-            f"{name}: its state_dict() fails: {type(error).__name__}: {error}"
+            f"{name}: its state_dict() fails: {type(error).__name__}: {error}",
+            hint="mend that state_dict(); until then checkpoints fail",
         ) from error
     return flattener.node(state, name)
 
@@ -122,12 +122,12 @@ class AttachedPlan:
         self.shape = shape
         self.loose = loose  #: see Gating
         self._fast: _FastPlan | None = None
-        self.rebuilt = 0  #: how often the plan was made anew
+        self.rebuilt = 0  #: how often the plan was made
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot:
         """The state as it is now. Raises UnsupportedStateError by path."""
         if self._fast is None or not self._fast.holds():
-            self._fast = None  # its tensors may go now
+            self._fast = None  # releases its tensors
             self.rebuilt += 1
             if all(map(_is_plain, self._attached.values())):
                 self._fast = _FastPlan(self._attached, self._gating(), self.shape, self._about)
@@ -169,44 +169,28 @@ class _FastPlan:
     ) -> None:
         flattener = Flattener()
         self._about = about.data
-        self._parts: list[tuple[bytes, Callable[[], bytes] | None, str]] = []
         self._attached = attached
-        self._watches: list[ModuleWatch | OptimizerWatch] = []
-        encoders: list[Callable[[], Callable[[], bytes] | None]] = []
-        tensors: list[torch.Tensor] = []
+        self._optimizers: list[OptimizerWatch] = []
+        modules: list[ModuleWatch] = []
+        static: dict[str, tree.Node | OptimizerWatch] = {}
         for name, thing in attached.items():
-            encoders.append(self._static_part(name, thing, flattener, tensors))
+            if isinstance(thing, torch.nn.Module):
+                static[name] = flattener.node(thing.state_dict(), name)
+                modules.append(ModuleWatch(thing))
+            elif isinstance(thing, torch.optim.Optimizer):
+                watch = static[name] = OptimizerWatch(thing, flattener, name)
+                self._optimizers.append(watch)
         gating.mark(flattener.views)
         layout = lay_out(flattener.views, shape)
-        for (name, _), encoder in zip(attached.items(), encoders, strict=True):
-            self._parts.append((tree.encode_node(name), encoder(), name))
+        self._parts = [  # extents are known: what is static can be encoded
+            (tree.encode_node(name), _encoder(static[name]) if name in static else None, name)
+            for name in attached
+        ]
         self._root_head = _ROOT_HEAD(2) + _ROOT_PACK(tree.Tag.DICT) + _ROOT_HEAD(2 * len(attached))
         self._gating = gating
-        self._geometry = GeometryWatch(tensors)
+        self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers]
+        self._geometry = GeometryWatch([t for watch in self._watches for t in watch.tensors])
         self._keep(layout, flattener.views)
-
-    def _static_part(
-        self, name: str, thing: Any, flattener: Flattener, tensors: list[torch.Tensor]
-    ) -> Callable[[], Callable[[], bytes] | None]:
-        """Adds the part's tensors; returns what makes its encoder once extents are known."""
-        watch: ModuleWatch | OptimizerWatch
-        if isinstance(thing, torch.nn.Module):
-            watch = ModuleWatch(thing)
-            node = flattener.node(thing.state_dict(), name)
-            tensors += watch.tensors
-
-            def encode_module() -> Callable[[], bytes]:
-                data = tree.encode_node(node)
-                return lambda: data
-
-            self._watches.append(watch)
-            return encode_module
-        if isinstance(thing, torch.optim.Optimizer):
-            watch = OptimizerWatch(thing, flattener, name)
-            tensors += watch.tensors
-            self._watches.append(watch)
-            return watch.encoder
-        return lambda: None
 
     def _keep(self, layout: Layout, views: list[View]) -> None:
         self._gated, self._volatile = layout.packed(inline=layout.inline)
@@ -233,14 +217,15 @@ class _FastPlan:
         )
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
-        """None when something that is asked every time is on a GPU, whose section is fixed here, or
-        shares memory with the static tensors."""
+        """None when a state that is not static is on a GPU, whose section is fixed here, or shares
+        memory with the static tensors."""
         flattener = Flattener()
         nodes: dict[str, tree.Node] = {}
         for _, encoder, name in self._parts:
             if encoder is None:
                 nodes[name] = _dynamic_node(name, self._attached[name], flattener)
-        self._take_groups(flattener)
+        for watch in self._optimizers:
+            watch.take_groups(flattener)
         gated, volatile, in_place = self._gated, self._volatile, self._in_place
         extents, end, owners = self._extents_node, self._end, self._owners
         if flattener.views:
@@ -266,15 +251,16 @@ class _FastPlan:
             gated, volatile, data, _aligned(end), owners, self._device, in_place=in_place
         )
 
-    def _take_groups(self, flattener: Flattener) -> None:
-        """Optimizers put what is in their param_groups into this call's flattener."""
-        for watch in self._watches:
-            if isinstance(watch, OptimizerWatch):
-                watch.take_groups(flattener)
-
     def _overlaps(self, view: View) -> bool:
         before = bisect.bisect_left(self._starts, view.address + view.nbytes)
         return before > 0 and self._ends[before - 1] > view.address
+
+
+def _encoder(part: tree.Node | OptimizerWatch) -> Callable[[], bytes]:
+    if isinstance(part, OptimizerWatch):
+        return part.encoder()
+    data = tree.encode_node(part)
+    return lambda: data
 
 
 _ROOT_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
