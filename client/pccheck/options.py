@@ -1,4 +1,4 @@
-"""Checks of what users pass in."""
+"""The options of a client, checked."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ class Options:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise UsageError(f"{name}={value!r}", hint=f"use one of {', '.join(allowed)}")
+                raise UsageError(
+                    f"{name}={value!r} is not an option", hint=f"use one of {', '.join(allowed)}"
+                )
         if not 0 < self.stall_limit_s < 1e6:
             raise UsageError(
-                f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0"
+                f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0",
+                hint="use the longest time for which checkpoints may delay training, say 30",
             )
 
     @property
@@ -49,9 +52,14 @@ def check_step(step: Any) -> int:
     try:
         number = int(step.__index__())
     except (AttributeError, TypeError):
-        raise UsageError(f"step={step!r} is not an int") from None
+        raise UsageError(
+            f"step={step!r} is not an int", hint="use the number of the training step"
+        ) from None
     if isinstance(step, bool):
         raise UsageError(f"step={step!r} is not an int")
     if not 0 <= number <= _STEP_MAX:
-        raise UsageError(f"step={step!r} is not between 0 and 2**63 - 1")
+        raise UsageError(
+            f"step={step!r} is not between 0 and 2**63 - 1",
+            hint="use the number of the training step",
+        )
     return number

@@ -230,7 +230,7 @@ def assemble(
     data = b"".join((head, encode_node(metadata), _PACK(attached), extents, *root, about))
     if len(data) > TREE_BYTES_MAX:
         raise UnsupportedStateError(
-            f"the Python values of the state take {len(data)} bytes, the limit is {TREE_BYTES_MAX}",
+            f"the Python values of the state take {len(data)} bytes, more than {TREE_BYTES_MAX}",
             hint="put large data into tensors or NumPy arrays",
         )
     return data

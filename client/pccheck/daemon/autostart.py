@@ -1,8 +1,8 @@
-"""A private daemon for people who have none: one per storage directory, shared by the local ranks.
+"""A private daemon where the node has none: one per storage directory, shared by the local ranks.
 
-It lives in the same container or job step as the trainer and dies with it: what was copied but not
-yet durable is then lost. It outlives the trainer process itself, so that a crashed and restarted
-trainer recovers from memory, and ends when the last client that asked for it closes orderly.
+It runs in the trainer's container or job step and ends with it: what is copied and not yet durable
+is then lost. It outlives the trainer process, so that a restarted trainer recovers from memory, and
+ends when its last client is closed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Report, Status
 
 START_LIMIT_S = 30.0
-#: For another local rank that may be starting the daemon.
+#: Another local rank may be starting the daemon.
 _LOCK_LIMIT_S = START_LIMIT_S + 15.0
 _LOCK_STEP_S = 0.02
 LOG_BYTES_MAX = 4 << 20
 _PROBE_LIMIT_S = 5.0
 _HANG_UP_LIMIT_S = 10.0
-#: What clients closed is durable already: there is little to drain.
+#: Checkpoints of closed clients are durable already: there is little to drain.
 _END_LIMIT_S = 10.0
 _AGAIN_S = 10.0
-#: What was set for this rank alone. The daemon finds GPUs by their UUID and serves the other ranks,
-#: too; which GPUs a container or a job step lets it open is not changed by this.
+#: Variables of this rank alone. The daemon finds GPUs by their UUID and serves all ranks; this does
+#: not change which GPUs a container or a job step allows.
 _OF_THE_RANK = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 #: One for each open client.
 _OF_THIS_PROCESS: weakref.WeakSet[PrivateDaemon] = weakref.WeakSet()
 
 
 class PrivateDaemon:
-    """The daemon of one storage directory. A note in that directory names its socket, wherever
-    XDG_RUNTIME_DIR pointed when it was started; `socket` leads there."""
+    """The daemon of one storage directory. A note in that directory names its socket, which depends
+    on XDG_RUNTIME_DIR at its start; `socket` leads there."""
 
     def __init__(self, storage: str | os.PathLike[str]) -> None:
         self.storage = Path(storage).absolute()
@@ -63,17 +63,17 @@ class PrivateDaemon:
         self.directory = _runtime_root() / digest
         self.socket = self.directory / "attach.sock"
         self._starting: threading.Thread | None = None
-        self._again_s = 0.0  # time.monotonic; it is not tried sooner
+        self._again_s = 0.0  # time.monotonic() of the next try
         _OF_THIS_PROCESS.add(self)
 
     def ensure(self) -> None:
-        """Starts it unless it runs. Raises PccheckError with the end of its log."""
+        """Starts it unless it runs. Raises PccheckError with the last line of its log."""
         try:
             self.storage.mkdir(exist_ok=True)  # not its parents: they may be a disk not mounted yet
         except OSError as error:
             raise NoStoreError(
-                f"the storage directory {self.storage} cannot be made: {error.strerror}",
-                hint="give a directory on a local disk with storage=",
+                f"cannot make the storage directory {self.storage}: {error.strerror}",
+                hint="choose a directory on a local disk with storage=",
             ) from error
         self.directory.mkdir(mode=0o700, exist_ok=True)
         with self._locked():
@@ -86,8 +86,8 @@ class PrivateDaemon:
                 self._start()
 
     def ensure_later(self) -> None:
-        """The same in a thread of its own, for a trainer whose daemon was killed: the next
-        checkpoints find the new one."""
+        """The same in a thread of its own, after the daemon was killed: the next checkpoints use
+        the new one."""
         if self._starting is not None and self._starting.is_alive():
             return
         if time.monotonic() < self._again_s:
@@ -98,17 +98,17 @@ class PrivateDaemon:
             try:
                 self.ensure()
             except (PccheckError, OSError) as error:
-                LOG.warning("PCcheck: %s", error)
+                LOG.warning("PCcheck: cannot restart the private pccheckd: %s", error)
             if self not in _OF_THIS_PROCESS:  # its client was closed meanwhile
                 self.release()
 
         self._starting = threading.Thread(target=start, name="pccheck-autostart", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: at the next checkpoint, perhaps
+        with contextlib.suppress(RuntimeError):  # thread limit: tried again at a later checkpoint
             self._starting.start()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process at a time looks for the daemon, starts it or ends it. Raises NoStoreError,
+        """Lets one process at a time find, start or end the daemon. Raises NoStoreError,
         WaitTimeoutError."""
         path = self.storage / ".pccheckd.starting"
         deadline = time.monotonic() + _LOCK_LIMIT_S
@@ -116,22 +116,22 @@ class PrivateDaemon:
             lock = path.open("a")
         except OSError as error:
             raise NoStoreError(
-                f"{path} cannot be opened: {error.strerror}",
-                hint="give a directory of your own with storage=",
+                f"cannot open {path}: {error.strerror}",
+                hint="choose a directory of your own with storage=",
             ) from error
         with lock:
             while not _taken(lock):
                 if time.monotonic() >= deadline:
                     raise WaitTimeoutError(
                         f"another process has held {path} for {_LOCK_LIMIT_S:g} s",
-                        hint=f"is it stopped? see: fuser {path}",
+                        hint=f"see which process: fuser {path}",
                     )
                 time.sleep(_LOCK_STEP_S)
             yield
 
     def _end_orphan(self) -> None:
-        """A private daemon whose socket was removed, with XDG_RUNTIME_DIR at a logout, cannot be
-        reached any more, and keeps the storage directory locked: it is ended, and drains first."""
+        """Ends a private daemon whose socket was removed (XDG_RUNTIME_DIR, at a logout): it keeps
+        the storage directory locked, and nothing can connect to it. It drains first."""
         if not layout.socket_note(self.storage).exists() or layout.noted_socket(self.storage):
             return
         with contextlib.suppress(OSError, ValueError):
@@ -159,28 +159,28 @@ class PrivateDaemon:
             if _answers(self.socket):
                 (self.directory / "pid").write_text(str(process.pid))
                 LOG.warning(
-                    "PCcheck: started a private pccheckd (pid %d, socket %s, log %s); it ends with "
-                    "this container or job step, and what is not durable by then is lost",
+                    "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends with "
+                    "this container or job step, and what is not durable is then lost",
                     process.pid, self.socket, log,
                 )  # fmt: skip
-                # Not a child to wait for: it outlives us. Tell Popen so, or it warns at exit.
+                # It outlives this process: without a return code Popen warns at exit.
                 process.returncode = 0
                 return
             time.sleep(0.02)
         if process.poll() is None:
             process.terminate()
-        said = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(errors="replace").strip().splitlines()
         raise PccheckError(
-            f"the private pccheckd did not start: {said[-1] if said else 'it said nothing'}",
-            hint=f"its log is {log}",
+            f"the private pccheckd did not start: {lines[-1] if lines else 'its log is empty'}",
+            hint=f"see its log: {log}",
         )
 
     def release(self) -> None:
-        """Ends the daemon, which drains first, when no other client is connected."""
+        """Ends the daemon, which drains first, unless another client is connected."""
         _OF_THIS_PROCESS.discard(self)
         if any(other.storage == self.storage for other in _OF_THIS_PROCESS):
             return
-        # Once the directory was removed, no process looks for its daemon.
+        # When the directory was removed, no process looks for its daemon.
         locked = self._locked() if self.storage.is_dir() else contextlib.nullcontext()
         with contextlib.suppress(PccheckError, OSError, ValueError), locked:
             pid = int((self.socket.resolve().parent / "pid").read_text())
@@ -188,7 +188,7 @@ class PrivateDaemon:
                 ends = seen.welcome.pid == pid and _nobody_else(seen)
             if ends:
                 os.kill(pid, signal.SIGTERM)
-                # Under the lock: a client that comes now waits, and then starts another daemon.
+                # Under the lock: a client that starts now waits, and then starts another daemon.
                 _await_end(pid, _END_LIMIT_S)
 
 
@@ -209,7 +209,7 @@ def _answers(socket: Path) -> bool:
 
 
 def _nobody_else(seen: attach.Attachment) -> bool:
-    """Whether no client is connected; a session just closed or killed may need a moment."""
+    """Whether no client is connected; a session that was just closed may still be listed."""
     deadline = time.monotonic() + _HANG_UP_LIMIT_S
     while True:
         report = seen.request(Status(), timeout_s=_PROBE_LIMIT_S)
@@ -238,7 +238,7 @@ def _is_other(pid: object) -> bool:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_RANK}
-    # The file in /etc is the service's, and may not be for us to read.
+    # The file in /etc belongs to the service, and may be unreadable here.
     return {"PCCHECK_CONFIG": os.devnull, **kept, "PCCHECKD_LOG_BYTES": str(LOG_BYTES_MAX)}
 
 
@@ -247,11 +247,14 @@ def private_daemon(storage: str | os.PathLike[str] | None, socket: object) -> Pr
     chosen = storage or os.environ.get("PCCHECK_STORAGE")
     if not chosen:
         raise UsageError(
-            "autostart=True needs a place for the checkpoints",
-            hint="give storage=DIR, a directory on a local disk",
+            "autostart=True needs a directory for the checkpoints",
+            hint="add storage=DIR, a directory on a local disk, or set PCCHECK_STORAGE",
         )
     if socket:
-        raise UsageError("autostart=True chooses its own socket", hint="leave socket= out")
+        raise UsageError(
+            "autostart=True chooses its own socket, and socket= was given",
+            hint="leave socket= out; or leave autostart=True out to use the daemon there",
+        )
     return PrivateDaemon(chosen)
 
 
@@ -265,7 +268,7 @@ def _runtime_root() -> Path:
     owner = root.lstat()
     if owner.st_uid != os.getuid() or (owner.st_mode & 0o077 and not given):
         raise PccheckError(
-            f"{root} belongs to somebody else or is open to others",
+            f"{root} belongs to another user, or other users can read it",
             hint="remove it, or set XDG_RUNTIME_DIR to a directory of mode 0700",
         )
     return root

@@ -39,7 +39,7 @@ def identify(
     """Arguments first, then the environment. Raises UsageError."""
     if job == "":
         raise UsageError(
-            'job="" is no name', hint="leave job= out to take PCCHECK_JOB or the script's name"
+            'job="" is not a name', hint="leave job= out to use PCCHECK_JOB or the script's name"
         )
     if job is not None and not isinstance(job, str):
         raise UsageError(f"job={job!r} is not a str", hint='job="NAME", or leave it out')
@@ -47,15 +47,15 @@ def identify(
     name = given or _script_name()
     if not re.fullmatch(JOB_PATTERN, name):
         raise UsageError(
-            f"{name[:140]!r} cannot be a job's name",
-            hint="use letters, digits, '.', '_' and '-', at most 128, and no '.' or '-' in front",
+            f"{name[:140]!r} is not a valid job name",
+            hint="use at most 128 letters, digits, '.', '_' and '-', and start with none of '.-'",
         )
     size = _number("WORLD_SIZE", 1, environ) if world_size is None else world_size
     mine = _number("RANK", 0, environ) if rank is None else rank
     if not 0 <= mine < size <= RANKS_MAX:
         raise UsageError(
-            f"rank {mine} with world_size {size}",
-            hint="rank counts from 0 and is below world_size; torchrun sets RANK and WORLD_SIZE",
+            f"rank must be from 0 to world_size - 1 (got rank {mine} with world_size {size})",
+            hint="see RANK and WORLD_SIZE, which torchrun sets, or pass rank= and world_size=",
         )
     local = min(max(1, _number("LOCAL_WORLD_SIZE", size, environ)), size)
     return Identity(name, mine, size, local, _launch(environ), guessed=not given)
@@ -69,9 +69,9 @@ def _script_name() -> str:
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:128]
     if cleaned in _NO_SCRIPTS:
         raise UsageError(
-            "the job has no name: this is a notebook, an interactive session, `python -c` or a "
-            "worker, and not a script",
-            hint='name it: PCcheckClient(job="NAME"), or PCCHECK_JOB',
+            "the job has no name, because no script runs here (a notebook, an interactive session, "
+            "`python -c` or a worker)",
+            hint='use PCcheckClient(job="NAME"), or set PCCHECK_JOB',
         )
     return cleaned
 
@@ -81,7 +81,10 @@ def _number(name: str, default: int, environ: Mapping[str, str]) -> int:
     try:
         return int(text) if text else default
     except ValueError:
-        raise UsageError(f"{name}={text!r} is not a number") from None
+        raise UsageError(
+            f"{name}={text!r} in the environment is not a number",
+            hint=f"unset {name}, or set it as torchrun does",
+        ) from None
 
 
 def _launch(environ: Mapping[str, str]) -> str:

@@ -1,5 +1,5 @@
-"""Which process made a checkpoint: recorded with it, told when a run goes on from it, and compared
-when the job has no name but the script's."""
+"""Which process made a checkpoint: recorded with it, logged when a run continues from it, and
+compared when the job has only the script's name."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def age(wall_ns: int) -> str:
 
 
 def require_same(job: str, step: int, wall_ns: int, made_by: Origin) -> None:
-    """Raises UsageError when a job that is named after its script would go on from a checkpoint
-    that another command made, or the same one in another directory."""
+    """Raises UsageError when a job that is named after its script would continue from a checkpoint
+    that another command made, or the same command in another directory."""
     mine = this_process()
     if (made_by.command, made_by.directory) == (mine.command, mine.directory):
         return
     raise UsageError(
-        f"step {step} of job {job!r} was saved {age(wall_ns)} by another command: {made_by}; this "
-        f"process is {mine}. Neither job has a name of its own",
+        f"step {step} of job {job!r} was saved {age(wall_ns)} by another command, {made_by}, and "
+        f"this process is {mine}. Both are named after the script only, so nothing is restored",
         hint=f"to continue from that checkpoint, set PCCHECK_JOB={job} or job={job!r}; to start a "
         "separate run, use any other name",
     )

@@ -1,4 +1,4 @@
-"""Puts a recovered state in place: straight into the tensors that are attached, where they fit.
+"""Restores in place: straight into the tensors that are attached, where they fit.
 
 Everything is compared first, and states without tensors go to their load_state_dict first; not a
 byte is written when something does not fit. Tensors of the same shape and dtype keep their memory,
@@ -30,12 +30,12 @@ from .rebuild import Loader, Memory, state_of
 
 _SHOWN = 5
 _COMPILED = (
-    "a part of one side is compiled, and its names have _orig_mod in them: attach the model "
-    "before its parts are compiled, or compile them in place, by part.compile()"
+    "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
+    "or compile them in place with part.compile()"
 )
 _OTHER_OPTIMIZER = (
-    "attach the optimizer that it was, or say restore(strict_optimizer=False) to put this state "
-    "into the attached one"
+    "attach an optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
+    "the attached one"
 )
 #: What schedulers of torch write into the groups, and may not have written yet.
 _BY_SCHEDULERS = frozenset(
@@ -60,13 +60,12 @@ class Placement:
         self._strict = strict_optimizer
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
-        # What is called without memory of the checkpoint, before anything is loaded; after that;
-        # and at the very end.
+        # Called before anything is loaded, without the checkpoint's memory; after that; at the end.
         self._before: list[Callable[[Memory], None]] = []
         self._after: list[Callable[[Memory], None]] = []
         self._last: list[Callable[[Memory], None]] = []
-        # The one that training draws from. Others (validation) may make their next iterator much
-        # later, when the generators have moved on.
+        # Training draws from this one. Others (validation) may make their next iterator much later,
+        # when the generators have moved on.
         self._loader = attached.get("loader") if "loader" not in leave else None
         for name, node, thing in _named(described, attached):
             if name in leave:
@@ -133,11 +132,14 @@ class Placement:
 
     def _tensor(self, path: str, node: tree.Node, live: object) -> None:
         if not isinstance(node, tree.Tensor) or not isinstance(live, torch.Tensor):
-            raise StateMismatchError(f"{path}: a tensor on one side only")
+            raise StateMismatchError(
+                f"{path}: the checkpoint and what is attached do not both have a tensor here",
+                hint="attach what was attached, or take what you need from recover()",
+            )
         if not _alike(node, live):
             raise StateMismatchError(
-                f"{path}: the checkpoint has {node.dtype} {node.shape}, attached is "
-                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}",
+                f"{path}: the checkpoint has {node.dtype} {node.shape}, and "
+                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} is attached",
                 hint="build the model as it was, or take what you need from recover()",
             )
         self._pairs.append((node, live))
@@ -157,7 +159,10 @@ class Placement:
             try:
                 thing.load_state_dict(state)
             except (RuntimeError, ValueError, KeyError) as error:
-                raise StateMismatchError(f"{name}: load_state_dict refused: {error}") from error
+                raise StateMismatchError(
+                    f"{name}: its load_state_dict() refused the checkpoint: {error}",
+                    hint="build it as it was, or take what you need from recover()",
+                ) from error
 
         if name == RNG and thing is True:
             self._last.append(restore_generators)
@@ -178,7 +183,10 @@ class Placement:
         parts = _mapping(node, name)
         groups = parts.get("param_groups")
         if not isinstance(groups, tree.Sequence) or "state" not in parts:
-            raise StateMismatchError(f"{name}: the checkpoint holds no optimizer under this name")
+            raise StateMismatchError(
+                f"{name}: the checkpoint has no optimizer of this name",
+                hint="attach the same under the same names",
+            )
         saved_groups = [_mapping(item, f"{name}.param_groups") for item in groups.items]
         parameters = _numbered(name, saved_groups, optimizer)
         if self._strict:
@@ -189,7 +197,10 @@ class Placement:
             path = tree.join(f"{name}.state", number)
             if number not in parameters:
                 if isinstance(number, int):
-                    raise StateMismatchError(f"{path}: there is no such parameter")
+                    raise StateMismatchError(
+                        f"{path}: the attached optimizer has no such parameter",
+                        hint=_OTHER_OPTIMIZER,
+                    )
                 common[number] = entry
                 self._want(entry)
                 continue
@@ -273,9 +284,9 @@ def _packed(targets: list[_Target]) -> tuple[bytes, bytes]:
 def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str, tree.Node, Any]]:
     if not described.attached:
         raise StateMismatchError(
-            "the checkpoint was made of a state given to checkpoint(state)",
-            hint="get it with recover(); to save a value beside what is attached, use metadata= or "
-            "attach a dict",
+            "the checkpoint was made by checkpoint(state), not of what is attached",
+            hint="get the state with recover(); to save values beside what is attached, use "
+            "metadata= or attach a dict",
         )
     saved = _mapping(described.root, "")
     _same_keys("what was attached", saved.keys(), attached.keys())
@@ -284,7 +295,10 @@ def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str,
 
 def _mapping(node: tree.Node, path: str) -> dict[Any, tree.Node]:
     if not isinstance(node, tree.Mapping):
-        raise StateMismatchError(f"{path}: the checkpoint holds no mapping there")
+        raise StateMismatchError(
+            f"{path}: the checkpoint has no dict here",
+            hint="attach what was attached, or take what you need from recover()",
+        )
     return {tree.plain(key): value for key, value in node.items}
 
 
@@ -343,7 +357,8 @@ def _numbered(
     if len(saved) != len(optimizer.param_groups):
         raise StateMismatchError(
             f"{name}.param_groups: {len(saved)} in the checkpoint, "
-            f"{len(optimizer.param_groups)} attached"
+            f"{len(optimizer.param_groups)} attached",
+            hint=_OTHER_OPTIMIZER,
         )
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         ids = group.get("params")
@@ -351,7 +366,8 @@ def _numbered(
             count = len(ids.items) if isinstance(ids, tree.Sequence) else 0
             raise StateMismatchError(
                 f"{name}.param_groups.{index}.params: {count} in the checkpoint, "
-                f"{len(live['params'])} attached"
+                f"{len(live['params'])} attached",
+                hint=_OTHER_OPTIMIZER,
             )
         numbers.update(zip(map(tree.plain, ids.items), live["params"], strict=True))
     return numbers
@@ -361,7 +377,7 @@ def _same_kind(name: str, described: tree.Tree, optimizer: torch.optim.Optimizer
     kind, mine = origin.optimizer_kind(described, name), type(optimizer).__qualname__
     if kind not in ("", mine):
         raise StateMismatchError(
-            f"{name}: the checkpoint is of a {kind}, attached is a {mine}", hint=_OTHER_OPTIMIZER
+            f"{name}: the checkpoint has a {kind}, and a {mine} is attached", hint=_OTHER_OPTIMIZER
         )
 
 

@@ -1,10 +1,10 @@
-"""How GPU tensors reach the daemon: pulled by it out of an exposure of ours, or pushed.
+"""How GPU tensors reach the daemon: it pulls them out of exposed memory, or the link pushes them.
 
-Pull is tried first. What the daemon can pull from is told anew when addresses, or the memory
-behind them, have changed, and after a pulled copy that failed. (A daemon whose driver fails copy
-after copy refuses.) After a refusal this connection pushes. When the reason may pass, as a GPU that
-is full or a driver that is late, pull is tried again after ten checkpoints, then after twenty, and
-so on. When memory is short, torch's allocator is first asked to give back what it does not use.
+Pull is tried first. Memory is exposed again when addresses, or the memory behind them, changed, and
+after a pulled copy failed. (A daemon whose driver fails again and again refuses.) After a
+refusal this connection pushes. When the reason may pass (a full GPU, a slow driver), pull is tried
+again after 10 checkpoints, then after 20, and so on. When memory is short, torch's allocator first
+frees what it does not use.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from pccheck_wire.messages import Chose, Expose
 
 #: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
 STAGING_BYTES_MAX = 512 << 20
-#: Of a reason, as the daemon takes it.
+#: The daemon accepts reasons of this length.
 REASON_LENGTH_MAX = 200
 _T = TypeVar("_T")
 _TOO_MANY = (
     "the state lies in more than 262144 separate pieces of GPU memory, or in more than 16384 "
-    "allocations; larger tensors, or flat ones, would be pulled"
+    "allocations; use fewer and larger tensors"
 )
 
 
@@ -46,7 +46,7 @@ AGAIN_AFTER, AGAIN_AFTER_MAX = 10, 640
 
 
 class NoStagingError(DeviceError):
-    """There is no room on the GPU for what would have to be copied there first."""
+    """The GPU has no memory for the copy that has to be made there first."""
 
 
 class Again:
@@ -75,7 +75,7 @@ class Handover:
     map: int  # of the exposure that the daemon pulls by; 0: the link pushes
 
     def enqueue(self, link: Link, snapshot: int) -> None:
-        """Stages what has to be, and marks where in the trainers' streams the snapshot is."""
+        """Stages what needs it, and marks the snapshot's place in the training streams."""
         part = self.part
         for device in part.devices:
             stream = devices.current_stream(device)
@@ -89,7 +89,7 @@ class Handover:
 
 @dataclass(slots=True)
 class _Tie:
-    """What was agreed on over one connection."""
+    """What one connection has agreed on."""
 
     connection: Connection
     refused: str  # why this connection pushes; "" while it pulls
@@ -99,7 +99,7 @@ class _Tie:
     map: int = 0
     ranges: bytes = b""  # what is exposed; b"" when nothing is, or that is not certain
     kept: list[object] = field(default_factory=list)  # the memory that is exposed
-    told: tuple[str, str] | None = None
+    announced: tuple[str, str] | None = None
     staging: dict[int, int] = field(default_factory=dict)
     outgrown: bool = False  # there is staging memory that nothing new uses
 
@@ -117,8 +117,8 @@ class Exposure:
     ) -> Handover:
         """Readies GPUs, staging memory and the exposure.
 
-        `queued`: a snapshot that the daemon is to pull has no slot yet. The exposure that it names
-        is then left as it is, and what does not fit into that is pushed, this once. Raises
+        `queued`: a snapshot that the daemon will pull has no slot yet. The exposure that it names
+        stays as it is, and what does not fit into it is pushed, this once. Raises
         DeviceError, NoStagingError, and what a request raises when the daemon does not
         answer.
         """
@@ -136,24 +136,25 @@ class Exposure:
             if tie.refused and tie.kept and not queued:
                 self._withdraw(tie)
         except NativeError as error:
-            raise DeviceError(f"the GPU part cannot be copied: {error}") from error
+            raise DeviceError(f"cannot copy the GPU tensors: {error}") from error
         except (ValueError, OSError) as error:
             if isinstance(error, PccheckError) or connection.alive():
                 raise
             raise connection.gone() from error
-        self._tell(tie)
+        self._announce(tie)
         if staging != tie.staging:
             tie.outgrown = tie.outgrown or bool(tie.staging)
             tie.staging = staging
         if not (tie.refused or fits) and self._transfer == "pull":
             raise DeviceError(
-                'transfer="pull" is not available: tensors were replaced while a checkpoint before '
-                "waits for a slot", hint='use transfer="auto", or more --slots',
-            )  # fmt: skip
+                'transfer="pull" is not available: tensors were replaced while an earlier '
+                "checkpoint waits for a slot",
+                hint='use transfer="auto", or start pccheckd with more --slots',
+            )
         return Handover(part, ranges, 0 if tie.refused or not fits else tie.map)
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being recorded on a stream that trains."""
+        """Whether a CUDA graph is recorded on a stream that trains."""
         if devices.capturing():
             return True
         tie = self._tie
@@ -166,13 +167,13 @@ class Exposure:
             return False
 
     def broke(self) -> None:
-        """The daemon gave a pulled snapshot up half-way, perhaps for a handle that has become
-        stale: everything is exposed anew. When its driver fails again and again it refuses."""
+        """The daemon failed a pulled snapshot half-way, perhaps for a stale handle: everything is
+        exposed again."""
         if self._tie is not None:
             self._tie.ranges = b""
 
     def trim(self) -> None:
-        """No snapshot is being read: outgrown staging memory can go."""
+        """Frees outgrown staging memory, when no snapshot is being read."""
         tie = self._tie
         if tie is not None and tie.outgrown:
             tie.outgrown = False
@@ -194,10 +195,10 @@ class Exposure:
 
     def _known_obstacle(self, connection: Connection) -> str:
         if self._transfer == "push":
-            return 'transfer="push" was asked for'
+            return 'the client has transfer="push"'
         welcome = connection.welcome
         if welcome.transfer != "pull":
-            return welcome.transfer_reason or "this daemon does not pull"
+            return welcome.transfer_reason or "this daemon cannot pull"
         return ""
 
     def _open(self, tie: _Tie, part: DevicePart) -> None:
@@ -215,10 +216,10 @@ class Exposure:
         before, tie.kept = tie.kept, [tie.kept, part.owners]
         try:
             data = _with_room(lambda: connection.link.expose(ranges, part.nbytes), part)
-        except (NativeError, OSError) as error:  # no handle, or no room for the probe
+        except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             too_many = isinstance(error, NativeError) and error.code_name == "TOO_LARGE"
             _refuse(tie, _TOO_MANY if too_many else str(error), isinstance(error, NativeError))
-            tie.kept = before  # what the daemon was told of stays
+            tie.kept = before  # the earlier exposure stays
             return
         try:
             _with_room(lambda: self._send(tie, data), part)
@@ -239,29 +240,31 @@ class Exposure:
                 tie.connection.request(message, timeout_s=self._stall_limit_s)
 
     def _withdraw(self, tie: _Tie) -> None:
-        """Nothing is pulled any more: the daemon lets go of the memory, and then so do we."""
+        """Ends the exposure: the daemon unmaps the memory, and then it is released here."""
         tie.map += 1
         try:
             tie.connection.request(Expose(tie.map, []), timeout_s=self._stall_limit_s)
         except WaitTimeoutError:  # tried again at the next checkpoint
             raise
-        except PccheckError:  # an empty one is refused, but in the place of the one before
+        except PccheckError:  # an empty exposure is refused, and replaces the one before
             pass
         tie.kept = []
 
-    def _tell(self, tie: _Tie) -> None:
-        """Says what was chosen, when it is news. Raises when that cannot be: pull was demanded."""
+    def _announce(self, tie: _Tie) -> None:
+        """Reports a new choice. Raises DeviceError when it is push and the client has
+        transfer="pull"."""
         choice = ("push", tie.refused) if tie.refused else ("pull", "")
-        if choice != tie.told:
-            tie.told = choice
+        if choice != tie.announced:
+            tie.announced = choice
             tie.connection.post(Chose(choice[0], _printable(choice[1])))
             LOG.info("GPU tensors go by %s%s", choice[0], f": {choice[1]}" if choice[1] else "")
         if tie.refused and self._transfer == "pull":
-            reason = tie.refused  # perhaps a handle that did not open once: tried again next time
+            reason = tie.refused  # tried again with the next checkpoint
             tie.refused = self._known_obstacle(tie.connection)
-            tie.opened.clear()  # what a GPU lacks is said again
+            tie.opened.clear()  # finds again what a GPU lacks
             raise DeviceError(
-                f'transfer="pull" is not available: {reason}', hint='use transfer="auto"'
+                f'transfer="pull" is not available: {reason}',
+                hint='use transfer="auto", which pushes instead',
             )
 
 
@@ -271,10 +274,14 @@ def _refuse(tie: _Tie, reason: str, for_good: bool) -> None:
 
 
 def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:
-    """Does it, and once more when GPU memory is short and torch could give some back."""
+    """Does it, and a second time when GPU memory is short, after torch freed what it can."""
     try:
         return work()
-    except (MemoryError, OSError, DeviceError) as error:  # the last one: the daemon has no room
+    except (
+        MemoryError,
+        OSError,
+        DeviceError,
+    ) as error:  # the last: of the daemon
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
     for device in part.devices:
@@ -283,19 +290,19 @@ def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:
 
 
 def _staging(link: Link, part: DevicePart) -> dict[int, int]:
-    """Staging memory on every GPU that needs some: its addresses."""
+    """The addresses of staging memory, on every GPU that needs some."""
     made: dict[int, int] = {}
     for device, nbytes in part.staging_bytes.items():
         if nbytes > STAGING_BYTES_MAX and not part.all_staged:
             raise NoStagingError(
-                f"{nbytes >> 20} MiB of tensors on GPU {device} that no gate guards are more than "
-                f"the {STAGING_BYTES_MAX >> 20} MiB that are copied on the GPU first"
+                f"GPU {device} has {nbytes >> 20} MiB of tensors without a gate, more than the "
+                f"{STAGING_BYTES_MAX >> 20} MiB that are copied on the GPU first"
             )
         try:
             made[device] = _with_room(partial(link.staging, device, nbytes), part)
         except MemoryError as error:
             raise NoStagingError(
-                f"GPU {device} has no {nbytes >> 20} MiB for a copy on the device", retryable=True
+                f"GPU {device} has no {nbytes >> 20} MiB free for a copy on the GPU", retryable=True
             ) from error
     return made
 

@@ -1,5 +1,5 @@
-"""What may be attached: anything with a state dict, without the wrapper that a framework put around
-it, and dicts of plain values."""
+"""What may be attached: anything with a state dict, without a framework's wrapper, and dicts of
+plain values."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .plan import RNG
 
 
 class Stateful(Protocol):
-    """Anything that gives its state away and takes it back: a scheduler, a data loader, a scaler,
-    a metric."""
+    """Anything that returns and loads its state: a scheduler, a data loader, a scaler, a metric."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 class Values:
-    """A dict of plain values and tensors that was attached as it is: `restore()` puts its items
-    back into the very same dict."""
+    """An attached dict of plain values and tensors: `restore()` puts its items back into the same
+    dict."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self.values = values
@@ -45,7 +44,10 @@ def checked(things: Mapping[str, object]) -> dict[str, Any]:
 
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
-        raise UsageError(f"attach({RNG}=...) is True or False", hint="use another name")
+        raise UsageError(
+            f"attach({RNG}=...) takes True or False only",
+            hint="attach this under another name",
+        )
     if isinstance(thing, torch.nn.Module):
         return _inner_module(thing)
     if isinstance(thing, torch.optim.Optimizer):
@@ -66,28 +68,28 @@ def _checked(name: str, thing: object) -> object:
 def _hint(thing: object) -> str:
     if isinstance(thing, torch.utils.data.DataLoader):
         return (
-            "its place in the data cannot be saved; torchdata's StatefulDataLoader takes the same "
-            "arguments and can (pip install torchdata)"
+            "use torchdata's StatefulDataLoader (pip install torchdata): it takes the same "
+            "arguments and saves its place in the data"
         )
-    return "attach a dict, and put the value there; or give the object these two methods"
+    return "attach a dict that has the value, or give the object these two methods"
 
 
 def _try(name: str, thing: Any) -> None:
-    """Once now, or the first checkpoint would find out, after hours perhaps."""
+    """Now, and not at the first checkpoint, perhaps hours later."""
     try:
         state = thing.state_dict()
     except Exception as error:
         raise UsageError(
-            f"attach({name}=...): the state_dict() of this {type(thing).__name__} fails: "
+            f"attach({name}=...): state_dict() of this {type(thing).__name__} fails: "
             f"{type(error).__name__}: {error}",
-            hint="attach something whose state_dict() works from the beginning; for a data loader "
-            "that is torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",
+            hint="attach an object whose state_dict() works from the start; for a data loader use "
+            "torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",
         ) from error
     Flattener().node(state, name)
 
 
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Of torch.compile(model) and of plain data parallelism, whose state dicts have the same
+    """The module inside torch.compile and plain data parallelism, whose state dicts have the same
     tensors under other names."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     while True:
@@ -102,14 +104,14 @@ def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Of a wrapper that is an Optimizer in name only, as Accelerate's: nothing can wait for its
-    step."""
+    """The optimizer inside a wrapper that is an Optimizer in name only (Accelerate's), and whose
+    step cannot wait."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
             raise UsageError(
-                f"attach({name}=...): {type(optimizer).__name__} is a torch.optim.Optimizer whose "
-                "__init__ has not run, so its step cannot be made to wait for a copy",
+                f"attach({name}=...): {type(optimizer).__name__} did not call "
+                "torch.optim.Optimizer.__init__, so its step cannot wait for a copy",
                 hint="attach the optimizer that it wraps",
             )
         optimizer = inner

@@ -302,7 +302,7 @@ def _tell(view: View, extent: int, offset: int, lead: int) -> None:
     node = view.node
     if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
         raise UnsupportedStateError(
-            f"{view.path}: it overlaps another tensor at an odd address for {node.dtype}",
-            hint="pass a clone of it",
+            f"{view.path}: the tensor overlaps another one at an odd address for {node.dtype}",
+            hint="attach a clone of it",
         )
     node.extent, node.offset = extent, offset

@@ -36,7 +36,7 @@ class Flattener:
 
     def __init__(self) -> None:
         self.views: list[View] = []
-        self._open: set[int] = set()  # containers that we are inside of
+        self._open: set[int] = set()  # the containers around the value
 
     def node(self, value: object, path: str) -> Node:
         """The node of a value; its tensors are added to `views`.
@@ -58,9 +58,14 @@ class Flattener:
 
     def _enter(self, owner: object, path: str) -> None:
         if id(owner) in self._open:
-            raise UnsupportedStateError(f"{path}: the container holds itself")
+            raise UnsupportedStateError(
+                f"{path}: the container contains itself", hint="save it without the cycle"
+            )
         if len(self._open) >= tree.DEPTH_MAX - 4:
-            raise UnsupportedStateError(f"{path}: nested more than {tree.DEPTH_MAX - 4} deep")
+            raise UnsupportedStateError(
+                f"{path}: nested more than {tree.DEPTH_MAX - 4} levels deep",
+                hint="save a flatter structure",
+            )
         self._open.add(id(owner))
 
     def sequence(self, value: Any, path: str) -> Node:
@@ -83,8 +88,8 @@ class Flattener:
         if type(value) is collections.defaultdict:
             if value.default_factory not in _FACTORIES:
                 raise UnsupportedStateError(
-                    f"{path}: a defaultdict with the factory {value.default_factory!r}",
-                    hint=f"plain ones are {', '.join(name for name in tree.FACTORIES if name)}",
+                    f"{path}: a defaultdict of {value.default_factory!r} cannot be stored",
+                    hint=f"use a dict, or one of {', '.join(filter(None, tree.FACTORIES))}",
                 )
             factory = _FACTORIES[value.default_factory]
         elif type(value) is collections.OrderedDict and hasattr(value, "_metadata"):
@@ -116,7 +121,10 @@ class Flattener:
 
     def array(self, value: Any, path: str) -> Node:
         if value.dtype.kind not in _ARRAY_KINDS:
-            raise UnsupportedStateError(f"{path}: a NumPy array of dtype {value.dtype}")
+            raise UnsupportedStateError(
+                f"{path}: a NumPy array of dtype {value.dtype} cannot be stored",
+                hint="convert it to numbers or text",
+            )
         order = "C" if value.flags.c_contiguous else "F"
         if not value.flags.forc:
             value = np.ascontiguousarray(value)
@@ -135,7 +143,7 @@ def _plain(_flattener: Flattener, value: Any, _path: str) -> Node:
 
 def _dtype(_flattener: Flattener, value: Any, path: str) -> Node:
     if value not in DTYPE_NAMES:
-        raise UnsupportedStateError(f"{path}: {value} is not a dtype that can be stored")
+        raise UnsupportedStateError(f"{path}: the dtype {value} cannot be stored")
     return tree.Named(Tag.DTYPE, DTYPE_NAMES[value])
 
 
@@ -172,14 +180,16 @@ def _key(value: object, path: str) -> Node:
         items = [_key(item, path) for item in value]  # type: ignore[attr-defined]
         return tree.Sequence(_SEQUENCE_TAGS[type(value)], items)
     raise UnsupportedStateError(
-        f"{path}: a key or an item of a set of type {_name(value)}",
-        hint="keys may be int, str, float, bool, None, bytes, complex, and tuples of those",
+        f"{path}: a key or set item of type {_name(value)} cannot be stored",
+        hint="use int, str, float, bool, None, bytes, complex, or tuples of those",
     )
 
 
 def _scalar(value: Any, path: str) -> Node:
     if value.dtype.kind not in _ARRAY_KINDS:
-        raise UnsupportedStateError(f"{path}: a NumPy scalar of dtype {value.dtype}")
+        raise UnsupportedStateError(
+            f"{path}: a NumPy scalar of dtype {value.dtype} cannot be stored"
+        )
     return tree.Scalar(value.dtype.str, value.tobytes())
 
 
@@ -191,7 +201,7 @@ def _unsupported(value: object, path: str) -> UnsupportedStateError:
     where = path or "the state"
     if isinstance(value, torch.Tensor):
         return UnsupportedStateError(
-            f"{where}: a tensor subclass, {_name(value)}",
+            f"{where}: a tensor of the subclass {_name(value)} cannot be stored",
             hint="pass its plain tensors, or leave it out; for DTensors see examples/fsdp2.py",
         )
     return UnsupportedStateError(

@@ -1,4 +1,4 @@
-"""What `checkpoint(metadata=)` takes: a dict for a logger, by value and in the words of JSON."""
+"""What `checkpoint(metadata=)` takes: a dict for a logger, by value and in the types of JSON."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ METADATA_DEPTH_MAX = 64
 
 
 def metadata_node(value: object) -> tree.Node:
-    """What a dict for a logger holds, by value and in the words of JSON, so that every reader can
-    show it. Raises UnsupportedStateError by path."""
+    """A dict for a logger, by value and in the types of JSON, so that every reader can show it.
+    Raises UnsupportedStateError by path."""
     return None if value is None else Flattener().node(_json(value, "metadata", 0), "metadata")
 
 
 def _json(value: Any, path: str, depth: int) -> Any:
     if depth > METADATA_DEPTH_MAX:
-        raise UnsupportedStateError(f"{path[:80]}: nested more than {METADATA_DEPTH_MAX} deep")
+        raise UnsupportedStateError(
+            f"{path[:80]}: nested more than {METADATA_DEPTH_MAX} levels deep",
+            hint="attach it instead: attach(extra={...})",
+        )
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         count = int(np.prod(value.shape))
         if count > METADATA_NUMBERS_MAX:
             raise UnsupportedStateError(
-                f"{path}: {count} numbers in metadata, the limit is {METADATA_NUMBERS_MAX}",
-                hint="attach it: attach(extra={...})",
+                f"{path} has {count} numbers, and the limit in metadata is {METADATA_NUMBERS_MAX}",
+                hint="attach it instead: attach(extra={...})",
             )
         value = value.tolist()
     if value is None or type(value) in (bool, int, float, str):
@@ -51,12 +54,14 @@ def _json(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     raise UnsupportedStateError(
-        f"{path}: a {type(value).__name__} in metadata",
-        hint="metadata is numbers, text, dicts and lists; attach the rest: attach(extra={...})",
+        f"{path}: metadata cannot have a {type(value).__name__}",
+        hint="use numbers, text, dicts and lists; attach the rest: attach(extra={...})",
     )
 
 
 def _key(key: object, path: str) -> str:
     if isinstance(key, (str, int, float, np.generic)):
         return str(key)
-    raise UnsupportedStateError(f"{path}: a key that is neither text nor a number: {key!r:.80}")
+    raise UnsupportedStateError(
+        f"{path}: the key {key!r:.80} is neither text nor a number", hint="use str(key)"
+    )

@@ -36,8 +36,8 @@ class Snapshot:
 
     `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
     `wait`: when checkpoint() returns: once the snapshot is "copied", its source is "read", or ""
-    for at once. `in_place`: the tensors that are not copied at once; `reading` finds out whether they
-    changed.
+    for at once. `in_place`: the tensors that are not copied at once; `reading` detects changes of
+    them.
     """
 
     ranges: bytes

@@ -45,8 +45,9 @@ def restore_rng(state: dict[str, Any]) -> None:
     known = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if saved > known:
         warnings.warn(
-            f"PCcheck: generators of {saved} GPUs were saved, and {known} are here: those of the "
-            "CPU, Python and NumPy were restored, those of GPUs keep the values of this process",
+            f"PCcheck: the checkpoint has random generators of {saved} GPUs, and this process has "
+            f"{known}. Those of GPUs are not restored, so training draws other numbers there; "
+            "those of Python, NumPy and the CPU are. For the same numbers use as many GPUs",
             PccheckWarning, stacklevel=2,
         )  # fmt: skip
     elif saved:
