@@ -252,7 +252,7 @@ def _cycle() -> list[object]:
         (object(), "object"),
         (lambda: None, "function"),
         (collections.namedtuple("Pair", "a b")(1, 2), "Pair"),
-        (collections.defaultdict(lambda: 1), "factory"),
+        (collections.defaultdict(lambda: 1), "defaultdict"),
         (np.array([object()]), "dtype object"),
         (np.zeros(2, "i4,f4"), "dtype"),
         (np.ma.masked_array([1]), "MaskedArray"),

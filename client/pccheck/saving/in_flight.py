@@ -135,13 +135,20 @@ class InFlight:
             self.verdict.ask()  # another thread may be giving it
         return "" if self._connection is None else now.error_name or TIMED_OUT
 
+    @property
+    def source_read(self) -> bool:
+        """Whether the tensors may be changed: they were read, or never will be."""
+        if self.verdict is not None:
+            self.verdict.ask()
+        connection = self._connection
+        now = entry_of(connection, self.snapshot) if connection else None
+        return connection is None or now is None or now.source_read or not connection.alive()
+
     def wait_read(self, timeout: float | None = None) -> None:
         """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError
         after `timeout` seconds."""
         self._wait("wait_read", timeout)
-        connection = self._connection
-        now = entry_of(connection, self.snapshot) if connection else None
-        if connection and now and not now.source_read and connection.alive():
+        if not self.source_read:
             raise WaitTimeoutError(f"the tensors of step {self.step} are not read yet")
 
     def wait_copied(self, timeout: float | None = None) -> None:
