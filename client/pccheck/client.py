@@ -291,7 +291,7 @@ class PCcheckClient:
             )
         if isinstance(state, (bool, int, float, complex, str, bytes)):
             raise UsageError(
-                f"checkpoint({state!r}): a {type(state).__name__} cannot be a state",
+                f"checkpoint({state!r}): type {type(state).__name__} cannot be a state",
                 hint="call checkpoint(step=...) to save what is attached; a state is a tensor, or "
                 "a dict or list with tensors",
             )
@@ -309,7 +309,8 @@ class PCcheckClient:
         self._require_open()
         if self._recovery.torn:
             raise TornStateError(
-                self._recovery.torn, hint="call restore() again, or restart the training"
+                f"{self._recovery.torn}, so it is not saved",
+                hint="call restore() again, or restart the training",
             )
         if self._saver.capturing():
             raise UsageError(

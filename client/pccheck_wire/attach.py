@@ -71,7 +71,7 @@ class Attachment:
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
-                hint="see whether it is stopped or overloaded: its log",
+                hint="see in its log whether it is stopped or overloaded",
             ) from error
         except OSError as error:
             raise DaemonUnreachableError(
@@ -140,7 +140,7 @@ def connect(
         if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeoutError):
             raise WaitTimeoutError(
                 f"pccheckd at {where} did not answer within {timeout_s:g} s",
-                hint="see whether it is stopped or overloaded: its log",
+                hint="see in its log whether it is stopped or overloaded",
             ) from error
         if isinstance(error, OSError) and not isinstance(error, WaitTimeoutError):
             raise DaemonUnreachableError(

@@ -54,7 +54,7 @@ def identify(
     mine = _number("RANK", 0, environ) if rank is None else rank
     if not 0 <= mine < size <= RANKS_MAX:
         raise UsageError(
-            f"rank must be from 0 to world_size - 1 (got rank {mine} with world_size {size})",
+            f"rank must be from 0 to world_size - 1, not {mine} with world_size {size}",
             hint="see RANK and WORLD_SIZE, which torchrun sets, or pass rank= and world_size=",
         )
     local = min(max(1, _number("LOCAL_WORLD_SIZE", size, environ)), size)
@@ -69,8 +69,8 @@ def _script_name() -> str:
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:128]
     if cleaned in _NO_SCRIPTS:
         raise UsageError(
-            "the job has no name, because no script runs here (a notebook, an interactive session, "
-            "`python -c` or a worker)",
+            "the job has no name: in a notebook, an interactive session, `python -c` or a worker "
+            "there is no script to name it after",
             hint='use PCcheckClient(job="NAME"), or set PCCHECK_JOB',
         )
     return cleaned

@@ -173,8 +173,8 @@ class Recovery:
             self._warner.once(
                 "left",
                 f"rank {rank} did not save step {opened.step} (world size {opened.world_size}), so "
-                f"its {' and '.join(sorted(left))} are not restored and keep the values of this "
-                "process. Seed them on this rank if they must differ between ranks",
+                f"this is not restored and keeps the state of this process: "
+                f"{', '.join(sorted(left))}. Seed it on this rank if ranks must differ",
             )
         return left
 

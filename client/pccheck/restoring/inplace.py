@@ -377,7 +377,8 @@ def _same_kind(name: str, described: tree.Tree, optimizer: torch.optim.Optimizer
     kind, mine = origin.optimizer_kind(described, name), type(optimizer).__qualname__
     if kind not in ("", mine):
         raise StateMismatchError(
-            f"{name}: the checkpoint has a {kind}, and a {mine} is attached", hint=_OTHER_OPTIMIZER
+            f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
+            hint=_OTHER_OPTIMIZER,
         )
 
 

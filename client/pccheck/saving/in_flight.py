@@ -57,7 +57,7 @@ def abandoned_because(name: str) -> str:
     """The reason of a checkpoint that the link abandoned by itself."""
     if name == TIMED_OUT:
         return "abandoned: it was not copied within stall_limit_s, and a GPU stream waited for it"
-    return f"its GPU tensors could not be copied ({name})"
+    return f"its GPU tensors could not be copied ({name}); see nvidia-smi and dmesg"
 
 
 class InFlight:
@@ -149,14 +149,14 @@ class InFlight:
         after `timeout` seconds."""
         self._wait("wait_read", timeout)
         if not self.source_read:
-            raise WaitTimeoutError(f"the tensors of step {self.step} are not read yet")
+            raise self._late("read")
 
     def wait_copied(self, timeout: float | None = None) -> None:
         self._wait("wait_copied", timeout)
         if self._state in NOT_SAVED:
             raise self._failed()
         if self._state < CheckpointState.COPIED:
-            raise WaitTimeoutError(f"checkpoint of step {self.step} is not copied yet")
+            raise self._late("copied")
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
         self._wait("wait_durable", timeout)
@@ -167,7 +167,7 @@ class InFlight:
             return Durable(self._sequence, self.step)
         if self._state in FINAL:
             raise self._failed()
-        raise WaitTimeoutError(f"checkpoint of step {self.step} is not durable yet")
+        raise self._late("durable")
 
     def wait_global(self, timeout: float | None = None) -> Durable:
         connection = self._connection
@@ -181,10 +181,7 @@ class InFlight:
             return self.wait_durable(0)
         if not connection.alive():
             raise connection.gone()
-        raise WaitTimeoutError(
-            f"checkpoint of step {self.step} is durable on this rank, and not yet on all ranks",
-            hint="see: pccheckctl status",
-        )
+        raise self._late("durable on all ranks")
 
     def _wait(self, what: str, timeout: float | None) -> None:
         deadline_ns = _FOREVER_NS
@@ -280,6 +277,12 @@ class InFlight:
             self._sequence = self._sequence or answer.sequence
         self._described = True
         self._reason = f"{reason} ({answer.hint})" if answer.hint else reason
+
+    def _late(self, what: str) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"checkpoint of step {self.step} is not {what} yet",
+            hint="wait longer, or see what delays it: pccheckctl status",
+        )
 
     def _failed(self) -> CheckpointFailedError:
         how = "was skipped" if self._state is CheckpointState.SKIPPED else "failed"

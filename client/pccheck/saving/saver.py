@@ -327,7 +327,7 @@ class Saver:
 
 def _too_many() -> CheckpointFailedError:
     return CheckpointFailedError(
-        f"{SNAPSHOTS} checkpoints are in flight already",
+        f"{SNAPSHOTS} checkpoints are in flight, and no more fit",
         hint="save less often, or see what delays the oldest one: pccheckctl status",
     )
 

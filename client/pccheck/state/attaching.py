@@ -58,7 +58,7 @@ def _checked(name: str, thing: object) -> object:
         thing = Values(thing)
     if not all(callable(getattr(thing, one, None)) for one in ("state_dict", "load_state_dict")):
         raise UsageError(
-            f"attach({name}=...): a {type(thing).__name__} has no state_dict and load_state_dict",
+            f"attach({name}=...): type {type(thing).__name__} has no state_dict, load_state_dict",
             hint=_hint(thing),
         )
     _try(name, thing)
@@ -80,7 +80,7 @@ def _try(name: str, thing: Any) -> None:
         state = thing.state_dict()
     except Exception as error:
         raise UsageError(
-            f"attach({name}=...): state_dict() of this {type(thing).__name__} fails: "
+            f"attach({name}=...): state_dict() of {type(thing).__name__} fails: "
             f"{type(error).__name__}: {error}",
             hint="attach an object whose state_dict() works from the start; for a data loader use "
             "torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",

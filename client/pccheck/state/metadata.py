@@ -54,7 +54,7 @@ def _json(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     raise UnsupportedStateError(
-        f"{path}: metadata cannot have a {type(value).__name__}",
+        f"{path}: type {type(value).__name__} cannot be metadata",
         hint="use numbers, text, dicts and lists; attach the rest: attach(extra={...})",
     )
 
