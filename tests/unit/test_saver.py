@@ -184,7 +184,7 @@ def test_with_all_entries_in_use_it_says_so(
         raise OSError(errno.EBUSY, "busy")
 
     monkeypatch.setattr(kit.link, "request", busy)
-    with pytest.raises(CheckpointFailedError, match="64 checkpoints are in flight already"):
+    with pytest.raises(CheckpointFailedError, match="64 checkpoints are in flight"):
         kit.checkpoint()
 
 
