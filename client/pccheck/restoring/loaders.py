@@ -1,5 +1,5 @@
-"""Data loaders after a restore: making their iterator draws random numbers that the training which
-goes on had drawn long before. So the generators are set again when that is done."""
+"""Data loaders after a restore: making their iterator draws random numbers, which the continued
+training drew long before its checkpoint. So the generators are set a second time after that."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pccheck.warn import LOG
 
 
 def is_loader(thing: object) -> bool:
-    """Whether something that is attached gives batches."""
+    """Whether something attached yields batches."""
     own = isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
     return not own and hasattr(type(thing), "__iter__")
 
 
 def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
-    """Has `set_generators` called once: of torch's loaders right after their next iterator was
-    made, of others when the first batch of their next iteration arrives."""
+    """Calls `set_generators` once: for torch's loaders right after their next iterator was made,
+    for others when the first batch of their next iteration arrives."""
     if hasattr(loader, "_get_iterator"):
         _after_iterator(loader, set_generators)
     else:
@@ -28,8 +28,8 @@ def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
 
 
 def _after_iterator(loader: Any, set_generators: Callable[[], None]) -> None:
-    """A loader that was at the end of its epoch makes a second one for the next epoch: that one
-    draws as in the training that was not interrupted."""
+    """At the end of an epoch a loader makes a second iterator, which draws as in uninterrupted
+    training."""
     vars(loader).pop("_get_iterator", None)  # of an earlier restore
     make = loader._get_iterator
 
@@ -54,7 +54,7 @@ def _at_first_batch(loader: Any, set_generators: Callable[[], None]) -> None:
     try:
         loader.__class__ = types.new_class(cls.__name__, (cls,), exec_body=lambda n: n.update(body))
     except TypeError as error:
-        LOG.debug("generators are not set again for a %s: %s", cls.__name__, error)
+        LOG.debug("generators are not set a second time for a %s: %s", cls.__name__, error)
 
 
 def _first(batches: Iterator[Any], set_generators: Callable[[], None]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A tree and its payload -> the very state that went in.
+"""A tree and its payload -> the state that was saved.
 
 Memory is allocated first and the payload is loaded straight into it: `Memory.ranges` is what
 `Link.load_start` and `Volume.read_into` take.
@@ -108,8 +108,8 @@ def _storage(nbytes: int) -> torch.UntypedStorage:
 
 
 def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> Any:
-    """The value of a node; call it when the payload has been loaded into `memory`. With `like`
-    tensors that lay on a GPU go to its device."""
+    """The value of a node, when the payload is in `memory`. With `like` tensors that were on a GPU
+    go to its device."""
     if isinstance(node, tree.Tensor):
         return memory.tensor(node, like)
     if isinstance(node, tree.Sequence):
@@ -161,7 +161,7 @@ def _named(node: tree.Named) -> object:
 
 
 def scalar(node: tree.Scalar) -> Any:
-    """NumPy's scalar. Raises DamagedError for a dtype that nobody stores."""
+    """NumPy's scalar. Raises DamagedError for a dtype that is never stored."""
     dtype = _numpy_dtype(node.dtype)
     if len(node.data) != dtype.itemsize:
         raise DamagedError(f"a NumPy scalar of dtype {node.dtype} with {len(node.data)} bytes")

@@ -42,23 +42,23 @@ _TOO_MANY = (
 
 
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
-AGAIN_AFTER, AGAIN_AFTER_MAX = 10, 640
+RETRY_AFTER, RETRY_AFTER_MAX = 10, 640
 
 
 class NoStagingError(DeviceError):
     """The GPU has no memory for the copy that has to be made there first."""
 
 
-class Again:
+class Retry:
     """When to try again what was refused: a moment without memory is no reason for weeks."""
 
     def __init__(self) -> None:
-        self._distance = AGAIN_AFTER
+        self._distance = RETRY_AFTER
         self._left = 0
 
     def refused(self) -> None:
         self._left = self._distance
-        self._distance = min(2 * self._distance, AGAIN_AFTER_MAX)
+        self._distance = min(2 * self._distance, RETRY_AFTER_MAX)
 
     def due(self) -> bool:
         """Asked once a checkpoint: whether it is time."""
@@ -94,7 +94,7 @@ class _Tie:
     connection: Connection
     refused: str  # why this connection pushes; "" while it pulls
     for_good: bool  # no later try on this connection will end in another way
-    again: Again = field(default_factory=Again)
+    retry: Retry = field(default_factory=Retry)
     opened: set[int] = field(default_factory=set)
     map: int = 0
     ranges: bytes = b""  # what is exposed; b"" when nothing is, or that is not certain
@@ -123,7 +123,7 @@ class Exposure:
         answer.
         """
         tie = self._tie_to(connection)
-        if tie.refused and not (tie.for_good or queued) and tie.again.due():
+        if tie.refused and not (tie.for_good or queued) and tie.retry.due():
             tie.refused = ""
         try:
             self._open(tie, part)
@@ -190,7 +190,7 @@ class Exposure:
             later = self._transfer != "push" and welcome.transfer_later
             self._tie = _Tie(connection, self._known_obstacle(connection), not later)
             if self._tie.refused:
-                self._tie.again.refused()
+                self._tie.retry.refused()
         return self._tie
 
     def _known_obstacle(self, connection: Connection) -> str:
@@ -270,7 +270,7 @@ class Exposure:
 
 def _refuse(tie: _Tie, reason: str, for_good: bool) -> None:
     tie.refused, tie.for_good = reason, for_good
-    tie.again.refused()
+    tie.retry.refused()
 
 
 def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:

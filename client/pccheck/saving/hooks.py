@@ -16,11 +16,11 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepHooks:
-    """Calls a method, whose object may go away, before any of the optimizers steps.
+    """Calls a method, whose object may be deleted, before any of the optimizers steps.
 
-    `trusted` ends when a step was recorded in a CUDA graph: replays of it run no hooks. Each of the
-    optimizers must first be seen to step: it may be in a graph already, or train by other methods
-    (SAM's first_step), or only be wrapped by what trains.
+    `trusted` ends when a step was recorded in a CUDA graph, whose replays run no hooks. Each of the
+    optimizers must first make a step: it may be in a graph already, or train by other methods
+    (SAM's first_step), or only be wrapped by the one that trains.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class StepHooks:
 
     @property
     def stepping(self) -> bool:
-        """Whether a step of an attached optimizer goes on: in another thread, or in this one, which
-        then runs a signal handler or a closure. What is attached is of two steps meanwhile."""
+        """Whether a step of an attached optimizer runs: in another thread, or in this one, which
+        then runs a signal handler or a closure. Meanwhile the attached tensors are of two steps."""
         for number, (thread, call) in list(self._steps.items()):
             frame = sys._current_frames().get(thread)
             while frame is not None and frame is not call:
@@ -48,7 +48,7 @@ class StepHooks:
         return self.trusted and bool(self._handles) and not self._unseen
 
     def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
-        """On the optimizers among `things`, in the place of those before."""
+        """Hooks the optimizers among `things`; earlier hooks are removed."""
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
 
@@ -59,7 +59,7 @@ class StepHooks:
 
         def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
             unseen.discard(id(optimizer))
-            # Before the gate is passed: whoever comes after that finds it out.
+            # Before the gate: a call after it has to see that a step runs.
             steps[id(optimizer)] = threading.get_ident(), _caller()
             return _later(optimizer, args, kwargs, pass_gate)
 
@@ -103,7 +103,7 @@ def _later(
     @functools.wraps(closure)
     def then_pass() -> Any:
         loss = closure()
-        pass_gate()  # at once when it was passed before
+        pass_gate()  # returns at once when it was passed before
         return loss
 
     if len(args) > 1:

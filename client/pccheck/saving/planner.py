@@ -18,7 +18,7 @@ from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
-from .exposure import Again
+from .exposure import Retry
 from .hooks import StepHooks
 
 
@@ -31,7 +31,7 @@ class Planner:
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self._unstaged = False  # the GPU has no memory for staging
-        self._staging_retry: Again | None = None  # None: never
+        self._staging_retry: Retry | None = None  # None: never
         self._options = options
         self._parts = (rank, world_size)
         self._plan: AttachedPlan | None = None
@@ -55,7 +55,7 @@ class Planner:
         """From now on checkpoints return when the tensors were read. Without `for_good` staging is
         tried again some checkpoints later."""
         self._unstaged = True
-        self._staging_retry = None if for_good else self._staging_retry or Again()
+        self._staging_retry = None if for_good else self._staging_retry or Retry()
         if self._staging_retry is not None:
             self._staging_retry.refused()
 

@@ -36,7 +36,7 @@ class Tensors:
         return list(map(_COUNT, self._tensors))
 
     def moved(self, then: list[int]) -> Moved | None:
-        """The first one whose count is another than then."""
+        """The first tensor whose count has changed."""
         now = self.counts()
         if now == then:
             return None
@@ -57,6 +57,6 @@ class Reading:
         return cls([(tensors, tensors.counts()) for tensors in parts], on_moved)
 
     def moved(self) -> Moved | None:
-        """The first one that was changed since."""
+        """The first tensor that was changed since."""
         found = (tensors.moved(then) for tensors, then in self.parts)
         return next((moved for moved in found if moved is not None), None)

@@ -1,6 +1,6 @@
-"""What only torch knows about GPU memory: where a tensor lies, and which stream trains.
+"""What only torch knows about GPU memory: where a tensor is, and which stream trains.
 
-Everything else about GPUs is the native link's, by the driver. The functions are looked up here at
+The native link does everything else about GPUs, by the driver. The functions are looked up here at
 each call, so that tests without a GPU put others in their place.
 """
 
@@ -31,8 +31,8 @@ def synchronize(device: int) -> None:
 
 
 def empty_cache(device: int) -> None:
-    """Torch gives back what its allocator keeps of the GPU's memory and does not use. What the GPU
-    has been told to do is done on return."""
+    """Frees what torch's allocator keeps of the GPU's memory and does not use. Enqueued work is
+    done on return."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 

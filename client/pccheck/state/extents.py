@@ -1,11 +1,11 @@
-"""Views on memory -> extents of the payload, and where the bytes of each one come from.
+"""Views on memory -> extents of the payload, and where the bytes of each extent come from.
 
     payload = [GPU 0: gated, volatile][zeros][GPU 1 ...][zeros][host gated][host volatile][tree]
 
 A chunk is filled from one side only, hence the zeros: every GPU's section starts at a chunk and
 ends with one. Within a section extents ascend by address, so that neighbours in memory are
-neighbours in the payload and can be copied as one. So are small ones that an allocator has put side
-by side with some room between: they keep their distance, and the room is copied with them.
+neighbours in the payload and are copied as one. Small neighbours with a gap between them keep their
+distance, and the gap is copied with them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ EXTENT_ALIGN = 64
 #: Closer than this, extents on a GPU keep their distance in the payload (PCC_EXPOSED_GAP_MAX):
 #: torch rounds every tensor up to it, and a copy for each of many small ones takes far longer.
 GAP_MAX = 512
-#: So much host memory beside GPU tensors (counters of optimizers, say), or of what is asked for its
-#: state every time, is copied at once, so that no gate has to wait for it on the CPU.
+#: Up to this much host memory is copied at once beside GPU tensors (counters of optimizers), or of
+#: state dicts that are called every time, so that no gate waits for it on the CPU.
 INLINE_BYTES_MAX = 256 << 10
 
 
 @dataclass(slots=True)
 class View:
-    """A tensor or an array: where its bytes are, and the node that will say so."""
+    """A tensor or an array: where its bytes are, and the node that records that."""
 
     path: str
     node: tree.Tensor | tree.Array
@@ -216,8 +216,8 @@ def lay_out(
 def _divide(
     layout: Layout, groups: dict[int, list[_Group]], shape: Shape, first_extent: int
 ) -> dict[int, list[_Group]]:
-    """Divides what every rank has among the ranks, by size, in the same way on each of them; what
-    is left for this one. The others' extents get no bytes here."""
+    """Divides what every rank has among the ranks, by size, in the same way on each of them.
+    Returns this rank's part; the others' extents get no bytes here."""
     shared = [group for some in groups.values() for group in some if group.is_shared]
     loads = [0] * shape.world_size
     elsewhere: set[int] = set()
@@ -275,7 +275,7 @@ def _group(items: list[tuple[int, View]]) -> _Group:
 
 
 def _gap(placed: list[Range], group: _Group) -> int:
-    """The room between the last one and the group in memory, when it is to be kept; else 0."""
+    """The gap between the last range and the group in memory, when it is kept; else 0."""
     last = placed[-1]
     gap = group.views[0].address - last.address - last.nbytes
     return gap if gap < GAP_MAX and (last.offset + last.nbytes + gap) % EXTENT_ALIGN == 0 else 0
@@ -294,11 +294,11 @@ def _add_extent(layout: Layout, group: _Group, first_extent: int, offset: int, o
     first = group.views[0]
     lead = (first.address - first.storage) % tree.LEAD_ALIGN
     for view in group.views:
-        _tell(view, first_extent + len(layout.extents), view.address - first.address, lead)
+        _record(view, first_extent + len(layout.extents), view.address - first.address, lead)
     layout.extents.append(tree.Extent(offset, group.nbytes, lead, owner))
 
 
-def _tell(view: View, extent: int, offset: int, lead: int) -> None:
+def _record(view: View, extent: int, offset: int, lead: int) -> None:
     node = view.node
     if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
         raise UnsupportedStateError(

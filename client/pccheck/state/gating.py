@@ -49,14 +49,14 @@ class Gating:
         self._frozen_in = {_storage(parameter): name for name, parameter in frozen}
 
     def holds(self) -> bool:
-        """False when a parameter that was trained is frozen now, or the other way round."""
+        """False when a parameter was frozen or unfrozen since."""
         return all(map(_REQUIRES_GRAD, self._trained)) and not any(
             map(_REQUIRES_GRAD, self._frozen)
         )
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
-        """Sets `volatile`, `loose` and `shared`; without `promised` the views are of something that
-        each rank may have its own of."""
+        """Sets `volatile`, `loose` and `shared`; without `promised` the views may differ between
+        ranks."""
         for view in views:
             view.shared = promised and view.storage not in self._buffers
             if self.mode != "sync":
@@ -72,7 +72,7 @@ class Gating:
 
 
 def _uncounted(view: View) -> bool:
-    """Whether nobody counts its changes, ever."""
+    """Whether torch does not count its changes."""
     return view.tensor is not None and view.tensor.is_inference()
 
 

@@ -1,8 +1,8 @@
-"""Cheap checks that attached state still is what its plan was made of.
+"""Cheap checks that attached state is still what its plan was made of.
 
 They run at every checkpoint on the training thread, right after an update that filled the caches
-with other things: hence the loops in C, and comparison by identity, which reads next to nothing.
-Equal objects in the place of others count as a change; that only costs a new plan.
+with other data: hence the loops in C, and comparison by identity, which reads little memory. Equal
+objects in the place of others count as a change, which only costs a new plan.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GeometryWatch:
         self._packed: bytes | None = None
         self._exchange = _exchange()
         if self._exchange is not None:
-            # What DLPack has no name for raises something; the slow way is always right.
+            # DLPack raises for dtypes that it does not know; the slow way works for all.
             with contextlib.suppress(Exception):
                 self._packed = tensor_geometry(self._exchange, tensors)
         self._pointers = list(map(Tensor.data_ptr, tensors))
@@ -76,8 +76,8 @@ class GeometryWatch:
 
 
 def _exchange() -> object:
-    """torch's C functions for DLPack, by which all tensors are looked at in one call, three times
-    faster; None where torch is older than 2.10."""
+    """torch's C functions for DLPack, which read all tensors in one call, three times faster; None
+    before torch 2.10."""
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 
@@ -99,7 +99,7 @@ class ModuleWatch:
 
     @staticmethod
     def suits(module: torch.nn.Module) -> bool:
-        """Whether nobody customised how the state dict is made."""
+        """Whether no class or hook customises the state dict."""
         return all(
             cls.state_dict is _Module.state_dict
             and cls._save_to_state_dict is _Module._save_to_state_dict
@@ -112,8 +112,8 @@ class ModuleWatch:
 
     @staticmethod
     def loads_plainly(module: torch.nn.Module) -> bool:
-        """Whether its state dict can be put in place without asking it; torch's own modules only
-        customise loading for checkpoints of older versions."""
+        """Whether its state dict can be put in place without load_state_dict(); torch's own modules
+        customise that only for checkpoints of older versions."""
         return ModuleWatch.suits(module) and all(
             type(m).load_state_dict is _Module.load_state_dict
             and (
@@ -137,7 +137,7 @@ class ModuleWatch:
 
 
 class OptimizerWatch:
-    """An optimizer's state per parameter; its groups are encoded anew when something in them is
+    """An optimizer's state per parameter; its groups are encoded again when something in them is
     another object than before."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, flattener: Flattener, name: str) -> None:
@@ -165,7 +165,7 @@ class OptimizerWatch:
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether nobody customised the state dict, and every entry is a dict of leaves."""
+        """Whether nothing customises the state dict, and every entry is a dict of leaves."""
         return (
             type(optimizer).state_dict is _Optimizer.state_dict
             and "state_dict" not in vars(optimizer)
@@ -181,7 +181,7 @@ class OptimizerWatch:
 
     @staticmethod
     def loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether its state can be put in place without asking it."""
+        """Whether its state can be put in place without load_state_dict()."""
         cls = type(optimizer)
         return (
             OptimizerWatch.suits(optimizer)
