@@ -12,7 +12,7 @@ _HERE = str(Path(__file__).parent)
 
 
 class PccheckWarning(UserWarning):
-    """Training goes on, but something about its checkpoints needs attention."""
+    """Training continues, but something about its checkpoints needs attention."""
 
 
 def _depth() -> int:

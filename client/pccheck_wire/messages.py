@@ -115,7 +115,7 @@ class Welcome(Message):
     #: How this daemon can take GPU tensors: "pull", or "push" and why.
     transfer: str = "push"
     transfer_reason: str = ""
-    storage: str = ""  # tells one storage directory from another, until the next boot
+    storage: str = ""  # distinguishes storage directories, until the next boot
     #: The newest durable step of this volume, when it has one.
     newest_step: int | None = None
     #: The newest step of a run before that the peer has not restored, and that is kept for it (P7).
@@ -154,7 +154,7 @@ class Registered(Message):
     effective_in_flight: float  # about 1 + M/m, at most N
     volume: str  # path, for the log
     absent: list[int] = field(default_factory=list)  # ranks of this start without a live process
-    incarnation: int = 0  # of the start that the peer is a member of by now
+    incarnation: int = 0  # of the start that the peer is a member of now
 
 
 @message("expose")
@@ -360,7 +360,7 @@ class ConfigShow(Message):
 
 @message("drop")
 class Drop(Message):
-    """Removes the volumes of a job that nobody is connected to (`rank` None: of all ranks); with
+    """Removes the volumes of a job without a connected client (`rank` None: of all ranks); with
     `dry_run` only names them. Only their owner and root may. -> `Report`."""
 
     job: str

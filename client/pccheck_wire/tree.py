@@ -352,7 +352,7 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
             hint="install a newer PCcheck",
         )
     if len(top) == 7:
-        top.append(None)  # written before a tree said who saved it
+        top.append(None)  # an older tree, without `about`
     if len(top) != 8:
         raise _bad(f"{len(top)} parts instead of 8")
     step, metadata, attached, packed, root, about = top[2:]

@@ -364,7 +364,7 @@ class Checkpoint:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # training goes on
+        except RuntimeError as error:  # training continues
             LOG.warning("PCcheck: callback of step %d is not called: %s", self.step, error)
 
     def _call(self, function: Callable[[Checkpoint], object]) -> None:
