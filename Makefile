@@ -6,8 +6,8 @@ SEED ?= 1
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-NATIVE := $(wildcard native/src/*.[ch] native/python/*.[ch] native/vendor/*.h setup.py)
-C_SOURCES := $(wildcard native/src/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
+NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh setup.py)
+C_SOURCES := $(wildcard native/src/*/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
 	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch])
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
@@ -26,6 +26,7 @@ $(READY): constraints.txt pyproject.toml $(NATIVE)
 	@command -v $${CC:-cc} >/dev/null && \
 		$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include"), "Python.h"))' || \
 		{ echo 'A C compiler and Python headers are needed (Debian: apt-get install gcc python3-dev)'; exit 1; }
+	@native/xxhash.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[torch,dev]'
@@ -113,7 +114,7 @@ gpu-bench: ## on a GPU: what it costs, in 8 minutes
 	$(PYTHON) bench/gpu/check.py --half benches
 
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .guest .arm64 build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .guest .arm64 build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

@@ -1,6 +1,6 @@
 """Persist, pool to durable: the C core alone against the limit, with nothing else on the machine.
 
-    python -m bench.core [--sizes 1GiB,4GiB] [--rounds 7] [--engine pwrite,uring,mmap]
+    python -m bench.core [--sizes 1GiB,4GiB] [--rounds 7] [--engine pwrite,mmap]
                          [--directory DIR]
 
 `bench.persist` measures whole checkpoints, whose copy shares the cores with the writes. Here the
@@ -23,7 +23,7 @@ from bench.common import GIB, MIB, BenchError, Spread
 from bench.fio import Limit, Setting, require_fio
 
 _ROOT = Path(__file__).parent.parent
-ENGINES = ("pwrite", "uring", "mmap")
+ENGINES = ("pwrite", "mmap")
 LIMITS = (
     Setting("rawwrite", 16 * MIB, 2),
     Setting("rawwrite", 4 * MIB, 2),
@@ -37,10 +37,12 @@ LIMITS = (
 def build_savecore(directory: Path) -> Path:
     program = directory / "savecore"
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    sources = sorted(map(str, (_ROOT / "native" / "src").glob("*.c")))
+    sources = sorted(map(str, (_ROOT / "native" / "src").glob("*/*.c")))
+    subprocess.run([str(_ROOT / "native" / "xxhash.sh")], check=True)
     subprocess.run(
         [compiler, "-O3", "-std=c17", "-D_GNU_SOURCE", f"-I{_ROOT / 'native' / 'src'}",
-         "-o", str(program), str(_ROOT / "bench" / "savecore.c"), *sources, "-lpthread"],
+         f"-I{_ROOT / 'native' / 'build'}", "-o", str(program),
+         str(_ROOT / "bench" / "savecore.c"), *sources, "-lpthread"],
         check=True,
     )  # fmt: skip
     return program

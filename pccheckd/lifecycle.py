@@ -126,7 +126,6 @@ async def _serve(
     await engine.call(os.getuid(), logs.flush)
     notifier.send("READY=1")
     # Before any connection is accepted, and so before any other volume is opened.
-    engine.io.start(busy=registry.inherited.checkpoints > 0)
     supervisor.start()
     await stop.wait()
     notifier.send("STOPPING=1")

@@ -26,7 +26,8 @@ machine's Python (3.12 on x86-64 here), in the project's root:
 
 The last line is for a GPU machine without a C compiler or Python headers: the extension keeps to
 Python's stable ABI, so that a wheel made by any Python from 3.11 on, on the same architecture and
-with an older glibc, works there. Sources are preferred. `wheels` is not part of the repository.
+with an older glibc, works there. Sources are preferred; they need xxhash.h, from the system or in
+native/build, where `make` puts it. `wheels` and native/build are not part of the repository.
 
 With --dry all of it is tried without a GPU: small, on the CPU, tests left to the stand-in driver.
 """

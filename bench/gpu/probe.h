@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-#include "../../native/src/pcc_cuda.h"
+#include "gpu/pcc_cuda.h"
 
 #define MIB ((size_t)1 << 20)
 #define GIB ((size_t)1 << 30)

@@ -37,8 +37,9 @@ def build(directory: Path) -> Path:
     program = directory / "probe"
     sources = sorted(map(str, _HERE.glob("probe*.c")))
     command = [
-        *shlex.split(os.environ.get("CC", "cc")), *_WARNINGS.split(), "-O2", "-o", str(program),
-        *sources, "-ldl", "-lpthread", "-lm",
+        *shlex.split(os.environ.get("CC", "cc")), *_WARNINGS.split(), "-O2",
+        f"-I{_HERE.parents[1] / 'native' / 'src'}", "-o", str(program), *sources,
+        "-ldl", "-lpthread", "-lm",
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -242,7 +242,8 @@ class PCcheckClient:
         tensors may be changed after `gate()` or in an attached optimizer's step. Module buffers,
         and parameters that are neither frozen nor trained by an attached optimizer, are copied
         before this returns; on a GPU they are copied in the order of its current stream. A GPU
-        tensor is saved with the result of the work that was enqueued before this call.
+        tensor is saved with the result of the work that was enqueued before this call: in the
+        current stream, and in the stream of an attached optimizer's last step.
 
         Args:
             step: the training step that was just made, recorded with the checkpoint; needed for
@@ -336,6 +337,7 @@ class PCcheckClient:
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node
     ) -> InFlight:
+        self._planner.hooks.follow()
         snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
         self._took_one = True
         return self._saver.submit(connection, step, snapshot, self._steps)

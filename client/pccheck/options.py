@@ -36,7 +36,8 @@ class Options:
                 raise UsageError(
                     f"{name}={value!r} is not an option", hint=f"use one of {', '.join(allowed)}"
                 )
-        if not 0 < self.stall_limit_s < 1e6:
+        limit: object = self.stall_limit_s
+        if not isinstance(limit, (int, float)) or not 0 < limit < 1e6:
             raise UsageError(
                 f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0",
                 hint="use the longest time for which checkpoints may delay training, say 30",

@@ -44,9 +44,9 @@ def named_uid() -> int | None:
 
 
 def placed_by_root(path: str | os.PathLike[str], uid: int) -> bool:
-    """Whether only root and `uid` can have put a socket there, in a directory that root made or gave
-    to `uid`: every directory of the path is root's, or the last one `uid`'s, and no other user may
-    write to any of them."""
+    """Whether only root and `uid` can have put a socket there, in a directory that root made or
+    gave to `uid`: every directory of the path is root's, or the last one `uid`'s, and no other user
+    may write to any of them."""
     directory = os.path.dirname(os.path.join(os.getcwd(), path))  # noqa: PTH109, PTH118, PTH120
     owners = {0, uid}
     while True:

@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
+from pccheck_native import NativeError, measure_engine
 from pccheck_wire.errors import StorageFullError, UsageError
 from pccheck_wire.units import GIB, MIB
 
@@ -21,6 +22,8 @@ CHUNK_DEFAULT = 16 * MIB
 WRITERS = (1, 2, 4)
 #: Bounds of the parts, together below half a minute.
 FIRST_LIMIT_S, PASS_LIMIT_S, READ_LIMIT_S, FLUSH_LIMIT_S = 8.0, 3.5, 3.5, 2.0
+#: The storage engines of pccheckd, in turn: rounds, and how long one of them should take.
+ENGINES, ENGINE_ROUNDS, ENGINE_S, ENGINE_WRITERS = ("pwrite", "mmap", "pmem"), 3, 0.7, 2
 FLUSHES = 64
 LEFT_FREE = 0.1  # of the file system: a full one hurts whoever else is on it
 GOOD_ENOUGH = 0.95
@@ -39,6 +42,7 @@ class Figures(NamedTuple):
     read_bytes_per_s: float
     flush_s: float
     slowest_flush_s: float
+    engine_bytes_per_s: dict[str, float]  # with the flush; without the engines not possible here
 
     @property
     def writers(self) -> int:
@@ -89,7 +93,7 @@ def measure(
     with disk.Scratch(where) as scratch:
         size = _fitting(where, size, chunk)
         scratch.reserve(size)
-        parts = len(writers) + 3
+        parts = len(writers) + 4
         with Bar("bench", parts, show=not quiet, unit="part") as bar:
             sizes = {"size": size, "chunk": chunk}
             first = disk.sequential(
@@ -111,10 +115,28 @@ def measure(
             )
             bar.advance(1)
             flushes = disk.flushes(scratch.fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
+            bar.advance(1)
+            seconds_worth = int(ENGINE_S * max(rates.values())) // chunk * chunk
+            engines = _engines(scratch.fd, max(chunk, min(sizes["size"], seconds_worth)), chunk)
         return Figures(
             str(where), size, chunk, scratch.direct, first.bytes_per_s, rates, read.bytes_per_s,
-            statistics.median(flushes), flushes[-1],
+            statistics.median(flushes), flushes[-1], engines,
         )  # fmt: skip
+
+
+def _engines(fd: int, size: int, chunk: int) -> dict[str, float]:
+    """Bytes per second of each engine that is possible here, the medians of rounds in turn."""
+    seconds: dict[str, list[float]] = {}
+    possible = list(ENGINES)
+    for _ in range(ENGINE_ROUNDS):
+        for engine in tuple(possible):
+            try:
+                took = measure_engine(fd, engine, size, chunk, ENGINE_WRITERS)
+            except NativeError:
+                possible.remove(engine)
+            else:
+                seconds.setdefault(engine, []).append(took)
+    return {engine: size / statistics.median(took) for engine, took in seconds.items()}
 
 
 def _fitting(where: Path, wanted: int | None, chunk: int) -> int:
@@ -145,6 +167,7 @@ def document(figures: Figures) -> Document:
         "read_bytes_per_s": round(figures.read_bytes_per_s),
         "flush_s": round(figures.flush_s, 7),
         "slowest_flush_s": round(figures.slowest_flush_s, 7),
+        "engine_bytes_per_s": {e: round(r) for e, r in figures.engine_bytes_per_s.items()},
         "writers": figures.writers,
         "checkpoint_s": {str(m): round(figures.checkpoint_s(m), 4) for m in EXAMPLES},
         "recover_s": {str(m): round(m / figures.read_bytes_per_s, 4) for m in EXAMPLES},
@@ -169,6 +192,10 @@ def as_text(figures: Figures) -> str:
         ("read, 2 threads", render.rate(figures.read_bytes_per_s)),
         ("flush of 4 KiB, median", render.brief(figures.flush_s)),
         ("flush of 4 KiB, slowest", render.brief(figures.slowest_flush_s)),
+    ]
+    cells += [
+        (f"--engine {engine}, {ENGINE_WRITERS} writers and a flush", render.rate(rate))
+        for engine, rate in figures.engine_bytes_per_s.items()
     ]
     lines += ["", render.table(("what", "measured"), cells), ""]
     times = [

@@ -17,11 +17,10 @@ from . import render
 from .findings import Finding, ok, read, warning
 
 FILES_WANTED = 65536
-#: Descriptors of the daemon's: sockets, page, segment, watches, volume; one ring per transfer at a
-#: time; the process that reads a user's messages. A test counts them.
-FILES_OF_A_TRAINER, FILES_OF_RINGS, FILES_OF_A_USER = 7, 8, 3
+#: Descriptors of the daemon's: sockets, page, segment, watches, volume; the process that reads a
+#: user's messages. A test counts them.
+FILES_OF_A_TRAINER, FILES_OF_A_USER = 7, 3
 MEMLOCK_WANTED = 64 << 20
-_IO_URING_SETUP = 425  # the same number on x86-64 and arm64
 MADV_COLLAPSE = 25
 _STA_UNSYNC, _TIME_ERROR = 0x0040, 5
 _SUSPENDED_S = 1.0
@@ -91,27 +90,6 @@ def _has_dsync() -> bool:
     return True
 
 
-def io_uring() -> Iterator[Finding]:
-    """By asking for a ring: what sysctl says is not all that may forbid it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parameters = (ctypes.c_uint8 * 120)()
-    fd = libc.syscall(_IO_URING_SETUP, 1, ctypes.byref(parameters))
-    if fd >= 0:
-        os.close(fd)
-        yield ok("io_uring", "can be used")
-        return
-    name = errno.errorcode.get(ctypes.get_errno(), "an unknown error")
-    disabled = read("/proc/sys/kernel/io_uring_disabled")
-    mend = {
-        "1": "put the daemon's group into kernel.io_uring_group, or set io_uring_disabled to 0",
-        "2": "sysctl kernel.io_uring_disabled=0",
-    }.get(disabled, "allow io_uring_setup, io_uring_enter and io_uring_register (seccomp profile)")
-    yield warning(
-        "io_uring", f"may not be used ({name}; io_uring_disabled is {disabled or 'not there'})",
-        costs="pccheckd writes by pwrite, which takes a little more CPU", mend=mend,
-    )  # fmt: skip
-
-
 def limits(daemon_pid: int = 0) -> Iterator[Finding]:
     """The daemon's, where we may look; else those that it would get from this shell."""
     whose, (_, locked), (_, files) = "this shell", *_both(0)
@@ -123,8 +101,7 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
     else:
         yield warning(
             "memlock", f"{whose} may lock {_limit(locked)} of memory",
-            costs="GPU drivers may refuse to pin chunks, and Linux before 5.12 to make io_uring's "
-            "rings",
+            costs="GPU drivers may refuse to pin chunks",
             mend="ulimit -l unlimited; as a service: LimitMEMLOCK=infinity",
         )  # fmt: skip
     if files == resource.RLIM_INFINITY or files >= FILES_WANTED:
@@ -132,9 +109,8 @@ def limits(daemon_pid: int = 0) -> Iterator[Finding]:
     else:
         yield warning(
             "open files", f"{whose} may open {files}",
-            costs=f"a trainer takes {FILES_OF_A_TRAINER}, with the engine uring up to "
-            f"{FILES_OF_A_TRAINER + FILES_OF_RINGS}, and one more for every further segment of "
-            f"DRAM (256 MiB, or a sixteenth of --dram if that is less); the first of each user "
+            costs=f"a trainer takes {FILES_OF_A_TRAINER}, and one more for every further segment "
+            f"of DRAM (256 MiB, or a sixteenth of --dram if that is less); the first of each user "
             f"{FILES_OF_A_USER} more; the one too many is refused",
             mend=f"ulimit -Hn {FILES_WANTED}; as a service: LimitNOFILE={FILES_WANTED}",
         )  # fmt: skip

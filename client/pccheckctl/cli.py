@@ -88,20 +88,26 @@ def _named(given: list[str]) -> str | None:
     value. Raises UsageError for one that there is not."""
     if "-h" in given or "--help" in given:
         return None
-    words = iter(given)
+    words, options = iter(given), list[str]()
     for word in words:
         if word in _WITH_VALUE:
             next(words, None)
-        elif not word.startswith("-"):
-            if any(word == command.name for command in COMMANDS):
-                return word
-            raise _no_such(word)
+        elif word.startswith("-"):
+            options.append(word)
+        elif any(word == command.name for command in COMMANDS):
+            return word
+        else:
+            raise _no_such(word, options)
     return None
 
 
-def _no_such(word: str) -> UsageError:
-    meant = did_you_mean([word], [command.name for command in COMMANDS])
-    return UsageError(f"there is no command {word!r}", hint=f"{meant}see: pccheckctl --help")
+def _no_such(word: str, options: Sequence[str]) -> UsageError:
+    """`options` stand in front of it: it may be the value of one that is misspelt."""
+    what, meant = f"command {word!r}", did_you_mean([word], [one.name for one in COMMANDS])
+    for option in options:
+        if "=" not in option and (likely := did_you_mean([option], list(_WITH_VALUE))):
+            what, meant = f"option {option}", likely
+    return UsageError(f"there is no {what}", hint=f"{meant}see: pccheckctl --help")
 
 
 def report(error: PccheckError, *, as_json: bool) -> None:

@@ -35,7 +35,6 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
     unused = whole(pool, "budget_bytes") - whole(pool, "used_bytes")
     found = [
         *guarded("kernel", checks_kernel.kernel),
-        *guarded("io_uring", checks_kernel.io_uring),
         *guarded("limits", lambda: checks_kernel.limits(pid)),
         *guarded("shared memory", lambda: checks_memory.shared_memory(unused)),
         *guarded("huge pages", checks_memory.huge_pages),

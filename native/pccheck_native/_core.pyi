@@ -77,15 +77,9 @@ class VolumeInfo(NamedTuple):
     repaired_replicas: int
     damaged_records: int
 
-class EngineChoice(NamedTuple):
-    engine: str
-    rounds: int  # the figures are medians of so many
-    round_bytes: int  # written and flushed in each
-    measured: dict[str, int | str]  # by engine: bytes per second, or a code name such as "EIO"
-
-def choose_engine(directory: _Path, *, allow_buffered: bool = False) -> EngineChoice:
-    """Writes to a nameless file in the directory, for less than a second on a disk that answers.
-    Takes 64 MiB of room meanwhile."""
+def measure_engine(fd: int, engine: str, length: int, chunk_bytes: int, threads: int) -> float:
+    """Seconds for which the engine overwrites that much of an allocated file and flushes it.
+    Raises NativeError: UNSUPPORTED where the engine cannot be used."""
 
 def volume_bytes_for(
     payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...
@@ -132,7 +126,7 @@ class Volume:
         allow_buffered: bool = False,
         engine: str = "pwrite",
     ) -> None:
-        """`engine` is pwrite, uring, mmap or pmem; pwrite it is where that one cannot be had."""
+        """`engine` is pwrite, mmap or pmem; pwrite it is where that one cannot be had."""
 
     @property
     def engine(self) -> str: ...  # what it is

@@ -2,7 +2,7 @@
 
 static void channel_close(void *handle)
 {
-    pcc_channel_close(handle);
+    pcc_tenant_close(handle);
 }
 
 /* One more user of `object`, with a reference. False with ValueError when it is closed. */
@@ -27,7 +27,7 @@ static void give_back(PyObject *object) /* accepts NULL */
 
 /* Borrows what is not NULL; each is given back when it fails. */
 static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
-                              const struct pcc_channel_spec *spec)
+                              const struct pcc_tenant_spec *spec)
 {
     void *handles[3] = {NULL};
     PyObject *bound = NULL;
@@ -45,9 +45,9 @@ static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
     if (bound == NULL) {
         goto fail;
     }
-    struct pcc_channel *channel = NULL;
+    struct pcc_tenant *channel = NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_open(handles[0], handles[1], handles[2], spec, &channel));
+    PCC_PY_UNLOCKED(result = pcc_tenant_open(handles[0], handles[1], handles[2], spec, &channel));
     if (result < 0) {
         pcc_py_raise(pcc_py_state_of(type), result, NULL);
         goto fail;
@@ -75,7 +75,7 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                             "block_bytes", "chunk_capacity", "lanes", "writers",
                             "gpus",        "label",          NULL};
     struct pcc_py_state *state = pcc_py_state_of(type);
-    struct pcc_channel_spec spec = {0};
+    struct pcc_tenant_spec spec = {0};
     PyObject *borrowed[3] = {NULL}; /* pool, events, GPUs */
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Channel", names, state->pool_type, &borrowed[0],
@@ -113,7 +113,7 @@ static void channel_settle(struct pcc_py_channel *channel)
     }
 }
 
-struct pcc_channel *pcc_py_channel_enter(PyObject *self)
+struct pcc_tenant *pcc_py_channel_enter(PyObject *self)
 {
     return pcc_py_enter((struct pcc_py_object *)self);
 }
@@ -175,7 +175,7 @@ PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
                                      &volume, &state_fd, pcc_py_u64, &state_id)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
@@ -188,9 +188,9 @@ PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     uint32_t count = 0;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
-    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_channel_bind(channel, handle)
-                                          : pcc_channel_bind_kept(channel, handle, state_fd,
-                                                                  state_id, outcomes, &count));
+    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_tenant_bind(channel, handle)
+                                          : pcc_tenant_bind_kept(channel, handle, state_fd,
+                                                                 state_id, outcomes, &count));
     int known = result < 0 ? 1 : PySequence_Contains(bound, volume);
     if (known == 0 && PyList_Append(bound, volume) == 0) {
         Py_DECREF(volume); /* the list holds the reference, `bound` stands for the use */
@@ -232,7 +232,7 @@ PyObject *pcc_py_channel_unbind(PyObject *self, PyObject *args, PyObject *kwargs
                                      &volume)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
@@ -242,7 +242,7 @@ PyObject *pcc_py_channel_unbind(PyObject *self, PyObject *args, PyObject *kwargs
         counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
     if (handle != NULL) { /* a closed volume is nobody's any more */
-        PCC_PY_UNLOCKED(result = pcc_channel_unbind(channel, handle));
+        PCC_PY_UNLOCKED(result = pcc_tenant_unbind(channel, handle));
     }
     if (result == 0) {
         forget(self, volume, before);
@@ -262,7 +262,7 @@ PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &length_bytes, pcc_py_u64, &load_id, &own)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
@@ -273,8 +273,8 @@ PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
     int result;
     struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
     ((struct pcc_py_channel *)self)->load_calls++;
-    PCC_PY_UNLOCKED(result = pcc_channel_load(channel, handle, own != 0, sequence, offset_bytes,
-                                              length_bytes, load_id));
+    PCC_PY_UNLOCKED(result = pcc_tenant_load(channel, handle, own != 0, sequence, offset_bytes,
+                                             length_bytes, load_id));
     ((struct pcc_py_channel *)self)->load_returns++;
     PyObject *unused = volume;
     if (result == 0) { /* one load at a time: the one before has ended */

@@ -3,7 +3,7 @@
 #define PCC_PY_CHANNEL_H
 
 #include "core.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 /* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
  * unbind(), the volume of a load until the next load. Each goes after the channel has let go of it,
@@ -20,7 +20,7 @@ struct pcc_py_channel {
 };
 
 /* NULL with ValueError when it is closed; else to be left again. */
-struct pcc_channel *pcc_py_channel_enter(PyObject *self);
+struct pcc_tenant *pcc_py_channel_enter(PyObject *self);
 void pcc_py_channel_leave(PyObject *self);
 /* Leaves; None or the exception of `result`. */
 PyObject *pcc_py_channel_leave_with(PyObject *self, int result);

@@ -22,14 +22,14 @@ static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     }
     int socket_fd = PyObject_AsFileDescriptor(socket);
-    struct pcc_channel *channel = socket_fd < 0 ? NULL : pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = socket_fd < 0 ? NULL : pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     int page_fd = -1;
     int result;
     PCC_PY_UNLOCKED(result =
-                        pcc_channel_attach(channel, socket_fd, session, (int32_t)pid, &page_fd));
+                        pcc_tenant_attach(channel, socket_fd, session, (int32_t)pid, &page_fd));
     pcc_py_channel_leave(self);
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
@@ -40,11 +40,11 @@ static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs
 static PyObject *channel_detach(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_channel_detach(channel));
+    PCC_PY_UNLOCKED(pcc_tenant_detach(channel));
     return pcc_py_channel_leave_with(self, 0);
 }
 
@@ -57,13 +57,13 @@ static PyObject *channel_grow(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:grow", names, pcc_py_u64, &bytes)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     uint64_t granted_bytes = 0;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_grow(channel, bytes, &granted_bytes));
+    PCC_PY_UNLOCKED(result = pcc_tenant_grow(channel, bytes, &granted_bytes));
     pcc_py_channel_leave(self);
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
@@ -78,12 +78,12 @@ static PyObject *channel_shrink(PyObject *self, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:shrink", names, pcc_py_u64, &bytes)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    struct pcc_channel_holding holding;
-    PCC_PY_UNLOCKED(pcc_channel_shrink(channel, bytes, &holding));
+    struct pcc_tenant_holding holding;
+    PCC_PY_UNLOCKED(pcc_tenant_shrink(channel, bytes, &holding));
     pcc_py_channel_leave(self);
     return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
 }
@@ -91,12 +91,12 @@ static PyObject *channel_shrink(PyObject *self, PyObject *args, PyObject *kwargs
 static PyObject *channel_release_memory(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_release_memory(channel));
+    PCC_PY_UNLOCKED(result = pcc_tenant_release_memory(channel));
     return pcc_py_channel_leave_with(self, result);
 }
 
@@ -108,23 +108,23 @@ static PyObject *channel_rest(PyObject *self, PyObject *args, PyObject *kwargs)
                                      &unmapped_ns)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_channel_rest(channel, unmapped_ns));
+    PCC_PY_UNLOCKED(pcc_tenant_rest(channel, unmapped_ns));
     return pcc_py_channel_leave_with(self, 0);
 }
 
 static PyObject *channel_usage(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    struct pcc_channel_usage usage;
-    PCC_PY_UNLOCKED(pcc_channel_usage(channel, &usage));
+    struct pcc_tenant_usage usage;
+    PCC_PY_UNLOCKED(pcc_tenant_usage(channel, &usage));
     pcc_py_channel_leave(self);
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
                          Py_BuildValue("(KKKKKKKIKKIi)", usage.bytes, usage.free_chunks,
@@ -156,13 +156,12 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     }
     PyObject *told = NULL;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel != NULL) {
         char reason[REASON_BYTES] = "";
         int result;
-        PCC_PY_UNLOCKED(result =
-                            pcc_channel_expose(channel, map, exposure.buf, (uint64_t)exposure.len,
-                                               reason, sizeof(reason)));
+        PCC_PY_UNLOCKED(result = pcc_tenant_expose(channel, map, exposure.buf,
+                                                   (uint64_t)exposure.len, reason, sizeof(reason)));
         pcc_py_channel_leave(self);
         if (result == -ENOMEM) {
             PyErr_SetString(PyExc_MemoryError, reason);
@@ -181,12 +180,12 @@ static PyObject *channel_cached(PyObject *self, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:cached", names, pcc_py_u64, &sequence)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     bool cached;
-    PCC_PY_UNLOCKED(cached = pcc_channel_cached(channel, sequence));
+    PCC_PY_UNLOCKED(cached = pcc_tenant_cached(channel, sequence));
     pcc_py_channel_leave(self);
     return PyBool_FromLong(cached);
 }
@@ -212,13 +211,13 @@ static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     request.tag = snapshot;
     request.step = step;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     uint64_t sequence = 0;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_begin(channel, snapshot, map, &request, &sequence));
+    PCC_PY_UNLOCKED(result = pcc_tenant_begin(channel, snapshot, map, &request, &sequence));
     pcc_py_channel_leave(self);
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
@@ -253,25 +252,25 @@ static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs
     if (!verdict_parse(args, kwargs, &verdict)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_channel_refuse(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
-                                       verdict.sequence));
+    PCC_PY_UNLOCKED(pcc_tenant_refuse(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
+                                      verdict.sequence));
     return pcc_py_channel_leave_with(self, 0);
 }
 
 static PyObject *channel_requested(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     uint64_t snapshots[PCC_SNAPSHOTS];
     uint32_t count;
-    PCC_PY_UNLOCKED(count = pcc_channel_requested(channel, snapshots));
+    PCC_PY_UNLOCKED(count = pcc_tenant_requested(channel, snapshots));
     pcc_py_channel_leave(self);
     PyObject *list = PyList_New(count);
     for (uint32_t i = 0; list != NULL && i < count; i++) {
@@ -289,12 +288,12 @@ static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *k
     if (!verdict_parse(args, kwargs, &verdict)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_channel_set_outcome(channel, verdict.snapshot,
-                                            (enum pcc_outcome)verdict.outcome, verdict.sequence));
+    PCC_PY_UNLOCKED(pcc_tenant_set_outcome(channel, verdict.snapshot,
+                                           (enum pcc_outcome)verdict.outcome, verdict.sequence));
     return pcc_py_channel_leave_with(self, 0);
 }
 
@@ -308,23 +307,23 @@ static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id)) {
         return NULL;
     }
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_channel_adopt(channel, fd, id));
+    PCC_PY_UNLOCKED(result = pcc_tenant_adopt(channel, fd, id));
     return pcc_py_channel_leave_with(self, result);
 }
 
 static PyObject *channel_settle(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_channel *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_channel_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_channel_settle(channel));
+    PCC_PY_UNLOCKED(pcc_tenant_settle(channel));
     return pcc_py_channel_leave_with(self, 0);
 }
 

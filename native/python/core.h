@@ -10,12 +10,11 @@
 
 #include <sys/types.h>
 
-#include "pcc_link.h"
+#include "client/pcc_client.h"
 
 enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_SLOT_ENTRY,
                      PCC_PY_VOLUME_INFO,
-                     PCC_PY_ENGINE_CHOICE,
                      PCC_PY_SAVE_TIMES,
                      PCC_PY_EVENT,
                      PCC_PY_GPU_INFO,
@@ -117,7 +116,7 @@ PyTypeObject *pcc_py_link_type(PyObject *module);
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *pcc_py_choose_engine(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs);
 
 PyObject *pcc_py_kept_state(PyObject *module, PyObject *args);
 

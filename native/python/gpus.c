@@ -1,10 +1,10 @@
 /* Gpus, and what there is of a CUDA driver. */
-#include "pcc_gpus.h"
+#include "gpu/pcc_gpus.h"
 
 #include <string.h>
 
 #include "core.h"
-#include "pcc_cuda.h"
+#include "gpu/pcc_cuda.h"
 
 #define GPUS_MAX 64u /* that info() tells of */
 

@@ -1,5 +1,5 @@
 #include "core.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 #include <sys/mman.h>
 

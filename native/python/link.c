@@ -7,7 +7,7 @@
 
 static void link_close(void *handle)
 {
-    pcc_link_close(handle);
+    pcc_client_close(handle);
 }
 
 static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -23,9 +23,9 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (page_fd < 0) {
         return NULL;
     }
-    struct pcc_link *link = NULL;
+    struct pcc_client *link = NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_open(socket_fd, page_fd, &link));
+    PCC_PY_UNLOCKED(result = pcc_client_open(socket_fd, page_fd, &link));
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
     }
@@ -47,7 +47,7 @@ static PyObject *method_close(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-struct pcc_link *pcc_py_link_enter(PyObject *self)
+struct pcc_client *pcc_py_link_enter(PyObject *self)
 {
     return pcc_py_enter((struct pcc_py_object *)self);
 }
@@ -69,11 +69,11 @@ PyObject *pcc_py_link_leave_with(PyObject *self, int result)
 static PyObject *link_alive(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
-    bool alive = pcc_link_alive(link);
+    bool alive = pcc_client_alive(link);
     pcc_py_link_leave(self);
     return PyBool_FromLong(alive);
 }
@@ -81,11 +81,11 @@ static PyObject *link_alive(PyObject *self, PyObject *unused)
 static PyObject *link_chunk_bytes(PyObject *self, void *unused)
 {
     (void)unused;
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
-    uint32_t chunk_bytes = pcc_link_chunk_bytes(link);
+    uint32_t chunk_bytes = pcc_client_chunk_bytes(link);
     pcc_py_link_leave(self);
     return PyLong_FromUnsignedLong(chunk_bytes);
 }
@@ -97,12 +97,12 @@ static PyObject *link_state(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:state", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
-    struct pcc_link_state now;
-    int result = pcc_link_state(link, snapshot, &now);
+    struct pcc_client_state now;
+    int result = pcc_client_state(link, snapshot, &now);
     pcc_py_link_leave(self);
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     if (result == -ENOENT) {
@@ -126,23 +126,23 @@ static PyObject *link_request(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:request", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_request(link, snapshot));
+    PCC_PY_UNLOCKED(result = pcc_client_request(link, snapshot));
     return pcc_py_link_leave_with(self, result);
 }
 
 static PyObject *submit(PyObject *self, uint64_t snapshot, const struct pcc_submission *submission)
 {
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_submit(link, snapshot, submission));
+    PCC_PY_UNLOCKED(result = pcc_client_submit(link, snapshot, submission));
     return pcc_py_link_leave_with(self, result);
 }
 
@@ -189,11 +189,11 @@ static PyObject *link_confirm(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:confirm", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_link_confirm(link, snapshot));
+    PCC_PY_UNLOCKED(pcc_client_confirm(link, snapshot));
     return pcc_py_link_leave_with(self, 0);
 }
 
@@ -204,12 +204,12 @@ static PyObject *link_abandon(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:abandon", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     bool won;
-    PCC_PY_UNLOCKED(won = pcc_link_abandon(link, snapshot));
+    PCC_PY_UNLOCKED(won = pcc_client_abandon(link, snapshot));
     pcc_py_link_leave(self);
     return PyBool_FromLong(won);
 }

@@ -5,7 +5,7 @@
 #include "core.h"
 
 /* NULL with ValueError when it is closed; else to be left again. */
-struct pcc_link *pcc_py_link_enter(PyObject *self);
+struct pcc_client *pcc_py_link_enter(PyObject *self);
 void pcc_py_link_leave(PyObject *self);
 /* Leaves; None or the exception of `result`. */
 PyObject *pcc_py_link_leave_with(PyObject *self, int result);

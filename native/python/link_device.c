@@ -21,11 +21,11 @@ static int ordinal(PyObject *object, void *out)
     return 1;
 }
 
-static int open_device(struct pcc_link *link, uint32_t device, const char **why_out)
+static int open_device(struct pcc_client *link, uint32_t device, const char **why_out)
 {
-    const int result = pcc_link_device_open(link, device);
+    const int result = pcc_client_device_open(link, device);
     if (result == 0) {
-        *why_out = pcc_link_device_cannot_pull(link, device);
+        *why_out = pcc_client_device_cannot_pull(link, device);
     }
     return result;
 }
@@ -37,7 +37,7 @@ PyObject *pcc_py_link_device_open(PyObject *self, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:device_open", names, ordinal, &device)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
@@ -61,13 +61,13 @@ PyObject *pcc_py_link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &length_bytes)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     uint64_t address = 0;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_staging(link, device, length_bytes, &address));
+    PCC_PY_UNLOCKED(result = pcc_client_staging(link, device, length_bytes, &address));
     pcc_py_link_leave(self);
     if (result == -ENOMEM) {
         return PyErr_NoMemory();
@@ -80,11 +80,11 @@ PyObject *pcc_py_link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
 
 PyObject *pcc_py_link_staging_trim(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
-    PCC_PY_UNLOCKED(pcc_link_staging_trim(link));
+    PCC_PY_UNLOCKED(pcc_client_staging_trim(link));
     return pcc_py_link_leave_with(self, 0);
 }
 
@@ -100,11 +100,11 @@ PyObject *pcc_py_link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     PyObject *done = NULL;
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link != NULL) {
         int result;
-        PCC_PY_UNLOCKED(
-            result = pcc_link_stage(link, device, stream, copies.copies, copies.count, aside != 0));
+        PCC_PY_UNLOCKED(result = pcc_client_stage(link, device, stream, copies.copies, copies.count,
+                                                  aside != 0));
         done = pcc_py_link_leave_with(self, result);
     }
     pcc_py_ranges_done(&copies);
@@ -125,12 +125,13 @@ PyObject *pcc_py_link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
         !pcc_py_require(kwargs, &names[3], 1)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_mark(link, snapshot, device, stream, pull != 0, aside != 0));
+    PCC_PY_UNLOCKED(result =
+                        pcc_client_mark(link, snapshot, device, stream, pull != 0, aside != 0));
     return pcc_py_link_leave_with(self, result);
 }
 
@@ -144,7 +145,7 @@ PyObject *pcc_py_link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
                                      &deadline_ns)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
@@ -152,12 +153,12 @@ PyObject *pcc_py_link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
     bool ready = false;
     while (ok && !ready && pcc_now_ns() < deadline_ns) {
         uint64_t end_ns = pcc_py_link_slice_end(deadline_ns);
-        PCC_PY_UNLOCKED(ready = pcc_link_hold_ready(link, snapshot, device, end_ns));
+        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(link, snapshot, device, end_ns));
         ok = ready || pcc_py_link_goes_on(self);
     }
     int result = 0;
     if (ok) {
-        PCC_PY_UNLOCKED(result = pcc_link_hold(link, snapshot, device, stream, deadline_ns));
+        PCC_PY_UNLOCKED(result = pcc_client_hold(link, snapshot, device, stream, deadline_ns));
     }
     pcc_py_link_leave(self);
     if (!ok) {
@@ -176,12 +177,12 @@ PyObject *pcc_py_link_reached(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:reached", names, pcc_py_u64, &snapshot)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     bool reached = false;
-    PCC_PY_UNLOCKED(reached = pcc_link_reached(link, snapshot));
+    PCC_PY_UNLOCKED(reached = pcc_client_reached(link, snapshot));
     pcc_py_link_leave(self);
     return PyBool_FromLong(reached);
 }
@@ -195,13 +196,13 @@ PyObject *pcc_py_link_capturing(PyObject *self, PyObject *args, PyObject *kwargs
                                      pcc_py_u64, &stream)) {
         return NULL;
     }
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     bool capturing = false;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_link_capturing(link, device, stream, &capturing));
+    PCC_PY_UNLOCKED(result = pcc_client_capturing(link, device, stream, &capturing));
     pcc_py_link_leave(self);
     if (result < 0) {
         return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
@@ -229,13 +230,13 @@ PyObject *pcc_py_link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     PyObject *exposure = NULL;
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link != NULL) {
         uint8_t *bytes = NULL;
         uint64_t length_bytes = 0;
         int result;
-        PCC_PY_UNLOCKED(result = pcc_link_expose(link, ranges.device_items, ranges.count,
-                                                 device_bytes, &bytes, &length_bytes));
+        PCC_PY_UNLOCKED(result = pcc_client_expose(link, ranges.device_items, ranges.count,
+                                                   device_bytes, &bytes, &length_bytes));
         pcc_py_link_leave(self);
         exposure = result < 0 ? pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL)
                               : taken(bytes, length_bytes);
@@ -246,12 +247,12 @@ PyObject *pcc_py_link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 
 PyObject *pcc_py_link_exposure_holds(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return NULL;
     }
     bool holds;
-    PCC_PY_UNLOCKED(holds = pcc_link_exposure_holds(link));
+    PCC_PY_UNLOCKED(holds = pcc_client_exposure_holds(link));
     pcc_py_link_leave(self);
     return PyBool_FromLong(holds);
 }

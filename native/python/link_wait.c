@@ -38,7 +38,7 @@ uint64_t pcc_py_link_slice_end(uint64_t deadline_ns)
 static bool wait_snapshot(PyObject *self, const struct wait *wait, enum pcc_wait_for what,
                           int *code_out)
 {
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link == NULL) {
         return false;
     }
@@ -46,7 +46,7 @@ static bool wait_snapshot(PyObject *self, const struct wait *wait, enum pcc_wait
     uint64_t end_ns;
     do {
         end_ns = pcc_py_link_slice_end(wait->deadline_ns);
-        PCC_PY_UNLOCKED(*code_out = pcc_link_wait(link, wait->id, what, end_ns));
+        PCC_PY_UNLOCKED(*code_out = pcc_client_wait(link, wait->id, what, end_ns));
     } while (*code_out == -ETIMEDOUT && end_ns < wait->deadline_ns &&
              (ok = pcc_py_link_goes_on(self)));
     pcc_py_link_leave(self);
@@ -114,12 +114,12 @@ PyObject *pcc_py_link_load_start(PyObject *self, PyObject *args, PyObject *kwarg
         return NULL;
     }
     PyObject *done = NULL;
-    struct pcc_link *link = pcc_py_link_enter(self);
+    struct pcc_client *link = pcc_py_link_enter(self);
     if (link != NULL) {
         int result;
         PCC_PY_UNLOCKED(result =
-                            pcc_link_load_start(link, load_id, ranges.items, ranges.count,
-                                                device_ranges.device_items, device_ranges.count));
+                            pcc_client_load_start(link, load_id, ranges.items, ranges.count,
+                                                  device_ranges.device_items, device_ranges.count));
         done = pcc_py_link_leave_with(self, result);
     }
     pcc_py_ranges_done(&device_ranges);
@@ -131,7 +131,8 @@ PyObject *pcc_py_link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
 {
     static char *names[] = {"load_id", "deadline_ns", NULL};
     struct wait wait;
-    struct pcc_link *link = wait_parse(args, kwargs, names, &wait) ? pcc_py_link_enter(self) : NULL;
+    struct pcc_client *link =
+        wait_parse(args, kwargs, names, &wait) ? pcc_py_link_enter(self) : NULL;
     if (link == NULL) {
         return NULL;
     }
@@ -140,11 +141,11 @@ PyObject *pcc_py_link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
     int code;
     while (ok && !ended && pcc_now_ns() < wait.deadline_ns) {
         uint64_t end_ns = pcc_py_link_slice_end(wait.deadline_ns);
-        PCC_PY_UNLOCKED(ended = pcc_link_load_ended(link, wait.id, end_ns));
+        PCC_PY_UNLOCKED(ended = pcc_client_load_ended(link, wait.id, end_ns));
         ok = ended || pcc_py_link_goes_on(self);
     }
     /* Also after an exception: nothing may write to the caller's memory behind his back. */
-    PCC_PY_UNLOCKED(code = pcc_link_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
+    PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
     pcc_py_link_leave(self);
     if (!ok) {
         return NULL;

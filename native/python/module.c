@@ -1,8 +1,8 @@
 /* pccheck_native._core: the C core as Python sees it. _core.pyi is its contract. */
 #include "core.h"
-#include "pcc_format.h"
-#include "pcc_shared.h"
-#include "pcc_volume.h"
+#include "disk/pcc_format.h"
+#include "disk/pcc_volume.h"
+#include "shared/pcc_shared.h"
 
 static int add_constants(PyObject *module)
 {
@@ -105,8 +105,8 @@ static PyMethodDef functions[] = {
      "Makes a volume, all its room taken, durable and under its name on return."},
     {"kept_state", pcc_py_kept_state, METH_VARARGS,
      "What a state memfd says of its volume and of what was copied."},
-    {"choose_engine", PCC_PY_METHOD(pcc_py_choose_engine), METH_VARARGS | METH_KEYWORDS,
-     "Measures which storage engine is the fastest in a directory."},
+    {"measure_engine", PCC_PY_METHOD(pcc_py_measure_engine), METH_VARARGS | METH_KEYWORDS,
+     "Seconds for which an engine overwrites a file and flushes it."},
     {"cuda_missing", pcc_py_cuda_missing, METH_NOARGS,
      "Why there is no usable CUDA driver; \"\" when there is one."},
     {"cuda_driver", pcc_py_cuda_driver, METH_NOARGS, "(version, GPUs) of the CUDA driver."},

@@ -1,5 +1,5 @@
 #include "core.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 /* -- Pool -------------------------------------------------------------------------------------- */
 
@@ -187,7 +187,7 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
         return NULL;
     }
     return pcc_py_result(state, PCC_PY_EVENT,
-                         Py_BuildValue("(sKKKKIissIN)", kind_name(event->kind), event->channel,
+                         Py_BuildValue("(sKKKKIissIN)", kind_name(event->kind), event->tenant,
                                        event->session, event->id, event->sequence, event->slot,
                                        event->error,
                                        event->error ? pcc_error_name(event->error) : "",

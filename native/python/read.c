@@ -1,78 +1,10 @@
 #include "read.h"
 
-#include <string.h>
-
-#include "pcc_load.h"
+#include "disk/pcc_load.h"
 
 #define CHUNK_BYTES_DEFAULT (4u << 20)
-#define CHUNK_BYTES_MAX (256u << 20)
 #define THREADS_DEFAULT 2u
 #define THREADS_MAX 64u
-/* Ranges closer than this are read in one stream: seeking would cost more than reading the gap. */
-#define GAP_BYTES_MAX (4ull << 20)
-
-/* A chunk must be whole blocks and whole direct-I/O units. */
-static uint32_t chunk_bytes_for(const struct pcc_load *load, uint32_t wanted_bytes)
-{
-    uint64_t unit = pcc_load_block_bytes(load);
-    while (unit % PCC_IO_ALIGN != 0) {
-        unit += pcc_load_block_bytes(load);
-    }
-    uint64_t bytes = wanted_bytes < CHUNK_BYTES_MAX ? wanted_bytes : CHUNK_BYTES_MAX;
-    return (uint32_t)(bytes <= unit ? unit : bytes / unit * unit);
-}
-
-static int sink_bytes(void *context, const void *bytes, uint64_t offset_bytes,
-                      uint64_t length_bytes)
-{
-    const struct pcc_range *target = context;
-    memcpy((char *)(uintptr_t)target->address + (offset_bytes - target->offset_bytes), bytes,
-           length_bytes);
-    return 0;
-}
-
-struct scatter {
-    const struct pcc_range *items;
-    uint64_t count;
-};
-
-static uint64_t range_end(const struct pcc_range *range)
-{
-    return range->offset_bytes + range->length_bytes;
-}
-
-/* The first range that ends behind offset_bytes. */
-static uint64_t scatter_find(const struct scatter *scatter, uint64_t offset_bytes)
-{
-    uint64_t low = 0;
-    uint64_t high = scatter->count;
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2;
-        if (range_end(&scatter->items[middle]) > offset_bytes) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    return low;
-}
-
-static int sink_scatter(void *context, const void *bytes, uint64_t offset_bytes,
-                        uint64_t length_bytes)
-{
-    const struct scatter *scatter = context;
-    uint64_t end_bytes = offset_bytes + length_bytes;
-    for (uint64_t i = scatter_find(scatter, offset_bytes);
-         i < scatter->count && scatter->items[i].offset_bytes < end_bytes; i++) {
-        const struct pcc_range *range = &scatter->items[i];
-        uint64_t from = range->offset_bytes > offset_bytes ? range->offset_bytes : offset_bytes;
-        uint64_t to = range_end(range) < end_bytes ? range_end(range) : end_bytes;
-        memcpy((char *)(uintptr_t)range->address + (from - range->offset_bytes),
-               (const char *)bytes + (from - offset_bytes), to - from);
-    }
-    return 0;
-}
-
 static int sink_nothing(void *context, const void *bytes, uint64_t offset_bytes,
                         uint64_t length_bytes)
 {
@@ -80,33 +12,6 @@ static int sink_nothing(void *context, const void *bytes, uint64_t offset_bytes,
     (void)bytes;
     (void)offset_bytes;
     (void)length_bytes;
-    return 0;
-}
-
-/* Streams every run of near ranges. */
-static int read_runs(struct pcc_load *load, const struct pcc_py_ranges *ranges,
-                     uint32_t chunk_bytes, uint32_t threads)
-{
-    uint64_t first = 0;
-    while (first < ranges->count) {
-        uint64_t start_bytes = ranges->items[first].offset_bytes;
-        uint64_t end_bytes = range_end(&ranges->items[first]);
-        uint64_t next = first + 1;
-        while (next < ranges->count &&
-               ranges->items[next].offset_bytes - end_bytes <= GAP_BYTES_MAX) {
-            end_bytes = range_end(&ranges->items[next++]);
-        }
-        struct scatter scatter = {.items = &ranges->items[first], .count = next - first};
-        int result = 0;
-        if (end_bytes > start_bytes) {
-            result = pcc_load_stream(load, start_bytes, end_bytes - start_bytes, chunk_bytes,
-                                     threads, sink_scatter, &scatter);
-        }
-        if (result != 0) {
-            return result;
-        }
-        first = next;
-    }
     return 0;
 }
 
@@ -178,9 +83,8 @@ PyObject *pcc_py_volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
             .offset_bytes = offset_bytes,
             .length_bytes = length_bytes,
         };
-        uint32_t chunk_bytes = chunk_bytes_for(load, 0); /* no more than what is asked for */
-        PCC_PY_UNLOCKED(result = pcc_load_stream(load, offset_bytes, length_bytes, chunk_bytes, 0,
-                                                 sink_bytes, &target));
+        uint32_t chunk_bytes = pcc_load_chunk_bytes(load, 0); /* no more than what is asked for */
+        PCC_PY_UNLOCKED(result = pcc_load_ranges(load, &target, 1, chunk_bytes, 0));
     }
     load_leave(self, load);
     if (result != 0) {
@@ -197,14 +101,15 @@ static PyObject *read_into(PyObject *self, uint64_t sequence, const struct pcc_p
     if (load == NULL) {
         return NULL;
     }
-    uint64_t end_bytes = ranges->count ? range_end(&ranges->items[ranges->count - 1]) : 0;
+    uint64_t end_bytes = ranges->count ? pcc_range_end(&ranges->items[ranges->count - 1]) : 0;
     if (!within_payload(load, end_bytes, 0)) {
         load_leave(self, load);
         return NULL;
     }
     int result;
-    uint32_t whole_bytes = chunk_bytes_for(load, chunk_bytes);
-    PCC_PY_UNLOCKED(result = read_runs(load, ranges, whole_bytes, threads));
+    uint32_t whole_bytes = pcc_load_chunk_bytes(load, chunk_bytes);
+    PCC_PY_UNLOCKED(result =
+                        pcc_load_ranges(load, ranges->items, ranges->count, whole_bytes, threads));
     load_leave(self, load);
     return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
 }
@@ -242,7 +147,7 @@ PyObject *pcc_py_volume_verify(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
-    uint32_t chunk_bytes = chunk_bytes_for(load, CHUNK_BYTES_DEFAULT);
+    uint32_t chunk_bytes = pcc_load_chunk_bytes(load, CHUNK_BYTES_DEFAULT);
     int result = 0;
     if (payload_bytes > 0) {
         PCC_PY_UNLOCKED(result = pcc_load_stream(load, 0, payload_bytes, chunk_bytes, threads,

@@ -12,7 +12,6 @@ static const struct {
                             "payload_capacity volume_bytes record_number boot_epoch next_sequence "
                             "incarnation created_wall_ns done stopped free_slots valid_replicas "
                             "repaired_replicas damaged_records"},
-    [PCC_PY_ENGINE_CHOICE] = {"EngineChoice", "engine rounds round_bytes measured"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
                                "rehomed times"},

@@ -1,58 +1,37 @@
-/* Storage before there is a volume: the engine that is the fastest in a directory, a new volume. */
+/* Storage before there is a volume: how fast an engine writes a file, a new volume. */
+#include <fcntl.h>
+
 #include "core.h"
-#include "pcc_io.h"
-#include "pcc_volume.h"
+#include "disk/pcc_volume.h"
+#include "io/pcc_io.h"
 
-/* {engine: bytes per second, or the name of what it failed with}; without those not measured. */
-static PyObject *measured_dict(const struct pcc_io_choice *choice)
+PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    PyObject *measured = PyDict_New();
-    for (uint32_t i = 0; measured != NULL && i < PCC_IO_ENGINES; i++) {
-        const int error = choice->measured[i].error;
-        const uint64_t speed = choice->measured[i].bytes_per_second;
-        if (error == 0 && speed == 0) {
-            continue;
-        }
-        PyObject *value = error != 0 ? PyUnicode_FromString(pcc_error_name(error))
-                                     : PyLong_FromUnsignedLongLong(speed);
-        if (value == NULL ||
-            PyDict_SetItemString(measured, pcc_io_engine_name((enum pcc_io_engine)i), value) < 0) {
-            Py_CLEAR(measured);
-        }
-        Py_XDECREF(value);
-    }
-    return measured;
-}
-
-PyObject *pcc_py_choose_engine(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"directory", "allow_buffered", NULL};
-    PyObject *directory = NULL;
-    int allow_buffered = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$p:choose_engine", names,
-                                     PyUnicode_FSConverter, &directory, &allow_buffered)) {
+    static char *names[] = {"fd", "engine", "length", "chunk_bytes", "threads", NULL};
+    int fd;
+    uint64_t length_bytes, ns = 0;
+    uint32_t chunk_bytes, threads;
+    const char *engine;
+    struct pcc_io_options options = {.strict = true, .allow_buffered = true};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "isO&O&O&:measure_engine", names, &fd, &engine,
+                                     pcc_py_u64, &length_bytes, pcc_py_u32, &chunk_bytes,
+                                     pcc_py_u32, &threads)) {
         return NULL;
     }
-    struct pcc_py_state *state = PyModule_GetState(module);
-    struct pcc_io_choice choice;
-    int result;
-    const char *name = PyBytes_AsString(directory);
-    PCC_PY_UNLOCKED(result = pcc_io_choose_in(name, allow_buffered != 0, &choice));
-    PyObject *values = NULL;
-    if (result < 0) {
-        PyObject *shown = PyUnicode_DecodeFSDefault(name);
-        if (shown != NULL) {
-            pcc_py_raise(state, result, shown);
-            Py_DECREF(shown);
-        }
-    } else {
-        PyObject *measured = measured_dict(&choice);
-        values = measured == NULL ? NULL
-                                  : Py_BuildValue("(sIKN)", pcc_io_engine_name(choice.engine),
-                                                  choice.rounds, choice.round_bytes, measured);
+    if (pcc_io_engine_named(engine, &options.engine) < 0) {
+        return PyErr_Format(PyExc_ValueError, "there is no engine '%s'", engine);
     }
-    Py_DECREF(directory);
-    return pcc_py_result(state, PCC_PY_ENGINE_CHOICE, values);
+    const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (own < 0) {
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    int result;
+    PCC_PY_UNLOCKED(result =
+                        pcc_io_measure(own, &options, length_bytes, chunk_bytes, threads, &ns));
+    if (result < 0) {
+        return pcc_py_raise(PyModule_GetState(module), result, NULL);
+    }
+    return PyFloat_FromDouble((double)ns / 1e9);
 }
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs)

@@ -1,7 +1,7 @@
 #include <string.h>
 
 #include "core.h"
-#include "pcc_volume.h"
+#include "disk/pcc_volume.h"
 #include "read.h"
 
 struct py_volume {

@@ -32,7 +32,12 @@ def read(path: Path) -> Mapping[str, str]:
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}",
-            hint=f"give it to uid {os.geteuid()}, or start without it: --config /dev/null",
+            hint=(
+                "name a file that is there"
+                if isinstance(error, FileNotFoundError)
+                else f"give it to uid {os.geteuid()}"
+            )
+            + ", or start without it: --config /dev/null",
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text", hint=_SEE) from error

@@ -50,7 +50,7 @@ class Config:
     dram_bytes: int = 1 * GIB
     chunk_bytes: int = 16 * MIB
     writers: int = 2
-    engine: str = "auto"
+    engine: str = "pwrite"
     max_storage_bytes: int = 0
     max_dram_per_user_bytes: int = 0
     max_storage_per_user_bytes: int = 0
@@ -166,6 +166,8 @@ class Option:
     help: str  # one sentence, no full stop
     metavar: str = ""
     choices: tuple[str, ...] = ()
+    #: Former choices, and what to do now.
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     low: float | None = None
     high: float | None = None
     rule: str = ""  # what else must hold, in words
@@ -274,10 +276,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "--engine", "engine", TEXT, Group.ROOM,
-        "how volumes are read and written: pwrite and uring go past the page cache, mmap through "
-        "it, pmem to persistent memory (DAX); auto takes the fastest of pwrite, uring and pmem, "
-        "measured at the start, and pwrite stands in for what cannot be had",
-        choices=("auto", "uring", "pwrite", "mmap", "pmem"),
+        "how volumes are read and written: pwrite goes past the page cache, mmap through it, pmem "
+        "to persistent memory (DAX); pwrite is used where the other two are not possible",
+        choices=("pwrite", "mmap", "pmem"),
+        removed={
+            "auto": "pccheckd no longer measures engines at its start: remove the option, or set "
+            "it to pwrite; `pccheckctl bench` compares the engines on a disk",
+            "uring": "the engine uring was removed, since it was nowhere faster than pwrite: "
+            "remove the option, or set it to pwrite",
+        },
     ),
     Option(
         "--max-bandwidth", "max_bandwidth_bytes", SIZE, Group.ROOM,

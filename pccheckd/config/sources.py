@@ -162,7 +162,10 @@ def _parse(option: Option, text: str, origin: Origin) -> object:
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
     if option.choices and text not in option.choices:
-        raise UsageError(f"{where}: {text!r} is not one of {', '.join(option.choices)}")
+        raise UsageError(
+            f"{where}: {text!r} is not one of {', '.join(option.choices)}",
+            hint=option.removed.get(text, ""),
+        )
     return value
 
 
@@ -202,10 +205,11 @@ def _check(config: Config) -> None:
         told = BY_FIELD["expire_finished_s"].show(config.expire_finished_s)
         _refuse(config, "expire_finished_s", told, "use at least 1h, or 0 for never")
     if config.keep >= config.slots:
-        _refuse(
-            config, "keep", f"{config.keep} with {config.slots} slots",
-            "use 1 to slots - 1: slots = N in flight + keep",
-        )  # fmt: skip
+        raise UsageError(
+            f"{_where(BY_FIELD['keep'], config.origins.get('keep'))} must be less than --slots "
+            f"(got {config.keep} and {config.slots})",
+            hint="slots = N in flight + keep",
+        )
     if config.block_bytes & (config.block_bytes - 1):
         _refuse(config, "block_bytes", f"{config.block_bytes} bytes", "use a power of two")
     if config.chunk_bytes % max(config.block_bytes, IO_ALIGN):

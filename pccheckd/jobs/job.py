@@ -8,7 +8,7 @@ import time
 
 from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
-from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
+from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
@@ -44,6 +44,7 @@ class Job:
         self._numbers = group.Numbers()
         self._given_up = 0  # the newest sequence that ever was
         self._short: set[int] = set()  # ranks without a slot for the next checkpoint
+        self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
         self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
@@ -95,13 +96,23 @@ class Job:
         """The incarnation of a process that connects; `moved`: the one that it had, `was`, is of
         another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
+        before = self.starts.current
         start = self.starts.join(
             rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
             known=known, moved=moved,
         )  # fmt: skip
+        if start is not before:
+            self._read_again()
         self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
         self._catch_up(rank, owner.process)
         return start.incarnation
+
+    def _read_again(self) -> None:
+        """A start begins. When all that the ranks had in common could not be read, the disk may
+        have been away: it is tried again."""
+        if not self.common_checkpoints():
+            for tenant in self.tenants.values():
+                tenant.retention.unreadable.clear()
 
     def incarnation(self, rank: int, owner: Owner) -> int:
         """Of the newest start that a process is a member of; it may have moved along since it
@@ -271,6 +282,8 @@ class Job:
             self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
             for tenant in self.tenants.values():
                 tenant.became_global(shared[0].sequence, {one.sequence for one in shared})
+                if shared[0].incarnation < tenant.incarnation:
+                    tenant.spawn(tenant.protect_late())
 
     @property
     def newest_common(self) -> int:
@@ -288,7 +301,7 @@ class Job:
             return set()
         return group.pins(
             self.ranks(), tenant.key.rank, self.incarnation(tenant.key.rank, owner),
-            pinned=tenant.retention.flagged, after=owner.restored or 0,
+            pinned=tenant.retention.inherited, after=owner.restored or 0,
             slots=current.info.slots - len(current.pinned),
         )  # fmt: skip
 
@@ -349,6 +362,9 @@ class Job:
         found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)
         broken = self._unreadable()
         if isinstance(found, Held):
+            if step is None:
+                self._require_no_newer(rank, found)
+            self._chosen[rank] = process, found
             return found
         if found is None and broken is not None:
             raise broken
@@ -356,6 +372,24 @@ class Job:
             also = f"; {broken.message}" if broken is not None else ""
             raise NoCheckpointError(f"job {self.name!r}: {found.reason}{also}", hint=found.hint)
         return None
+
+    def asks_again(self, rank: int) -> None:
+        """A rank did not take what it was given to restore, or is about to restore another one."""
+        self._chosen.pop(rank, None)
+
+    def _require_no_newer(self, rank: int, found: Held) -> None:
+        """Raises DamagedError when another rank of this start restores a newer checkpoint: it was
+        chosen before this rank failed to read it."""
+        current = self.starts.current
+        for other, (process, its) in sorted(self._chosen.items()):
+            owner = self.tenants[other].owner if other in self.tenants else None
+            goes_on = owner is not None and owner.process == process
+            if goes_on and self.starts.of(other, process) is current and its > found:
+                raise DamagedError(
+                    f"job {self.name!r}: rank {other} of this start restores step {its.step}, but "
+                    f"on rank {rank} it is damaged or cannot be read",
+                    hint="restart all ranks; they will restore the step before",
+                )
 
     def _unreadable(self) -> PccheckError | None:
         """Of any rank's volumes."""

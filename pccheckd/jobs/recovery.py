@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pccheck_native import catalog
+from pccheck_native.group import Held
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -72,11 +73,15 @@ def _of_job(
     if session.solo:
         return _newest(tenant, body, skipped, found)
     if session.world_size == 1:
-        older = body.before or MAX_SEQUENCE
+
+        def fits(one: catalog.Checkpoint | Held) -> bool:
+            older = one.sequence < (body.before or MAX_SEQUENCE)
+            return older and body.step in (None, one.step)
+
         alone = [one for one in found if one.world_size == 1]
-        best = (one.sequence for one in alone if one.sequence < older and tenant.is_usable(one))
-        shared = (one.sequence for one in job.common_checkpoints() if one.world_size > 1)
-        newest = max((number for number in shared if number < older), default=0)
+        best = (one.sequence for one in alone if fits(one) and tenant.is_usable(one))
+        shared = (one for one in job.common_checkpoints() if one.world_size > 1 and fits(one))
+        newest = max((one.sequence for one in shared), default=0)
         if alone and newest <= max(best, default=0):
             return _newest(tenant, body, skipped, alone)
     return _of_group(session, job, tenant, body)
@@ -109,6 +114,7 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
     """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
     could not be read, fails."""
     again = "restart all ranks; they will restore the step before"
+    job.asks_again(session.rank)
     if body.before is not None and session.world_size > 1:
         raise DamagedError(
             f"{tenant.key}: the checkpoint that all ranks restore is damaged or cannot be read",

@@ -131,4 +131,6 @@ def _fix(error: OSError, of_rights: str) -> str:
         return "free some room on that disk"
     if error.errno == errno.ENOTDIR:
         return "choose another place: a file is in its way"
+    if error.errno == errno.ENOENT:  # the directory is there: /proc and the like
+        return "choose a directory on a local disk: no file can be made in this one"
     return shortage.HINT if shortage.told(error) else "look at the disk: dmesg"

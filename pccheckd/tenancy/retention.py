@@ -27,6 +27,9 @@ class Retention:
         self._released: set[int] = set()  # flagged on the disk until the next record
         self.reports = 0  # of damage, by readers
         self._judging = asyncio.Lock()  # damage is flagged, or the flag taken away
+        self._protecting = asyncio.Lock()  # what is protected changes
+        #: What was flagged when the trainer came, for a run that had not restored either.
+        self.inherited: set[int] = set()
 
     @property
     def flagged(self) -> set[int]:
@@ -87,13 +90,23 @@ class Retention:
 
     async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
         """P7: `wanted` is kept until the job's ranks have restored, or say `fresh`."""
+        async with self._protecting:
+            await self._protect(wanted)
+            self.unrestored = unrestored
+
+    async def protect_instead(self, wanted: set[int]) -> None:
+        """More of the run before has become durable; unless the trainer has restored meanwhile."""
+        async with self._protecting:
+            if self.unrestored:
+                await self._protect(wanted)
+
+    async def _protect(self, wanted: set[int]) -> None:
         for sequence in self.flagged - wanted:
             await self.unprotect(sequence)
         for sequence in wanted:
             self._released.discard(sequence)
             await self.flag(sequence, set_=PROTECTED)
         self.protected = wanted
-        self.unrestored = unrestored
 
     def restored_to(self, sequence: int) -> None:
         """The trainer has taken over `sequence`. One that found nothing, because its disk was away
@@ -103,9 +116,8 @@ class Retention:
 
     async def release(self) -> None:
         """The job's ranks have restored: what they restored from may be recycled."""
-        for sequence in self.flagged:
-            await self.unprotect(sequence)
-        self.protected = set()
+        async with self._protecting:
+            await self._protect(set())
 
     async def unprotect(self, sequence: int) -> None:
         """One may be recycled again. The disk has its flag until the next record."""

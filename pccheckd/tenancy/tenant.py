@@ -139,6 +139,7 @@ class Tenant:
             if self.port is None:
                 await self._open_port()
             assert self.port is not None
+            self.retention.inherited = self.retention.flagged
             await self.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
@@ -164,6 +165,12 @@ class Tenant:
         wanted = set() if owner.fresh else self.group.pins(self, owner)
         unread = owner.restored is None and not owner.fresh
         await self.retention.protect(wanted, unrestored=unread or bool(wanted))
+
+    async def protect_late(self) -> None:
+        """What the run before had in flight when the trainer came is durable."""
+        owner = self.owner
+        if owner is not None and self.retention.unrestored:
+            await self.retention.protect_instead(self.group.pins(self, owner))
 
     def protected_step(self) -> int | None:
         """The newest step that is kept for a trainer that has not restored."""
@@ -449,6 +456,8 @@ class Tenant:
         await self._retire()
         if checkpoint.session == INHERITED:
             await self._after_inherited()
+        elif self.owner is not None and self.owner.session != checkpoint.session:
+            await self.protect_late()
 
     async def _after_inherited(self) -> None:
         """What a daemon before us had copied is durable, pinned by its record: of several the
@@ -458,8 +467,7 @@ class Tenant:
         restored = self.owner is not None and not self.retention.unrestored
         for sequence in inherited if restored else inherited[:-1]:
             await self.retention.unprotect(sequence)
-        if self.owner is not None and self.retention.unrestored:
-            await self.protect(self.owner)
+        await self.protect_late()
 
     async def _retire(self) -> None:
         """Drops outgrown volumes once the current one has what recovery needs."""

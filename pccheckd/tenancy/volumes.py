@@ -292,7 +292,6 @@ class VolumeSet:
                 allow_buffered=config.allow_any_filesystem,
             )  # fmt: skip
 
-        await self._engine.io.chosen()  # or what is measured would take room meanwhile
         try:
             with self._engine.room.reserved(key.uid, needed) as before:
                 await self._require_room(needed, before)
@@ -353,7 +352,7 @@ class VolumeSet:
 
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config
-        engine = await self._engine.io.chosen() if writable else PWRITE
+        engine = self._engine.io.wanted if writable else PWRITE
 
         def open_it() -> OpenVolume:
             volume = _core.Volume(

@@ -4,8 +4,8 @@ python -m tests.arm64                        # all
 python -m tests.arm64 tests/integration/test_slots.py -k refused      # pytest's words: only those
 
 qemu's user mode has this machine's pages, kernel and memory order: what is tried is the
-instructions, the calls' numbers and layouts, and the compiler. It has no io_uring, and does not
-know landlock.
+instructions, the calls' numbers and layouts, and the compiler. It does not know
+landlock.
 """
 
 from __future__ import annotations

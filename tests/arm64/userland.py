@@ -89,7 +89,7 @@ def _install(site: Path, *wanted: object) -> None:
 
 def compile_all() -> None:
     """The C tests, the extension and the libraries that tests preload, for arm64."""
-    _run("make", "-s", "-C", ROOT / "tests/native", "VARIANT=arm64", *TOOLS, "all")
+    _run("make", "-s", "-C", ROOT / "tests/native", "VARIANT=arm64", *TOOLS, "all")  # and xxhash.h
     BUILD.mkdir(parents=True, exist_ok=True)
     extension = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (module,) = extension["tool"]["setuptools"]["ext-modules"]

@@ -1,6 +1,6 @@
 /* Stand-ins that the linker puts before the real functions (-Wl,--wrap): the moment of the
  * acknowledgement becomes visible, and time and randomness repeat with the seed. */
-#include "pcc_volume.h"
+#include "disk/pcc_volume.h"
 #include "sim_io.h"
 
 #include <string.h>

@@ -42,7 +42,7 @@ MUTANTS = (
         "failed record forgotten",
         "the error was another checkpoint's page, and is told once",
         arguments=("--model", "mmap"),
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "atomic_store_explicit(&volume->stopped, true, memory_order_release);",
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "single record",
         "every record in one place",
-        source="pcc_format.c",
+        source="disk/pcc_format.c",
         changes=(
             (
                 "        return generation * geometry->record_stride_bytes;\n"
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "no CRC",
         "a torn record passes",
-        source="pcc_format.c",
+        source="disk/pcc_format.c",
         changes=(
             (
                 "if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
@@ -78,7 +78,7 @@ MUTANTS = (
         "no CRC on persistent memory",
         "a record of old and new words passes",
         arguments=("--model", "pmem"),
-        source="pcc_format.c",
+        source="disk/pcc_format.c",
         changes=(
             (
                 "if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "early free",
         "slots are free before the record without them is durable",
-        source="pcc_volume.c",
+        source="disk/pcc_volume.c",
         changes=(
             (
                 "        result = pcc_commit_staged(volume, on_durable, context);\n"
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "acknowledged before the record",
         "told durable, then written",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "    int result = write_replica(volume, 0);\n",
@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         "oldest record wins",
         "recovery takes the first acceptable record",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "if (!search->any || search->buffer->record_number > found->record.record_number)",
@@ -125,14 +125,14 @@ MUTANTS = (
     Mutant(
         "opening frees every slot",
         "checkpoints of before a restart are overwritten",
-        source="pcc_volume.c",
+        source="disk/pcc_volume.c",
         changes=(("if (entry->state == PCC_SLOT_FREE && (entry->flags &", "if ((entry->flags &"),),
     ),
     Mutant(
         "published before the seal",
         "a snapshot whose copy was never vouched for",
         arguments=("--alone",),  # else it publishes while another record is being written
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             ("if (!save->sealed || save->written <", "if (!save->handed_over || save->written <"),
         ),
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "failed flush ignored",
         "published although the flush said EIO",
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             ('    if (result != 0) {\n        slot_error(save, result, "flush");', "    if (0) {"),
         ),
@@ -148,7 +148,7 @@ MUTANTS = (
     Mutant(
         "failed flush concerns its own save only",
         "the next flush is clean and vouches for nothing",
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             (
                 "const bool doubtful = atomic_load_explicit(",
@@ -160,7 +160,7 @@ MUTANTS = (
         "failed msync concerns its own save only",
         "it was told of another save's page",
         arguments=("--model", "mmap"),
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             (
                 "const bool doubtful = atomic_load_explicit(",
@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "failed write ignored",
         "a chunk that never arrived counts as written",
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             (
                 "    if (result == 0) {\n        piece->state = PCC_SAVE_CHUNK_WRITTEN;",
@@ -182,13 +182,13 @@ MUTANTS = (
     Mutant(
         "short write taken for whole",
         "the rest of the transfer is not resumed",
-        source="pcc_io.c",
+        source="io/pcc_io.c",
         changes=(("        length -= moved;\n", "        length = 0;\n"),),
     ),
     Mutant(
         "older overtakes newer",
         "the publisher does not ask who is newest",
-        source="pcc_volume.c",
+        source="disk/pcc_volume.c",
         changes=(
             (
                 "const enum pcc_published published = verdict(volume, entry->sequence);",
@@ -200,7 +200,7 @@ MUTANTS = (
         "hidden record overwritten",
         "an opening that could not read the newest record goes on from the one before",
         program="fault_loop",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "if (found->unreadable[generation] == PCC_REPLICAS)",
@@ -212,11 +212,11 @@ MUTANTS = (
         "given up, yet moved",
         "an abort between an error and the move is forgotten",
         program="fault_loop",
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             (
-                "lock(save);\n    if (save->failed) { /* given up after",
-                "lock(save);\n    if (0) { /* given up after",
+                "pcc_save_lock(save);\n    if (save->failed) { /* given up after",
+                "pcc_save_lock(save);\n    if (0) { /* given up after",
             ),
         ),
     ),
@@ -224,28 +224,26 @@ MUTANTS = (
         "bad slot reused",
         "a slot in which a write failed is free again",
         program="fault_loop",
-        source="pcc_save_work.c",
-        changes=(
-            ("if (save->has_slot && save->slot_failed && !is_scarcity(save->error)) {", "if (0) {"),
-        ),
+        source="disk/pcc_save_work.c",
+        changes=(("if (save->has_slot && save->slot_bad) {", "if (0) {"),),
     ),
     Mutant(
         "quarantine for ever",
         "after an outage no slot is left until the next opening",
         program="fault_loop",
-        source="pcc_volume.c",
+        source="disk/pcc_volume.c",
         changes=(("if (volume->free_slots == 0) forgive(volume);", "(void)forgive;"),),
     ),
     Mutant(
         "nothing is repaired",
         "an opening leaves a record with one replica",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(("if (found->good[replica])", "if (1)"),),
     ),
     Mutant(
         "flag of one that goes",
         "a flag meets a slot that the record under way gives to nobody",
-        source="pcc_volume.c",
+        source="disk/pcc_volume.c",
         changes=(
             (
                 "result = find_sequence(&volume->staged, sequence, &staged_slot);",
@@ -256,13 +254,13 @@ MUTANTS = (
     Mutant(
         "announced before it is written",
         "the owner re-uses memory that is not on the disk",
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             (
                 "    const int result =\n        write_all(saver, piece->bytes,",
-                "    lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
+                "    pcc_save_lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
                 "    announce = !piece->announced;\n    piece->announced = true;\n"
-                "    unlock(save);\n"
+                "    pcc_save_unlock(save);\n"
                 "    if (announce)\n"
                 "        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);\n"
                 "    announce = false;\n"
@@ -274,7 +272,7 @@ MUTANTS = (
         "checksums not compared",
         "rotten data is handed out",
         program="rot",
-        source="pcc_load.c",
+        source="disk/pcc_load.c",
         changes=(("if (pcc_block_checksum(", "if (0 && pcc_block_checksum("),),
     ),
     Mutant(
@@ -299,7 +297,7 @@ def mutated_source(mutant: Mutant, directory: Path) -> Path:
                 f"{mutant.source}, not once; adapt the mutant to the source:\n{old}"
             )
         text = pattern.sub(lambda _match, new=new: new, text)  # type: ignore[misc]
-    changed = directory / mutant.source
+    changed = directory / Path(mutant.source).name
     changed.write_text(text)
     return changed
 
@@ -312,7 +310,7 @@ def build(mutant: Mutant, options: argparse.Namespace) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     objects = options.core.split()
     if mutant.source:
-        replaced = f"build/core/{Path(mutant.source).stem}.o"
+        replaced = f"build/core/{Path(mutant.source).with_suffix('.o')}"
         if replaced not in objects:
             raise SystemExit(f"mutant {mutant.name!r}: {replaced} is not linked")
         objects[objects.index(replaced)] = str(mutated_source(mutant, directory))

@@ -22,7 +22,7 @@ NATIVE_MUTANTS = (
         "a kept one for a bad slot",
         "an outage costs the older kept checkpoint",
         program="test_volume",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "while (kept >= record->slot_count) {",
@@ -37,7 +37,7 @@ NATIVE_MUTANTS = (
         "damaged ones count as newest",
         "the only good one is thrown away for them",
         program="test_volume",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "(entry->flags & PCC_SLOT_DAMAGED) == 0 && entry->sequence > newest)",
@@ -49,14 +49,14 @@ NATIVE_MUTANTS = (
         "a chunk in doubt re-used",
         "what has to be written again is gone from memory",
         program="test_save",
-        source="pcc_save.c",
+        source="disk/pcc_save.c",
         changes=(("|| save->slot_failed || save->slot_doubtful)", "|| save->slot_failed)"),),
     ),
     Mutant(
         "flushes side by side",
         "a clean one ends before the failed one is known",
         program="test_save",
-        source="pcc_save_work.c",
+        source="disk/pcc_save_work.c",
         changes=(
             ("(void)pthread_mutex_lock(&saver->flushing);", ""),
             ("(void)pthread_mutex_unlock(&saver->flushing);", ""),
@@ -66,7 +66,7 @@ NATIVE_MUTANTS = (
         "records are no chain",
         "a lost write between two records is not seen",
         program="test_volume",
-        source="pcc_commit.c",
+        source="disk/pcc_commit.c",
         changes=(
             (
                 "next->previous_hash = pcc_block_checksum(&volume->durable, "
@@ -79,42 +79,42 @@ NATIVE_MUTANTS = (
         "a record's own place ignored",
         "a record that says that it lies elsewhere passes",
         program="test_format",
-        source="pcc_format.c",
+        source="disk/pcc_format.c",
         changes=(("record->offset_bytes != offset_bytes ||", ""),),
     ),
     Mutant(
         "records without RWF_DSYNC",
         "acknowledged while it is in the cache",
         program="test_calls",
-        source="pcc_io_pwrite.c",
+        source="io/pcc_io_pwrite.c",
         changes=(("RWF_DSYNC);", "0);"),),
     ),
     Mutant(
         "flush without fdatasync",
         "the record overtakes its data",
         program="test_calls",
-        source="pcc_io_pwrite.c",
+        source="io/pcc_io_pwrite.c",
         changes=(("return fdatasync(fd) == 0 ? 0 : -errno;", "return fd >= 0 ? 0 : -errno;"),),
     ),
     Mutant(
         "opened without fsync",
         "a record is believed that a power cut takes back",
         program="test_calls",
-        source="pcc_volume_file.c",
+        source="disk/pcc_volume_file.c",
         changes=(("if (fsync(fd) == 0) return 0;", "if (fd >= 0) return 0;"),),
     ),
     Mutant(
         "made without fsync",
         "the volume has a name before it has its extents",
         program="test_calls",
-        source="pcc_volume_file.c",
+        source="disk/pcc_volume_file.c",
         changes=(("if (result == 0 && fsync(fd) != 0)", "if (result == 0 && fd < 0)"),),
     ),
     Mutant(
         "directory without fsync",
         "a volume that was made has no name after a power cut",
         program="test_calls",
-        source="pcc_volume_file.c",
+        source="disk/pcc_volume_file.c",
         changes=(
             ("const int result = fsync(fd) == 0 ? 0 : -errno;", "const int result = fd < 0;"),
         ),

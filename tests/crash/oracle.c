@@ -1,5 +1,5 @@
 #include "oracle.h"
-#include "pcc_load.h"
+#include "disk/pcc_load.h"
 
 #include <stdlib.h>
 #include <string.h>

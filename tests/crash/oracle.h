@@ -3,7 +3,7 @@
 #ifndef ORACLE_H
 #define ORACLE_H
 
-#include "pcc_save.h"
+#include "disk/pcc_save.h"
 #include "sim_io.h"
 
 #define ORACLE_SAVES_MAX 512u

@@ -1,5 +1,5 @@
 #include "repair.h"
-#include "pcc_volume.h"
+#include "disk/pcc_volume.h"
 
 #include <string.h>
 

@@ -6,8 +6,8 @@
 #ifndef SIM_IO_H
 #define SIM_IO_H
 
-#include "pcc_format.h"
-#include "pcc_io.h"
+#include "disk/pcc_format.h"
+#include "io/pcc_io.h"
 #include "rng.h"
 
 #define SIM_SECTOR 512u
@@ -16,7 +16,7 @@
 
 /* What the engines promise of their writes, at its weakest. */
 enum sim_model {
-    SIM_DIRECT, /* pwrite, uring: pieces of a write in any order, torn between sectors */
+    SIM_DIRECT, /* pwrite: pieces of a write in any order, torn between sectors */
     SIM_MAPPED, /* mmap: pages go out at any time, in any order, also in the middle of a store; an
                    error of that is told once, by the next flush or record, whosever page it was */
     SIM_PMEM,   /* pmem: stores in any order and in any part until the fence; a flush, here */

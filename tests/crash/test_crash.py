@@ -43,7 +43,7 @@ def count(pattern: str, output: str) -> int:
     return int(found[1])
 
 
-# What the engines promise of their writes: pwrite and uring, mmap, pmem.
+# What the engines promise of their writes: pwrite, mmap, pmem.
 MODELS = pytest.mark.parametrize("model", ["direct", "mmap", "pmem"])
 
 

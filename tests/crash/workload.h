@@ -5,8 +5,8 @@
 #ifndef WORKLOAD_H
 #define WORKLOAD_H
 
+#include "disk/pcc_load.h"
 #include "oracle.h"
-#include "pcc_load.h"
 
 #define WORKLOAD_LANES_MAX 3u
 #define WORKLOAD_CHUNKS_MAX 8u

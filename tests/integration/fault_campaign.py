@@ -54,7 +54,7 @@ def cases(seed: int) -> Iterator[Case]:
     chance = random.Random(seed)
     while True:
         for file_system, engine, kind, persistent in itertools.product(
-            ("ext4", "xfs"), ("pwrite", "uring", "mmap"), KINDS, (False, True)
+            ("ext4", "xfs"), ("pwrite", "mmap"), KINDS, (False, True)
         ):
             dram = chance.choice(("1MiB", "16MiB")) if kind != "read" else "1MiB"
             yield Case(file_system, engine, kind, persistent, chance.randrange(15), dram)

@@ -1,6 +1,6 @@
 """Kills daemon, trainer or both, at random and at named points, and recovers after each.
 
-    python -m tests.integration.kill_campaign --rounds 200 --seed 1 [--engine uring]
+    python -m tests.integration.kill_campaign --rounds 200 --seed 1 [--engine mmap]
 
 Judged after every round: the recovered step is not older than the last acknowledged one, and the
 bytes are those of its step, regenerated and compared. Prints counts per victim and state.
@@ -171,7 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engine", choices=("pwrite", "uring", "mmap"), default="pwrite")
+    parser.add_argument("--engine", choices=("pwrite", "mmap"), default="pwrite")
     options = parser.parse_args()
     tally = run(options.rounds, options.seed, options.engine)
     print(f"seed {options.seed}: {options.rounds} rounds, {tally.recovered} recovered, "

@@ -342,6 +342,34 @@ def test_autostart_begins_anew_when_its_directory_was_removed(daemon: Daemon) ->
     assert run(storage, "client.close()", runtime) == ["0"]
 
 
+DIES_WHILE_IT_WAITS = """
+import os
+from pccheck import PCcheckClient, autostart
+answers = autostart._answers
+autostart._answers = lambda socket: os._exit(0) if answers(socket) else False
+PCcheckClient(job="job", autostart=True, storage={storage!r})
+"""
+
+
+def test_autostart_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
+    """The daemon answers already, and the process that started it has not noticed yet."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    runtime.mkdir(mode=0o700)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+    subprocess.run(
+        [sys.executable, "-c", DIES_WHILE_IT_WAITS.format(storage=str(storage))],
+        check=True, timeout=90, env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
+    )  # fmt: skip
+    pid = int(Path(layout.lock_path(storage)).read_text())
+    assert _alive(pid)
+    try:
+        assert run(storage, "client.close()", runtime) == ["0"]
+        ended(pid)
+    finally:
+        if _alive(pid):
+            os.kill(pid, signal.SIGTERM)
+
+
 def ended(pid: int) -> None:
     for _ in range(300):
         if not _alive(pid):

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_native import NativeError, choose_engine
 from pccheck_wire.errors import PccheckError
-from pccheckctl import status
 from pccheckctl.online import Observer
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
@@ -23,19 +21,7 @@ MIB = 1 << 18  # float32 elements of one MiB
 SLOW = ("--max-bandwidth", "12MiB")
 
 
-@pytest.fixture(params=["uring", "mmap"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    name = str(request.param)
-    if name == "uring" and not _may_use_rings(tmp_path):
-        pytest.skip("io_uring is not allowed here")
-    return name
-
-
-def _may_use_rings(place: Path) -> bool:
-    try:
-        return choose_engine(place, allow_buffered=True).measured["uring"] != "UNSUPPORTED"
-    except (OSError, NativeError):
-        return False
+ENGINE = "mmap"  # all other tests run with pwrite
 
 
 def status_of(daemon: Daemon) -> dict[str, Any]:
@@ -43,18 +29,16 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         return observer.status()
 
 
-def test_it_survives_trainer_and_daemon(
-    start_daemon: Start, start_trainer: Connect, engine: str
-) -> None:
-    daemon = start_daemon("--engine", engine)
+def test_it_survives_trainer_and_daemon(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--engine", ENGINE)
     trainer = start_trainer(daemon)
     for _ in range(6):  # every slot more than once
         trainer.step()
         trainer.wait_durable(trainer.checkpoint())
     assert trainer.recover()["wrong"] == ""
     document = status_of(daemon)
-    assert document["daemon"]["engine"] == engine
-    assert [rank["volume"]["engine"] for rank in document["ranks"]] == [engine]
+    assert document["daemon"]["engine"] == ENGINE
+    assert [rank["volume"]["engine"] for rank in document["ranks"]] == [ENGINE]
     trainer.kill()
     daemon.kill()
     daemon.start()
@@ -65,9 +49,9 @@ def test_it_survives_trainer_and_daemon(
 
 
 def test_what_is_copied_is_made_durable_at_the_end(
-    start_daemon: Start, start_trainer: Connect, engine: str
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon("--engine", engine, *SLOW)
+    daemon = start_daemon("--engine", ENGINE, *SLOW)
     trainer = start_trainer(daemon, [6 * MIB])
     trainer.step()
     trainer.wait_copied(trainer.checkpoint())
@@ -80,10 +64,8 @@ def test_what_is_copied_is_made_durable_at_the_end(
 
 
 @pytest.mark.parametrize("fault", ["eio:flush:1", "eio:record-a:1", "eio:record-b:1"])
-def test_an_error_of_the_disk(
-    start_daemon: Start, start_trainer: Connect, engine: str, fault: str
-) -> None:
-    daemon = start_daemon("--engine", engine, shim=fault)
+def test_an_error_of_the_disk(start_daemon: Start, start_trainer: Connect, fault: str) -> None:
+    daemon = start_daemon("--engine", ENGINE, shim=fault)
     trainer = start_trainer(daemon)
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
@@ -105,38 +87,6 @@ def test_an_error_of_the_disk(
     again = start_trainer(daemon)
     assert again.restore()["step"] == 4
     assert again.check(4) == ""
-
-
-def test_auto_is_measured_before_the_first_volume(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon("--engine", "auto")
-    trainer = start_trainer(daemon)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    document = status_of(daemon)
-    told = document["daemon"]
-    assert told["engine_wanted"] == "auto"
-    assert told["engine_reason"].startswith("auto: ")
-    if told["engine_measured"] is None:  # the disk was busy
-        assert "not measured within" in told["engine_reason"]
-    else:
-        assert told["engine_measured"]["engine"] == told["engine"]
-    assert document["ranks"][0]["volume"]["engine"] == told["engine"]
-    assert f"engine   {told['engine']} (auto: " in status.as_text(document)
-    assert daemon.stop() == 0
-
-
-def test_auto_without_room_is_pwrite(
-    start_daemon: Start, start_trainer: Connect, disk: Path
-) -> None:
-    daemon = start_daemon("--engine", "auto", "--allow-any-filesystem", storage=disk)
-    trainer = start_trainer(daemon, [1000])
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    told = status_of(daemon)["daemon"]
-    assert told["engine"] == "pwrite"
-    assert told["engine_reason"] == "auto: not measured: 64 MiB of room are needed for a moment"
 
 
 def test_pwrite_stands_in_and_says_why(

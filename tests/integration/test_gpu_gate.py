@@ -99,6 +99,17 @@ def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
     assert "off from step 2 by" in trainer.recover()["wrong"]
 
 
+@stand_in
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_a_step_in_a_stream_of_its_own(start_node: Start, transfer: str) -> None:
+    """The checkpoint is made in another stream, which nothing orders behind the step."""
+    trainer = start_node().ready(transfer=transfer)
+    assert trainer.step_aside(0.3) == 3
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (3, "")
+
+
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 def test_an_update_that_torch_counts_fails_the_checkpoint(start_node: Start, transfer: str) -> None:
     node = start_node()

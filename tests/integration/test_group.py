@@ -142,6 +142,37 @@ def test_the_same_launch_id_without_a_restore_keeps_what_was(
     assert forgetful.recover(step=20)["wrong"] == ""
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_becomes_durable_after_a_run_began_is_kept_for_its_restore(
+    start_daemon: Start, start_trainer: Connect, world: int, before: int
+) -> None:
+    """The newest checkpoint of the run before was still being written when one came that forgets
+    to restore; with `before`, another one was durable."""
+    daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "2MiB")
+    group = ranks(start_trainer, daemon, "0", world)
+    for _ in range(before):
+        save(group)
+    for trainer in group:
+        trainer.step()
+        trainer.wait_copied(trainer.checkpoint())
+    end(group)
+    forgetful = ranks(start_trainer, daemon, "1", world)
+    for trainer in forgetful:
+        assert trainer.evaluate(_waits_for_one_more) == before + 1
+    for _ in range(3):
+        save(forgetful, to=40)
+    assert forgetful[0].recover(step=before + 1)["wrong"] == ""
+
+
+def _waits_for_one_more(trainer: Any) -> int:
+    """The newest step of the run before, once it is on the disk."""
+    before, limit = len(trainer.client.steps()), time.monotonic() + LIMIT_S
+    while len(trainer.client.steps()) == before and time.monotonic() < limit:
+        time.sleep(0.02)
+    return max((one.step for one in trainer.client.steps()), default=0)
+
+
 def _is_connected(trainer: Any) -> bool:
     return bool(trainer.client.connected)
 
@@ -366,6 +397,25 @@ def test_a_rank_that_saves_alone_is_told_and_not_stalled(
     (warning,) = [one for one in alone.warnings if "solo=True" in one]
     assert "replicated=True" in warning
     assert max(slow) < 5 and sum(slow) < 10, slow
+
+
+def test_a_step_that_one_rank_leaves_out_is_given_up_on_all(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "1MiB")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    for trainer in group:
+        trainer.step()
+    alone = group[1].checkpoint()  # of step 2, which takes a second to write
+    for trainer in group:
+        trainer.step()
+    group[0].checkpoint()  # of step 3: rank 0 will never ask for step 2
+    assert group[1].ended(alone) == "skipped"
+    assert "rank 0 did not ask for this checkpoint" in group[1].reason(alone)
+    assert group[1].wait_global(group[1].checkpoint()) == "global"
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "1")) == [3, 3]
 
 
 def test_what_was_copied_is_waited_for(start_daemon: Start, start_trainer: Connect) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +67,45 @@ def test_any_number_of_ranks_restores_what_two_have_stored(
     assert [trainer.restore()["step"] for trainer in group] == [5, 5]
     assert [trainer.check(5) for trainer in group] == ["", ""]
     assert [trainer.recover()["wrong"] for trainer in group] == ["", ""]
+
+
+def test_what_is_listed_is_restored_whatever_the_world(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """steps() and restore(step=) speak of the same checkpoints, of one rank as of several."""
+    daemon = start_daemon("--slots", "6")
+    group = ranks(start_trainer, daemon, 2)
+    train(group, 3)
+    group[0].evaluate(pins_three)
+    kill(group)
+    for world, there in ((1, [3]), (2, [4, 3]), (1, [5, 4, 3])):
+        group = ranks(start_trainer, daemon, world)
+        assert [trainer.restore()["step"] for trainer in group] == [there[0]] * world
+        assert [trainer.evaluate(listed) for trainer in group] == [there] * world
+        for step in there[::-1]:
+            assert [trainer.evaluate(goes_back(step)) for trainer in group] == [step] * world
+            assert [trainer.check(step) for trainer in group] == [""] * world
+        for trainer in group:
+            trainer.restore()
+        train(group, 1)
+        kill(group)
+
+
+def pins_three(trainer: Any) -> None:
+    trainer.client.pin(3)
+
+
+def listed(trainer: Any) -> list[int]:
+    return [one.step for one in trainer.client.steps()]
+
+
+def goes_back(step: int) -> Callable[[Any], int]:
+    return functools.partial(_goes_back, step)
+
+
+def _goes_back(step: int, trainer: Any) -> int:
+    done: int = trainer.client.restore(step=step).step
+    return done
 
 
 def test_each_rank_stores_its_part_only(start_daemon: Start, start_trainer: Connect) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pccheck_native import catalog
-from pccheck_wire.errors import DamagedError
+from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
 from pccheckctl.online import Observer
 from pccheckctl.remote import DaemonStore
@@ -80,7 +80,7 @@ def test_when_nothing_can_be_read_it_says_so_and_no_flag_is_left(
 ) -> None:
     daemon = steps_on_disk(start_daemon, start_trainer, "dead:read:1", 2)
     daemon.armed.touch()
-    with pytest.raises(RemoteError, match=r"UnreadableError.*step 2.*could not be read") as caught:
+    with pytest.raises(RemoteError, match=r"UnreadableError.*could not read.*step 2") as caught:
         start_trainer(daemon).restore()
     assert "step 1" in str(caught.value)
     shown = status(daemon)
@@ -94,19 +94,19 @@ def test_when_nothing_can_be_read_it_says_so_and_no_flag_is_left(
     assert status(daemon)["warnings"] == []
 
 
-def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
-    """Its ranks read what was agreed on once, so the next agreement has to be another."""
+@contextmanager
+def group(daemon: Daemon, launch: str) -> Iterator[list[Rank]]:
+    with ExitStack() as ranks:
+        yield [
+            ranks.enter_context(Rank(daemon.socket, rank=rank, world_size=2, launch=launch))
+            for rank in range(2)
+        ]
+
+
+def group_on_disk(start_daemon: Start) -> Daemon:
+    """A daemon that has nothing in memory, and two steps of two ranks on a disk that is to fail."""
     daemon = start_daemon(shim="dead:read:1")
-
-    @contextmanager
-    def group(launch: str) -> Iterator[list[Rank]]:
-        with ExitStack() as ranks:
-            yield [
-                ranks.enter_context(Rank(daemon.socket, rank=rank, world_size=2, launch=launch))
-                for rank in range(2)
-            ]
-
-    with group("run-0") as ranks:
+    with group(daemon, "run-0") as ranks:
         for rank in ranks:
             rank.open()
             rank.register(SIZE)
@@ -114,8 +114,13 @@ def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
             for rank in ranks:
                 rank.save(step, payload_of(step, SIZE))
     assert daemon.stop() == 0
-    daemon.start()
-    with group("run-1") as ranks:
+    return daemon.start()
+
+
+def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
+    """Its ranks read what was agreed on once, so the next agreement has to be another."""
+    daemon = group_on_disk(start_daemon)
+    with group(daemon, "run-1") as ranks:
         daemon.armed.touch()
         opened = ranks[0].open()
         assert isinstance(opened, Opened) and opened.step == 2
@@ -123,11 +128,50 @@ def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
         with pytest.raises(DamagedError, match="cannot be read"):
             ranks[0].open(before=opened.sequence)
         daemon.armed.unlink()
-    with group("run-2") as ranks:
+    with group(daemon, "run-2") as ranks:
         for rank in ranks:
             opened, data = rank.restore()
             assert (opened.step, data) == (1, payload_of(1, SIZE))
     assert flagged(daemon.storage) == []
+
+
+def test_a_group_of_which_nothing_can_be_read_is_not_empty(start_daemon: Start) -> None:
+    """However often it is started; and it goes on by itself when the disk is well again."""
+    daemon = group_on_disk(start_daemon)
+    daemon.armed.touch()
+    tried = []
+    for run in range(1, 5):
+        with group(daemon, f"run-{run}") as ranks:
+            opened = ranks[0].open()
+            assert isinstance(opened, Opened)
+            assert ranks[0].load(opened)[0] == UNREADABLE
+            tried.append(opened.step)
+            if opened.step == 1:  # nothing is left in this start, which is not the same as nothing
+                with pytest.raises(NoCheckpointError, match=r"2 .damaged or unreadable., 1 .dam"):
+                    ranks[1].open()
+    assert tried == [2, 1, 2, 1]
+    daemon.armed.unlink()
+    with group(daemon, "run-5") as ranks:
+        for rank in ranks:
+            opened, data = rank.restore()
+            assert (opened.step, data) == (2, payload_of(2, SIZE))
+
+
+def test_a_rank_that_asks_again_gets_no_other_step_than_the_others(start_daemon: Start) -> None:
+    daemon = group_on_disk(start_daemon)
+    with group(daemon, "run-1") as ranks:
+        opened, data = ranks[1].restore()
+        assert (opened.step, data) == (2, payload_of(2, SIZE))
+        daemon.armed.touch()
+        opened = ranks[0].open()
+        assert isinstance(opened, Opened) and ranks[0].load(opened)[0] == UNREADABLE
+        daemon.armed.unlink()
+        for _ in range(2):  # a script that tries again
+            with pytest.raises(DamagedError, match="rank 1 of this start restores step 2"):
+                ranks[0].open()
+        assert [rank.restore()[0].step for rank in reversed(ranks)] == [1, 1]
+    with group(daemon, "run-2") as ranks:
+        assert [rank.restore()[0].step for rank in ranks] == [1, 1]
 
 
 # -- flags that go -----------------------------------------------------------------------------

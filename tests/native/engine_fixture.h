@@ -6,12 +6,12 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "pcc_thread.h"
+#include "base/pcc_thread.h"
 #include "volume_fixture.h"
 
 #define MIB (1ull << 20)
 #define FILE_BYTES (24 * MIB)
-#define THREADS 12u /* more than an engine has rings */
+#define THREADS 12u
 
 static char directory[] = "/tmp/pcc-engines-XXXXXX";
 static char path[64]; /* of the one file in it */

@@ -9,7 +9,7 @@
 #include <time.h>
 
 #include "check.h"
-#include "pcc_io.h"
+#include "io/pcc_io.h"
 
 struct memory_io {
     struct pcc_io io; /* first member */

@@ -11,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/pcc_numa.h"
 #include "check.h"
-#include "pcc_numa.h"
 
 #define NODES 2
 

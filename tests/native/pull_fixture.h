@@ -1,5 +1,5 @@
-/* A channel whose trainer has GPU memory. The trainer is another process and has nothing but that:
- * the page is the test's to write, as in test_channel_hostile.c. */
+/* A tenant whose trainer has GPU memory. The trainer is another process and has nothing but that:
+ * the page is the test's to write, as in test_tenant_hostile.c. */
 #ifndef PULL_FIXTURE_H
 #define PULL_FIXTURE_H
 
@@ -93,7 +93,7 @@ static inline int expose_as_is(struct pull *p, char reason[200])
     uint8_t bytes[EXPOSURE_ROOM];
     const uint64_t length = exposure_make(p, bytes);
 
-    return pcc_channel_expose(p->f.channel, ++p->map, bytes, length, reason, 200);
+    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, reason, 200);
 }
 
 static inline void expose(struct pull *p)
@@ -138,7 +138,7 @@ static inline int admit(struct pull *p, uint64_t snapshot, uint64_t *sequence)
 
     atomic_store(&pcc_page_snapshot(&p->f.page, snapshot)->word,
                  pcc_word(snapshot, PCC_WORD_REQUESTED));
-    while ((error = pcc_channel_begin(p->f.channel, snapshot, p->map, &request, sequence)) ==
+    while ((error = pcc_tenant_begin(p->f.tenant, snapshot, p->map, &request, sequence)) ==
                -PCC_E_NO_LANE ||
            error == -PCC_E_NO_SLOT) {
         CHECK(pcc_now_ns() < deadline);
@@ -156,7 +156,7 @@ static inline bool message_next(struct pull *p, struct pcc_message *message)
 static inline uint8_t *client_map(struct pull *p, uint32_t chunk)
 {
     const struct pcc_segment *segment =
-        &p->f.channel->segments[p->f.channel->chunks[chunk].segment].memory;
+        &p->f.tenant->segments[p->f.tenant->chunks[chunk].segment].memory;
     void *bytes = mmap(NULL, CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED, segment->fd,
                        (off_t)(chunk - segment->first_chunk) * CHUNK);
 
@@ -309,7 +309,7 @@ static inline void copies_fail(struct pull *p, uint64_t nth, uint64_t code, bool
     poke(&p->control->copy_fail_at, nth);
 }
 
-/* A channel with a page, and a trainer who has nothing yet. */
+/* A tenant with a page, and a trainer who has nothing yet. */
 static inline void pull_open(struct pull *p, uint64_t memory_bytes)
 {
     memset(p, 0, sizeof(*p));
@@ -337,9 +337,9 @@ static inline void usual_layout(struct pull *p)
 
 static inline void mappings_gone(struct pull *p)
 {
-    struct pcc_channel_usage usage;
+    struct pcc_tenant_usage usage;
 
-    pcc_channel_usage(p->f.channel, &usage);
+    pcc_tenant_usage(p->f.tenant, &usage);
     CHECK(usage.mappings == 0 && usage.exposed_bytes == 0 && usage.granted_chunks == 0);
     CHECK_EQUAL(peek(&p->control->open_mappings), 0);
 }

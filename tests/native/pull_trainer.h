@@ -9,7 +9,7 @@
 #include <fcntl.h>
 #include <signal.h>
 
-#include "channel_fixture.h"
+#include "tenant_fixture.h"
 
 /* -- the trainer; `order` names what it does, one answer for each -- */
 

@@ -3,8 +3,8 @@
 #ifndef SAVE_FIXTURE_H
 #define SAVE_FIXTURE_H
 
-#include "pcc_load.h"
-#include "pcc_save.h"
+#include "disk/pcc_load.h"
+#include "disk/pcc_save.h"
 #include "volume_fixture.h"
 
 #define CHUNK 16384u

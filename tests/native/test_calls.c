@@ -8,8 +8,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "pcc_save.h"
+#include "disk/pcc_save.h"
 #include "volume_fixture.h"
+#include "volume_open.h"
 
 #define CHUNK 16384u
 
@@ -166,10 +167,10 @@ static void test_the_order_of_calls(void)
     CHECK_EQUAL(pcc_volume_create(path, &spec, true), -EEXIST);
     expect("");
     /* Nothing is read before what another writer has left is on the media. */
-    CHECK_EQUAL(pcc_volume_open(path, false, true, 0, &reader), 0);
+    CHECK_EQUAL(volume_open(path, false, 0, &reader), 0);
     expect("sr");
     pcc_volume_close(reader);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), 0);
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), 0);
     expect("srdd");
     /* Data and manifest; flush; the record twice. */
     save(volume);
@@ -177,14 +178,14 @@ static void test_the_order_of_calls(void)
     CHECK_EQUAL(pcc_volume_flag(volume, 1, PCC_SLOT_PROTECTED, 0, true), 0);
     expect("dd");
     /* What the disk tells once, it has to tell the writer. */
-    CHECK_EQUAL(pcc_volume_open(path, false, true, 0, &reader), 0);
+    CHECK_EQUAL(volume_open(path, false, 0, &reader), 0);
     expect("r");
     pcc_volume_close(reader);
     no_dsync = true;
     save(volume);
     expect("wwwwfwfwf");
     no_dsync = false;
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &reader), -PCC_E_LOCKED);
+    CHECK_EQUAL(volume_open(path, true, 0, &reader), -PCC_E_LOCKED);
     pcc_volume_close(volume);
     expect("");
     CHECK(unlink(path) == 0 && rmdir(directory) == 0);

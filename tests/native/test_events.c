@@ -2,7 +2,7 @@
 #include <poll.h>
 
 #include "check.h"
-#include "pcc_channel.h"
+#include "daemon/pcc_tenant.h"
 
 static bool readable(const struct pcc_events *events)
 {
@@ -11,7 +11,7 @@ static bool readable(const struct pcc_events *events)
     return poll(&poller, 1, 0) == 1;
 }
 
-/* Puts happen under a channel's lock, for which the loop may be waiting. */
+/* Puts happen under a tenant's lock, for which the loop may be waiting. */
 static void test_a_full_queue_grows(void)
 {
     struct pcc_events *events;
@@ -36,6 +36,39 @@ static void test_a_full_queue_grows(void)
     pcc_events_close(events);
 }
 
+static bool no_memory;
+
+void *__real_calloc(size_t count, size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+
+void *__wrap_calloc(size_t count, size_t size)
+{
+    return no_memory ? NULL : __real_calloc(count, size);
+}
+
+/* What was reserved is put without waiting, whatever memory there is by then. */
+static void test_what_was_reserved_needs_no_memory(void)
+{
+    struct pcc_events *events;
+    struct pcc_event out[100];
+
+    CHECK_EQUAL(pcc_events_open(4, &events), 0);
+    pcc_events_put(events, &(struct pcc_event){.id = 0});
+    CHECK_EQUAL(pcc_events_reserve(events, 60), 0);
+    CHECK_EQUAL(pcc_events_reserve(events, 40), 0);
+    no_memory = true;
+    CHECK_EQUAL(pcc_events_reserve(events, 100), -ENOMEM);
+    for (uint64_t id = 1; id < 100; id++)
+        pcc_events_put(events, &(struct pcc_event){.id = id});
+    no_memory = false;
+    CHECK_EQUAL(pcc_events_take(events, out, 100), 100);
+    for (uint64_t id = 0; id < 100; id++)
+        CHECK_EQUAL(out[id].id, id);
+    pcc_events_unreserve(events, 100);
+    CHECK_EQUAL(pcc_events_reserve(events, 1u << 25), -ENOMEM);
+    pcc_events_close(events);
+}
+
 static void test_capacities(void)
 {
     struct pcc_events *events;
@@ -48,6 +81,7 @@ static void test_capacities(void)
 int main(void)
 {
     RUN(test_a_full_queue_grows);
+    RUN(test_what_was_reserved_needs_no_memory);
     RUN(test_capacities);
     return 0;
 }

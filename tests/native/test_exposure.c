@@ -4,9 +4,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/pcc_process.h"
 #include "check.h"
-#include "pcc_exposure.h"
-#include "pcc_process.h"
+#include "daemon/pcc_exposure.h"
 
 #define CHUNK 65536u
 #define ALLOCATIONS 3u

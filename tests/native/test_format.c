@@ -1,8 +1,9 @@
 /* The layout on disk, the arithmetic on it, and what each checksum covers. */
 #include <string.h>
 
+#include "base/pcc_crc.h"
 #include "check.h"
-#include "pcc_format.h"
+#include "disk/pcc_format.h"
 
 static struct pcc_record sample(void)
 {

@@ -4,7 +4,7 @@
 #include <sys/wait.h>
 
 #include "engine_fixture.h"
-#include "pcc_guard.h"
+#include "io/pcc_guard.h"
 
 static void *store_beyond_the_end(void *argument)
 {

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "pcc_kept.h"
+#include "disk/pcc_kept.h"
 
 static void looked(void);
 

@@ -1,5 +1,5 @@
 /* Nodes read from made-up machines; which one a process is bound to; writers that follow. */
-#include "pcc_numa.h"
+#include "base/pcc_numa.h"
 
 #include <sys/wait.h>
 

@@ -2,7 +2,7 @@
  * The clock stands still but where a test moves it, so that nothing here depends on time. */
 #include <sched.h>
 
-#include "pcc_pace.h"
+#include "disk/pcc_pace.h"
 #include "save_fixture.h"
 
 #define SAVER 1u

@@ -6,14 +6,14 @@
 static void test_bytes(void)
 {
     struct pull p;
-    struct pcc_channel_usage usage;
+    struct pcc_tenant_usage usage;
     struct pcc_gpu_info info;
 
     pull_open(&p, 16 * CHUNK);
     CHECK_EQUAL(pcc_gpus_info(p.gpus, &info, 1), 0); /* contexts are not made before */
     usual_layout(&p);
     expose(&p);
-    pcc_channel_usage(p.f.channel, &usage);
+    pcc_tenant_usage(p.f.tenant, &usage);
     CHECK(usage.mappings == 2 && usage.pinned_bytes == 16 * CHUNK);
     CHECK_EQUAL(usage.exposed_bytes, 3 * CHUNK + 100000);
     for (uint64_t snapshot = 1; snapshot <= 70; snapshot++) { /* the words are used again */
@@ -31,12 +31,12 @@ static void test_bytes(void)
     /* Memory that comes later is pinned, too. */
     uint64_t granted;
     detach(&p.f);
-    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
-    CHECK(pcc_channel_grow(p.f.channel, 4 * CHUNK, &granted) == 0 && granted == 4 * CHUNK);
+    CHECK(pcc_tenant_release_memory(p.f.tenant) == 0);
+    CHECK(pcc_tenant_grow(p.f.tenant, 4 * CHUNK, &granted) == 0 && granted == 4 * CHUNK);
     page_open(&p.f);
     expose(&p);
-    CHECK(pcc_channel_grow(p.f.channel, 9 * CHUNK, &granted) == 0 && granted == 9 * CHUNK);
-    pcc_channel_usage(p.f.channel, &usage);
+    CHECK(pcc_tenant_grow(p.f.tenant, 9 * CHUNK, &granted) == 0 && granted == 9 * CHUNK);
+    pcc_tenant_usage(p.f.tenant, &usage);
     CHECK_EQUAL(usage.pinned_bytes, 9 * CHUNK);
     checkpoint(&p, 1);
     pull_close(&p);
@@ -91,7 +91,7 @@ static void test_layouts(void)
 {
     struct pull p;
     uint64_t sequence;
-    struct pcc_channel_usage usage;
+    struct pcc_tenant_usage usage;
 
     pull_open(&p, 24 * CHUNK);
     usual_layout(&p);
@@ -118,14 +118,14 @@ static void test_layouts(void)
     fill(&p, 5);
     expose(&p);
     CHECK_EQUAL(peek(&p.control->opens), opens + 1);
-    pcc_channel_usage(p.f.channel, &usage);
+    pcc_tenant_usage(p.f.tenant, &usage);
     CHECK_EQUAL(usage.mappings, 3);
     ready_set(&p, 2, 0);
     push_tree(&p, 2);
     CHECK(event_until(&p.f, PCC_EVENT_DURABLE).id == 2);
     const uint64_t deadline = soon();
     do {
-        pcc_channel_usage(p.f.channel, &usage);
+        pcc_tenant_usage(p.f.tenant, &usage);
         CHECK(pcc_now_ns() < deadline);
     } while (usage.mappings != 2);
     wait_for(&p.control->closes, 1);
@@ -135,15 +135,15 @@ static void test_layouts(void)
     const struct pcc_save_request request = {.payload_bytes = 5 * CHUNK,
                                              .tree_offset_bytes = 4 * CHUNK};
     atomic_store(&pcc_page_snapshot(&p.f.page, 4)->word, pcc_word(4, PCC_WORD_REQUESTED));
-    CHECK(pcc_channel_begin(p.f.channel, 4, p.map - 1, &request, &sequence) == -PCC_E_BAD_HANDLE);
+    CHECK(pcc_tenant_begin(p.f.tenant, 4, p.map - 1, &request, &sequence) == -PCC_E_BAD_HANDLE);
     /* Refused: the trainer's streams are let go all the same. */
-    pcc_channel_refuse(p.f.channel, 4, PCC_OUTCOME_FAILED, 0);
+    pcc_tenant_refuse(p.f.tenant, 4, PCC_OUTCOME_FAILED, 0);
     CHECK(word_of(&p, 4) == pcc_word(4, PCC_WORD_REFUSED));
     CHECK(done_of(&p, 4, 0) == 4 && done_of(&p, 4, PCC_DEVICES - 1) == 4);
     const struct pcc_save_request short_one = {.payload_bytes = 4 * CHUNK,
                                                .tree_offset_bytes = 4 * CHUNK - 1};
     atomic_store(&pcc_page_snapshot(&p.f.page, 5)->word, pcc_word(5, PCC_WORD_REQUESTED));
-    CHECK(pcc_channel_begin(p.f.channel, 5, p.map, &short_one, &sequence) == -EINVAL);
+    CHECK(pcc_tenant_begin(p.f.tenant, 5, p.map, &short_one, &sequence) == -EINVAL);
     free(old.expected);
     pull_close(&p);
 }
@@ -189,8 +189,8 @@ static void test_many_ranges(void)
     memcpy(bytes + offsetof(struct pcc_exposure, range_count), &(uint32_t){600}, 4);
     memcpy(bytes + length, ranges, sizeof(ranges));
     char reason[200];
-    CHECK(pcc_channel_expose(p.f.channel, ++p.map, bytes, length + sizeof(ranges), reason,
-                             sizeof(reason)) == 0);
+    CHECK(pcc_tenant_expose(p.f.tenant, ++p.map, bytes, length + sizeof(ranges), reason,
+                            sizeof(reason)) == 0);
     uint64_t sequence;
     CHECK(admit(&p, 1, &sequence) == 0);
     ready_set(&p, 1, 0);
@@ -290,7 +290,7 @@ static void test_no_driver(void)
     const struct settings settings = {.payload_capacity = 4u << 20, .memory_bytes = 4 * CHUNK};
     fixture_open(&p.f, &settings);
     page_open(&p.f);
-    CHECK(pcc_channel_expose(p.f.channel, 1, "", 0, reason, sizeof(reason)) == -PCC_E_NO_DRIVER);
+    CHECK(pcc_tenant_expose(p.f.tenant, 1, "", 0, reason, sizeof(reason)) == -PCC_E_NO_DRIVER);
     CHECK(strstr(reason, "CUDA_ERROR_NO_DEVICE (100)") != NULL);
     detach(&p.f);
     fixture_close(&p.f);

@@ -19,17 +19,17 @@ static uint32_t chunks_in(struct pull *p, enum pcc_chunk_state state)
 {
     uint32_t count = 0;
 
-    pcc_channel_lock(p->f.channel);
-    for (uint32_t i = 0; i < p->f.channel->chunk_count; i++)
-        count += p->f.channel->chunks[i].state == state;
-    pcc_channel_unlock(p->f.channel);
+    pcc_tenant_lock(p->f.tenant);
+    for (uint32_t i = 0; i < p->f.tenant->chunk_count; i++)
+        count += p->f.tenant->chunks[i].state == state;
+    pcc_tenant_unlock(p->f.tenant);
     return count;
 }
 
 /* Detached in mid-copy: the session's end and the save's are told in any order. */
 static void detach_failing(struct pull *p)
 {
-    pcc_channel_detach(p->f.channel);
+    pcc_tenant_detach(p->f.tenant);
     for (uint32_t told = 0; told != 3;) {
         const struct pcc_event event = event_next(&p->f);
         CHECK(event.kind == PCC_EVENT_DETACHED || event.error == -PCC_E_ABORTED);
@@ -144,7 +144,7 @@ static void test_trainer_killed(void)
         detach(&p.f);
         mappings_gone(&p);
         page_open(&p.f);
-        CHECK_EQUAL(pcc_channel_cached(p.f.channel, sequence), false);
+        CHECK_EQUAL(pcc_tenant_cached(p.f.tenant, sequence), false);
         detach(&p.f);
     }
     CHECK(peek(&p.control->scrambled) > 0);
@@ -170,7 +170,7 @@ static void test_context_lost(void)
     ready_set(&p, 2, 0);
     failed_with(&p, 2, -PCC_E_DEVICE_LOST);
     CHECK(admit(&p, 3, &sequence) == -PCC_E_DEVICE_LOST);
-    pcc_channel_refuse(p.f.channel, 3, PCC_OUTCOME_FAILED, 0);
+    pcc_tenant_refuse(p.f.tenant, 3, PCC_OUTCOME_FAILED, 0);
     CHECK(expose_as_is(&p, reason) == -PCC_E_DEVICE_LOST);
     CHECK(strstr(reason, "restarted") != NULL);
     CHECK(pcc_gpus_info(p.gpus, &info, 1) == 1 && info.lost);
@@ -185,11 +185,11 @@ static void test_context_lost(void)
     load_equals(&p.f, save(&p.f, 1, bytes, 500000), 1, bytes, 500000);
     free(bytes);
     detach(&p.f);
-    struct pcc_channel_usage usage;
-    pcc_channel_usage(p.f.channel, &usage);
+    struct pcc_tenant_usage usage;
+    pcc_tenant_usage(p.f.tenant, &usage);
     CHECK(usage.mappings == 0 && usage.exposed_bytes == 0);
     trainer_kill(&p.trainer);
-    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
+    CHECK(pcc_tenant_release_memory(p.f.tenant) == 0);
     fixture_close(&p.f);
     pcc_gpus_close(p.gpus);
     expected_free(&p);
@@ -208,16 +208,16 @@ static void test_never_answers(void)
     CHECK(admit(&p, 1, &sequence) == 0);
     ready_set(&p, 1, 0);
     wait_for(&p.control->held_copies, 1);
-    p.f.channel->pull.limit_ns = SECOND / 100;
+    p.f.tenant->pull.limit_ns = SECOND / 100;
     detach_failing(&p);
     const uint32_t lost = chunks_in(&p, PCC_CHUNK_LOST);
     CHECK(lost > 0 && chunks_in(&p, PCC_CHUNK_PULLED) == 0);
-    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
+    CHECK(pcc_tenant_release_memory(p.f.tenant) == 0);
     uint64_t budget, used;
     pcc_pool_usage(p.f.pool, &budget, &used);
     CHECK_EQUAL(used, 16 * CHUNK); /* still there: the GPU may write to it at any time */
     copies_go_on(&p);
-    CHECK(pcc_channel_grow(p.f.channel, CHUNK, &granted) == 0 && granted == 0);
+    CHECK(pcc_tenant_grow(p.f.tenant, CHUNK, &granted) == 0 && granted == 0);
     trainer_kill(&p.trainer);
     fixture_close(&p.f);
     pcc_gpus_close(p.gpus);
@@ -284,12 +284,12 @@ static void give_back(struct pull *p)
 }
 
 /* Until all that is to go is gone. Unpinning may wait for the copies under way. */
-static void *shrink_run(void *channel)
+static void *shrink_run(void *tenant)
 {
-    struct pcc_channel_holding holding;
+    struct pcc_tenant_holding holding;
 
     do
-        pcc_channel_shrink(channel, 2 * CHUNK, &holding);
+        pcc_tenant_shrink(tenant, 2 * CHUNK, &holding);
     while (holding.bytes > 2 * CHUNK);
     return NULL;
 }
@@ -298,27 +298,27 @@ static void *shrink_run(void *channel)
 static void test_segments_taken_back(void)
 {
     struct pull p;
-    struct pcc_channel_holding holding;
+    struct pcc_tenant_holding holding;
     struct pcc_event event;
     pthread_t thread;
     uint64_t sequence, granted;
 
     pull_open(&p, 12 * CHUNK);
     detach(&p.f);
-    CHECK(pcc_channel_release_memory(p.f.channel) == 0);
+    CHECK(pcc_tenant_release_memory(p.f.tenant) == 0);
     grow(&p.f, 12 * CHUNK, 2 * CHUNK);
     page_open(&p.f);
-    CHECK(pcc_channel_grow(p.f.channel, 0, &granted) == 0);
+    CHECK(pcc_tenant_grow(p.f.tenant, 0, &granted) == 0);
     usual_layout(&p);
     expose(&p);
     copies_hold(&p, 0);
     CHECK(admit(&p, 1, &sequence) == 0);
     ready_set(&p, 1, 0);
     wait_for(&p.control->held_copies, 1);
-    pcc_channel_shrink(p.f.channel, 2 * CHUNK, &holding);
+    pcc_tenant_shrink(p.f.tenant, 2 * CHUNK, &holding);
     CHECK(holding.lasting_bytes == 2 * CHUNK && holding.asked == 5);
     give_back(&p);
-    CHECK(pthread_create(&thread, NULL, shrink_run, p.f.channel) == 0);
+    CHECK(pthread_create(&thread, NULL, shrink_run, p.f.tenant) == 0);
     copies_go_on(&p);
     push_tree(&p, 1);
     do
@@ -333,7 +333,7 @@ static void test_segments_taken_back(void)
     CHECK(others < CHUNK); /* the daemon's own */
     fill(&p, 2);
     checkpoint(&p, 2); /* through two chunks, and through more again */
-    CHECK(pcc_channel_grow(p.f.channel, 8 * CHUNK, &granted) == 0 && granted == 8 * CHUNK);
+    CHECK(pcc_tenant_grow(p.f.tenant, 8 * CHUNK, &granted) == 0 && granted == 8 * CHUNK);
     CHECK_EQUAL(peek(&p.control->registered_bytes), 8 * CHUNK + others);
     fill(&p, 3);
     checkpoint(&p, 3);

@@ -1,29 +1,29 @@
 /* A daemon that is killed after every single store to its state memfd, at each in turn, and what
- * the next one makes of it. The daemon is a child with channel, volume and client in one; the
+ * the next one makes of it. The daemon is a child with tenant, volume and client in one; the
  * service manager that keeps its descriptors is a thread of ours. */
 #include <signal.h>
 
-#include "channel_fixture.h"
 #include "store_fixture.h"
+#include "tenant_fixture.h"
 
 /* -- one life of the daemon -- */
 
 static uint64_t stores_left; /* the child kills itself at zero; 0 from the start: never */
 
-static struct fixture *watched; /* whose channel makes the stores */
+static struct fixture *watched; /* whose tenant makes the stores */
 
 /* The mark is there before the client can hear of it, and not before it can let go no more. */
 static void order_check(void)
 {
     static bool seen[16];
-    const struct pcc_kept *kept = &watched->channel->bindings[0].kept;
+    const struct pcc_kept *kept = &watched->tenant->bindings[0].kept;
 
     for (uint32_t i = 0; i < pcc_kept_header(kept)->places; i++) {
         const uint64_t commit = atomic_load(&pcc_kept_save(kept, i)->commit);
         if (commit == 0 || seen[commit % 16])
             continue;
         seen[commit % 16] = true;
-        CHECK(atomic_load(&pcc_page_snapshot(&watched->channel->view, commit)->word) ==
+        CHECK(atomic_load(&pcc_page_snapshot(&watched->tenant->view, commit)->word) ==
               pcc_word(commit, PCC_WORD_VOUCHING));
     }
 }
@@ -53,33 +53,33 @@ struct trial {
 
 static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
 {
-    const struct pcc_channel_spec spec = {.id = 7,
-                                          .chunk_bytes = CHUNK,
-                                          .block_bytes = BLOCK,
-                                          .chunk_capacity = 256,
-                                          .lanes = 3,
-                                          .writers_per_lane = 2,
-                                          .label = LABEL};
+    const struct pcc_tenant_spec spec = {.id = 7,
+                                         .chunk_bytes = CHUNK,
+                                         .block_bytes = BLOCK,
+                                         .chunk_capacity = 256,
+                                         .lanes = 3,
+                                         .writers_per_lane = 2,
+                                         .label = LABEL};
     struct pcc_store *store;
 
-    CHECK_EQUAL(pcc_volume_open(f->path, true, true, bytes_per_second, &f->volume), 0);
+    CHECK_EQUAL(volume_open(f->path, true, bytes_per_second, &f->volume), 0);
     CHECK(pcc_pool_open(trial->memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
     pcc_pool_keep(f->pool, store);
     CHECK(pcc_events_open(1024, &f->events) == 0);
-    CHECK(pcc_channel_open(f->pool, f->events, NULL, &spec, &f->channel) == 0);
+    CHECK(pcc_tenant_open(f->pool, f->events, NULL, &spec, &f->tenant) == 0);
 }
 
 static void *shrink_run(void *argument)
 {
     const struct fixture *f = argument;
-    struct pcc_channel_holding holding;
+    struct pcc_tenant_holding holding;
     uint64_t granted;
 
     for (;;) {
-        pcc_channel_shrink(f->channel, 2 * CHUNK, &holding);
+        pcc_tenant_shrink(f->tenant, 2 * CHUNK, &holding);
         if (holding.bytes == holding.lasting_bytes)
-            CHECK(pcc_channel_grow(f->channel, holding.bytes + CHUNK, &granted) == 0);
+            CHECK(pcc_tenant_grow(f->tenant, holding.bytes + CHUNK, &granted) == 0);
     }
 }
 
@@ -92,7 +92,7 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
 
     CHECK(bytes != NULL);
     daemon_open(f, trial, 4u << 20); /* copied long before durable */
-    CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
+    CHECK(pcc_tenant_bind(f->tenant, f->volume) == 0);
     grow(f, trial->memory_bytes, trial->shrinks ? CHUNK : 0);
     link_open(f);
     stores_left = kill_at;
@@ -102,11 +102,11 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
         pattern(bytes, trial->payload_bytes, snapshot);
         submit(f, snapshot, bytes, trial->payload_bytes);
         CHECK(begin_wait(f, snapshot, trial->payload_bytes) == snapshot);
-        CHECK(pcc_link_wait(f->link, snapshot, PCC_WAIT_COPIED, soon()) == 0);
+        CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_COPIED, soon()) == 0);
         const uint8_t told = (uint8_t)snapshot;
         CHECK(write(pipe_fd, &told, 1) == 1);
     }
-    CHECK(pcc_link_wait(f->link, trial->snapshots, PCC_WAIT_DURABLE, soon()) == 0);
+    CHECK(pcc_client_wait(f->client, trial->snapshots, PCC_WAIT_DURABLE, soon()) == 0);
     _exit(0);
 }
 
@@ -141,6 +141,7 @@ static void checksums_drop(int state_fd)
 static uint32_t take_over(struct fixture *f, bool unhashed)
 {
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
+    struct pcc_tenant_usage usage;
     int state_fd = -1;
     uint64_t state_id = 0;
     uint32_t count = 0, going_on = 0;
@@ -152,7 +153,7 @@ static uint32_t take_over(struct fixture *f, bool unhashed)
         const int fd = dup(item->fd);
         CHECK(fd >= 0);
         if (sscanf(item->name, LABEL "-segment-%llx", &id) == 1) {
-            CHECK(pcc_channel_adopt(f->channel, fd, id) == 0);
+            CHECK(pcc_tenant_adopt(f->tenant, fd, id) == 0);
         } else {
             CHECK(sscanf(item->name, LABEL "-state-%llx", &id) == 1 && state_fd < 0);
             state_fd = fd;
@@ -161,15 +162,18 @@ static uint32_t take_over(struct fixture *f, bool unhashed)
     }
     (void)pthread_mutex_unlock(&manager.lock);
     CHECK(state_fd >= 0);
+    /* The client of the daemon before lives, and may still fill what it had been granted. */
+    pcc_tenant_usage(f->tenant, &usage);
+    CHECK_EQUAL(usage.left_chunks * CHUNK, usage.bytes);
     if (unhashed)
         checksums_drop(state_fd);
-    CHECK(pcc_channel_bind_kept(f->channel, f->volume, state_fd, state_id, outcomes, &count) == 0);
+    CHECK(pcc_tenant_bind_kept(f->tenant, f->volume, state_fd, state_id, outcomes, &count) == 0);
     CHECK(close(state_fd) == 0);
     for (uint32_t i = 0; i < count; i++) {
         CHECK(outcomes[i].error == 0 || outcomes[i].error == -EALREADY);
         going_on += outcomes[i].error == 0;
     }
-    pcc_channel_settle(f->channel);
+    pcc_tenant_settle(f->tenant);
     for (uint32_t i = 0; i < going_on; i++) {
         struct pcc_event event;
         do
@@ -183,7 +187,7 @@ static uint32_t take_over(struct fixture *f, bool unhashed)
 
 static void daemon_end(struct fixture *f)
 {
-    pcc_channel_close(f->channel);
+    pcc_tenant_close(f->tenant);
     pcc_events_close(f->events);
     pcc_pool_close(f->pool);
     pcc_volume_close(f->volume);

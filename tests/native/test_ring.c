@@ -1,4 +1,4 @@
-/* The parts below a channel: the page and its rings, the pool's sealed memory, the hash that goes
+/* The parts below a tenant: the page and its rings, the pool's sealed memory, the hash that goes
  * with the copy, the queue of events. */
 #include <poll.h>
 #include <string.h>
@@ -6,12 +6,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/pcc_hash.h"
 #include "check.h"
-#include "pcc_channel.h"
-#include "pcc_format.h"
-#include "pcc_hash.h"
-#include "pcc_pool.h"
-#include "pcc_ring.h"
+#include "daemon/pcc_pool.h"
+#include "daemon/pcc_tenant.h"
+#include "disk/pcc_format.h"
+#include "shared/pcc_ring.h"
 
 static void test_page(void)
 {

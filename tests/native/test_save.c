@@ -259,10 +259,10 @@ static void test_what_was_uncached_cannot_move(void)
     CHECK_EQUAL(payload_begin(owner, 1, 3 * CHUNK, &payload), 0);
     CHECK_EQUAL(payload_chunk(&payload, 0), 0);
     CHECK_EQUAL(payload_chunk(&payload, 1), 0);
-    CHECK(!pcc_save_uncache(owner->saver, 1, CHUNKS_MAX)); /* not written yet */
+    CHECK(!pcc_save_uncache(owner->saver, 1, 0)); /* not written yet */
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    CHECK(pcc_save_uncache(owner->saver, 99, CHUNKS_MAX)); /* no such save: it has ended */
-    CHECK(pcc_save_uncache(owner->saver, 1, CHUNKS_MAX));
+    CHECK(pcc_save_uncache(owner->saver, 99, 0)); /* no such save: it has ended */
+    CHECK(pcc_save_uncache(owner->saver, 1, 0));
     memset(payload.memory, 0, CHUNK); /* the owner may do so now */
     owner->media->fail_writes = 1;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
@@ -277,11 +277,11 @@ static void test_what_was_uncached_cannot_move(void)
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0); /* the last chunk came first */
     owner->media->fail_writes = 1;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX + 1)); /* it has to move: needed */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 1)); /* it has to move: needed */
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
     CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    CHECK(pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX)); /* rewritten in the new slot */
-    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX + 1));
+    CHECK(pcc_save_uncache(owner->saver, 2, 0)); /* rewritten in the new slot */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 1));
     step_all(owner, 1);
     CHECK_EQUAL(owner_wait(owner, 2).end, PCC_SAVE_DURABLE);
     CHECK_EQUAL(read_back(owner->volume, 2, 0), 0);
@@ -289,27 +289,39 @@ static void test_what_was_uncached_cannot_move(void)
     owner_free(owner);
 }
 
+/* Whatever else ends a save afterwards: a slot is in quarantine if its medium has failed, and not
+ * if something was short. */
 static void test_given_up_between_the_error_and_the_move(void)
 {
-    struct owner *owner = owner_new(4, 2, 1, 0);
-    struct payload payload;
-    struct pcc_record record;
+    static const int codes[][2] = {
+        {-EIO, -PCC_E_ABORTED}, {-EIO, -ENOMEM}, {-ENOSPC, -PCC_E_ABORTED}, {-ENOSPC, -ENOMEM}};
 
-    CHECK_EQUAL(payload_begin(owner, 1, 2 * CHUNK, &payload), 0);
-    CHECK_EQUAL(payload_chunk(&payload, 0), 0);
-    owner->media->fail_writes = 1;
-    CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
-    pcc_save_abort(payload.save, -PCC_E_ABORTED); /* the move is queued */
-    step_all(owner, 1);
-    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
-    CHECK_EQUAL(owner_wait(owner, 1).error, -PCC_E_ABORTED);
-    CHECK(strcmp(owner_wait(owner, 1).stage, "copy") == 0);
-    CHECK_EQUAL(owner->media->writes, 1);
-    pcc_volume_record(owner->volume, &record);
-    CHECK_EQUAL(record.slots[0].flags, PCC_SLOT_QUARANTINED);
-    CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
-    free(payload.memory);
-    owner_free(owner);
+    for (size_t i = 0; i < sizeof(codes) / sizeof(*codes); i++) {
+        const bool is_bad = codes[i][0] == -EIO;
+        struct owner *owner = owner_new(4, 2, 1, 0);
+        struct payload payload;
+        struct pcc_record record;
+
+        CHECK_EQUAL(payload_begin(owner, 1, 2 * CHUNK, &payload), 0);
+        CHECK_EQUAL(payload_chunk(&payload, 0), 0);
+        pauses = 0;
+        owner->media->write_error = codes[i][0];
+        owner->media->fail_writes = is_bad ? 1 : -1;
+        CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+        pauses = -1;
+        const int writes = owner->media->writes;
+        pcc_save_abort(payload.save, codes[i][1]); /* the move is queued */
+        step_all(owner, 1);
+        CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
+        CHECK_EQUAL(owner_wait(owner, 1).error, codes[i][1]);
+        CHECK(strcmp(owner_wait(owner, 1).stage, "copy") == 0);
+        CHECK_EQUAL(owner->media->writes, writes);
+        pcc_volume_record(owner->volume, &record);
+        CHECK_EQUAL(record.slots[0].flags, is_bad ? PCC_SLOT_QUARANTINED : 0);
+        CHECK_EQUAL(pcc_volume_free_slots(owner->volume), is_bad ? 3 : 4);
+        free(payload.memory);
+        owner_free(owner);
+    }
 }
 
 /* A flush that fails concerns every save whose bytes it was to cover. */
@@ -332,7 +344,7 @@ static void test_a_failed_flush_is_nobodys_success(void)
     const int writes = owner->media->writes;
     CHECK_EQUAL(pcc_saver_step(owner->saver, 1), 0); /* must not flush and believe it */
     CHECK_EQUAL(owner->media->flushes, 1);
-    CHECK(!pcc_save_uncache(owner->saver, 2, 2 * CHUNKS_MAX)); /* it has to be written again */
+    CHECK(!pcc_save_uncache(owner->saver, 2, 0)); /* it has to be written again */
     while (pcc_saver_step(owner->saver, 0) == 0) {
     }
     while (pcc_saver_step(owner->saver, 1) == 0) {

@@ -43,8 +43,7 @@ static void *storm_trainer(void *argument)
             CHECK_EQUAL(pcc_save_seal(payload.save), 0);
         if (next_random(&random) % 4 == 0) {
             const uint32_t number = next_random(&random) % payload.chunk_count;
-            if (pcc_save_uncache(owner->saver, tag, (uint32_t)tag * CHUNKS_MAX + number) &&
-                i == payload.chunk_count)
+            if (pcc_save_uncache(owner->saver, tag, number) && i == payload.chunk_count)
                 memset(payload.memory + (uint64_t)number * CHUNK, 0xcc, CHUNK);
         }
         if (owner_wait(owner, tag).end == PCC_SAVE_DURABLE)

@@ -1,5 +1,6 @@
-/* The trainer's side of GPUs on a machine that has run out: the link says so, and stays of use. */
-#include "link_fixture.h"
+/* The trainer's side of GPUs on a machine that has run out: the client says so, and stays of use.
+ */
+#include "client_fixture.h"
 #include "scarcity.h"
 
 static struct daemon d;
@@ -12,11 +13,11 @@ static int expose(void)
     uint64_t staging, length;
     uint8_t *bytes;
 
-    int error = pcc_link_device_open(d.link, 0);
+    int error = pcc_client_device_open(d.client, 0);
     if (error == 0)
-        error = pcc_link_staging(d.link, 0, 2 * CHUNK, &staging);
+        error = pcc_client_staging(d.client, 0, 2 * CHUNK, &staging);
     if (error == 0)
-        error = pcc_link_expose(d.link, &range, 1, CHUNK, &bytes, &length);
+        error = pcc_client_expose(d.client, &range, 1, CHUNK, &bytes, &length);
     if (error == 0) {
         CHECK(((struct pcc_exposure *)(void *)bytes)->range_count == 1);
         __wrap_free(bytes); /* the core's */
@@ -30,13 +31,13 @@ static void push(uint64_t snapshot, const struct stream *stream)
     const struct pcc_submission submission = {
         .device_ranges = &range, .device_range_count = 1, .tail_offset_bytes = CHUNK};
 
-    CHECK(pcc_link_request(d.link, snapshot) == 0);
-    int error = pcc_link_mark(d.link, snapshot, 0, handle(stream), false, false);
+    CHECK(pcc_client_request(d.client, snapshot) == 0);
+    int error = pcc_client_mark(d.client, snapshot, 0, handle(stream), false, false);
     if (error == 0)
-        error = pcc_link_submit(d.link, snapshot, &submission);
+        error = pcc_client_submit(d.client, snapshot, &submission);
     if (error != 0) {
         CHECK(was_refused());
-        CHECK(pcc_link_abandon(d.link, snapshot));
+        CHECK(pcc_client_abandon(d.client, snapshot));
         return;
     }
     admit(&d, snapshot);
@@ -54,8 +55,8 @@ static void begin_well(uint64_t snapshot)
     const struct pcc_submission submission = {
         .ranges = &range, .range_count = 1, .tail_offset_bytes = sizeof(host)};
 
-    CHECK(pcc_link_request(d.link, snapshot) == 0);
-    CHECK(pcc_link_submit(d.link, snapshot, &submission) == 0);
+    CHECK(pcc_client_request(d.client, snapshot) == 0);
+    CHECK(pcc_client_submit(d.client, snapshot, &submission) == 0);
     admit(&d, snapshot);
     collect(&d, sizeof(host));
     CHECK(word_to(&d, snapshot, PCC_WORD_COPYING, PCC_WORD_COPIED));
@@ -80,7 +81,7 @@ static void live(void)
             push(snapshot, &stream);
     }
     plenty();
-    CHECK(expose() == 0 && pcc_link_exposure_holds(d.link));
+    CHECK(expose() == 0 && pcc_client_exposure_holds(d.client));
     push(4, &stream);
     daemon_close(&d);
     stream_close(&stream);

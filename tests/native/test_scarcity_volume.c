@@ -109,29 +109,10 @@ static void on(const char *name, enum pcc_io_engine wanted)
     scarcity(name, live);
 }
 
-static void choose(void)
-{
-    struct pcc_io_choice choice;
-    const int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-
-    CHECK(fd >= 0 && fallocate(fd, 0, 0, 4 << 20) == 0);
-    /* Of its own it makes a larger file, which takes longer: with the first calls, then. */
-    const int result = scarce.at < 4 ? pcc_io_choose_in(directory, true, &choice)
-                                     : pcc_io_choose(fd, 0, 4 << 20, true, &choice);
-    CHECK(result == 0 || was_refused());
-    CHECK(close(fd) == 0 && unlink(path) == 0);
-}
-
 static void test_engines(void)
 {
     on("pwrite", PCC_IO_PWRITE);
-    on("uring", PCC_IO_URING);
     on("mmap", PCC_IO_MMAP);
-}
-
-static void test_choice(void)
-{
-    scarcity("choice", choose);
 }
 
 int main(void)
@@ -139,8 +120,7 @@ int main(void)
     scarcity_begin(directory);
     (void)snprintf(path, sizeof(path), "%s/volume", directory);
     RUN(test_engines);
-    RUN(test_choice);
-    scarcity_end(30);
+    scarcity_end(26);
     CHECK(rmdir(directory) == 0);
     return 0;
 }

@@ -2,9 +2,9 @@
  * checked, memory, saver and entry stay until that is over, whoever wants them meanwhile. */
 #include <signal.h>
 
-#include "channel_fixture.h"
-#include "pcc_hash.h"
+#include "base/pcc_hash.h"
 #include "store_fixture.h"
+#include "tenant_fixture.h"
 
 #define PAYLOAD (5 * CHUNK + 99)
 #define MEMORY (8 * CHUNK)
@@ -19,24 +19,24 @@ uint64_t __wrap_pcc_hash_bytes(const void *bytes, uint64_t length_bytes);
 /* The chunk is being checked. Its save ends, and then everybody wants what it has. */
 static void stop(struct fixture *f, uint32_t chunk)
 {
-    struct pcc_channel_holding holding;
+    struct pcc_tenant_holding holding;
 
     CHECK(event_until(f, PCC_EVENT_FAILED).error == -EIO);
-    pcc_channel_shrink(f->channel, 0, &holding);
+    pcc_tenant_shrink(f->tenant, 0, &holding);
     CHECK_EQUAL(holding.lasting_bytes, 2 * CHUNK);
     CHECK_EQUAL(holding.bytes, (chunk + 1) * CHUNK); /* those behind it go first, and are gone */
-    CHECK(pcc_channel_unbind(f->channel, f->volume) == -EBUSY);
-    CHECK(pcc_channel_release_memory(f->channel) == -EBUSY);
+    CHECK(pcc_tenant_unbind(f->tenant, f->volume) == -EBUSY);
+    CHECK(pcc_tenant_release_memory(f->tenant) == -EBUSY);
     stops++;
 }
 
 uint64_t __wrap_pcc_hash_bytes(const void *bytes, uint64_t length_bytes)
 {
-    const struct pcc_channel *channel = is_settler && stops == 0 ? settling->channel : NULL;
+    const struct pcc_tenant *tenant = is_settler && stops == 0 ? settling->tenant : NULL;
 
     /* One that can go, when another was handed over already. */
-    for (uint32_t i = 2; channel != NULL && i < channel->chunk_count; i++)
-        if (channel->chunks[i].bytes == bytes && channel->chunks[i].offset_bytes > 0) {
+    for (uint32_t i = 2; tenant != NULL && i < tenant->chunk_count; i++)
+        if (tenant->chunks[i].bytes == bytes && tenant->chunks[i].offset_bytes > 0) {
             stop(settling, i);
             break;
         }
@@ -100,25 +100,25 @@ static struct pcc_io *sick_open(const char *path, struct sick_io *self)
 
 static void daemon_open(struct fixture *f, uint64_t memory_bytes)
 {
-    const struct pcc_channel_spec spec = {.id = 7,
-                                          .chunk_bytes = CHUNK,
-                                          .block_bytes = BLOCK,
-                                          .chunk_capacity = 256,
-                                          .lanes = 3,
-                                          .writers_per_lane = 2,
-                                          .label = LABEL};
+    const struct pcc_tenant_spec spec = {.id = 7,
+                                         .chunk_bytes = CHUNK,
+                                         .block_bytes = BLOCK,
+                                         .chunk_capacity = 256,
+                                         .lanes = 3,
+                                         .writers_per_lane = 2,
+                                         .label = LABEL};
     struct pcc_store *store;
 
     CHECK(pcc_pool_open(memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
     pcc_pool_keep(f->pool, store);
     CHECK(pcc_events_open(1024, &f->events) == 0);
-    CHECK(pcc_channel_open(f->pool, f->events, NULL, &spec, &f->channel) == 0);
+    CHECK(pcc_tenant_open(f->pool, f->events, NULL, &spec, &f->tenant) == 0);
 }
 
 static void daemon_close(struct fixture *f)
 {
-    pcc_channel_close(f->channel);
+    pcc_tenant_close(f->tenant);
     pcc_events_close(f->events);
     pcc_pool_close(f->pool);
 }
@@ -128,16 +128,16 @@ static _Noreturn void daemon_live(struct fixture *f)
 {
     static uint8_t bytes[PAYLOAD];
 
-    CHECK(pcc_volume_open(f->path, true, true, 0, &f->volume) == 0);
+    CHECK(volume_open(f->path, true, 0, &f->volume) == 0);
     daemon_open(f, MEMORY);
-    CHECK(pcc_channel_bind(f->channel, f->volume) == 0);
+    CHECK(pcc_tenant_bind(f->tenant, f->volume) == 0);
     grow(f, MEMORY, CHUNK);
     link_open(f);
     pcc_io_limit(pcc_volume_io(f->volume), 1);
     pattern(bytes, sizeof(bytes), 1);
     submit(f, 1, bytes, sizeof(bytes));
     CHECK(begin_wait(f, 1, sizeof(bytes)) == 1);
-    CHECK(pcc_link_wait(f->link, 1, PCC_WAIT_COPIED, soon()) == 0);
+    CHECK(pcc_client_wait(f->client, 1, PCC_WAIT_COPIED, soon()) == 0);
     (void)kill(getpid(), SIGKILL);
     abort();
 }
@@ -152,7 +152,7 @@ static int adopt(struct fixture *f, uint64_t *state_id)
         const int fd = dup(manager.items[i].fd);
         CHECK(fd >= 0);
         if (sscanf(manager.items[i].name, LABEL "-segment-%llx", &id) == 1) {
-            CHECK(pcc_channel_adopt(f->channel, fd, id) == 0);
+            CHECK(pcc_tenant_adopt(f->tenant, fd, id) == 0);
         } else {
             CHECK(sscanf(manager.items[i].name, LABEL "-state-%llx", &id) == 1);
             state_fd = fd;
@@ -166,7 +166,7 @@ static void *settle_run(void *argument)
 {
     settling = argument;
     is_settler = true;
-    pcc_channel_settle(settling->channel);
+    pcc_tenant_settle(settling->tenant);
     return NULL;
 }
 
@@ -181,7 +181,7 @@ static void test_its_save_ends(void)
                                            .job = "test",
                                            .next_sequence = 1};
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
-    struct pcc_channel_holding holding;
+    struct pcc_tenant_holding holding;
     struct fixture f = {0};
     struct sick_io disk;
     uint64_t state_id = 0;
@@ -201,15 +201,15 @@ static void test_its_save_ends(void)
     daemon_open(&f, MEMORY);
     CHECK(pcc_volume_open_io(sick_open(f.path, &disk), true, &f.volume) == 0);
     const int state_fd = adopt(&f, &state_id);
-    CHECK(pcc_channel_bind_kept(f.channel, f.volume, state_fd, state_id, outcomes, &count) == 0);
+    CHECK(pcc_tenant_bind_kept(f.tenant, f.volume, state_fd, state_id, outcomes, &count) == 0);
     CHECK(close(state_fd) == 0 && count == 1 && outcomes[0].error == 0);
     CHECK(pthread_create(&thread, NULL, settle_run, &f) == 0);
     CHECK(pthread_join(thread, NULL) == 0);
     CHECK_EQUAL(stops, 1);
-    pcc_channel_shrink(f.channel, 0, &holding);
+    pcc_tenant_shrink(f.tenant, 0, &holding);
     CHECK_EQUAL(holding.bytes, 2 * CHUNK);
-    CHECK(pcc_channel_unbind(f.channel, f.volume) == 0);
-    CHECK(pcc_channel_release_memory(f.channel) == 0);
+    CHECK(pcc_tenant_unbind(f.tenant, f.volume) == 0);
+    CHECK(pcc_tenant_release_memory(f.tenant) == 0);
     daemon_close(&f);
     pcc_volume_close(f.volume);
     CHECK(unlink(f.path) == 0);
@@ -231,7 +231,7 @@ static void test_a_segment_that_does_not_fit(void)
         void *bytes;
         int fd;
         CHECK(pcc_memfd_make("test", unfit[i].length_bytes, &fd, &bytes) == 0);
-        CHECK_EQUAL(pcc_channel_adopt(f.channel, fd, 1 + i), unfit[i].error);
+        CHECK_EQUAL(pcc_tenant_adopt(f.tenant, fd, 1 + i), unfit[i].error);
         CHECK(close(fd) == 0);
         CHECK(munmap(bytes, unfit[i].length_bytes) == 0);
         pcc_pool_usage(f.pool, &budget, &used);

@@ -497,6 +497,30 @@ static void test_quarantine_lasts_until_nothing_is_left(void)
     memory_free(media);
 }
 
+/* The slot of one that need not be kept is a good one. */
+static void test_quarantine_lasts_while_something_is_expendable(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t first = 0, sequence = 0;
+    uint32_t slot;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, PCC_SLOT_PROTECTED, 0, true), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    pcc_volume_quarantine_slot(volume, slot);
+    CHECK_EQUAL(pcc_volume_flag(volume, first, 0, PCC_SLOT_PROTECTED, false), 0);
+    CHECK(pcc_volume_has_expendable(volume));
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), -PCC_E_NO_SLOT);
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK(!has(volume, first));
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 static void test_a_full_volume_lets_go_of_what_lost_its_flag(void)
 {
     struct memory_io *media = formatted(2, 1);
@@ -560,6 +584,7 @@ int main(void)
     RUN(test_a_failed_second_replica_is_durable_but_stops);
     RUN(test_what_is_being_flagged_supersedes_nothing);
     RUN(test_quarantine_lasts_until_nothing_is_left);
+    RUN(test_quarantine_lasts_while_something_is_expendable);
     RUN(test_a_full_volume_lets_go_of_what_lost_its_flag);
     RUN(test_incarnation_and_done);
     return 0;

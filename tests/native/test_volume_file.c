@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "volume_fixture.h"
+#include "volume_open.h"
 
 static void test_volumes_as_files(void)
 {
@@ -19,28 +20,32 @@ static void test_volumes_as_files(void)
     CHECK_EQUAL(stat(path, &status), 0);
     CHECK_EQUAL(status.st_mode & 0777, 0600);
     CHECK(status.st_blocks * 512 >= status.st_size);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), 0);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &second), -PCC_E_LOCKED);
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), 0);
+    CHECK_EQUAL(volume_open(path, true, 0, &second), -PCC_E_LOCKED);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
-    CHECK_EQUAL(pcc_volume_open(path, false, true, 0, &second), 0); /* readers need no lock */
+    CHECK_EQUAL(volume_open(path, false, 0, &second), 0); /* readers need no lock */
     CHECK(has(second, sequence));
     pcc_volume_close(second);
     pcc_volume_close(volume);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 1 << 30, &volume), 0);
+    CHECK_EQUAL(volume_open(path, true, 1 << 30, &volume), 0);
     CHECK(has(volume, sequence));
     pcc_volume_close(volume);
+    CHECK_EQUAL(volume_open(path, false, 0, &second), 0); /* and leave it to a writer */
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), 0);
+    pcc_volume_close(volume);
+    pcc_volume_close(second);
     /* Only padding is missing behind the last record; then the last byte of the record, too. */
     CHECK_EQUAL(truncate(path, status.st_size - 4096), 0);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), 0);
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), 0);
     CHECK(has(volume, sequence));
     pcc_volume_close(volume);
     CHECK_EQUAL(truncate(path, status.st_size - 4097), 0);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), -PCC_E_TRUNCATED);
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), -PCC_E_TRUNCATED);
     CHECK_EQUAL(truncate(path, 0), 0);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), -PCC_E_NOT_A_VOLUME);
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), -PCC_E_NOT_A_VOLUME);
     CHECK_EQUAL(unlink(path), 0);
-    CHECK_EQUAL(pcc_volume_open(path, true, true, 0, &volume), -ENOENT);
-    CHECK_EQUAL(pcc_volume_open(directory, false, true, 0, &volume), -PCC_E_NOT_A_VOLUME);
+    CHECK_EQUAL(volume_open(path, true, 0, &volume), -ENOENT);
+    CHECK_EQUAL(volume_open(directory, false, 0, &volume), -PCC_E_NOT_A_VOLUME);
     CHECK_EQUAL(rmdir(directory), 0); /* nothing temporary is left */
     CHECK_EQUAL(pcc_volume_create(path, &spec, true), -ENOENT);
 }
@@ -60,7 +65,7 @@ static void open_named(struct named_volume *f)
     (void)snprintf(f->path, sizeof f->path, "%s/v.pcc", f->directory);
     (void)snprintf(f->other, sizeof f->other, "%s/other", f->directory);
     CHECK_EQUAL(pcc_volume_create(f->path, &spec, true), 0);
-    CHECK_EQUAL(pcc_volume_open(f->path, true, true, 0, &f->volume), 0);
+    CHECK_EQUAL(volume_open(f->path, true, 0, &f->volume), 0);
     CHECK_EQUAL(publish_next(f->volume, &f->sequence), 0);
     CHECK_EQUAL(pcc_volume_in_place(f->volume), 0);
 }

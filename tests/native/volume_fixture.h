@@ -2,8 +2,8 @@
 #ifndef VOLUME_FIXTURE_H
 #define VOLUME_FIXTURE_H
 
+#include "disk/pcc_volume.h"
 #include "memory_io.h"
-#include "pcc_volume.h"
 
 #define BLOCK 4096u
 #define CAPACITY (256u << 10)

@@ -7,7 +7,7 @@
 #ifndef STANDIN_CONTROL_H
 #define STANDIN_CONTROL_H
 
-#include "pcc_cuda.h"
+#include "gpu/pcc_cuda.h"
 
 #define STANDIN_CONTROL_MAGIC 0x4c5254434e415453ull /* "STANCTRL" */
 #define STANDIN_ALWAYS UINT64_MAX                   /* as a count of failures */

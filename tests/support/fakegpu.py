@@ -7,7 +7,7 @@
     assert gpu.read(weights).equal(...)
 
 On the stand-in these are CPU tensors over device memory: torch believes them to be on the CPU, and
-`pccheck.devices` is made to say where they are. Work on them belongs into `launch()`.
+`pccheck.state.devices` is made to say where they are. Work on them belongs into `launch()`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _LARGE, _LARGE_BLOCK = 10 << 20, 20 << 20
 _HUGE_ROUNDING = 2 << 20
 _NULL_STREAM = 0
 _NON_BLOCKING = 1
+_NO_TIMING = 2
 
 
 def choose() -> Gpu:
@@ -92,6 +93,7 @@ class StandGpu:
 
         devices.device_of = self.device_of
         devices.current_stream = self.current_stream
+        devices.follow = self.follow
         devices.synchronize = self.synchronize
         devices.capturing = self.capturing
         devices.empty = self._empty
@@ -214,6 +216,13 @@ class StandGpu:
 
     def current_stream(self, device: int) -> int:
         return self._currents().get(device, _NULL_STREAM)
+
+    def follow(self, device: int, stream: int) -> None:
+        with self.cuda.on(device):
+            event = self.cuda.out("cuEventCreate", _NO_TIMING)
+            self.cuda("cuEventRecord", event, stream)
+            self.cuda("cuStreamWaitEvent", self.current_stream(device), event, 0)
+            self.cuda("cuEventDestroy_v2", event)
 
     def new_stream(self, device: int = 0) -> _Stream:
         with self.cuda.on(device):

@@ -6,7 +6,7 @@
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
  *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it, while armed
  *          "slow:data:20000"  every data write takes 20,000 us longer
- * Data that the engine `uring` writes, or `mmap` stores, does not pass here: no data points then. A
+ * Data that the engine `mmap` stores does not pass here: no data points then. A
  * flush and a record of `mmap` are msync(), of the whole file and of a part.
  * Only files whose name ends in .pcc count, and only from the moment when the file named by
  * PCC_SHIM_ARM exists (so that start-up is left alone). Reads of 4 KiB do not count: records, which

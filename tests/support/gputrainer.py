@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import os
 import random
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -262,6 +263,12 @@ class GpuCommands(Commands):
             self.client.gate()
         for tensor in frozen:
             advance(self.gpu, tensor)
+
+    def step_aside(self, late_s: float) -> int:
+        """A step in a stream of its own, which comes to it so much later. For the stand-in."""
+        with self.gpu.on_stream(self.gpu.new_stream()):
+            self.gpu.launch(lambda: time.sleep(late_s))  # type: ignore[attr-defined]
+            return self.step()
 
     def update_unasked(self, *, counted: bool) -> None:
         """An update that no gate is asked about, nor torch's count unless `counted`."""

@@ -21,13 +21,13 @@ from pccheck_native import _core
 
 #: Calls of the native core that wait for no more than a lock that nobody holds over I/O, a page
 #: fault or a call of the CUDA driver: the channel's, the volume's, the pool's and the GPUs'
-#: `lock` (pcc_channel_private.h, pcc_volume.h).
+#: `lock` (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
     "Channel": {"refuse", "requested", "set_outcome", "usage"},
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group"},
     "Pool": {"stored", "usage"},
 }
-_FUNCTIONS = ("Channel", "Volume", "create_volume", "choose_engine", "cuda_driver", "cuda_missing")
+_FUNCTIONS = ("Channel", "Volume", "create_volume", "cuda_driver", "cuda_missing")
 _ON_FILES = ("open", "os.", "shutil.")
 
 

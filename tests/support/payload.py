@@ -18,18 +18,20 @@ from pccheck_wire import tree
 
 
 class FakeDevices:
-    """Stands in for `pccheck.devices`: storages are said to be on GPUs."""
+    """Stands in for `pccheck.state.devices`: storages are said to be on GPUs."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[int, object]] = {}  # address -> GPU, what keeps it
         self.synchronized: list[int] = []
         self.streams: dict[int, int] = {}
+        self.followed: list[tuple[int, int]] = []
         self.captures = False
         self.emptied: list[int] = []
 
     def install(self, patch: object) -> FakeDevices:
         for name in (
-            "device_of", "current_stream", "synchronize", "capturing", "empty", "empty_cache",
+            "device_of", "current_stream", "follow", "synchronize", "capturing", "empty",
+            "empty_cache",
         ):  # fmt: skip
             patch.setattr(devices, name, getattr(self, name))  # type: ignore[attr-defined]
         return self
@@ -46,6 +48,9 @@ class FakeDevices:
 
     def current_stream(self, device: int) -> int:
         return self.streams.get(device, 100 + device)
+
+    def follow(self, device: int, stream: int) -> None:
+        self.followed.append((device, stream))
 
     def synchronize(self, device: int) -> None:
         self.synchronized.append(device)

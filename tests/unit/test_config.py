@@ -74,6 +74,18 @@ def test_in_flight_is_slots_minus_keep() -> None:
     assert load("--slots 4 --keep 1").in_flight == 3
 
 
+def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config.cgroups, "memory_bytes", lambda: (400 * MIB, "memory.max of /job"))
+    line = ["--storage", "/srv/x", "--socket", "/run/x/a.sock", "--chunk", "1MiB"]
+    made = config.load(vars(config.parser().parse_args(line)), {"PCCHECK_CONFIG": "/dev/null"})
+    assert made.dram_bytes == 100 * MIB
+    assert config.warnings(made) == []
+    (told,) = config.warnings(load("--dram 500MiB"))
+    assert "500MiB is more than memory.max of /job allows (400MiB)" in told
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "told"),
     [
@@ -81,7 +93,7 @@ def test_in_flight_is_slots_minus_keep() -> None:
         ("", {"PCCHECK_SLOTS": "x"}, r"PCCHECK_SLOTS: 'x'"),
         ("--slots 1", {}, r"--slots: 1 cannot be \(use 2 to 32\)"),
         ("--slots 33", {}, r"--slots: 33"),
-        ("--keep 4", {}, r"--keep: 4 with 4 slots .*slots = N in flight \+ keep"),
+        ("--keep 4", {}, r"--keep must be less than --slots \(got 4 and 4\).*in flight \+ keep"),
         ("--keep 0", {}, r"--keep: 0"),
         ("--writers 0", {}, r"--writers: 0"),
         ("--chunk 5000", {}, r"--chunk: 5000 bytes .*multiple of 1MiB"),
@@ -93,7 +105,7 @@ def test_in_flight_is_slots_minus_keep() -> None:
         ("--block-bytes 1000", {}, r"--block-bytes: 1000"),
         ("--dram 1MiB", {}, r"--dram: .*two chunks"),
         ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
-        ("--engine aio", {}, r"--engine: 'aio' is not one of auto, uring, pwrite, mmap, pmem"),
+        ("--engine aio", {}, r"--engine: 'aio' is not one of pwrite, mmap, pmem"),
         ("--log-format xml", {}, r"--log-format: 'xml'"),
         (
             "--expire-finished 7",
@@ -108,6 +120,13 @@ def test_in_flight_is_slots_minus_keep() -> None:
 def test_wrong_values_name_the_fix(flags: str, environ: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         load(flags, **environ)
+
+
+@pytest.mark.parametrize("engine", ["auto", "uring"])
+def test_a_former_engine_says_what_to_do(engine: str) -> None:
+    with pytest.raises(UsageError, match=f"'{engine}' is not one of") as raised:
+        load(f"--storage /s --engine {engine}")
+    assert "remove the option, or set it to pwrite" in raised.value.hint
 
 
 def test_storage_is_required() -> None:

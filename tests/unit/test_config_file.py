@@ -61,7 +61,7 @@ def test_values_are_written_as_toml_has_them(file: Path) -> None:
         ("slots = [4]", r"slots takes one value"),
         ("slots = 33", r"pccheckd.toml: slots: 33 cannot be \(use 2 to 32\)"),
         ("slots = true", r"pccheckd.toml: slots: 'yes' is not a whole number"),
-        ('engine = "uringg"', r"engine: 'uringg' is not one of"),
+        ('engine = "mmapp"', r"engine: 'mmapp' is not one of"),
         ("slots = ", r"is not TOML: Invalid value"),
     ],
 )
@@ -85,8 +85,9 @@ def test_a_named_file_has_to_be_there_the_default_one_not(tmp_path: Path) -> Non
     assert Sources(flags, {}, absent).load().file is None
     for given in (Sources({**flags, "config": str(absent)}, {}),
                   Sources(flags, {"PCCHECK_CONFIG": str(absent)})):  # fmt: skip
-        with pytest.raises(UsageError, match=r"absent.toml cannot be read: No such file"):
+        with pytest.raises(UsageError, match=r"absent.toml cannot be read: No such file") as raised:
             given.load()
+        assert raised.value.hint.startswith("name a file that is there")
     absent.write_text("slots = 5")
     assert Sources(flags, {}, absent).load().slots == 5
 

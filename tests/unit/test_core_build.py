@@ -16,8 +16,8 @@ def test_every_file_of_the_core_is_named(key: str, suffix: str) -> None:
         (extension,) = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
     here = {
         str(path.relative_to(ROOT))
-        for folder in ("python", "src", "vendor")
-        for path in (ROOT / "native" / folder).glob(f"*.{suffix}")
+        for pattern in ("python/*", "src/*/*")
+        for path in (ROOT / "native").glob(f"{pattern}.{suffix}")
     }
     assert set(extension[key]) == here
     assert extension["name"] == "pccheck_native._core"

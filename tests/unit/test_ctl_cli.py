@@ -65,6 +65,7 @@ def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(
     ("arguments", "meant"),
     [
         (["status", "--strage", "x"], "--storage"),
+        (["--strage", "x", "status"], "--storage"),
         (["--sockt=x", "list"], "--socket"),
         (["export", "job", "-o", "x", "--formt=dcp"], "--format"),
     ],

@@ -54,7 +54,7 @@ def test_a_check_that_fails_says_so_and_stops_no_other() -> None:
 
 
 @pytest.mark.parametrize("check", [
-    checks_kernel.kernel, checks_kernel.io_uring, checks_kernel.limits, checks_kernel.clocks,
+    checks_kernel.kernel, checks_kernel.limits, checks_kernel.clocks,
     checks_memory.huge_pages, lambda: checks_memory.shared_memory(0),
 ])  # fmt: skip
 def test_every_check_runs_here_and_says_what_its_finding_costs(check: object) -> None:
@@ -147,7 +147,6 @@ def test_without_a_daemon_the_disk_alone_is_looked_at(
     assert document["counts"][PROBLEM] == len(problems)
     assert {
         "kernel",
-        "io_uring",
         "huge pages",
         "numa",
         "clock",

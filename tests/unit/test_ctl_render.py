@@ -130,7 +130,7 @@ def test_status_shows_numa_nodes_where_something_is_placed() -> None:
     ("reason", "line"),
     [
         ("", "engine   pwrite\n"),
-        ("uring: not allowed here", "engine   pwrite (uring: not allowed here)\n"),
+        ("pmem: not possible here", "engine   pwrite (pmem: not possible here)\n"),
     ],
 )
 def test_status_shows_the_engine_and_why(reason: str, line: str) -> None:

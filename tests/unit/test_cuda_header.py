@@ -1,4 +1,4 @@
-"""native/src/pcc_cuda.h says what NVIDIA's cuda.h says, where one is at hand.
+"""native/src/gpu/pcc_cuda.h says what NVIDIA's cuda.h says, where one is at hand.
 
 The names clash, so the two cannot be included together: a C file is made from ours that includes
 NVIDIA's only, and the compiler compares. CUDA_HEADER names the file to compare with.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-OURS = Path(__file__).parents[2] / "native" / "src" / "pcc_cuda.h"
+OURS = Path(__file__).parents[2] / "native" / "src" / "gpu" / "pcc_cuda.h"
 
 #: Parameters that are enums there and ints here: (symbol, position) -> their type.
 ENUMS = {

@@ -34,7 +34,9 @@ def test_make_targets_named_in_documents_exist() -> None:
 
 
 def test_version_numbers_in_documents_are_those_of_the_code() -> None:
-    page = re.search(r"PCC_PAGE_VERSION (\d+)u", (ROOT / "native/src/pcc_shared.h").read_text())
+    page = re.search(
+        r"PCC_PAGE_VERSION (\d+)u", (ROOT / "native/src/shared/pcc_shared.h").read_text()
+    )
     assert page is not None
     protocol = (ROOT / "client/pccheck_wire/PROTOCOL.md").read_text()
     assert f"Version {PROTOCOL_VERSION} (the page: version {page[1]})." in protocol

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import pytest
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import PROTOCOL_VERSION, Begin, Hello, Role
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.control.attach import _hung_up
+from pccheckd.control import attach
+from pccheckd.control.attach import AttachServer, _hung_up
 from pccheckd.jobs.sessions import Peer, Session
 from pccheckd.tenancy.volumes import OpenVolume
 from tests.unit.test_handlers import KEY, Place, Work
@@ -31,6 +33,24 @@ def test_a_hang_up_is_seen_without_reading() -> None:
         assert ours.recv(100) == b"a request that comes early"
         assert _hung_up(ours)
     assert _hung_up(ours)
+
+
+def test_a_peer_of_whom_nothing_is_known_is_not_counted(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(place: Place) -> None:
+        def unknown(_connection: socket.socket) -> Peer:
+            raise OSError(errno.ENOTCONN, "gone")
+
+        monkeypatch.setattr(attach, "_peer", unknown)
+        server = AttachServer(cast(socket.socket, None), place.sessions, place.handlers)
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            await server._serve(ours)
+            assert theirs.recv(1) == b"" and ours.fileno() == -1
+        assert not +server._count and min(server._count.values(), default=0) == 0
+
+    run(work)
 
 
 @pytest.mark.parametrize("occupied", [True, False])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pccheck.saving.hooks import StepHooks
+from tests.support.payload import FakeDevices
 
 
 class Gate:
@@ -92,3 +93,24 @@ def test_compiled_steps_pass_the_gate_every_time(early: bool) -> None:
         assert len(gate.order) == count
     assert gate.order[0] == "gate"  # before the first change
     assert gate.hooks and not gate.hooks.stepping
+
+
+def test_a_snapshot_comes_after_a_step_in_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each of its GPUs, and only where the stream is another one."""
+    fakes = FakeDevices().install(monkeypatch)
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    for gpu, parameter in enumerate(parameters[:2]):
+        fakes.put(parameter, gpu)
+    optimizer = torch.optim.SGD(parameters, lr=0.25)
+    hooks, gate = StepHooks(), Gate(torch.optim.SGD)
+    hooks.put(gate.passed, [optimizer])
+    hooks.follow()
+    fakes.streams[1] = 7  # with torch.cuda.stream(side): optimizer.step()
+    optimizer.step()
+    hooks.follow()
+    assert fakes.followed == []
+    fakes.streams[1], fakes.captures = 8, True
+    optimizer.step()  # recorded, not made
+    del fakes.streams[1]
+    hooks.follow()
+    assert fakes.followed == [(1, 7)]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from pccheck.options import Options
 from pccheck.state.metadata import metadata_node
 from pccheck_wire import tree
-from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 
 class Phase(enum.IntEnum):
@@ -42,6 +43,8 @@ def test_metadata_refuses_the_rest_by_path() -> None:
         ({"a": 1j}, r"metadata\.a"),
         ({None: 1}, "key"),
         ({"big": torch.zeros(100_000)}, "attach"),
+        ({"norm": torch.zeros((), device="meta")}, r"metadata\.norm: .*meta"),
+        ({"grad": torch.eye(2).to_sparse()}, r"metadata\.grad"),
     ):
         with pytest.raises(UnsupportedStateError, match=path):
             metadata_node(wrong)
@@ -49,3 +52,9 @@ def test_metadata_refuses_the_rest_by_path() -> None:
     deep.append(deep)
     with pytest.raises(UnsupportedStateError, match="nested"):
         metadata_node(deep)
+
+
+@pytest.mark.parametrize("wrong", ["30", None, 0, -1, float("nan"), float("inf")])
+def test_a_stall_limit_is_a_number_of_seconds(wrong: float) -> None:
+    with pytest.raises(UsageError, match="is not a number of seconds above 0"):
+        Options(stall_limit_s=wrong)

@@ -227,6 +227,14 @@ def test_what_becomes_unsupported_is_refused_by_path(kit: Kit) -> None:
     kit.check()
 
 
+def test_a_module_whose_state_dict_fails_is_refused_by_name(kit: Kit) -> None:
+    kit.model.body[1].bias = nn.UninitializedParameter()
+    with pytest.raises(UnsupportedStateError, match=r"model: its state_dict.*uninitialized"):
+        kit.plan.snapshot(1, None)
+    kit.model.body[1].bias = nn.Parameter(torch.ones(7))
+    kit.check()
+
+
 def test_tied_weights_are_one_extent_and_come_back_tied(kit: Kit) -> None:
     back: Any = round_trip(kit.check())
     assert back["model"]["head.weight"].data_ptr() == back["model"]["embed.weight"].data_ptr()

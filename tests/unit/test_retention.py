@@ -1,4 +1,4 @@
-"""Flags of checkpoints that go while they are being set."""
+"""What is kept for a reason: flags that go while they are being set, and what ends a protection."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ def test_only_a_flag_that_fails_at_the_disk_is_a_warning(
     engine: Any = Inline()
     assert not asyncio.run(Retention(volumes, engine).flag(3, set_=1))
     assert bool(caplog.records) is warned
+
+
+@pytest.mark.parametrize(
+    ("protected", "sequence", "restored"),
+    [(set(), 0, True), ({5}, 0, False), ({3, 5}, 4, False), ({5}, 5, True), ({5}, 6, True)],
+)
+def test_what_was_not_read_stays_protected(
+    protected: set[int], sequence: int, restored: bool
+) -> None:
+    """A trainer that found nothing, because its disk was away, says Restored(0)."""
+    volumes: Any = SimpleNamespace(key=Key(7, "gpt", 0))
+    engine: Any = Inline()
+    retention = Retention(volumes, engine)
+    retention.protected, retention.unrestored = protected, True
+    retention.restored_to(sequence)
+    assert retention.unrestored is not restored

@@ -38,7 +38,6 @@ def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
             )  # fmt: skip
             engine = Engine(config)
             engine.start()
-            engine.io.start(busy=True)
             await asyncio.wait_for(work(config, engine), 2 * LIMIT_S)
             engine.stop()
 

@@ -107,6 +107,12 @@ def test_the_lock_names_who_has_it(tmp_path: Path) -> None:
     os.close(storage.lock(path, "serves here"))
 
 
+def test_a_directory_that_takes_no_files_is_told_as_such() -> None:
+    with pytest.raises(NoStoreError) as told:
+        storage.lock(Path("/proc/.pccheckd.lock"), "serves here")
+    assert told.value.hint.startswith("choose a directory on a local disk")
+
+
 def test_leftovers_of_an_interrupted_creation_go(tmp_path: Path) -> None:
     place = tmp_path / "1000" / "job"
     place.mkdir(parents=True)

@@ -154,10 +154,12 @@ class PrivateDaemon:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the trainer; it drains first
             )  # fmt: skip
+        # At once: when this process is killed while it waits, a later one still knows the daemon
+        # as a private one, and ends it.
+        (self.directory / "pid").write_text(str(process.pid))
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and process.poll() is None:
             if _answers(self.socket):
-                (self.directory / "pid").write_text(str(process.pid))
                 LOG.warning(
                     "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends with "
                     "this container or job step, and what is not durable is then lost",

@@ -126,7 +126,8 @@ class Recovery:
         loose = {(row["sequence"], row["world_size"]) for row in rows if not row["pinned"]}
         found: dict[int, Saved] = {}
         for row in sorted(rows, key=lambda row: (-row["sequence"], row["rank"] != identity.rank)):
-            alone = row["rank"] == identity.rank and self._session.saves_alone(row["world_size"])
+            mine = row["rank"] == identity.rank or self._replicated  # then each reads all
+            alone = mine and self._session.saves_alone(row["world_size"])
             if row["damaged"] or not (row["global"] or alone):
                 continue
             age_s = max(0.0, time.time() - row["wall_ns"] / 1e9)

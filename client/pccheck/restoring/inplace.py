@@ -158,9 +158,12 @@ class Placement:
             state = state_of(memory, node)
             try:
                 thing.load_state_dict(state)
-            except (RuntimeError, ValueError, KeyError) as error:
+            except (
+                Exception
+            ) as error:  # the user's code: whatever it raises, the state does not fit
+                reason = str(error) or type(error).__name__
                 raise StateMismatchError(
-                    f"{name}: its load_state_dict() refused the checkpoint: {error}",
+                    f"{name}: its load_state_dict() refused the checkpoint: {reason}",
                     hint="build it as it was, or take what you need from recover()",
                 ) from error
 

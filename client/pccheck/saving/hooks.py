@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pccheck.state import devices
+
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -29,6 +31,7 @@ class StepHooks:
         self._unseen: set[int] = set()
         #: By optimizer: the thread and the call in which it steps, or did before it failed.
         self._steps: dict[int, tuple[int, FrameType]] = {}
+        self._streams: dict[int, int] = {}  # by GPU: where its last step was enqueued
 
     @property
     def stepping(self) -> bool:
@@ -51,6 +54,7 @@ class StepHooks:
         """Hooks the optimizers among `things`; earlier hooks are removed."""
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
+        streams, gpus = self._streams, dict[int, set[int]]()
 
         def pass_gate() -> None:
             held = found()
@@ -65,14 +69,26 @@ class StepHooks:
 
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
             steps.pop(id(optimizer), None)
+            on = gpus[id(optimizer)]
+            if on and not devices.capturing():  # a graph's stream does nothing, and may go
+                streams.update({gpu: devices.current_stream(gpu) for gpu in on})
 
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
                 unseen.add(id(thing))
+                on = {devices.device_of(p) for group in thing.param_groups for p in group["params"]}
+                gpus[id(thing)] = on - {devices.HOST}
                 # Not compiled into a step: what they look at changes without it.
                 before, after = map(torch.compiler.disable, (before_step, after_step))
                 self._handles.append(thing.register_step_pre_hook(before))
                 self._handles.append(thing.register_step_post_hook(after))
+
+    def follow(self) -> None:
+        """What this thread enqueues from now on comes after the last step, whatever stream that
+        was enqueued in: else a snapshot could be of half a step."""
+        for gpu, stream in self._streams.items():
+            if devices.current_stream(gpu) != stream:
+                devices.follow(gpu, stream)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -80,6 +96,7 @@ class StepHooks:
         self._handles.clear()
         self._unseen.clear()
         self._steps.clear()
+        self._streams.clear()
 
 
 def _caller() -> FrameType:

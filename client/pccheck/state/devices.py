@@ -25,6 +25,12 @@ def current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def follow(device: int, stream: int) -> None:
+    """What this thread's stream on the GPU is told from now on waits for what `stream` was told."""
+    other = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(device).wait_stream(other)
+
+
 def synchronize(device: int) -> None:
     """Returns when all work on the GPU that this process has enqueued is done."""
     torch.cuda.synchronize(device)

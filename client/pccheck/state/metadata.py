@@ -39,7 +39,13 @@ def _json(value: Any, path: str, depth: int) -> Any:
                 f"{path} has {count} numbers, and the limit in metadata is {METADATA_NUMBERS_MAX}",
                 hint="attach it instead: attach(extra={...})",
             )
-        value = value.tolist()
+        try:
+            value = value.tolist()
+        except Exception as error:  # on the meta device, sparse, on a GPU that has failed
+            raise UnsupportedStateError(
+                f"{path}: type {type(value).__name__} without a value cannot be metadata: {error}",
+                hint="use numbers, text, dicts and lists",
+            ) from error
     if value is None or type(value) in (bool, int, float, str):
         return value
     for plain in (bool, int, float, str):  # enumerations, NumPy's str

@@ -94,14 +94,18 @@ def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
     """The node of something attached whose state dict is called every time."""
     if name == RNG and thing is True:
         return captured_node(flattener, name)
+    return flattener.node(_state_of(name, thing), name)
+
+
+def _state_of(name: str, thing: Any) -> object:
+    """Raises UnsupportedStateError."""
     try:
-        state = thing.state_dict()
+        return thing.state_dict()
     except Exception as error:  # the user's code must not end training
         raise UnsupportedStateError(
             f"{name}: its state_dict() fails: {type(error).__name__}: {error}",
             hint="mend that state_dict(); until then checkpoints fail",
         ) from error
-    return flattener.node(state, name)
 
 
 class AttachedPlan:
@@ -175,7 +179,7 @@ class _FastPlan:
         static: dict[str, tree.Node | OptimizerWatch] = {}
         for name, thing in attached.items():
             if isinstance(thing, torch.nn.Module):
-                static[name] = flattener.node(thing.state_dict(), name)
+                static[name] = flattener.node(_state_of(name, thing), name)
                 modules.append(ModuleWatch(thing))
             elif isinstance(thing, torch.optim.Optimizer):
                 watch = static[name] = OptimizerWatch(thing, flattener, name)

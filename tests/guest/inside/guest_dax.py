@@ -56,18 +56,6 @@ def test_the_volume_is_mapped_with_map_sync(place: Path) -> None:
         print(f"VmFlags of the volume's mapping: {' '.join(sorted(flags))}")
 
 
-def test_auto_measures_it(place: Path) -> None:
-    with Daemon(*SMALL, "--engine", "auto", storage=place / "storage") as daemon:
-        daemon.start()
-        with Rank(daemon.socket) as rank:
-            rank.register(SIZE)
-            rank.save(1, payload_of(1, SIZE))
-        told = status_of(daemon)["daemon"]
-    if told["engine_measured"] is not None:  # slow emulation: there is a limit
-        assert told["engine_measured"]["measured"]["pmem"] != "UNSUPPORTED", told
-    print(told["engine_reason"])
-
-
 def test_it_survives_the_daemon(place: Path) -> None:
     """Every slot is written more than once, and the newest is there after each kill."""
     with Daemon(*SMALL, "--engine", "pmem", storage=place / "storage") as daemon:

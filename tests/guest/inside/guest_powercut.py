@@ -192,7 +192,7 @@ def cut_everywhere(log: Log, kind: str) -> Tally:
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-@pytest.mark.parametrize("engine", ["pwrite", "uring", "mmap"])
+@pytest.mark.parametrize("engine", ["pwrite", "mmap"])
 def test_what_was_durable_survives_every_cut(kind: str, engine: str) -> None:
     with recorded() as device:
         sh(f"{MAKE[kind]} {device}")

@@ -1,0 +1,455 @@
+/* A client's life, its requests and its waits. The thread itself is in pcc_client_run.c. */
+#include "client/pcc_client.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/pcc_futex.h"
+#include "base/pcc_thread.h"
+#include "client/pcc_client_private.h"
+
+/* Who abandons waits that long for copies that a GPU makes. It is safe to go on after that: nobody
+ * will vouch for what they read, and their chunks are not used before they are done. */
+#define ABANDON_PATIENCE_NS 10000000000ull
+#define GPU_PATIENCE_NS 60000000000ull
+#define CLOSE_PATIENCE_NS 10000000000ull
+
+static int page_map(struct pcc_client *client, int page_fd)
+{
+    struct stat status;
+
+    if (fstat(page_fd, &status) != 0)
+        return -errno;
+    if (status.st_size < (off_t)sizeof(struct pcc_page) || status.st_size > (off_t)UINT32_MAX ||
+        (fcntl(page_fd, F_GET_SEALS) & F_SEAL_SHRINK) == 0)
+        return -PCC_E_BAD_PEER;
+    const uint64_t length = (uint64_t)status.st_size;
+    void *bytes = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, page_fd, 0);
+    if (bytes == MAP_FAILED)
+        return -errno;
+    int error = pcc_page_accept(bytes, length, &client->view);
+    if (error == 0 && client->view.geometry.page_bytes != length)
+        error = -PCC_E_BAD_PEER;
+    if (error != 0) {
+        (void)munmap(bytes, length);
+        client->view.page = NULL;
+        return error;
+    }
+    (void)madvise(bytes, length, MADV_DONTFORK);
+    return 0;
+}
+
+/* Accepts a client that was opened half-way; its thread does not run. */
+static void link_free(struct pcc_client *client)
+{
+    for (uint32_t i = 0; !client->leaked && i < client->segment_count; i++) {
+        if (client->segments[i].pinned_by == PCC_HOST)
+            (void)munmap(client->segments[i].bytes, client->segments[i].length_bytes);
+    }
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++)
+        free(client->jobs[i].memory);
+    free(client->load.targets);
+    free(client->flights);
+    free(client->free_chunks);
+    free(client->held);
+    free(client->chunk_at);
+    free(client->segments);
+    if (client->view.page != NULL && !client->leaked)
+        (void)munmap(client->view.page, client->view.geometry.page_bytes);
+    if (client->socket_fd >= 0)
+        (void)close(client->socket_fd);
+    (void)pthread_cond_destroy(&client->idle);
+    (void)pthread_mutex_destroy(&client->gpu_lock);
+    (void)pthread_mutex_destroy(&client->lock);
+    free(client);
+}
+
+static bool arrays_make(struct pcc_client *client)
+{
+    const size_t capacity = client->view.geometry.chunk_capacity;
+
+    client->segments = calloc(capacity, sizeof(*client->segments));
+    client->chunk_at = calloc(capacity, sizeof(*client->chunk_at));
+    client->held = calloc(capacity, sizeof(*client->held));
+    client->free_chunks = calloc(capacity, sizeof(*client->free_chunks));
+    client->flights = calloc(capacity, sizeof(*client->flights));
+    return client->segments != NULL && client->chunk_at != NULL && client->held != NULL &&
+           client->free_chunks != NULL && client->flights != NULL;
+}
+
+/* Waits for `idle` have deadlines of pcc_now_ns. */
+static void locks_make(struct pcc_client *client)
+{
+    pthread_condattr_t monotonic;
+
+    (void)pthread_mutex_init(&client->lock, NULL); /* cannot fail with such attributes */
+    (void)pthread_mutex_init(&client->gpu_lock, NULL);
+    (void)pthread_condattr_init(&monotonic);
+    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&client->idle, &monotonic);
+    (void)pthread_condattr_destroy(&monotonic);
+}
+
+int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
+{
+    struct pcc_client *client = calloc(1, sizeof(*client));
+
+    if (client == NULL)
+        return -ENOMEM;
+    locks_make(client);
+    client->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
+    client->page_by = PCC_HOST;
+    atomic_store_explicit(&client->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
+    client->close_patience_ns = CLOSE_PATIENCE_NS;
+    atomic_store_explicit(&client->ahead_bytes, PCC_AHEAD_BYTES, memory_order_relaxed);
+    int error = 0;
+    client->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
+    if (client->socket_fd < 0)
+        error = -errno;
+    if (error == 0)
+        error = page_map(client, page_fd);
+    if (error == 0 && !arrays_make(client))
+        error = -ENOMEM;
+    if (error == 0)
+        error = pcc_thread_start(&client->thread, pcc_client_run, client, "pcc-client");
+    if (error != 0) {
+        link_free(client);
+        return error;
+    }
+    pcc_client_remember(client);
+    *out = client;
+    return 0;
+}
+
+void pcc_client_close(struct pcc_client *client)
+{
+    if (client == NULL)
+        return;
+    pcc_client_forget(client);
+    atomic_store_explicit(&client->stop, true,
+                          memory_order_release); /* pairs with pcc_client_run */
+    pcc_bell_ring(&client->view.page->client_bell);
+    (void)pthread_join(client->thread, NULL);
+    /* Words stay as they are: what was handed over whole may still become a checkpoint. But a
+     * stream that waits for the daemon must not wait on when nobody watches over it any more. */
+    (void)pthread_mutex_lock(&client->lock);
+    atomic_store_explicit(&client->dead, true, memory_order_release); /* pairs with the waits */
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        if (job->snapshot == 0)
+            continue;
+        if (!pcc_client_pulled_read(client, job))
+            (void)pcc_client_job_abandon(client, job, -ECONNRESET);
+        pcc_client_let_go(client, job);
+        pcc_client_job_end(job);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    pcc_client_load_drain(client); /* in the place of the thread: who waits for a load is let out */
+    pcc_bell_ring(&client->view.page->client_bell);
+    (void)pthread_mutex_lock(&client->lock);
+    while (client->waiters > 0)
+        (void)pthread_cond_wait(&client->idle, &client->lock);
+    (void)pthread_mutex_unlock(&client->lock);
+    pcc_client_devices_close(client);
+    if (!client->leaked)
+        /* Release pairs with the daemon's acquire: our writes came before. */
+        atomic_store_explicit(&client->view.page->quiet, 1, memory_order_release);
+    link_free(client);
+}
+
+bool pcc_client_alive(struct pcc_client *client)
+{
+    struct pollfd socket = {.fd = client->socket_fd, .events = POLLRDHUP};
+
+    if (atomic_load_explicit(&client->dead, memory_order_acquire)) /* pairs with the hang-up */
+        return false;
+    return poll(&socket, 1, 0) <= 0;
+}
+
+uint32_t pcc_client_chunk_bytes(const struct pcc_client *client)
+{
+    return client->view.geometry.chunk_bytes;
+}
+
+static bool final(enum pcc_outcome outcome)
+{
+    return outcome >= PCC_OUTCOME_DURABLE;
+}
+
+static enum pcc_outcome outcome_of(const struct pcc_client *client, uint64_t snapshot)
+{
+    /* Acquire pairs with the daemon's release: the sequence is seen with it. */
+    const uint64_t outcome = atomic_load_explicit(
+        &pcc_page_snapshot(&client->view, snapshot)->outcome, memory_order_acquire);
+
+    return outcome >> 8 == snapshot ? (enum pcc_outcome)(outcome & 0xff) : PCC_OUTCOME_REQUESTED;
+}
+
+void pcc_client_job_end(struct pcc_job *job)
+{
+    /* Release pairs with the acquire in pcc_client_wait, as in job_advance. */
+    atomic_store_explicit(&job->state, PCC_JOB_ENDED, memory_order_release);
+    free(job->memory);
+    job->memory = NULL;
+    job->sources = NULL;
+}
+
+bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int error)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&client->view, job->snapshot);
+    const bool won = pcc_word_move(entry, job->snapshot, PCC_WORD_REQUESTED, PCC_WORD_ABANDONED) ||
+                     pcc_word_move(entry, job->snapshot, PCC_WORD_COPYING, PCC_WORD_ABANDONED);
+
+    if (won)
+        job->error = error;
+    pcc_client_let_go(client, job);
+    return won;
+}
+
+/* With the lock held: everything of the snapshot before goes, but for the events. */
+static void job_reset(struct pcc_job *job, uint64_t snapshot)
+{
+    free(job->memory);
+    job->memory = NULL;
+    job->snapshot = snapshot;
+    job->hung_up = false;
+    job->provisional = false;
+    job->error = 0;
+    job->pulled = job->held = 0;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_job_device *part = &job->devices[i];
+        *part = (struct pcc_job_device){
+            .marked = part->marked, .copied = part->copied, .waited = part->waited};
+    }
+    atomic_store_explicit(&job->stop, false, memory_order_relaxed);
+    atomic_store_explicit(&job->host_read, false, memory_order_relaxed);
+    atomic_store_explicit(&job->state, PCC_JOB_REQUESTED, memory_order_relaxed);
+}
+
+int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&client->view, snapshot);
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    int error = 0;
+
+    if (snapshot == 0 || snapshot >> 56 != 0)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&client->lock);
+    const uint64_t before = job->snapshot;
+    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+        error = -ECONNRESET;
+    else if (snapshot <= client->newest)
+        error = -EINVAL;
+    else if (before != 0 &&
+             (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ || job->flights > 0 ||
+              pcc_client_open_word(client, before) ||
+              pcc_client_word(client, before) == pcc_word(before, PCC_WORD_VOUCHING) ||
+              (pcc_client_word(client, before) == pcc_word(before, PCC_WORD_COPIED) &&
+               !final(outcome_of(client, before)))))
+        error = -EBUSY;
+    if (error == 0) {
+        client->newest = snapshot;
+        job_reset(job, snapshot);
+        /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves words of
+         * the snapshot before only, and that one is final. */
+        atomic_store_explicit(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED),
+                              memory_order_release);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    return error;
+}
+
+/* Acquire pairs with the thread's release: its last read of the source came before. */
+static bool source_read(const struct pcc_client *client, const struct pcc_job *job)
+{
+    return atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED &&
+           pcc_client_pulled_read(client, job);
+}
+
+static bool host_read(const struct pcc_job *job)
+{
+    return atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED ||
+           atomic_load_explicit(&job->host_read, memory_order_acquire);
+}
+
+static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
+                          enum pcc_wait_for what, int *result)
+{
+    const uint64_t snapshot = job->snapshot;
+    const bool dead = atomic_load_explicit(&client->dead, memory_order_acquire);
+    bool reached;
+
+    if (what == PCC_WAIT_READ) {
+        reached = source_read(client, job);
+    } else if (what == PCC_WAIT_HOST_READ) {
+        reached = host_read(job);
+    } else {
+        const uint64_t word = pcc_client_word(client, snapshot);
+        reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||
+                  word == pcc_word(snapshot, PCC_WORD_REFUSED) ||
+                  (word == pcc_word(snapshot, PCC_WORD_COPIED) &&
+                   (what == PCC_WAIT_COPIED ||
+                    outcome_of(client, snapshot) >=
+                        (what == PCC_WAIT_GLOBAL ? PCC_OUTCOME_GLOBAL : PCC_OUTCOME_DURABLE)));
+    }
+    *result = (reached && job->hung_up) || (!reached && dead) ? -ECONNRESET : 0;
+    return reached || (dead && what != PCC_WAIT_READ && what != PCC_WAIT_HOST_READ);
+}
+
+static int wait_until(struct pcc_client *client, uint64_t snapshot, enum pcc_wait_for what,
+                      uint64_t deadline_ns)
+{
+    const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    _Atomic uint32_t *bell = &client->view.page->client_bell;
+    int result = 0;
+
+    for (;;) {
+        const uint32_t rung = pcc_bell_read(bell);
+        (void)pthread_mutex_lock(&client->lock);
+        /* An entry that was used again: it ended long ago. */
+        const bool is_over = job->snapshot != snapshot || snapshot_over(client, job, what, &result);
+        (void)pthread_mutex_unlock(&client->lock);
+        if (is_over)
+            return result;
+        if (pcc_now_ns() >= deadline_ns)
+            return -ETIMEDOUT;
+        pcc_bell_sleep(bell, rung, deadline_ns);
+        if (!pcc_client_alive(client) && !atomic_load_explicit(&client->dead, memory_order_relaxed))
+            pcc_bell_ring(bell); /* the thread ends what is outstanding */
+    }
+}
+
+int pcc_client_wait(struct pcc_client *client, uint64_t snapshot, enum pcc_wait_for what,
+                    uint64_t deadline_ns)
+{
+    pcc_client_enter(client);
+    const int result = wait_until(client, snapshot, what, deadline_ns);
+    pcc_client_leave(client);
+    return result;
+}
+
+/* With the lock held: until the thread and the GPUs have stopped reading. */
+static void job_await(struct pcc_client *client, const struct pcc_job *job)
+{
+    const uint64_t limit = pcc_now_ns() + ABANDON_PATIENCE_NS;
+    const struct timespec deadline = {.tv_sec = (time_t)(limit / 1000000000u),
+                                      .tv_nsec = (long)(limit % 1000000000u)};
+
+    while (job->busy)
+        (void)pthread_cond_wait(&client->idle, &client->lock);
+    /* Not on a dead client: its thread, which would see them end, is gone. */
+    while (job->flying > 0 && !atomic_load_explicit(&client->dead, memory_order_relaxed) &&
+           pthread_cond_timedwait(&client->idle, &client->lock, &deadline) == 0)
+        ;
+}
+
+bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    bool won = false;
+
+    pcc_client_enter(client);
+    (void)pthread_mutex_lock(&client->lock);
+    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    if (job->snapshot == snapshot &&
+        (pcc_client_word(client, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
+         state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED || job->provisional ||
+         !pcc_client_pulled_read(client, job)))
+        won = pcc_client_job_abandon(client, job, 0);
+    if (won) {
+        atomic_store_explicit(&job->stop, true, memory_order_relaxed);
+        job_await(client, job);
+        if (job->snapshot == snapshot)
+            pcc_client_job_end(job);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    if (won) {
+        pcc_bell_ring(&client->view.page->daemon_bell);
+        pcc_bell_ring(&client->view.page->client_bell);
+    }
+    pcc_client_leave(client);
+    return won;
+}
+
+int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_client_state *out)
+{
+    const struct pcc_snapshot *entry = pcc_page_snapshot(&client->view, snapshot);
+    const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    int error = -ENOENT;
+
+    (void)pthread_mutex_lock(&client->lock);
+    if (job->snapshot == snapshot && snapshot != 0) {
+        const uint64_t word = pcc_client_word(client, snapshot);
+        out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
+        if (out->word == PCC_WORD_VOUCHING) /* nobody has been told yet */
+            out->word = PCC_WORD_COPYING;
+        out->outcome = outcome_of(client, snapshot);
+        out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
+        out->source_read = source_read(client, job);
+        out->error = job->error;
+        error = 0;
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    return error;
+}
+
+/* -- forked children --
+ *
+ * A forked child (a data loader's worker) inherits the attach socket's descriptor, and while it has
+ * it open the daemon does not notice the trainer's death. So every open client is known here, and a
+ * child closes their sockets first thing; page and segments are not inherited. */
+
+static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t handlers_once = PTHREAD_ONCE_INIT;
+static struct pcc_client *known;
+
+static void before_fork(void)
+{
+    (void)pthread_mutex_lock(&known_lock);
+}
+
+static void after_fork_parent(void)
+{
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+static void after_fork_child(void)
+{
+    for (struct pcc_client *client = known; client != NULL; client = client->next)
+        (void)close(client->socket_fd);
+    known = NULL;
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+static void handlers_register(void)
+{
+    /* Without memory for it, children keep the socket: the daemon hears later, nothing breaks. */
+    (void)pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+}
+
+void pcc_client_remember(struct pcc_client *client)
+{
+    (void)pthread_once(&handlers_once, handlers_register);
+    (void)pthread_mutex_lock(&known_lock);
+    client->next = known;
+    known = client;
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+void pcc_client_forget(struct pcc_client *client)
+{
+    (void)pthread_mutex_lock(&known_lock);
+    for (struct pcc_client **at = &known; *at != NULL; at = &(*at)->next) {
+        if (*at == client) {
+            *at = client->next;
+            break;
+        }
+    }
+    (void)pthread_mutex_unlock(&known_lock);
+}

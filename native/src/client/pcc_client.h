@@ -1,0 +1,176 @@
+/* The client's end: one native thread that fills granted chunks from the trainer's tensors (copy
+ * and checksum fused) and takes loaded data back into them, without the GIL.
+ *
+ * The thread also reads grants from the attach socket and notices the daemon's death (hang-up):
+ * outstanding snapshots are then abandoned, streams that wait for them let go, and every waiter
+ * returns -ECONNRESET. Any thread may call; waits have deadlines (CLOCK_MONOTONIC ns). A forked
+ * child must not touch it; segments are MADV_DONTFORK.
+ *
+ * GPU memory, pull: the daemon copies, this side only orders the streams (pcc_client_order.c).
+ * GPU memory, push: the same thread enqueues copies into granted chunks, which it pins first, and
+ * hands a chunk over when its copies are done (pcc_client_push.c). */
+#ifndef PCC_CLIENT_H
+#define PCC_CLIENT_H
+
+#include "base/pcc_range.h"
+#include "shared/pcc_shared.h"
+
+struct pcc_client;
+
+/* Duplicates both descriptors; maps the page; starts the thread. -PCC_E_BAD_PEER when the page is
+ * not one. */
+PCC_MUST_CHECK int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out);
+/* Stops at once; what was not handed over is lost. Waiters return -ECONNRESET first, streams that
+ * wait are let go. Blocks until the GPUs have passed what concerns the client, bounded: memory that
+ * one of them may still touch is left mapped. */
+void pcc_client_close(struct pcc_client *client);
+bool pcc_client_alive(struct pcc_client *client); /* poll of the socket, about 1 us */
+uint32_t pcc_client_chunk_bytes(const struct pcc_client *client);
+
+/* Step 1: the word of `snapshot` becomes REQUESTED (before `begin` is sent). -EBUSY when its entry
+ * still belongs to an unfinished snapshot. Ids grow by one. */
+PCC_MUST_CHECK int pcc_client_request(struct pcc_client *client, uint64_t snapshot);
+struct pcc_device_range { /* payload [offset, offset+length) is device memory at `address` */
+    uint64_t address;
+    uint64_t offset_bytes;
+    uint64_t length_bytes;
+    uint32_t device;
+    uint32_t reserved;
+};
+
+struct pcc_submission {
+    const struct pcc_range *ranges;
+    uint64_t range_count;
+    const struct pcc_range *inline_ranges;
+    uint64_t inline_count;
+    const void *tail;
+    uint64_t tail_bytes;
+    uint64_t tail_offset_bytes;
+    /* Device memory. Push: copied by the thread behind the events that pcc_client_mark recorded.
+     * Pull: none here; the payload before pulled_bytes is the daemon's to fill, from the GPUs whose
+     * bits are set in pulled_devices. */
+    const struct pcc_device_range *device_ranges;
+    uint64_t device_range_count;
+    uint64_t pulled_bytes;
+    uint32_t pulled_devices;
+    /* Nothing keeps the source as it is while it is read: the last chunk stays here, and so the
+     * daemon cannot vouch, until pcc_client_confirm. */
+    bool provisional;
+};
+/* Step 2: the copy itself, done by the thread once the daemon admits it. All kinds of ranges
+ * ascending and disjoint, together, too; gaps become zeros; the lists are copied during the call.
+ * `inline_ranges` are copied *bytes and all* during the call (volatile buffers). `tail` (the tree)
+ * follows at tail_offset. The memory behind `ranges` and `device_ranges` stays valid until
+ * pcc_client_wait(.., PCC_WAIT_READ) says so. A chunk of the payload takes ranges of one GPU only,
+ * and pulled_bytes is a number of whole chunks. -EINVAL; -PCC_E_DEVICE when a GPU is broken. */
+PCC_MUST_CHECK int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
+                                     const struct pcc_submission *submission);
+
+/* -- GPUs, by this process's CUDA ordinal ------------------------------------------------------ */
+
+struct pcc_device_copy { /* on one GPU, into its staging memory */
+    uint64_t address;
+    uint64_t staging_offset_bytes;
+    uint64_t length_bytes;
+};
+
+/* Readies the GPU for this client: primary context, a stream of ours, and the page's words mapped
+ * for it. Once per device; later calls return at once. -PCC_E_NO_DRIVER, -PCC_E_DEVICE. */
+PCC_MUST_CHECK int pcc_client_device_open(struct pcc_client *client, uint32_t device);
+/* "" or why the daemon cannot pull from this GPU, in words: no stream memory operations, or the
+ * page cannot be mapped for it. */
+const char *pcc_client_device_cannot_pull(struct pcc_client *client, uint32_t device);
+/* Device memory of ours, at least that long, for copies made on the device; it moves when it has to
+ * grow (the memory before stays until pcc_client_staging_trim). -ENOMEM. */
+PCC_MUST_CHECK int pcc_client_staging(struct pcc_client *client, uint32_t device,
+                                      uint64_t length_bytes, uint64_t *address_out);
+void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging has outgrown */
+/* Enqueues the copies on `stream` of the trainer; with `aside` on a stream of ours that first waits
+ * for `stream`, so that training goes on beside them. What was staged before must have been read.
+ */
+PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,
+                                    const struct pcc_device_copy *copies, uint64_t copy_count,
+                                    bool aside);
+/* Between request and submit, once for each GPU that the snapshot reads: everything that it depends
+ * on is in `stream` (or in the stream of the last `aside` stage) by now. */
+PCC_MUST_CHECK int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                                   uint64_t stream, bool pull, bool aside);
+/* The gate: what is enqueued on `stream` from now on runs after this GPU's part of the snapshot was
+ * read (staged aside: after it was staged). The stream waits, not the caller; but for push the
+ * caller waits until all copies are enqueued: a stream that waits for copies that cannot be
+ * launched while it waits would wait for ever. The thread lets the stream go at the deadline, by
+ * abandoning the snapshot; that much later when it still had other work to do at the call. 0,
+ * -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
+PCC_MUST_CHECK int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                                   uint64_t stream, uint64_t deadline_ns);
+/* Waits up to until_ns, for callers that must look up now and then. True when pcc_client_hold would
+ * not make its caller wait. */
+bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                           uint64_t until_ns);
+/* False while one of the streams that were marked for the snapshot is still on its way there, busy
+ * with what the trainer enqueued before: nobody is to blame but its own length. */
+bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);
+/* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
+PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream,
+                                        bool *out);
+/* The exposure (pcc_shared.h) of these ranges: one handle per allocation, neighbours in memory and
+ * payload made one range. *out_bytes is malloc'ed. -PCC_E_BAD_HANDLE when memory has no handle
+ * (expandable segments, pools), -PCC_E_TOO_LARGE when there are too many. Ranges ascend by payload
+ * offset. The probe is written into the staging memory of the first range's GPU. */
+PCC_MUST_CHECK int pcc_client_expose(struct pcc_client *client,
+                                     const struct pcc_device_range *ranges, uint64_t range_count,
+                                     uint64_t device_bytes, uint8_t **out_bytes,
+                                     uint64_t *out_length);
+/* Whether all memory of the last pcc_client_expose is still the very same: freed and allocated anew
+ * it may have its old address. True when nothing was exposed. */
+bool pcc_client_exposure_holds(struct pcc_client *client);
+
+enum pcc_wait_for {
+    PCC_WAIT_READ,      /* the source may change: it was read, GPUs' parts too, or the snapshot will
+                           never be copied */
+    PCC_WAIT_HOST_READ, /* the same for the host's part of the source */
+    PCC_WAIT_COPIED,    /* the daemon vouches for it, or it ended otherwise */
+    PCC_WAIT_DURABLE,   /* DURABLE, GLOBAL, SUPERSEDED, or it ended otherwise */
+    PCC_WAIT_GLOBAL,    /* GLOBAL, SUPERSEDED, or it ended otherwise */
+};
+/* 0, -ETIMEDOUT, -ECONNRESET (the daemon is gone). The caller reads the state afterwards. */
+PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t snapshot,
+                                   enum pcc_wait_for what, uint64_t deadline_ns);
+/* A provisional snapshot becomes like any other: the source was not changed before it was read, and
+ * from now on something holds changes back. */
+void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot);
+/* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are let go, and
+ * the thread stops reading the source before it returns (bounded for a GPU that does not answer).
+ * False: it was COPIED or refused, or it is COPYING and the source was read already, so that there
+ * is nothing to let go of; a provisional one is abandoned then, too. */
+bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot);
+
+struct pcc_client_state {
+    enum pcc_word_state word;
+    enum pcc_outcome outcome;
+    uint64_t sequence;
+    bool source_read;
+    int error; /* why the client itself let go of it: -ETIMEDOUT (the deadline of a hold),
+                  -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ECONNRESET; else 0 */
+};
+/* -ENOENT when the entry belongs to another snapshot by now. */
+PCC_MUST_CHECK int pcc_client_state(struct pcc_client *client, uint64_t snapshot,
+                                    struct pcc_client_state *out);
+
+/* Takes the DATA messages of `load_id` and scatters them into ranges (ascending, disjoint; payload
+ * outside of them is dropped) until END. Call before the daemon is asked for the load
+ * (pcc_client_load_start; -EBUSY while one is open), then wait. Device ranges, disjoint with the
+ * others, too, are filled by copies from the chunks on a stream of ours; they are complete when the
+ * wait returns. Result: 0, the daemon's code, -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ETIMEDOUT,
+ * -ECONNRESET; whichever, the load is closed and nothing writes to the ranges any more. */
+PCC_MUST_CHECK int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
+                                         const struct pcc_range *ranges, uint64_t range_count,
+                                         const struct pcc_device_range *device_ranges,
+                                         uint64_t device_range_count);
+PCC_MUST_CHECK int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id,
+                                        uint64_t deadline_ns);
+/* Waits up to until_ns and leaves the load open: for callers that must look up now and then. True
+ * when pcc_client_load_wait would return at once. */
+bool pcc_client_load_ended(struct pcc_client *client, uint64_t load_id, uint64_t until_ns);
+
+#endif

@@ -1,0 +1,385 @@
+/* Filling chunks and handing them over. Host memory is copied and checksummed in one pass over the
+ * cache; a chunk that a GPU fills (pcc_client_push.c) is checksummed when it has landed. */
+#include <string.h>
+
+#include "base/pcc_futex.h"
+#include "base/pcc_hash.h"
+#include "client/pcc_client_private.h"
+
+#define PIECE_BYTES 65536u /* copied, then hashed while it is in the second-level cache */
+
+bool pcc_client_copying(const struct pcc_client *client)
+{
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        const struct pcc_job *job = &client->jobs[i];
+        if (job->snapshot != 0 && pcc_client_open_word(client, job->snapshot))
+            return true;
+    }
+    return false;
+}
+
+CUresult pcc_client_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes,
+                           uint64_t length_bytes, const struct pcc_client_device *device)
+{
+    CUresult result = CUDA_SUCCESS;
+
+    while (length_bytes > 0 && result == CUDA_SUCCESS) {
+        const struct pcc_source *source = &job->sources[job->cursor];
+        uint64_t count = length_bytes;
+        if (job->cursor == job->source_count) {
+            memset(out, 0, count);
+        } else if (offset_bytes < source->range.offset_bytes) {
+            if (count > source->range.offset_bytes - offset_bytes)
+                count = source->range.offset_bytes - offset_bytes;
+            memset(out, 0, count);
+        } else {
+            const uint64_t into = offset_bytes - source->range.offset_bytes;
+            if (into >= source->range.length_bytes) {
+                job->cursor++;
+                continue;
+            }
+            if (count > source->range.length_bytes - into)
+                count = source->range.length_bytes - into;
+            if (source->device == PCC_HOST)
+                memcpy(out, (const uint8_t *)(uintptr_t)source->range.address + into, count);
+            else
+                result = device->gpu.cuda->copy_to_host(out, source->range.address + into, count,
+                                                        device->copy);
+        }
+        out += count;
+        offset_bytes += count;
+        length_bytes -= count;
+    }
+    return result;
+}
+
+/* What the next chunk is made of. */
+static struct pcc_part part_next(const struct pcc_client *client, const struct pcc_job *job)
+{
+    const uint64_t chunk_bytes = client->view.geometry.chunk_bytes;
+    const uint64_t left = job->payload_bytes - job->filled_bytes;
+    struct pcc_part part = {.length_bytes = left < chunk_bytes ? left : chunk_bytes,
+                            .device = PCC_HOST};
+
+    for (uint64_t i = job->cursor; i < job->source_count; i++) {
+        const struct pcc_source *source = &job->sources[i];
+        if (source->range.offset_bytes >= job->filled_bytes + part.length_bytes)
+            break;
+        if (source->device == PCC_HOST || pcc_range_end(&source->range) <= job->filled_bytes)
+            continue;
+        part.device = source->device;
+        part.pieces++;
+    }
+    return part;
+}
+
+static uint64_t *checksums_of(const struct pcc_client *client, uint32_t chunk)
+{
+    return client->view.checksums + (size_t)chunk * client->view.geometry.blocks_per_chunk;
+}
+
+static uint64_t block_end(const struct pcc_client *client, uint64_t block, uint64_t length_bytes)
+{
+    const uint64_t left = length_bytes - block;
+
+    return block +
+           (left < client->view.geometry.block_bytes ? left : client->view.geometry.block_bytes);
+}
+
+static void pad(uint8_t *bytes, uint64_t length_bytes)
+{
+    memset(bytes + length_bytes, 0, pcc_align_up(length_bytes, PCC_IO_ALIGN) - length_bytes);
+}
+
+/* The next chunk of the payload, of host memory. False when it was told to stop half-way. */
+static bool fill(const struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                 uint64_t length_bytes)
+{
+    const uint32_t block_bytes = client->view.geometry.block_bytes;
+    uint8_t *out = client->chunk_at[chunk];
+    struct pcc_hash hash;
+
+    for (uint64_t block = 0; block < length_bytes; block += block_bytes) {
+        const uint64_t end = block_end(client, block, length_bytes);
+        pcc_hash_start(&hash);
+        for (uint64_t at = block; at < end; at += PIECE_BYTES) {
+            const uint64_t count = end - at < PIECE_BYTES ? end - at : PIECE_BYTES;
+            /* Relaxed: who sets it then waits for `busy` under the lock. */
+            if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
+                atomic_load_explicit(&client->stop, memory_order_relaxed) ||
+                pcc_client_ended(client))
+                return false;
+            (void)pcc_client_gather(job, out + at, job->filled_bytes + at, count, NULL);
+            pcc_hash_add(&hash, out + at, count);
+        }
+        checksums_of(client, chunk)[block / block_bytes] = pcc_hash_end(&hash);
+    }
+    pad(out, length_bytes);
+    return true;
+}
+
+/* Oldest first, among those that the daemon has admitted and that have more to fill. */
+static struct pcc_job *job_next(struct pcc_client *client)
+{
+    struct pcc_job *best = NULL;
+
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+        if (state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ)
+            continue;
+        if (!pcc_client_open_word(client, job->snapshot)) { /* refused */
+            pcc_client_let_go(client, job);
+            pcc_client_job_end(job);
+            pcc_bell_ring(&client->view.page->client_bell);
+        } else if (pcc_client_word(client, job->snapshot) ==
+                       pcc_word(job->snapshot, PCC_WORD_COPYING) &&
+                   job->filled_bytes < job->payload_bytes &&
+                   (best == NULL || job->snapshot < best->snapshot)) {
+            best = job;
+        }
+    }
+    return best;
+}
+
+void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job)
+{
+    _Atomic uint32_t *bell = &client->view.page->client_bell;
+
+    if (atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_SUBMITTED) {
+        /* Release pairs with the acquires in pcc_client_wait: our reads came before the update that
+         * the trainer makes now. */
+        if (job->filled_bytes >= job->host_bytes &&
+            !atomic_load_explicit(&job->host_read, memory_order_relaxed)) {
+            atomic_store_explicit(&job->host_read, true, memory_order_release);
+            pcc_bell_ring(bell);
+        }
+        if (job->filled_bytes >= job->trainer_bytes && job->flying == 0) {
+            atomic_store_explicit(&job->state, PCC_JOB_READ, memory_order_release);
+            pcc_bell_ring(bell);
+        }
+    }
+    if (job->left_bytes == 0)
+        pcc_client_job_end(job);
+}
+
+/* With lock held; the last chunk of a provisional snapshot is kept. False when the daemon broke the
+ * protocol. */
+static bool hand_over(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                      uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const struct pcc_message message = {.kind = PCC_MSG_FULL,
+                                        .chunk = chunk,
+                                        .id = job->snapshot,
+                                        .offset_bytes = offset_bytes,
+                                        .length_bytes = (uint32_t)length_bytes};
+
+    if (job->provisional && job->left_bytes == length_bytes) {
+        job->last = message;
+        job->kept = true;
+        job->flights++;
+        client->kept++;
+        return true;
+    }
+    client->held[chunk] = false;
+    if (!pcc_client_tell(client, &message))
+        return false;
+    job->left_bytes -= length_bytes;
+    return true;
+}
+
+/* Last chunks that were kept go to the daemon, or come back when their snapshot was given up. As
+ * pcc_client_work. */
+static int release_kept(struct pcc_client *client)
+{
+    bool moved = false, whole = true;
+
+    if (client->kept == 0)
+        return 0;
+    (void)pthread_mutex_lock(&client->lock);
+    for (uint32_t i = 0; whole && i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        const bool over =
+            atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_ENDED ||
+            !pcc_client_open_word(client, job->snapshot);
+        if (!job->kept || (job->provisional && !over))
+            continue;
+        moved = true;
+        job->kept = false;
+        job->flights--;
+        client->kept--;
+        if (over) {
+            client->free_chunks[client->free_count++] = job->last.chunk;
+            continue;
+        }
+        whole =
+            hand_over(client, job, job->last.chunk, job->last.offset_bytes, job->last.length_bytes);
+        if (whole)
+            pcc_client_job_note(client, job);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    return whole ? moved : -1;
+}
+
+/* -- chunks that a GPU fills -- */
+
+/* With lock held: the chunk is on its way, and no longer one that can be filled. */
+static void take_off(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                     const struct pcc_part *part)
+{
+    struct pcc_flight *flight = &client->flights[chunk];
+
+    flight->job = job;
+    flight->snapshot = job->snapshot;
+    flight->offset_bytes = job->filled_bytes;
+    flight->length_bytes = (uint32_t)part->length_bytes;
+    flight->pieces = part->pieces;
+    client->free_count--;
+    client->devices[part->device].pieces += part->pieces;
+    client->devices[part->device].flying_bytes += part->length_bytes;
+    pcc_client_list_add(client, &client->devices[part->device].flying, chunk);
+    job->flying++;
+    job->flights++;
+}
+
+/* With lock held, after the chunk's copies were enqueued. */
+static void part_done(struct pcc_client *client, struct pcc_job *job, const struct pcc_part *part)
+{
+    job->filled_bytes += part->length_bytes;
+    if (part->device != PCC_HOST && job->filled_bytes >= job->devices[part->device].end_bytes) {
+        job->devices[part->device].enqueued = true;
+        pcc_bell_ring(&client->view.page->client_bell); /* who holds goes on */
+    }
+}
+
+/* The oldest landed chunk: checksums, then the daemon has it. As pcc_client_work. */
+static int finish_one(struct pcc_client *client)
+{
+    const uint32_t chunk = pcc_client_list_take(client, &client->landed);
+    bool whole = true;
+
+    if (chunk == PCC_NO_CHUNK)
+        return 0;
+    const struct pcc_flight *flight = &client->flights[chunk];
+    struct pcc_job *job = flight->job;
+    uint8_t *bytes = client->chunk_at[chunk];
+    for (uint64_t block = 0; block < flight->length_bytes;
+         block += client->view.geometry.block_bytes) {
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed))
+            break;
+        checksums_of(client, chunk)[block / client->view.geometry.block_bytes] =
+            pcc_hash_bytes(bytes + block, block_end(client, block, flight->length_bytes) - block);
+    }
+    pad(bytes, flight->length_bytes);
+    (void)pthread_mutex_lock(&client->lock);
+    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    job->flights--;
+    if ((state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ) &&
+        !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
+        whole = hand_over(client, job, chunk, flight->offset_bytes, flight->length_bytes);
+        if (whole)
+            pcc_client_job_note(client, job);
+    } else {
+        client->free_chunks[client->free_count++] = chunk; /* given up: the chunk stays ours */
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    return whole ? 1 : -1;
+}
+
+/* -- one step -- */
+
+/* Fills one chunk, or has it filled: 2. Else as pcc_client_work. */
+static int fill_one(struct pcc_client *client)
+{
+    bool whole = true, taken = false;
+
+    (void)pthread_mutex_lock(&client->lock);
+    struct pcc_job *job = job_next(client);
+    if (job == NULL || client->free_count == 0) {
+        (void)pthread_mutex_unlock(&client->lock);
+        return 0;
+    }
+    job->busy = true;
+    (void)pthread_mutex_unlock(&client->lock);
+
+    const uint32_t chunk = client->free_chunks[client->free_count - 1];
+    const struct pcc_part part = part_next(client, job);
+    const int result = part.device == PCC_HOST
+                           ? fill(client, job, chunk, part.length_bytes)
+                           : pcc_client_enqueue(client, job, chunk, &part, &taken);
+
+    (void)pthread_mutex_lock(&client->lock);
+    if (taken)
+        take_off(client, job, chunk, &part);
+    /* A stop that came after the last piece: the chunk stays ours. */
+    if (result > 0 && !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
+        if (part.device == PCC_HOST) {
+            client->free_count--;
+            whole = hand_over(client, job, chunk, job->filled_bytes, part.length_bytes);
+        }
+        part_done(client, job, &part);
+        if (whole)
+            pcc_client_job_note(client, job);
+    }
+    job->busy = false;
+    if (result < 0 && pcc_client_job_abandon(client, job, result)) {
+        pcc_client_job_end(job);
+        pcc_bell_ring(&client->view.page->daemon_bell);
+        pcc_bell_ring(&client->view.page->client_bell);
+    }
+    (void)pthread_cond_broadcast(&client->idle);
+    (void)pthread_mutex_unlock(&client->lock);
+    if (result == 0 && part.device != PCC_HOST)
+        client->polling = true;
+    if (!whole)
+        return -1;
+    return taken ? 2 : result != 0;
+}
+
+/* What each GPU has filled and read by now. As pcc_client_work. */
+static int devices_land(struct pcc_client *client)
+{
+    int result = 0;
+
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_client_device *device = pcc_client_device(client, i);
+        if (device == NULL ||
+            (device->flying.first == PCC_NO_CHUNK && device->loading.first == PCC_NO_CHUNK))
+            continue;
+        client->polling = true;
+        if (atomic_load_explicit(&client->armed, memory_order_relaxed)) { /* it is not asked */
+            device->progress_ns = device->load_progress_ns = pcc_now_ns();
+            continue;
+        }
+        const int filled =
+            device->flying.first != PCC_NO_CHUNK ? pcc_client_land(client, device) : 0;
+        if (filled < 0)
+            return -1;
+        const int read =
+            device->loading.first != PCC_NO_CHUNK ? pcc_client_load_land(client, device) : 0;
+        if (read < 0)
+            return -1;
+        result |= filled | read;
+    }
+    return result;
+}
+
+int pcc_client_work(struct pcc_client *client)
+{
+    client->polling = false;
+    const int released = release_kept(client);
+    if (released < 0)
+        return -1;
+    const int landed = devices_land(client);
+    if (landed < 0)
+        return -1;
+    const int filled = fill_one(client);
+    if (filled < 0)
+        return -1;
+    if (filled == 2) /* the GPU first, it works beside us; and who holds waits for the last one */
+        return 1;
+    const int finished = finish_one(client);
+    if (finished < 0)
+        return -1;
+    return released > 0 || landed > 0 || filled > 0 || finished > 0;
+}

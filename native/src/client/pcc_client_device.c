@@ -1,0 +1,327 @@
+/* GPUs of a client: streams of ours, the page in their sight. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "client/pcc_client_private.h"
+
+#define NAP_NS_MIN 20000
+#define NAP_NS_MAX 500000
+
+struct pcc_client_device *pcc_client_device(struct pcc_client *client, uint32_t device)
+{
+    /* Acquire pairs with the release in pcc_client_device_open. */
+    if (device >= PCC_DEVICES ||
+        !atomic_load_explicit(&client->devices[device].open, memory_order_acquire))
+        return NULL;
+    return &client->devices[device];
+}
+
+int pcc_client_gpu_code(struct pcc_client_device *device, CUresult result)
+{
+    const int code = pcc_cuda_code(result);
+
+    if (code == -PCC_E_DEVICE_LOST || result == CUDA_ERROR_DEINITIALIZED)
+        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+    return code == -PCC_E_BAD_HANDLE ? -PCC_E_DEVICE : code; /* no handle was concerned */
+}
+
+int pcc_client_gpu_enter(struct pcc_client_device *device, int *mode_out)
+{
+    const int error = pcc_gpu_enter(&device->gpu);
+
+    if (error != 0)
+        return error;
+    /* A graph that any other thread records is spoilt by half of the driver's calls else. */
+    *mode_out = CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (device->gpu.cuda->capture_mode(mode_out) != CUDA_SUCCESS)
+        *mode_out = -1;
+    return 0;
+}
+
+void pcc_client_gpu_leave(struct pcc_client_device *device, int mode)
+{
+    if (mode >= 0)
+        (void)device->gpu.cuda->capture_mode(&mode);
+    pcc_gpu_leave(&device->gpu);
+}
+
+static void nap(uint64_t *nap_ns)
+{
+    const struct timespec pause = {.tv_nsec = (long)*nap_ns};
+
+    (void)nanosleep(&pause, NULL);
+    *nap_ns = *nap_ns * 2 < NAP_NS_MAX ? *nap_ns * 2 : NAP_NS_MAX;
+}
+
+int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *device, CUevent event,
+                         bool is_thread)
+{
+    const uint64_t deadline =
+        pcc_now_ns() + atomic_load_explicit(&client->patience_ns, memory_order_relaxed);
+    uint64_t nap_ns = NAP_NS_MIN;
+
+    for (;;) {
+        const CUresult result = device->gpu.cuda->event_query(event);
+        if (result != CUDA_ERROR_NOT_READY)
+            return pcc_client_gpu_code(device, result);
+        if (pcc_now_ns() >= deadline) {
+            atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            return -PCC_E_DEVICE_LOST;
+        }
+        if (is_thread)
+            (void)pcc_client_expire(client);
+        nap(&nap_ns);
+    }
+}
+
+void pcc_client_await_unarmed(struct pcc_client *client)
+{
+    uint64_t nap_ns = NAP_NS_MIN;
+
+    while (pcc_client_expire(client) != UINT64_MAX)
+        nap(&nap_ns);
+}
+
+/* -- opening -- */
+
+/* The page as this GPU's streams see it; says why when they cannot. Within enter/leave. */
+static void page_map(struct pcc_client *client, uint32_t index)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    /* The words lie at its start; the whole page may be gigabytes. */
+    const size_t length = pcc_align_up(sizeof(struct pcc_page), 65536);
+    CUresult result = CUDA_SUCCESS;
+    char words[PCC_CUDA_WORDS_BYTES];
+
+    if (!device->gpu.memory_ops) {
+        (void)snprintf(device->cannot_pull, sizeof(device->cannot_pull),
+                       "its streams cannot wait for 64-bit words in memory");
+        return;
+    }
+    if (client->page_by == PCC_HOST) {
+        result = cuda->host_register(client->view.page, length,
+                                     CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+        if (result == CUDA_SUCCESS)
+            client->page_by = index;
+    }
+    if (result == CUDA_SUCCESS)
+        result = cuda->host_device_pointer(&device->page, client->view.page, 0);
+    if (result == CUDA_SUCCESS)
+        return;
+    device->page = 0;
+    pcc_cuda_describe(result, words, sizeof(words));
+    (void)snprintf(device->cannot_pull, sizeof(device->cannot_pull),
+                   "the session page cannot be mapped for it: %s", words);
+}
+
+/* Within enter/leave; members that were not made are NULL. */
+static void streams_destroy(struct pcc_client_device *device)
+{
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    CUstream const streams[] = {device->copy, device->side, device->load};
+
+    for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++) {
+        if (streams[i] != NULL)
+            (void)cuda->stream_destroy(streams[i]);
+    }
+    if (device->scratch != NULL)
+        (void)cuda->event_destroy(device->scratch);
+    if (device->loaded != NULL)
+        (void)cuda->event_destroy(device->loaded);
+}
+
+static CUresult streams_create(struct pcc_client_device *device)
+{
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    CUstream *const streams[] = {&device->copy, &device->side, &device->load};
+    CUresult result = CUDA_SUCCESS;
+
+    for (size_t i = 0; result == CUDA_SUCCESS && i < sizeof(streams) / sizeof(*streams); i++)
+        result = cuda->stream_create(streams[i], CU_STREAM_NON_BLOCKING);
+    if (result == CUDA_SUCCESS)
+        result = cuda->event_create(&device->scratch, CU_EVENT_DISABLE_TIMING);
+    if (result == CUDA_SUCCESS)
+        result = cuda->event_create(&device->loaded, CU_EVENT_DISABLE_TIMING);
+    return result;
+}
+
+static int device_make(struct pcc_client *client, uint32_t index)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    int mode;
+    int error = pcc_gpu_device_open(index, &device->gpu);
+
+    if (error != 0)
+        return error;
+    error = pcc_client_gpu_enter(device, &mode);
+    if (error == 0) {
+        error = pcc_client_gpu_code(device, streams_create(device));
+        if (error == 0)
+            page_map(client, index);
+        else
+            streams_destroy(device);
+        pcc_client_gpu_leave(device, mode);
+    }
+    if (error != 0) {
+        pcc_gpu_device_close(&device->gpu);
+        *device = (struct pcc_client_device){0};
+        return error == -ENOMEM ? -PCC_E_DEVICE : error;
+    }
+    device->flying = device->loading = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
+    return 0;
+}
+
+int pcc_client_device_open(struct pcc_client *client, uint32_t device)
+{
+    int error = 0;
+
+    if (device >= PCC_DEVICES)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&client->gpu_lock);
+    struct pcc_client_device *mine = &client->devices[device];
+    if (!atomic_load_explicit(&mine->open, memory_order_relaxed)) {
+        error = device_make(client, device);
+        /* Release: who sees it open sees all of it. */
+        if (error == 0)
+            atomic_store_explicit(&mine->open, true, memory_order_release);
+    } else if (atomic_load_explicit(&mine->broken, memory_order_relaxed)) {
+        error = -PCC_E_DEVICE_LOST;
+    }
+    (void)pthread_mutex_unlock(&client->gpu_lock);
+    return error;
+}
+
+const char *pcc_client_device_cannot_pull(struct pcc_client *client, uint32_t device)
+{
+    const struct pcc_client_device *mine = pcc_client_device(client, device);
+
+    return mine != NULL ? mine->cannot_pull : "it is not open";
+}
+
+int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream, bool *out)
+{
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+    int mode, status = CU_STREAM_CAPTURE_STATUS_NONE;
+
+    if (mine == NULL)
+        return -EINVAL;
+    int error = pcc_client_gpu_enter(mine, &mode);
+    if (error != 0)
+        return error;
+    const CUresult result = mine->gpu.cuda->stream_capturing((CUstream)(uintptr_t)stream, &status);
+    pcc_client_gpu_leave(mine, mode);
+    /* The default stream while another one captures: just as forbidden. */
+    *out = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || status != CU_STREAM_CAPTURE_STATUS_NONE;
+    return result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ? 0 : pcc_client_gpu_code(mine, result);
+}
+
+/* -- closing -- */
+
+/* Whether one of the trainer's streams is still on its way to a word of the page. */
+static bool is_on_its_way(const struct pcc_client *client, uint32_t index)
+{
+    const struct pcc_cuda *cuda = client->devices[index].gpu.cuda;
+
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        const struct pcc_job_device *part = &client->jobs[i].devices[index];
+        if ((part->marked != NULL && cuda->event_query(part->marked) == CUDA_ERROR_NOT_READY) ||
+            (part->waited != NULL && cuda->event_query(part->waited) == CUDA_ERROR_NOT_READY))
+            return true;
+    }
+    return false;
+}
+
+/* True when nothing of ours runs on the GPU any more, and none of the trainer's streams is still on
+ * its way to a word of the page. */
+static bool quiet(const struct pcc_client *client, uint32_t index, uint64_t deadline_ns)
+{
+    const struct pcc_client_device *device = &client->devices[index];
+    CUstream const streams[] = {device->copy, device->side, device->load};
+    uint64_t nap_ns = NAP_NS_MIN;
+    bool busy = true;
+
+    while (busy) {
+        busy = is_on_its_way(client, index);
+        /* Any other answer: the context is lost or the driver has ended, nothing runs. */
+        for (size_t i = 0; !busy && i < sizeof(streams) / sizeof(*streams); i++)
+            busy = device->gpu.cuda->stream_query(streams[i]) == CUDA_ERROR_NOT_READY;
+        if (busy && pcc_now_ns() >= deadline_ns)
+            return false;
+        if (busy)
+            nap(&nap_ns);
+    }
+    return !device->unfenced;
+}
+
+/* Within enter/leave. */
+static void events_destroy(struct pcc_client *client, uint32_t index)
+{
+    const struct pcc_cuda *cuda = client->devices[index].gpu.cuda;
+
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        const struct pcc_job_device *part = &client->jobs[i].devices[index];
+        if (part->marked != NULL)
+            (void)cuda->event_destroy(part->marked);
+        if (part->copied != NULL)
+            (void)cuda->event_destroy(part->copied);
+        if (part->waited != NULL)
+            (void)cuda->event_destroy(part->waited);
+    }
+    for (uint32_t i = 0; i < client->view.geometry.chunk_capacity; i++) {
+        if (client->flights[i].event != NULL && client->flights[i].device == index)
+            (void)cuda->event_destroy(client->flights[i].event);
+    }
+}
+
+static void device_close(struct pcc_client *client, uint32_t index)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    int mode;
+
+    if (pcc_client_gpu_enter(device, &mode) == 0) {
+        events_destroy(client, index);
+        streams_destroy(device);
+        pcc_client_staging_free(device->gpu.cuda, device->staging);
+        pcc_client_gpu_leave(device, mode);
+    } else {
+        pcc_client_staging_free(NULL, device->staging);
+    }
+    pcc_gpu_device_close(&device->gpu);
+}
+
+void pcc_client_devices_close(struct pcc_client *client)
+{
+    const uint64_t deadline = pcc_now_ns() + client->close_patience_ns;
+    int mode;
+
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_client_device *device = pcc_client_device(client, i);
+        if (device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+            continue;
+        if (!quiet(client, i, deadline))
+            client->leaked = true;
+        pcc_client_gpu_leave(device, mode);
+    }
+    free(client->exposed);
+    if (client->leaked) { /* what the driver knows stays as it is, until the process ends */
+        for (uint32_t i = 0; i < PCC_DEVICES; i++)
+            pcc_client_staging_free(NULL, client->devices[i].staging);
+        return;
+    }
+    pcc_client_unpin(client);
+    struct pcc_client_device *owner = pcc_client_device(client, client->page_by);
+    if (owner != NULL) {
+        client->leaked = true;
+        if (pcc_client_gpu_enter(owner, &mode) == 0) {
+            client->leaked = owner->gpu.cuda->host_unregister(client->view.page) != CUDA_SUCCESS;
+            pcc_client_gpu_leave(owner, mode);
+        }
+    }
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if (pcc_client_device(client, i) != NULL)
+            device_close(client, i);
+    }
+}

@@ -1,0 +1,430 @@
+/* Loads on the client's side. Host memory is filled at once. Copies to a GPU are enqueued, those of
+ * several chunks one behind the other, and a chunk goes back to the daemon when its own copies are
+ * done; the daemon reads and checks the next chunks meanwhile. As with push, the driver is left
+ * alone while a stream waits for the daemon. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/pcc_futex.h"
+#include "client/pcc_client_private.h"
+
+/* Host and device ranges as one ascending list of targets; NULL with *error_out. */
+static struct pcc_source *targets_make(const struct pcc_range *ranges, uint64_t range_count,
+                                       const struct pcc_device_range *device_ranges,
+                                       uint64_t device_range_count, int *error_out)
+{
+    uint64_t total, end = 0, i = 0, d = 0;
+
+    *error_out = -ENOMEM;
+    if (__builtin_add_overflow(range_count, device_range_count, &total) ||
+        total >= SIZE_MAX / sizeof(struct pcc_source))
+        return NULL;
+    struct pcc_source *targets = calloc(total + 1, sizeof(*targets));
+    if (targets == NULL)
+        return NULL;
+    while (i + d < total) {
+        struct pcc_source *target = &targets[i + d];
+        if (d == device_range_count ||
+            (i < range_count && ranges[i].offset_bytes <= device_ranges[d].offset_bytes)) {
+            *target = (struct pcc_source){ranges[i++], PCC_HOST};
+        } else {
+            const struct pcc_device_range *range = &device_ranges[d++];
+            *target = (struct pcc_source){
+                {range->address, range->offset_bytes, range->length_bytes}, range->device};
+        }
+        if (target->range.offset_bytes < end ||
+            __builtin_add_overflow(target->range.offset_bytes, target->range.length_bytes, &end)) {
+            free(targets);
+            *error_out = -EINVAL;
+            return NULL;
+        }
+    }
+    return targets;
+}
+
+/* Every GPU that the ranges name is open and in order. */
+static int devices_check(struct pcc_client *client, const struct pcc_device_range *ranges,
+                         uint64_t range_count)
+{
+    for (uint64_t i = 0; i < range_count; i++) {
+        const struct pcc_client_device *device = pcc_client_device(client, ranges[i].device);
+        if (device == NULL || ranges[i].reserved != 0)
+            return -EINVAL;
+        if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+            return -PCC_E_DEVICE;
+    }
+    return 0;
+}
+
+int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
+                          const struct pcc_range *ranges, uint64_t range_count,
+                          const struct pcc_device_range *device_ranges, uint64_t device_range_count)
+{
+    int error = devices_check(client, device_ranges, device_range_count);
+
+    if (error != 0)
+        return error;
+    struct pcc_source *targets =
+        targets_make(ranges, range_count, device_ranges, device_range_count, &error);
+    if (targets == NULL)
+        return error;
+    error = 0;
+    (void)pthread_mutex_lock(&client->lock);
+    if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+        error = -ECONNRESET;
+    else if (client->load.active)
+        error = -EBUSY;
+    else
+        client->load = (struct pcc_client_load){.active = true,
+                                                .id = load_id,
+                                                .targets = targets,
+                                                .target_count = range_count + device_range_count};
+    (void)pthread_mutex_unlock(&client->lock);
+    if (error != 0)
+        free(targets);
+    else
+        pcc_bell_ring(&client->view.page->client_bell); /* chunks that lie idle here go back */
+    return error;
+}
+
+void pcc_client_load_note(struct pcc_client *client, int error)
+{
+    struct pcc_client_load *load = &client->load;
+
+    if (error != 0 && !load->ended) {
+        load->ended = true;
+        load->result = error;
+    } else if (load->told && load->flying == 0) {
+        load->ended = true; /* or it has failed here before */
+    }
+    (void)pthread_cond_broadcast(&client->idle);
+    if (load->ended)
+        pcc_bell_ring(&client->view.page->client_bell);
+}
+
+void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message)
+{
+    (void)pthread_mutex_lock(&client->lock);
+    struct pcc_client_load *load = &client->load;
+    /* It may have ended here already: a GPU failed. */
+    if (load->active && !load->ended && !load->told && load->id == message->id) {
+        load->told = true;
+        load->result = message->result;
+        pcc_client_load_note(client, 0);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
+/* True when the wait is over; the load is closed then and nothing writes to the ranges any more. */
+static bool load_over(struct pcc_client *client, uint64_t load_id, uint64_t deadline_ns,
+                      int *result)
+{
+    bool is_over = true;
+    const bool late = pcc_now_ns() >= deadline_ns;
+
+    (void)pthread_mutex_lock(&client->lock);
+    struct pcc_client_load *load = &client->load;
+    const bool ours = load->active && load->id == load_id;
+    if (!ours)
+        *result = -ENOENT;
+    else if (load->ended)
+        *result = load->result; /* also -ENOENT: the checkpoint is gone */
+    else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+        *result = -ECONNRESET;
+    else if (late)
+        *result = -ETIMEDOUT;
+    else
+        is_over = false;
+    if (is_over && ours) {
+        load->ended = true;
+        while (load->busy || load->flying > 0)
+            (void)pthread_cond_wait(&client->idle, &client->lock);
+        free(load->targets);
+        load->targets = NULL;
+        load->active = false;
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    return is_over;
+}
+
+int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t deadline_ns)
+{
+    int result = 0;
+
+    pcc_client_enter(client);
+    for (;;) {
+        const uint32_t rung = pcc_bell_read(&client->view.page->client_bell);
+        if (load_over(client, load_id, deadline_ns, &result))
+            break;
+        pcc_bell_sleep(&client->view.page->client_bell, rung, deadline_ns);
+    }
+    pcc_client_leave(client);
+    return result;
+}
+
+bool pcc_client_load_ended(struct pcc_client *client, uint64_t load_id, uint64_t until_ns)
+{
+    for (;;) {
+        const uint32_t rung = pcc_bell_read(&client->view.page->client_bell);
+        (void)pthread_mutex_lock(&client->lock);
+        const struct pcc_client_load *load = &client->load;
+        const bool open = load->active && load->id == load_id;
+        const bool over = load->ended || atomic_load_explicit(&client->dead, memory_order_relaxed);
+        const bool ended = !open || (over && load->flying == 0);
+        (void)pthread_mutex_unlock(&client->lock);
+        if (ended || pcc_now_ns() >= until_ns)
+            return ended;
+        pcc_bell_sleep(&client->view.page->client_bell, rung, until_ns);
+    }
+}
+
+/* -- where loaded chunks go -- */
+
+static uint64_t target_from(const struct pcc_client_load *load, uint64_t offset_bytes)
+{
+    return pcc_range_find(&load->targets->range, sizeof *load->targets, load->target_count,
+                          offset_bytes);
+}
+
+/* A part of a chunk to where it belongs. On a GPU it is enqueued. Between pcc_client_gpu_enter and
+ * leave of that GPU. */
+static CUresult put(const struct pcc_client *client, const struct pcc_range *to, uint32_t place,
+                    const uint8_t *bytes)
+{
+    if (to->length_bytes == 0)
+        return CUDA_SUCCESS;
+    if (place == PCC_HOST) {
+        memcpy((uint8_t *)(uintptr_t)to->address, bytes, to->length_bytes);
+        return CUDA_SUCCESS;
+    }
+    const struct pcc_client_device *device = &client->devices[place];
+    return device->gpu.cuda->copy_to_device(to->address, bytes, to->length_bytes, device->load);
+}
+
+/* The chunk's bytes that belong to one place, host memory or a GPU. */
+static CUresult scatter(const struct pcc_client *client, const struct pcc_message *message,
+                        uint32_t place)
+{
+    const struct pcc_client_load *load = &client->load;
+    const uint8_t *bytes = client->chunk_at[message->chunk];
+    const uint64_t start = message->offset_bytes, end = start + message->length_bytes;
+    CUresult result = CUDA_SUCCESS;
+
+    for (uint64_t i = target_from(load, start); result == CUDA_SUCCESS && i < load->target_count &&
+                                                load->targets[i].range.offset_bytes < end;
+         i++) {
+        if (load->targets[i].device != place)
+            continue;
+        const struct pcc_range part = pcc_range_cut(&load->targets[i].range, start, end);
+        result = put(client, &part, place, bytes + (part.offset_bytes - start));
+    }
+    return result;
+}
+
+/* How many copies to each GPU the chunk takes. */
+static void pieces_count(const struct pcc_client_load *load, uint64_t start, uint64_t end,
+                         uint32_t pieces[PCC_DEVICES])
+{
+    for (uint64_t i = target_from(load, start);
+         i < load->target_count && load->targets[i].range.offset_bytes < end; i++) {
+        if (load->targets[i].device != PCC_HOST)
+            pieces[load->targets[i].device]++;
+    }
+}
+
+/* -- chunks that a GPU reads -- */
+
+static void load_begun(struct pcc_client *client, struct pcc_client_device *device, uint32_t chunk,
+                       uint32_t pieces)
+{
+    if (device->loading.first == PCC_NO_CHUNK)
+        device->load_progress_ns = pcc_now_ns();
+    client->flights[chunk].loading = true;
+    client->flights[chunk].pieces = pieces;
+    device->load_pieces += pieces;
+    pcc_client_list_add(client, &device->loading, chunk);
+    (void)pthread_mutex_lock(&client->lock);
+    client->load.flying++;
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
+/* The copies of the first chunk in the list are done, or nobody asks for them any more. */
+static uint32_t load_done(struct pcc_client *client, struct pcc_client_device *device, int error)
+{
+    const uint32_t chunk = pcc_client_list_take(client, &device->loading);
+
+    client->flights[chunk].loading = false;
+    device->load_pieces -= client->flights[chunk].pieces;
+    device->load_progress_ns = pcc_now_ns();
+    (void)pthread_mutex_lock(&client->lock);
+    client->load.flying--;
+    pcc_client_load_note(client, error);
+    (void)pthread_mutex_unlock(&client->lock);
+    return chunk;
+}
+
+/* True when the first chunk's copies are over, whatever came of them. Within enter/leave. */
+static bool is_done(struct pcc_client *client, struct pcc_client_device *device, int *error_out)
+{
+    const uint32_t chunk = device->loading.first;
+    CUresult result = CUDA_ERROR_DEINITIALIZED;
+
+    if (!atomic_load_explicit(&device->broken, memory_order_relaxed))
+        result = device->gpu.cuda->event_query(client->flights[chunk].event);
+    if (result == CUDA_ERROR_NOT_READY &&
+        pcc_now_ns() - device->load_progress_ns <=
+            atomic_load_explicit(&client->patience_ns, memory_order_relaxed))
+        return false;
+    if (result != CUDA_SUCCESS) /* what a query says of others' work does not heal */
+        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+    *error_out = result == CUDA_SUCCESS ? 0 : -PCC_E_DEVICE_LOST;
+    return true;
+}
+
+/* The first chunk in the list goes back. False when the daemon broke the protocol. */
+static bool give_back(struct pcc_client *client, struct pcc_client_device *device, int error)
+{
+    const struct pcc_message message = {.kind = PCC_MSG_TAKEN,
+                                        .chunk = load_done(client, device, error)};
+
+    return pcc_client_tell(client, &message);
+}
+
+int pcc_client_load_land(struct pcc_client *client, struct pcc_client_device *device)
+{
+    int mode, error = 0, result = 0;
+    const bool entered = pcc_client_gpu_enter(device, &mode) == 0;
+
+    if (!entered) /* there is nothing to ask */
+        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+    while (result >= 0 && device->loading.first != PCC_NO_CHUNK && is_done(client, device, &error))
+        result = give_back(client, device, error) ? 1 : -1;
+    if (entered)
+        pcc_client_gpu_leave(device, mode);
+    return result;
+}
+
+void pcc_client_load_drain(struct pcc_client *client)
+{
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_client_device *device = pcc_client_device(client, i);
+        int mode, error = 0;
+        if (device == NULL || device->loading.first == PCC_NO_CHUNK)
+            continue;
+        if (pcc_client_gpu_enter(device, &mode) != 0) {
+            while (device->loading.first != PCC_NO_CHUNK)
+                (void)load_done(client, device, -PCC_E_DEVICE_LOST);
+            continue;
+        }
+        while (device->loading.first != PCC_NO_CHUNK) {
+            if (error == 0) /* after the first failure nothing is waited for */
+                error = pcc_client_gpu_await(client, device,
+                                             client->flights[device->loading.first].event, true);
+            (void)load_done(client, device, error);
+        }
+        pcc_client_gpu_leave(device, mode);
+    }
+}
+
+/* -- taking chunks -- */
+
+/* Within enter/leave: until the copies fit into the stream's queue; a full one blocks its caller,
+ * who has deadlines to keep. */
+static int room_await(struct pcc_client *client, struct pcc_client_device *device, uint32_t pieces)
+{
+    int error = 0;
+
+    while (error == 0 && device->load_pieces > 0 && device->load_pieces + pieces > PCC_PIECES_MAX) {
+        const uint32_t chunk = device->loading.first;
+        error = pcc_client_gpu_await(client, device, client->flights[chunk].event, true);
+        if (!give_back(client, device, error))
+            error = -ECONNRESET;
+    }
+    return error;
+}
+
+/* Within enter/leave: the chunk's copies, and the event behind them. */
+static int copies_enqueue(struct pcc_client *client, const struct pcc_message *message,
+                          uint32_t index, uint32_t pieces, bool wait)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    CUevent event = device->loaded;
+    CUresult result = CUDA_SUCCESS;
+
+    if (!wait) {
+        result = pcc_client_event_ready(client, message->chunk, index);
+        event = client->flights[message->chunk].event;
+    }
+    if (result != CUDA_SUCCESS)
+        return pcc_client_gpu_code(device, result);
+    (void)pcc_client_pin(client, index, message->chunk);
+    result = scatter(client, message, index);
+    /* Also after a refusal: the copies before it read the chunk. */
+    int error = pcc_client_gpu_code(device, device->gpu.cuda->event_record(event, device->load));
+    if (error != 0)
+        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+    else if (wait)
+        error = pcc_client_gpu_await(client, device, event, true);
+    else
+        load_begun(client, device, message->chunk, pieces);
+    return error != 0 ? error : pcc_client_gpu_code(device, result);
+}
+
+/* What belongs to one GPU. With `wait` it is there on return. */
+static int scatter_to_device(struct pcc_client *client, const struct pcc_message *message,
+                             uint32_t index, uint32_t pieces, bool wait)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    int mode;
+
+    if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+        return -PCC_E_DEVICE;
+    pcc_client_await_unarmed(client);
+    int error = pcc_client_gpu_enter(device, &mode);
+    if (error != 0)
+        return error;
+    error = room_await(client, device, pieces);
+    if (error == 0)
+        error = copies_enqueue(client, message, index, pieces, wait);
+    pcc_client_gpu_leave(device, mode);
+    return error;
+}
+
+/* A chunk has one event: of several GPUs all but the last are waited for. Chunks hold parts of more
+ * than one only when they were made in other sizes than now. */
+static int scatter_to_devices(struct pcc_client *client, const struct pcc_message *message)
+{
+    const uint64_t start = message->offset_bytes, end = start + message->length_bytes;
+    uint32_t pieces[PCC_DEVICES] = {0}, last = 0;
+    int error = 0;
+
+    pieces_count(&client->load, start, end, pieces);
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        last = pieces[i] > 0 ? i : last;
+    for (uint32_t i = 0; error == 0 && i < PCC_DEVICES; i++) {
+        if (pieces[i] > 0)
+            error = scatter_to_device(client, message, i, pieces[i], i != last);
+    }
+    return error;
+}
+
+bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *message)
+{
+    uint64_t end;
+
+    (void)pthread_mutex_lock(&client->lock);
+    struct pcc_client_load *load = &client->load;
+    const bool wanted = load->active && !load->ended && load->id == message->id &&
+                        !__builtin_add_overflow(message->offset_bytes, message->length_bytes, &end);
+    load->busy = wanted;
+    (void)pthread_mutex_unlock(&client->lock);
+    if (!wanted)
+        return true; /* of a load that timed out */
+    const int error = scatter_to_devices(client, message);
+    (void)scatter(client, message, PCC_HOST);
+    (void)pthread_mutex_lock(&client->lock);
+    load->busy = false;
+    pcc_client_load_note(client, error);
+    (void)pthread_mutex_unlock(&client->lock);
+    return !client->flights[message->chunk].loading;
+}

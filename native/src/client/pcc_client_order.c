@@ -1,0 +1,392 @@
+/* The order between the trainer's streams and the copies: mark, hold, letting go.
+ *
+ * Whoever lets a stream go moves the snapshot's word first and stores `done` then, so that no
+ * update can run while the snapshot may still become COPIED (P4). The caller of hold looks at the
+ * word again after it has enqueued the wait: either it sees the final word, or who made it final
+ * stores `done` afterwards. */
+#include "base/pcc_futex.h"
+#include "client/pcc_client_private.h"
+
+bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job)
+{
+    if (job->pulled == 0 || !pcc_client_open_word(client, job->snapshot))
+        return true;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        /* Acquire pairs with the daemon's release: his reads came before our next update. */
+        if ((job->pulled >> i & 1) != 0 &&
+            atomic_load_explicit(&pcc_client_words(client, job->snapshot, i)->done,
+                                 memory_order_acquire) < job->snapshot)
+            return false;
+    }
+    return true;
+}
+
+void pcc_client_let_go(struct pcc_client *client, struct pcc_job *job)
+{
+    if (job->pulled == 0 || pcc_client_open_word(client, job->snapshot))
+        return;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((job->pulled >> i & 1) == 0)
+            continue;
+        _Atomic uint64_t *done = &pcc_client_words(client, job->snapshot, i)->done;
+        uint64_t now = atomic_load_explicit(done, memory_order_relaxed);
+        /* Release: the word's move comes before it. The words only grow. */
+        while (now < job->snapshot &&
+               !atomic_compare_exchange_weak_explicit(done, &now, job->snapshot,
+                                                      memory_order_release, memory_order_relaxed))
+            ;
+    }
+    job->held = 0;
+}
+
+/* With lock held: true while a stream that `held` names waits and the daemon could still let it go.
+ */
+static bool held_back(struct pcc_client *client, struct pcc_job *job)
+{
+    if (!pcc_client_open_word(client, job->snapshot)) {
+        pcc_client_let_go(client, job);
+        return false;
+    }
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((job->held >> i & 1) != 0 &&
+            atomic_load_explicit(&pcc_client_words(client, job->snapshot, i)->done,
+                                 memory_order_relaxed) >= job->snapshot)
+            job->held &= ~(1u << i);
+    }
+    return job->held != 0;
+}
+
+/* With lock held: true when a stream that `held` names has come to the snapshot. Before that it is
+ * busy with work of the trainer's, however far ahead his CPU may be, and waits for nobody. */
+static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
+{
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((job->held >> i & 1) != 0 &&
+            atomic_load_explicit(&pcc_client_words(client, job->snapshot, i)->ready,
+                                 memory_order_relaxed) >= job->snapshot)
+            return true;
+    }
+    return false;
+}
+
+uint64_t pcc_client_expire(struct pcc_client *client)
+{
+    uint64_t nearest = UINT64_MAX;
+    bool expired = false;
+
+    if (!atomic_load_explicit(&client->armed, memory_order_relaxed)) /* hold rings the bell */
+        return nearest;
+    (void)pthread_mutex_lock(&client->lock);
+    const uint64_t now = pcc_now_ns();
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        if (job->held == 0 || !held_back(client, job))
+            continue;
+        if (!has_come(client, job))
+            job->deadline_ns = now + job->limit_ns;
+        if (now < job->deadline_ns) {
+            nearest = job->deadline_ns < nearest ? job->deadline_ns : nearest;
+        } else if (pcc_client_job_abandon(client, job, -ETIMEDOUT)) {
+            pcc_client_job_end(job); /* not busy: we are the thread */
+            expired = true;
+        }
+    }
+    if (nearest == UINT64_MAX)
+        atomic_store_explicit(&client->armed, false, memory_order_relaxed);
+    (void)pthread_mutex_unlock(&client->lock);
+    if (expired) {
+        pcc_bell_ring(&client->view.page->daemon_bell);
+        pcc_bell_ring(&client->view.page->client_bell);
+    }
+    return nearest;
+}
+
+/* The event comes behind what is on `stream` now, so that close() can tell when the trainer's
+ * streams have passed the page. Where it stood before may be on another stream, which has not come
+ * there yet: then this one passes after that one. */
+static CUresult record_behind(const struct pcc_cuda *cuda, CUevent *event, CUstream stream)
+{
+    CUresult result = CUDA_SUCCESS;
+
+    if (*event == NULL)
+        result = cuda->event_create(event, CU_EVENT_DISABLE_TIMING);
+    else if (cuda->event_query(*event) == CUDA_ERROR_NOT_READY)
+        result = cuda->stream_wait_event(stream, *event, 0);
+    return result == CUDA_SUCCESS ? cuda->event_record(*event, stream) : result;
+}
+
+/* The page's words of a snapshot, as the GPU's streams see them. */
+static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t snapshot,
+                            uint32_t index)
+{
+    return device->page + offsetof(struct pcc_page, devices) +
+           ((snapshot % PCC_SNAPSHOTS) * PCC_DEVICES + index) * sizeof(struct pcc_device_words);
+}
+
+/* -- mark -- */
+
+/* Within enter/leave. */
+static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t index, CUstream stream,
+                     bool pull)
+{
+    struct pcc_client_device *device = &client->devices[index];
+    struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[index];
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    CUresult result = CUDA_SUCCESS;
+
+    if (!pull) {
+        if (part->marked == NULL)
+            result = cuda->event_create(&part->marked, CU_EVENT_DISABLE_TIMING);
+        if (result == CUDA_SUCCESS && part->copied == NULL)
+            result = cuda->event_create(&part->copied, CU_EVENT_DISABLE_TIMING);
+        return result == CUDA_SUCCESS ? cuda->event_record(part->marked, stream) : result;
+    }
+    result = cuda->stream_write_value(
+        stream, words_at(device, snapshot, index) + offsetof(struct pcc_device_words, ready),
+        snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
+    if (result == CUDA_SUCCESS) {
+        result = record_behind(cuda, &part->marked, stream);
+        if (result != CUDA_SUCCESS)
+            device->unfenced = true;
+    }
+    return result;
+}
+
+/* True when the snapshot takes marks; its events are the caller's until he says that they are. */
+static bool mark_begin(struct pcc_client *client, uint64_t snapshot)
+{
+    const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&client->lock);
+    const bool takes = job->snapshot == snapshot &&
+                       atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED;
+    (void)pthread_mutex_unlock(&client->lock);
+    return takes;
+}
+
+int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
+                    bool pull, bool aside)
+{
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    int mode;
+
+    if (mine == NULL)
+        return -EINVAL;
+    if (pull && mine->page == 0)
+        return -PCC_E_DEVICE;
+    pcc_client_enter(client);
+    int error = 0;
+    const bool takes =
+        mark_begin(client, snapshot); /* abandoned or hung up since: nothing to mark */
+    if (takes)
+        error = pcc_client_gpu_enter(mine, &mode);
+    if (takes && error == 0) {
+        CUstream const on = aside ? mine->side : (CUstream)(uintptr_t)stream;
+        error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
+        pcc_client_gpu_leave(mine, mode);
+    }
+    if (takes && error == 0) {
+        (void)pthread_mutex_lock(&client->lock);
+        if (job->snapshot == snapshot) {
+            job->devices[device].is_marked = true;
+            job->devices[device].aside = aside;
+            if (pull)
+                job->pulled |= 1u << device;
+        }
+        (void)pthread_mutex_unlock(&client->lock);
+    }
+    pcc_client_leave(client);
+    return error;
+}
+
+bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
+{
+    const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    bool reached = true;
+    int mode;
+
+    pcc_client_enter(client);
+    for (uint32_t i = 0; reached && i < PCC_DEVICES; i++) {
+        struct pcc_client_device *device = pcc_client_device(client, i);
+        (void)pthread_mutex_lock(&client->lock);
+        const bool marked = job->snapshot == snapshot && job->devices[i].is_marked;
+        CUevent const event = job->devices[i].marked; /* made once, and kept */
+        (void)pthread_mutex_unlock(&client->lock);
+        if (!marked || device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+            continue;
+        reached = device->gpu.cuda->event_query(event) != CUDA_ERROR_NOT_READY;
+        pcc_client_gpu_leave(device, mode);
+    }
+    pcc_client_leave(client);
+    return reached;
+}
+
+/* -- hold -- */
+
+enum hold_way {
+    HOLD_NOT,   /* nothing to wait for */
+    HOLD_LATER, /* push: copies are still to be enqueued, the host waits first */
+    HOLD_EVENT,
+    HOLD_WORD,
+};
+
+/* With lock held. */
+static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                              CUevent *event_out)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+    const struct pcc_job_device *part = &job->devices[device];
+    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+
+    if (job->snapshot != snapshot || !part->is_marked)
+        return HOLD_NOT;
+    if (!pcc_client_open_word(client, snapshot)) {
+        pcc_client_let_go(client, job);
+        return HOLD_NOT;
+    }
+    *event_out = part->aside ? part->marked : part->copied;
+    if (part->aside)
+        return HOLD_EVENT;
+    if ((job->pulled >> device & 1) != 0)
+        /* Acquire pairs with the daemon's release of done. */
+        return atomic_load_explicit(&pcc_client_words(client, snapshot, device)->done,
+                                    memory_order_acquire) < snapshot
+                   ? HOLD_WORD
+                   : HOLD_NOT;
+    if (part->enqueued)
+        return HOLD_EVENT;
+    if (state == PCC_JOB_REQUESTED)
+        return atomic_load_explicit(&client->dead, memory_order_relaxed) ? HOLD_NOT : HOLD_LATER;
+    return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
+}
+
+/* Its copies, and those of snapshots before it, are all enqueued now: this stream is to wait for
+ * them. */
+static void copies_all(struct pcc_client *client, uint64_t snapshot)
+{
+    uint64_t newest = atomic_load_explicit(&client->at_gate, memory_order_relaxed);
+
+    while (newest < snapshot &&
+           !atomic_compare_exchange_weak_explicit(&client->at_gate, &newest, snapshot,
+                                                  memory_order_relaxed, memory_order_relaxed))
+        ;
+    if (newest < snapshot)
+        pcc_bell_ring(&client->view.page->client_bell);
+}
+
+/* Waits on the host while copies are to be enqueued, at most until then. */
+static enum hold_way hold_await(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                                CUevent *event_out, uint64_t until_ns)
+{
+    _Atomic uint32_t *bell = &client->view.page->client_bell;
+
+    for (;;) {
+        const uint32_t rung = pcc_bell_read(bell);
+        (void)pthread_mutex_lock(&client->lock);
+        const enum hold_way way = hold_way(client, snapshot, device, event_out);
+        (void)pthread_mutex_unlock(&client->lock);
+        if (way != HOLD_LATER || pcc_now_ns() >= until_ns)
+            return way;
+        copies_all(client, snapshot);
+        pcc_bell_sleep(bell, rung, until_ns);
+        if (!pcc_client_alive(client) && !atomic_load_explicit(&client->dead, memory_order_relaxed))
+            pcc_bell_ring(bell); /* the thread ends what is outstanding */
+    }
+}
+
+/* The deadline is the thread's to keep; before the wait is enqueued, so that there is no moment at
+ * which nobody would let the stream go. */
+static void hold_arm(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                     uint64_t deadline_ns)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&client->lock);
+    if (job->snapshot == snapshot) {
+        if (job->held == 0 || deadline_ns < job->deadline_ns) {
+            const uint64_t now = pcc_now_ns();
+            job->deadline_ns = deadline_ns;
+            job->limit_ns = deadline_ns > now ? deadline_ns - now : 1;
+        }
+        job->held |= 1u << device;
+        atomic_store_explicit(&client->armed, true, memory_order_relaxed);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    pcc_bell_ring(&client->view.page->client_bell);
+}
+
+/* The stream waits for a word of the page from now on. Within enter/leave. */
+static void waited(struct pcc_client *client, uint64_t snapshot, uint32_t device, CUstream stream)
+{
+    struct pcc_client_device *mine = &client->devices[device];
+    struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
+
+    (void)pthread_mutex_lock(&client->gpu_lock);
+    if (record_behind(mine->gpu.cuda, &part->waited, stream) != CUDA_SUCCESS)
+        mine->unfenced = true;
+    (void)pthread_mutex_unlock(&client->gpu_lock);
+}
+
+static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&client->lock);
+    if (job->snapshot == snapshot)
+        pcc_client_let_go(client, job);
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
+int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
+                    uint64_t deadline_ns)
+{
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+    CUstream const on = (CUstream)(uintptr_t)stream;
+    CUevent event = NULL;
+    CUresult result;
+    int mode;
+
+    if (mine == NULL)
+        return -EINVAL;
+    pcc_client_enter(client);
+    const enum hold_way way = hold_await(client, snapshot, device, &event, deadline_ns);
+    int error = way == HOLD_LATER ? -ETIMEDOUT : 0;
+    if (way == HOLD_WORD)
+        hold_arm(client, snapshot, device, deadline_ns);
+    if (way == HOLD_WORD || way == HOLD_EVENT) {
+        error = pcc_client_gpu_enter(mine, &mode);
+        if (error == 0) {
+            if (way == HOLD_WORD) {
+                result = mine->gpu.cuda->stream_wait_value(
+                    on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
+                    snapshot, CU_STREAM_WAIT_VALUE_GEQ);
+                if (result == CUDA_SUCCESS)
+                    waited(client, snapshot, device, on);
+            } else {
+                result = mine->gpu.cuda->stream_wait_event(on, event, 0);
+            }
+            error = pcc_client_gpu_code(mine, result);
+            pcc_client_gpu_leave(mine, mode);
+        }
+        if (error == -ENOMEM) /* the driver's, for the wait: it is not enqueued */
+            error = -PCC_E_DEVICE;
+    }
+    if (way == HOLD_WORD)
+        hold_recheck(client, snapshot);
+    pcc_client_leave(client);
+    return error;
+}
+
+bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                           uint64_t until_ns)
+{
+    CUevent ignored;
+
+    if (pcc_client_device(client, device) == NULL)
+        return true;
+    pcc_client_enter(client);
+    const enum hold_way way = hold_await(client, snapshot, device, &ignored, until_ns);
+    pcc_client_leave(client);
+    return way != HOLD_LATER;
+}

@@ -1,0 +1,356 @@
+/* The inside of a client, shared by pcc_client.c (life, requests, waits), pcc_client_run.c (the
+ * thread: grants, messages), pcc_client_copy.c and pcc_client_push.c (filling chunks),
+ * pcc_client_load.c (taking chunks), and the GPU's part: pcc_client_device.c, pcc_client_order.c,
+ * pcc_client_expose.c.
+ *
+ * `lock` guards the jobs and the load; it is never held while bytes are moved or the driver is
+ * called: `busy` says that the thread is moving some, and `idle` is signalled when it stops.
+ * `gpu_lock` guards what trainers' threads do with the driver among themselves; the client's thread
+ * never takes it, so that nothing the driver does to them keeps it from letting a stream go. Chunks
+ * and rings are the thread's alone. */
+#ifndef PCC_CLIENT_PRIVATE_H
+#define PCC_CLIENT_PRIVATE_H
+
+#include <pthread.h>
+
+#include "client/pcc_client.h"
+#include "gpu/pcc_cuda.h"
+#include "shared/pcc_ring.h"
+
+#define PCC_HOST UINT32_MAX     /* in the place of a GPU: host memory */
+#define PCC_NO_CHUNK UINT32_MAX /* the end of a list of chunks */
+/* Copies under way per GPU, in bytes, while nobody waits at the gate, and two chunks at least: the
+ * trainer's own copies queue behind them, since one engine serves a direction. */
+#define PCC_AHEAD_BYTES (48ull << 20)
+#define PCC_PIECES_MAX                                                                             \
+    512u /* copies under way per GPU and direction; a stream's queue holds about twice that */
+
+enum pcc_job_state {
+    PCC_JOB_NONE = 0,
+    PCC_JOB_REQUESTED,
+    PCC_JOB_SUBMITTED, /* the trainer's memory is being read by us, or will be */
+    PCC_JOB_READ,      /* the trainer's memory was read; memory of ours may be left to hand over */
+    PCC_JOB_ENDED,     /* all handed over, or given up */
+};
+
+struct pcc_source {
+    struct pcc_range range;
+    uint32_t device; /* or PCC_HOST */
+};
+
+struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for the next one */
+    CUevent marked;     /* behind all that the part depends on */
+    CUevent waited;     /* pull: behind the waits for it; under gpu_lock */
+    CUevent copied;     /* push: behind its last copy */
+    bool is_marked;
+    bool aside;         /* `marked` is behind the staging */
+    bool enqueued;      /* push: all copies are, and `copied` behind them */
+    bool ordered;       /* the thread's own: our stream waits for `marked` */
+    bool passed;        /* the thread's own: `marked` was seen to be reached */
+    uint64_t end_bytes; /* push: its last range ends here in the payload; 0 = none */
+};
+
+struct pcc_job {
+    uint64_t snapshot;
+    _Atomic uint32_t state; /* enum pcc_job_state; written under the lock */
+    _Atomic bool stop;      /* looked at between two pieces */
+    _Atomic bool host_read; /* as `state`: the trainer's host memory was read */
+    bool busy;              /* the thread reads the sources now */
+    bool hung_up;           /* ended by the daemon's death */
+    bool provisional;       /* not confirmed */
+    bool kept;              /* its last chunk is full, and waits for that; see `last` */
+    struct pcc_message last;
+    int error;    /* why this side let go of it */
+    void *memory; /* the sources, then inline bytes and tail */
+    struct pcc_source *sources;
+    uint64_t source_count;
+    uint64_t cursor; /* sources before this one lie before filled_bytes */
+    uint64_t payload_bytes;
+    uint64_t filled_bytes;  /* chunks up to here are filled, or copies into them are enqueued */
+    uint64_t left_bytes;    /* not handed over yet */
+    uint64_t trainer_bytes; /* the trainer's memory that we read ends here in the payload */
+    uint64_t host_bytes;    /* and here what of it is host memory */
+    uint32_t flying;        /* chunks that copies are filling */
+    uint32_t flights;       /* these, the ones that were filled so and not handed over yet, and a
+                               last one that is kept */
+    uint32_t pulled;        /* bits: GPUs that the daemon reads */
+    uint32_t held;          /* bits: of them, those that a stream waits for */
+    uint64_t deadline_ns;   /* of `held` */
+    uint64_t limit_ns;      /* the same, from when the stream has come to the snapshot */
+    struct pcc_job_device devices[PCC_DEVICES];
+};
+
+struct pcc_client_load {
+    bool active;
+    bool ended;
+    bool told;       /* the daemon has sent everything; `result` is his */
+    bool busy;       /* the thread writes to the targets now */
+    uint32_t flying; /* chunks that GPUs read from; they write to the targets */
+    uint64_t id;
+    int result;
+    struct pcc_source *targets;
+    uint64_t target_count;
+};
+
+struct pcc_client_segment {
+    void *bytes;
+    uint64_t length_bytes;
+    uint32_t number; /* the daemon's */
+    uint32_t first_chunk;
+    uint32_t chunk_count;
+    bool retiring; /* the daemon wants it back */
+    bool pin_tried;
+    uint32_t pinned_by; /* GPU, or PCC_HOST */
+};
+
+struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; the thread's own */
+    struct pcc_job *job;
+    uint64_t snapshot;
+    uint64_t offset_bytes;
+    uint32_t length_bytes;
+    uint32_t pieces;
+    uint32_t next;   /* in its list; a chunk */
+    uint32_t device; /* of the event */
+    CUevent event;   /* behind the copies; kept for the chunk's next flight */
+    bool loading;    /* it is in the list of that name of a GPU */
+};
+
+struct pcc_chunk_list { /* first in, first out */
+    uint32_t first, last;
+};
+
+struct pcc_staging {
+    struct pcc_staging *next; /* one that this one has outgrown */
+    CUdeviceptr address;
+    uint64_t length_bytes; /* usable; the probe lies behind */
+    uint64_t whole_bytes;
+};
+
+struct pcc_client_device {
+    _Atomic bool open;   /* after that, what follows up to `loaded` is fixed */
+    _Atomic bool broken; /* lost, dead or at the process's end: its calls are not tried any more */
+    struct pcc_gpu_device gpu;
+    CUdeviceptr page; /* as its streams see it; 0: the daemon cannot pull */
+    char cannot_pull[160];
+    CUstream copy;           /* push */
+    CUstream side;           /* staging beside the training */
+    CUstream load;           /* into device memory */
+    CUevent scratch, loaded; /* the second one is the thread's, for a moment */
+
+    struct pcc_staging *staging; /* these two under gpu_lock */
+    bool unfenced;               /* a stream may use the page that no event of ours is behind */
+
+    struct pcc_chunk_list flying; /* the thread's own: in the order of `copy` */
+    uint32_t pieces;              /* copies enqueued and not known to be done */
+    uint64_t flying_bytes;        /* of the payload, in these */
+    uint64_t progress_ns;
+    struct pcc_chunk_list loading; /* these three are the same for loads, on `load` */
+    uint32_t load_pieces;
+    uint64_t load_progress_ns;
+};
+
+struct pcc_exposed { /* an allocation of the last exposure */
+    CUdeviceptr base;
+    uint64_t length_bytes;
+    unsigned long long buffer_id;
+    CUipcMemHandle handle;
+    uint32_t device;
+    uint32_t index;
+};
+
+struct pcc_client {
+    struct pcc_client *next; /* in the list of open ones */
+    int socket_fd;
+    struct pcc_page_view view;
+    _Atomic bool stop; /* close() */
+    _Atomic bool dead; /* hang-up, or the daemon broke the protocol */
+    pthread_t thread;
+
+    pthread_mutex_t lock;
+    pthread_cond_t idle;
+    struct pcc_job jobs[PCC_SNAPSHOTS];
+    uint64_t newest;    /* the largest snapshot id requested */
+    uint32_t waiters;   /* threads inside a wait: close() lets them out first */
+    _Atomic bool armed; /* some job has `held`; written under the lock */
+    struct pcc_client_load load;
+
+    /* A GPU whose copies could run and that finishes none for so long is taken for dead. */
+    _Atomic uint64_t patience_ns;
+    uint64_t close_patience_ns;   /* how long close waits for one; or a test's */
+    _Atomic uint64_t ahead_bytes; /* PCC_AHEAD_BYTES, or a test's */
+    _Atomic uint64_t at_gate;     /* the newest snapshot whose copies a stream is to wait for */
+    pthread_mutex_t gpu_lock;
+    uint32_t page_by; /* the GPU in whose context the page was registered; PCC_HOST = none */
+    struct pcc_exposed *exposed;
+    uint64_t exposed_count;
+    struct pcc_client_device devices[PCC_DEVICES];
+    bool leaked; /* a GPU may still write to page or segments: they stay mapped */
+
+    /* the thread's own */
+    struct pcc_client_segment *segments; /* [chunk_capacity] */
+    uint32_t segment_count;
+    uint32_t retiring;          /* of them */
+    uint8_t **chunk_at;         /* [chunk_capacity]; NULL = not granted */
+    bool *held;                 /* [chunk_capacity]; ours to fill, or being filled */
+    uint32_t *free_chunks;      /* [chunk_capacity], a stack */
+    struct pcc_flight *flights; /* [chunk_capacity] */
+    uint32_t free_count;
+    struct pcc_chunk_list landed; /* filled by copies, not handed over yet */
+    uint32_t kept;                /* jobs whose last chunk is */
+    bool polling;                 /* something of a GPU is to be asked for soon */
+};
+
+static inline uint64_t pcc_client_word(const struct pcc_client *client, uint64_t snapshot)
+{
+    /* Acquire pairs with the daemon's moves. */
+    return atomic_load_explicit(&pcc_page_snapshot(&client->view, snapshot)->word,
+                                memory_order_acquire);
+}
+
+/* The daemon has ended the session: chunks are not ours any more. */
+static inline bool pcc_client_ended(const struct pcc_client *client)
+{
+    /* Acquire pairs with the daemon's release. */
+    return atomic_load_explicit(&client->view.page->ended, memory_order_acquire) != 0;
+}
+
+static inline void pcc_client_enter(struct pcc_client *client)
+{
+    (void)pthread_mutex_lock(&client->lock);
+    client->waiters++;
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
+static inline void pcc_client_leave(struct pcc_client *client)
+{
+    (void)pthread_mutex_lock(&client->lock);
+    client->waiters--;
+    (void)pthread_cond_broadcast(&client->idle);
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
+/* True while the word of `snapshot` can still become COPIED. */
+static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_t snapshot)
+{
+    const uint64_t word = pcc_client_word(client, snapshot);
+
+    return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
+           word == pcc_word(snapshot, PCC_WORD_COPYING);
+}
+
+static inline struct pcc_device_words *pcc_client_words(const struct pcc_client *client,
+                                                        uint64_t snapshot, uint32_t device)
+{
+    return &client->view.page->devices[snapshot % PCC_SNAPSHOTS][device];
+}
+
+/* -- pcc_client.c -- */
+/* With the lock held and the job not busy: its memory goes, nobody reads its sources any more. */
+void pcc_client_job_end(struct pcc_job *job);
+/* With the lock held: the word to ABANDONED, `error` is why. True when this call did it. */
+bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int error);
+/* A forked child closes the sockets of all clients between these two. */
+void pcc_client_remember(struct pcc_client *client);
+void pcc_client_forget(struct pcc_client *client);
+
+/* -- pcc_client_run.c -- */
+void *pcc_client_run(void *client);
+/* False when the daemon broke the protocol of the ring. */
+PCC_MUST_CHECK bool pcc_client_tell(struct pcc_client *client, const struct pcc_message *message);
+
+/* -- pcc_client_copy.c; called by the thread -- */
+/* With lock held. */
+bool pcc_client_copying(const struct pcc_client *client);
+/* Fills and hands over. 1 = something was done, 0 = nothing to do, -1 = the client is of no more
+ * use.
+ */
+PCC_MUST_CHECK int pcc_client_work(struct pcc_client *client);
+
+struct pcc_part { /* what the next chunk of a job is made of */
+    uint64_t length_bytes;
+    uint32_t device; /* whose copies it takes; PCC_HOST = none */
+    uint32_t pieces; /* copies */
+};
+/* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them; copies on
+ * `device`, which may be NULL when there are none. */
+CUresult pcc_client_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes,
+                           uint64_t length_bytes, const struct pcc_client_device *device);
+/* With lock held, after more was filled or has landed. */
+void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job);
+
+/* -- pcc_client_push.c; called by the thread -- */
+/* Enqueues the copies of a job's next chunk. 1; 0 = too early; else a code. When *taken_out is set
+ * the chunk is the GPU's now, whatever the result. */
+PCC_MUST_CHECK int pcc_client_enqueue(struct pcc_client *client, struct pcc_job *job,
+                                      uint32_t chunk, const struct pcc_part *part, bool *taken_out);
+/* Moves what is filled from a GPU's list to `landed`. 1 = something; 0 = nothing; -1 = the GPU is
+ * dead. */
+PCC_MUST_CHECK int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device);
+/* The event of a chunk, for copies on that GPU. Within enter/leave. */
+PCC_MUST_CHECK CUresult pcc_client_event_ready(struct pcc_client *client, uint32_t chunk,
+                                               uint32_t device);
+/* Pins the segment of a chunk, once. True when it is pinned. Within pcc_client_gpu_enter/leave. */
+bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk);
+/* True when it is not pinned any more. */
+bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment);
+void pcc_client_unpin(struct pcc_client *client);
+void pcc_client_list_add(struct pcc_client *client, struct pcc_chunk_list *list, uint32_t chunk);
+uint32_t pcc_client_list_take(struct pcc_client *client, struct pcc_chunk_list *list);
+
+/* -- pcc_client_device.c -- */
+/* The open GPU, or NULL. */
+struct pcc_client_device *pcc_client_device(struct pcc_client *client, uint32_t device);
+/* Runs what follows in the GPU's context, and so that it does not break a graph that another thread
+ * records. 0, -PCC_E_DEVICE, -PCC_E_DEVICE_LOST. */
+PCC_MUST_CHECK int pcc_client_gpu_enter(struct pcc_client_device *device, int *mode_out);
+void pcc_client_gpu_leave(struct pcc_client_device *device, int mode);
+/* The result as a code; a lost GPU is broken from now on. */
+int pcc_client_gpu_code(struct pcc_client_device *device, CUresult result);
+/* Waits by asking, so that a GPU that is dead ends in an error and breaks; the client's thread
+ * keeps deadlines meanwhile. Within enter/leave. */
+PCC_MUST_CHECK int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *device,
+                                        CUevent event, bool is_thread);
+/* The client's thread: until no stream waits for the daemon, at most until the last deadline. */
+void pcc_client_await_unarmed(struct pcc_client *client);
+/* Nobody else uses the client any more. */
+void pcc_client_devices_close(struct pcc_client *client);
+
+/* -- pcc_client_staging.c -- */
+/* With gpu_lock held. */
+PCC_MUST_CHECK int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_bytes);
+/* Frees `first` and what it has outgrown; `cuda` NULL: only what we know of it. Within enter/leave.
+ */
+void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *first);
+
+/* -- pcc_client_order.c -- */
+/* With lock held: true when the daemon has read its part, or never will. */
+bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job);
+/* With lock held: streams that wait for a snapshot whose word is final go on. */
+void pcc_client_let_go(struct pcc_client *client, struct pcc_job *job);
+/* Abandons what is past its deadline; the nearest one that is left, UINT64_MAX = none. */
+uint64_t pcc_client_expire(struct pcc_client *client);
+
+/* -- pcc_client_grant.c -- */
+/* Maps the segments that have been granted. False at hang-up or nonsense. */
+bool pcc_client_take_grants(struct pcc_client *client);
+/* The daemon wants a segment back. False for nonsense. */
+bool pcc_client_take_retire(struct pcc_client *client, const struct pcc_message *message);
+/* Gives back what is unused of the segments that it wants, and those of which nothing is used. As
+ * pcc_client_work. */
+PCC_MUST_CHECK int pcc_client_retire(struct pcc_client *client);
+
+/* -- pcc_client_load.c; called by the thread -- */
+void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message);
+/* With lock held: something of the load was done, or has failed (a code). */
+void pcc_client_load_note(struct pcc_client *client, int error);
+
+/* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */
+PCC_MUST_CHECK bool pcc_client_take_data(struct pcc_client *client,
+                                         const struct pcc_message *message);
+/* Gives the chunks back that a GPU has read. As pcc_client_work. */
+PCC_MUST_CHECK int pcc_client_load_land(struct pcc_client *client,
+                                        struct pcc_client_device *device);
+/* Waits for all of them, and gives nothing back. Bounded. Streams that waited were let go. */
+void pcc_client_load_drain(struct pcc_client *client);
+
+#endif

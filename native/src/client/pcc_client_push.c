@@ -1,0 +1,248 @@
+/* Push from GPU memory: the client's thread enqueues copies into granted chunks, a few at a time
+ * and all that there are once the trainer waits at the gate, and asks when they are done. It never
+ * waits inside the driver: host memory is pinned first, no more copies are enqueued than a stream's
+ * queue takes, and into memory that could not be pinned, where a copy's call lasts as long as the
+ * copy, only when nothing is left to wait for. And while a stream waits for the daemon (`armed`) it
+ * makes no call at all: another thread may be inside one that ends with that wait, and holds a lock
+ * of the driver's, and we are the one to let go. */
+#include "base/pcc_futex.h"
+#include "client/pcc_client_private.h"
+
+void pcc_client_list_add(struct pcc_client *client, struct pcc_chunk_list *list, uint32_t chunk)
+{
+    client->flights[chunk].next = PCC_NO_CHUNK;
+    if (list->first == PCC_NO_CHUNK)
+        list->first = chunk;
+    else
+        client->flights[list->last].next = chunk;
+    list->last = chunk;
+}
+
+uint32_t pcc_client_list_take(struct pcc_client *client, struct pcc_chunk_list *list)
+{
+    const uint32_t chunk = list->first;
+
+    if (chunk != PCC_NO_CHUNK)
+        list->first = client->flights[chunk].next;
+    return chunk;
+}
+
+/* -- pinning -- */
+
+bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
+{
+    const uint8_t *at = client->chunk_at[chunk];
+
+    for (uint32_t i = 0; i < client->segment_count; i++) {
+        struct pcc_client_segment *segment = &client->segments[i];
+        if (at < (uint8_t *)segment->bytes ||
+            at >= (uint8_t *)segment->bytes + segment->length_bytes)
+            continue;
+        if (!segment->pin_tried &&
+            pcc_gpu_pin(&client->devices[device].gpu, segment->bytes, segment->length_bytes) == 0)
+            segment->pinned_by = device;
+        segment->pin_tried = true; /* refused: copies are slower, and right */
+        return segment->pinned_by != PCC_HOST;
+    }
+    return false;
+}
+
+bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment)
+{
+    struct pcc_client_device *device = pcc_client_device(client, segment->pinned_by);
+    int mode;
+
+    if (device != NULL && pcc_client_gpu_enter(device, &mode) == 0) {
+        if (pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
+            segment->pinned_by = PCC_HOST;
+        pcc_client_gpu_leave(device, mode);
+    }
+    return segment->pinned_by == PCC_HOST;
+}
+
+void pcc_client_unpin(struct pcc_client *client)
+{
+    for (uint32_t i = 0; i < client->segment_count; i++)
+        (void)pcc_client_unpin_one(client, &client->segments[i]);
+}
+
+/* -- enqueueing -- */
+
+/* Has our stream wait for what the snapshot depends on. 1; 0 = not yet; else a code. */
+static int order(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                 const struct pcc_part *part)
+{
+    struct pcc_client_device *device = &client->devices[part->device];
+    struct pcc_job_device *mine = &job->devices[part->device];
+    CUresult result = CUDA_SUCCESS;
+
+    if ((!pcc_client_pin(client, part->device, chunk) || part->pieces > PCC_PIECES_MAX) &&
+        !mine->passed) {
+        result = device->gpu.cuda->event_query(mine->marked);
+        if (result == CUDA_ERROR_NOT_READY)
+            return 0;
+        mine->passed = result == CUDA_SUCCESS;
+    }
+    if (result == CUDA_SUCCESS && !mine->ordered) {
+        result = device->gpu.cuda->stream_wait_event(device->copy, mine->marked, 0);
+        mine->ordered = result == CUDA_SUCCESS;
+    }
+    return result == CUDA_SUCCESS ? 1 : pcc_client_gpu_code(device, result);
+}
+
+/* Its own from its last flight, if that was on this GPU. */
+CUresult pcc_client_event_ready(struct pcc_client *client, uint32_t chunk, uint32_t device)
+{
+    const struct pcc_cuda *cuda = client->devices[device].gpu.cuda;
+    struct pcc_flight *flight = &client->flights[chunk];
+
+    if (flight->event != NULL && flight->device == device)
+        return CUDA_SUCCESS;
+    if (flight->event != NULL)
+        (void)cuda->event_destroy(flight->event);
+    flight->event = NULL;
+    flight->device = device;
+    return cuda->event_create(&flight->event, CU_EVENT_DISABLE_TIMING);
+}
+
+/* Within enter/leave, in order and with an event at hand. */
+static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                              const struct pcc_part *part)
+{
+    struct pcc_client_device *device = &client->devices[part->device];
+    const struct pcc_cuda *cuda = device->gpu.cuda;
+    struct pcc_job_device *mine = &job->devices[part->device];
+
+    CUresult result = pcc_client_gather(job, client->chunk_at[chunk], job->filled_bytes,
+                                        part->length_bytes, device);
+    /* Also after a copy that was refused: the ones before it are under way. */
+    const CUresult recorded = cuda->event_record(client->flights[chunk].event, device->copy);
+    if (recorded != CUDA_SUCCESS) { /* nobody can tell when they end */
+        (void)cuda->event_destroy(client->flights[chunk].event);
+        client->flights[chunk].event = NULL;
+    }
+    if (result == CUDA_SUCCESS)
+        result = recorded;
+    if (result == CUDA_SUCCESS && job->filled_bytes + part->length_bytes >= mine->end_bytes)
+        result = cuda->event_record(mine->copied, device->copy);
+    return result;
+}
+
+/* Whether another chunk may be put before the copies that the trainer enqueues from now on. At the
+ * gate it has none left that could come before ours. */
+static bool may_go_ahead(const struct pcc_client *client, const struct pcc_client_device *device,
+                         const struct pcc_job *job, const struct pcc_part *part)
+{
+    const uint64_t two_chunks = 2ull * client->view.geometry.chunk_bytes;
+    const uint64_t ahead = atomic_load_explicit(&client->ahead_bytes, memory_order_relaxed);
+
+    return job->snapshot <= atomic_load_explicit(&client->at_gate, memory_order_relaxed) ||
+           device->flying_bytes + part->length_bytes <= (ahead > two_chunks ? ahead : two_chunks);
+}
+
+int pcc_client_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                       const struct pcc_part *part, bool *taken_out)
+{
+    struct pcc_client_device *device = &client->devices[part->device];
+    int mode;
+
+    if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+        return -PCC_E_DEVICE;
+    if (atomic_load_explicit(&client->armed, memory_order_relaxed))
+        return 0;
+    if (device->pieces > 0 && device->pieces + part->pieces > PCC_PIECES_MAX)
+        return 0;
+    if (!may_go_ahead(client, device, job, part))
+        return 0;
+    int result = pcc_client_gpu_enter(device, &mode);
+    if (result != 0)
+        return result;
+    result = order(client, job, chunk, part);
+    if (result > 0) {
+        result = pcc_client_gpu_code(device, pcc_client_event_ready(client, chunk, part->device));
+        if (result == 0) {
+            if (device->flying.first == PCC_NO_CHUNK)
+                device->progress_ns = pcc_now_ns();
+            *taken_out = true;
+            result = pcc_client_gpu_code(device, chunk_enqueue(client, job, chunk, part));
+        }
+        result = result == 0 ? 1 : result;
+    }
+    pcc_client_gpu_leave(device, mode);
+    return result;
+}
+
+/* -- landing -- */
+
+/* The copies of the first chunk in the list are done, or never will be. */
+static void landed(struct pcc_client *client, struct pcc_client_device *device, int error)
+{
+    const uint32_t chunk = pcc_client_list_take(client, &device->flying);
+    struct pcc_flight *flight = &client->flights[chunk];
+    struct pcc_job *job = flight->job;
+
+    device->pieces -= flight->pieces;
+    device->flying_bytes -= flight->length_bytes;
+    device->progress_ns = pcc_now_ns();
+    if (error == 0)
+        pcc_client_list_add(client, &client->landed, chunk);
+    (void)pthread_mutex_lock(&client->lock);
+    job->flying--;
+    if (error != 0) {
+        /* Whether the GPU still writes to it nobody knows: the chunk is not used again. */
+        job->flights--;
+        if (pcc_client_job_abandon(client, job, error))
+            pcc_bell_ring(&client->view.page->daemon_bell);
+        pcc_client_job_end(job);
+        pcc_bell_ring(&client->view.page->client_bell);
+    } else {
+        pcc_client_job_note(client, job);
+    }
+    (void)pthread_cond_broadcast(&client->idle);
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
+/* True when the first chunk's copies could run for long, and do not end. While the trainer's stream
+ * has not come to the mark it is no fault of the GPU's. */
+static bool is_dead(struct pcc_client *client, struct pcc_client_device *device)
+{
+    const struct pcc_flight *flight = &client->flights[device->flying.first];
+    struct pcc_job_device *part = &flight->job->devices[flight->device];
+    const uint64_t now = pcc_now_ns();
+
+    if (!part->passed) {
+        part->passed = device->gpu.cuda->event_query(part->marked) != CUDA_ERROR_NOT_READY;
+        device->progress_ns = now;
+    }
+    return now - device->progress_ns >
+           atomic_load_explicit(&client->patience_ns, memory_order_relaxed);
+}
+
+int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
+{
+    int mode, result = 0;
+
+    if (pcc_client_gpu_enter(device, &mode) != 0) {
+        while (device->flying.first != PCC_NO_CHUNK)
+            landed(client, device, -PCC_E_DEVICE);
+        return 1;
+    }
+    while (result >= 0 && device->flying.first != PCC_NO_CHUNK) {
+        const struct pcc_flight *flight = &client->flights[device->flying.first];
+        const CUresult state = flight->event != NULL ? device->gpu.cuda->event_query(flight->event)
+                                                     : CUDA_ERROR_UNKNOWN;
+        if (state == CUDA_ERROR_NOT_READY) {
+            if (!is_dead(client, device))
+                break;
+            atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            result = -1;
+        } else {
+            if (state != CUDA_SUCCESS) /* what a query says of others' work does not heal */
+                atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            landed(client, device, pcc_client_gpu_code(device, state));
+            result = 1;
+        }
+    }
+    pcc_client_gpu_leave(device, mode);
+    return result;
+}

@@ -1,0 +1,261 @@
+/* Submitting: the ranges, the inline bytes and the tail of a snapshot become one ascending list of
+ * sources in memory of our own. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/pcc_futex.h"
+#include "client/pcc_client_private.h"
+
+struct plan {
+    struct pcc_client *client;
+    uint64_t chunk_bytes;
+    CUdeviceptr base; /* the allocation that the last device source lies in, */
+    size_t base_bytes;
+    struct pcc_source *sources;
+    uint64_t count;
+    uint8_t *room;      /* where the next copied bytes go */
+    uint64_t end_bytes; /* of the payload so far */
+    uint64_t trainer_bytes;
+    uint64_t host_bytes;
+    uint32_t devices; /* bits */
+    uint64_t device_end_bytes[PCC_DEVICES];
+};
+
+/* Asks the driver when it is another allocation than last time. */
+static bool same_allocation(struct plan *plan, const struct pcc_source *last,
+                            const struct pcc_source *source)
+{
+    struct pcc_client_device *device = pcc_client_device(plan->client, source->device);
+    int mode;
+
+    if (last->range.address - plan->base >= plan->base_bytes) {
+        plan->base_bytes = 0;
+        if (device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+            return false;
+        if (device->gpu.cuda->address_range(&plan->base, &plan->base_bytes, last->range.address) !=
+            CUDA_SUCCESS)
+            plan->base_bytes = 0;
+        pcc_client_gpu_leave(device, mode);
+    }
+    return source->range.address - plan->base < plan->base_bytes;
+}
+
+/* Memory of a GPU goes to its copy engine in pieces as large as can be. Allocations may be
+ * neighbours, too, but one copy must not run across both. */
+static bool plan_extend(struct plan *plan, const struct pcc_source *source)
+{
+    struct pcc_source *last = plan->count > 0 ? &plan->sources[plan->count - 1] : NULL;
+
+    if (last == NULL || source->device == PCC_HOST || last->device != source->device ||
+        last->range.offset_bytes + last->range.length_bytes != source->range.offset_bytes ||
+        last->range.address + last->range.length_bytes != source->range.address ||
+        !same_allocation(plan, last, source))
+        return false;
+    last->range.length_bytes += source->range.length_bytes;
+    return true;
+}
+
+/* A chunk has one event, so one GPU fills it. */
+static bool shares_chunk(const struct plan *plan, const struct pcc_source *source)
+{
+    if (source->device == PCC_HOST)
+        return false;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        if ((plan->devices >> i & 1) != 0 && i != source->device &&
+            (plan->device_end_bytes[i] - 1) / plan->chunk_bytes ==
+                source->range.offset_bytes / plan->chunk_bytes)
+            return true;
+    }
+    return false;
+}
+
+/* `copied` bytes move into our memory now; the others stay the trainer's and are read later. */
+static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
+{
+    uint64_t end;
+
+    if (source.range.offset_bytes < plan->end_bytes ||
+        __builtin_add_overflow(source.range.offset_bytes, source.range.length_bytes, &end))
+        return false;
+    if (source.range.length_bytes == 0)
+        return true;
+    if (copied) {
+        memcpy(plan->room, (const void *)(uintptr_t)source.range.address,
+               source.range.length_bytes);
+        source.range.address = (uintptr_t)plan->room;
+        plan->room += source.range.length_bytes;
+    } else if (source.device == PCC_HOST) {
+        plan->trainer_bytes = plan->host_bytes = end;
+    } else {
+        if (shares_chunk(plan, &source))
+            return false;
+        plan->trainer_bytes = plan->device_end_bytes[source.device] = end;
+        plan->devices |= 1u << source.device;
+    }
+    if (copied || !plan_extend(plan, &source))
+        plan->sources[plan->count++] = source;
+    plan->end_bytes = end;
+    return true;
+}
+
+static struct pcc_source on_host(const struct pcc_range *range)
+{
+    return (struct pcc_source){*range, PCC_HOST};
+}
+
+static struct pcc_source on_device(const struct pcc_device_range *range)
+{
+    return (struct pcc_source){{range->address, range->offset_bytes, range->length_bytes},
+                               range->device};
+}
+
+/* Whichever of the three lists goes on first in the payload. */
+static bool plan_merge(struct plan *plan, const struct pcc_submission *from)
+{
+    uint64_t i = 0, k = 0, d = 0;
+
+    for (;;) {
+        const struct pcc_range *host = i < from->range_count ? &from->ranges[i] : NULL;
+        const struct pcc_range *copied = k < from->inline_count ? &from->inline_ranges[k] : NULL;
+        struct pcc_source next;
+        if (host == NULL && copied == NULL && d == from->device_range_count)
+            break;
+        const bool is_copied =
+            copied != NULL && (host == NULL || copied->offset_bytes < host->offset_bytes);
+        if (host != NULL || copied != NULL)
+            next = on_host(is_copied ? copied : host);
+        if (d < from->device_range_count &&
+            ((host == NULL && copied == NULL) ||
+             from->device_ranges[d].offset_bytes <= next.range.offset_bytes)) {
+            next = on_device(&from->device_ranges[d]);
+            if (next.device >= PCC_DEVICES || from->device_ranges[d++].reserved != 0 ||
+                !plan_add(plan, next, false))
+                return false;
+            continue;
+        }
+        if (!plan_add(plan, next, is_copied))
+            return false;
+        if (is_copied)
+            k++;
+        else
+            i++;
+    }
+    const struct pcc_source tail = {
+        {(uintptr_t)from->tail, from->tail_offset_bytes, from->tail_bytes}, PCC_HOST};
+    return plan_add(plan, tail, true) && plan->end_bytes > 0;
+}
+
+/* One allocation for everything that the job owns; NULL when it would not fit into memory. */
+static void *memory_make(const struct pcc_submission *from, struct plan *plan)
+{
+    uint64_t bytes;
+
+    if (__builtin_add_overflow(from->range_count, from->inline_count, &bytes) ||
+        __builtin_add_overflow(bytes, from->device_range_count, &bytes) ||
+        __builtin_add_overflow(bytes, 1, &bytes) ||
+        __builtin_mul_overflow(bytes, sizeof(struct pcc_source), &bytes))
+        return NULL;
+    const uint64_t copied_at = bytes;
+    for (uint64_t i = 0; i < from->inline_count; i++) {
+        if (__builtin_add_overflow(bytes, from->inline_ranges[i].length_bytes, &bytes))
+            return NULL;
+    }
+    if (__builtin_add_overflow(bytes, from->tail_bytes, &bytes) || bytes > SIZE_MAX / 2)
+        return NULL;
+    void *memory = malloc(bytes);
+    if (memory != NULL) {
+        plan->sources = memory;
+        plan->room = (uint8_t *)memory + copied_at;
+    }
+    return memory;
+}
+
+/* With the lock held: what the job reads of GPUs was marked for us, or for the daemon. */
+static int devices_check(struct pcc_client *client, const struct pcc_job *job, uint32_t pushed,
+                         uint32_t pulled)
+{
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        const bool is_pulled = (job->pulled >> i & 1) != 0;
+        if (((pushed | pulled) >> i & 1) == 0)
+            continue;
+        if (!job->devices[i].is_marked || is_pulled != ((pulled >> i & 1) != 0) ||
+            is_pulled == ((pushed >> i & 1) != 0))
+            return -EINVAL;
+        if (atomic_load_explicit(&client->devices[i].broken, memory_order_relaxed))
+            return -PCC_E_DEVICE;
+    }
+    return 0;
+}
+
+/* With the lock held: 0 = the thread has it; 1 = it is over already, nothing will be read. */
+static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
+                     const struct plan *plan, const struct pcc_submission *from)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+        return -ECONNRESET;
+    if (job->snapshot != snapshot)
+        return -ENOENT;
+    if (atomic_load_explicit(&job->state, memory_order_relaxed) != PCC_JOB_REQUESTED ||
+        !pcc_client_open_word(client, snapshot))
+        return 1;
+    const int error = devices_check(client, job, plan->devices, from->pulled_devices);
+    if (error != 0)
+        return error;
+    job->memory = memory;
+    job->sources = plan->sources;
+    job->source_count = plan->count;
+    job->cursor = 0;
+    job->payload_bytes = plan->end_bytes;
+    job->filled_bytes = from->pulled_bytes;
+    job->left_bytes = plan->end_bytes - from->pulled_bytes;
+    job->trainer_bytes = plan->trainer_bytes;
+    job->host_bytes = plan->host_bytes;
+    job->provisional = from->provisional;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        job->devices[i].end_bytes = plan->device_end_bytes[i];
+    atomic_store_explicit(&job->state, PCC_JOB_SUBMITTED, memory_order_relaxed);
+    pcc_client_job_note(client, job);
+    return 0;
+}
+
+int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
+                      const struct pcc_submission *submission)
+{
+    struct plan plan = {.client = client,
+                        .chunk_bytes = client->view.geometry.chunk_bytes,
+                        .end_bytes = submission->pulled_bytes};
+
+    if (submission->pulled_bytes % plan.chunk_bytes != 0 ||
+        (submission->pulled_bytes > 0) != (submission->pulled_devices > 0) ||
+        submission->pulled_devices >> PCC_DEVICES != 0)
+        return -EINVAL;
+    void *memory = memory_make(submission, &plan);
+    if (memory == NULL)
+        return -ENOMEM;
+    if (!plan_merge(&plan, submission)) {
+        free(memory);
+        return -EINVAL;
+    }
+    (void)pthread_mutex_lock(&client->lock);
+    const int error = job_start(client, snapshot, memory, &plan, submission);
+    (void)pthread_mutex_unlock(&client->lock);
+    if (error != 0) {
+        free(memory);
+        return error > 0 ? 0 : error;
+    }
+    pcc_bell_ring(&client->view.page->client_bell);
+    return 0;
+}
+
+void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&client->lock);
+    if (job->snapshot == snapshot)
+        job->provisional = false;
+    (void)pthread_mutex_unlock(&client->lock);
+    pcc_bell_ring(&client->view.page->client_bell); /* the rings are the thread's */
+}

@@ -1,0 +1,151 @@
+/* Events to the daemon's loop: a bounded queue behind a mutex, and an eventfd that is readable
+ * while the queue holds something. Producers are few per checkpoint, so a mutex costs nothing here;
+ * what matters is that the loop sleeps in its poll and is woken once per burst. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "daemon/pcc_tenant.h"
+
+#define CAPACITY_MAX (1u << 24)
+
+struct pcc_events {
+    pthread_mutex_t lock;
+    pthread_cond_t taken;
+    int fd;
+    uint32_t capacity;
+    uint32_t reserved;
+    uint32_t head; /* free-running; count = tail - head */
+    uint32_t tail;
+    struct pcc_event *entries;
+};
+
+int pcc_events_open(uint32_t capacity, struct pcc_events **out)
+{
+    if (capacity == 0 || (capacity & (capacity - 1)) != 0 || capacity > CAPACITY_MAX)
+        return -EINVAL;
+    struct pcc_events *events = calloc(1, sizeof(*events));
+    if (events == NULL)
+        return -ENOMEM;
+    int error = -ENOMEM;
+    events->entries = calloc(capacity, sizeof(*events->entries));
+    if (events->entries == NULL)
+        goto fail;
+    error = -pthread_mutex_init(&events->lock, NULL);
+    if (error != 0)
+        goto fail;
+    error = -pthread_cond_init(&events->taken, NULL);
+    if (error != 0)
+        goto fail_lock;
+    events->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (events->fd < 0) {
+        error = -errno;
+        goto fail_cond;
+    }
+    events->capacity = capacity;
+    *out = events;
+    return 0;
+
+fail_cond:
+    (void)pthread_cond_destroy(&events->taken);
+fail_lock:
+    (void)pthread_mutex_destroy(&events->lock);
+fail:
+    free(events->entries);
+    free(events);
+    return error;
+}
+
+void pcc_events_close(struct pcc_events *events)
+{
+    if (events == NULL)
+        return;
+    (void)close(events->fd);
+    (void)pthread_cond_destroy(&events->taken);
+    (void)pthread_mutex_destroy(&events->lock);
+    free(events->entries);
+    free(events);
+}
+
+int pcc_events_fd(const struct pcc_events *events)
+{
+    return events->fd;
+}
+
+/* With the lock held. */
+static int make_room(struct pcc_events *events, uint32_t wanted)
+{
+    uint32_t capacity = events->capacity;
+
+    while (capacity < wanted && capacity < CAPACITY_MAX)
+        capacity *= 2;
+    if (capacity < wanted)
+        return -ENOMEM;
+    if (capacity == events->capacity)
+        return 0;
+    struct pcc_event *entries = calloc(capacity, sizeof(*entries));
+    if (entries == NULL)
+        return -ENOMEM;
+    const uint32_t count = events->tail - events->head;
+    for (uint32_t i = 0; i < count; i++)
+        entries[i] = events->entries[(events->head + i) % events->capacity];
+    free(events->entries);
+    events->entries = entries;
+    events->capacity = capacity;
+    events->head = 0;
+    events->tail = count;
+    return 0;
+}
+
+int pcc_events_reserve(struct pcc_events *events, uint32_t count)
+{
+    (void)pthread_mutex_lock(&events->lock);
+    const int error = make_room(events, events->reserved + count);
+    if (error == 0)
+        events->reserved += count;
+    (void)pthread_mutex_unlock(&events->lock);
+    return error;
+}
+
+void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
+{
+    (void)pthread_mutex_lock(&events->lock);
+    PCC_ASSERT(events->reserved >= count);
+    events->reserved -= count;
+    (void)pthread_mutex_unlock(&events->lock);
+}
+
+/* Whoever puts holds a channel's lock, which the loop may be waiting for: a put that waited for the
+ * loop to take could wait for ever. Every channel has reserved what it may put between two takes.
+ */
+void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
+{
+    (void)pthread_mutex_lock(&events->lock);
+    while (make_room(events, events->tail - events->head + 1) != 0)
+        (void)pthread_cond_wait(&events->taken, &events->lock);
+    const bool was_empty = events->tail == events->head;
+    events->entries[events->tail % events->capacity] = *event;
+    events->tail++;
+    if (was_empty)
+        (void)eventfd_write(events->fd, 1);
+    (void)pthread_mutex_unlock(&events->lock);
+}
+
+uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint32_t capacity)
+{
+    uint32_t count = 0;
+    eventfd_t ignored;
+
+    (void)pthread_mutex_lock(&events->lock);
+    while (count < capacity && events->head != events->tail) {
+        out[count++] = events->entries[events->head % events->capacity];
+        events->head++;
+    }
+    /* Readable for as long as something is left, so that a short `out` loses no wake-up. */
+    if (events->head == events->tail)
+        (void)eventfd_read(events->fd, &ignored);
+    (void)pthread_cond_broadcast(&events->taken);
+    (void)pthread_mutex_unlock(&events->lock);
+    return count;
+}

@@ -1,0 +1,336 @@
+#include "daemon/pcc_pool.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/pcc_map.h"
+#include "base/pcc_numa.h"
+
+struct pcc_pool {
+    pthread_mutex_t lock;
+    uint64_t budget_bytes;   /* M */
+    uint64_t used_bytes;     /* sum of the segments taken */
+    uint64_t lost_bytes;     /* of them, those that never come back */
+    struct pcc_store *store; /* NULL: nothing outlives us */
+};
+
+int pcc_pool_open(uint64_t budget_bytes, struct pcc_pool **out)
+{
+    struct pcc_pool *pool = calloc(1, sizeof(*pool));
+
+    if (pool == NULL)
+        return -ENOMEM;
+    const int error = pthread_mutex_init(&pool->lock, NULL);
+    if (error != 0) {
+        free(pool);
+        return -error;
+    }
+    pool->budget_bytes = budget_bytes;
+    *out = pool;
+    return 0;
+}
+
+void pcc_pool_close(struct pcc_pool *pool)
+{
+    if (pool == NULL)
+        return;
+    PCC_ASSERT(pool->used_bytes == pool->lost_bytes);
+    pcc_store_close(pool->store);
+    (void)pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
+
+void pcc_pool_keep(struct pcc_pool *pool, struct pcc_store *store)
+{
+    PCC_ASSERT(pool->store == NULL && pool->used_bytes == 0);
+    pool->store = store;
+}
+
+struct pcc_store_usage pcc_pool_stored(struct pcc_pool *pool)
+{
+    return pool->store != NULL ? pcc_store_usage(pool->store) : (struct pcc_store_usage){0};
+}
+
+void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_out)
+{
+    (void)pthread_mutex_lock(&pool->lock);
+    *budget_out = pool->budget_bytes;
+    *used_out = pool->used_bytes;
+    (void)pthread_mutex_unlock(&pool->lock);
+}
+
+/* One page of each huge page is touched, then the kernel is asked to make it whole: that needs no
+ * privilege and no setting, and no memory is touched twice. Where it fails 4 KiB pages are used. */
+static void populate_huge(uint8_t *bytes, uint64_t length_bytes)
+{
+    const uint64_t page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint64_t whole = length_bytes / PCC_HUGE_PAGE_BYTES * PCC_HUGE_PAGE_BYTES;
+
+    for (uint64_t at = 0; at < whole; at += PCC_HUGE_PAGE_BYTES) {
+        if (madvise(bytes + at, page_bytes, MADV_POPULATE_WRITE) != 0 ||
+            madvise(bytes + at, PCC_HUGE_PAGE_BYTES, MADV_COLLAPSE) != 0)
+            return;
+    }
+}
+
+/* Every page is touched here, by us: a peer never pays for it and never meets SIGBUS. */
+static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
+{
+    populate_huge(bytes, length_bytes);
+    if (madvise(bytes, length_bytes, MADV_POPULATE_WRITE) == 0)
+        return 0;
+    if (errno != EINVAL)
+        return -ENOMEM;
+    /* Kernels before 5.14: fallocate reports a shortage where touching would kill us. */
+    if (fallocate(fd, 0, 0, (off_t)length_bytes) != 0)
+        return errno == ENOSPC ? -ENOMEM : -errno;
+    memset(bytes, 0, length_bytes);
+    return 0;
+}
+
+static int memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, int *fd_out,
+                      void **bytes_out)
+{
+    void *bytes = NULL;
+
+    if (length_bytes == 0)
+        return -EINVAL;
+    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0)
+        return -errno;
+    int error = ftruncate(fd, (off_t)length_bytes) == 0 ? 0 : -errno;
+    if (error == 0)
+        error = pcc_map_shared(fd, length_bytes, &bytes);
+    if (error != 0)
+        goto fail;
+    pcc_numa_prefer(bytes, length_bytes, numa_node);
+    error = populate(fd, bytes, length_bytes);
+    /* Nobody can pull the pages away from under a mapping: a truncated one kills its user. */
+    if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+        error = -errno;
+    if (error != 0)
+        goto fail_mapped;
+    *fd_out = fd;
+    *bytes_out = bytes;
+    return 0;
+
+fail_mapped:
+    (void)munmap(bytes, length_bytes);
+fail:
+    (void)close(fd);
+    return error;
+}
+
+int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out, void **bytes_out)
+{
+    return memfd_make(name, length_bytes, -1, fd_out, bytes_out);
+}
+
+/* -- the descriptor store -- */
+
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+static void name_make(char name[PCC_STORE_NAME_MAX + 1], const char *label, const char *kind,
+                      uint64_t id)
+{
+    (void)snprintf(name, PCC_STORE_NAME_MAX + 1, "%.*s-%s-%016llx", (int)PCC_POOL_LABEL_MAX, label,
+                   kind, (unsigned long long)id);
+}
+
+/* Its id there; 0 when it is not, for whatever reason: it is used all the same. */
+static uint64_t keep(struct pcc_pool *pool, int fd, const char *label, const char *kind)
+{
+    char name[PCC_STORE_NAME_MAX + 1];
+    uint64_t id = 0;
+
+    if (pool->store == NULL || label[0] == '\0')
+        return 0;
+    while (id == 0)
+        if (getrandom(&id, sizeof(id), 0) != (ssize_t)sizeof(id))
+            return 0;
+    name_make(name, label, kind, id);
+    return pcc_store_put(pool->store, fd, name) == 0 ? id : 0;
+}
+
+static void forget(struct pcc_pool *pool, const char *label, const char *kind, uint64_t id)
+{
+    char name[PCC_STORE_NAME_MAX + 1];
+
+    if (pool->store == NULL || id == 0)
+        return;
+    name_make(name, label, kind, id);
+    pcc_store_remove(pool->store, name);
+}
+
+/* Sealed like ours, whole, and no longer than anything of ours: it can be mapped without fear. */
+static int found_length(int fd, uint64_t *length_out)
+{
+    struct stat about;
+    const int seals = fcntl(fd, F_GET_SEALS);
+
+    if (seals < 0 || (seals & SEALS) != SEALS || fstat(fd, &about) != 0 || about.st_size <= 0)
+        return -EINVAL;
+    /* A hole would be filled when it is touched, and kill us when memory is short. */
+    if ((uint64_t)about.st_blocks * 512 < (uint64_t)about.st_size)
+        return -EINVAL;
+    *length_out = (uint64_t)about.st_size;
+    return 0;
+}
+
+void pcc_pool_unstore(struct pcc_pool *pool, const char *name)
+{
+    if (pool->store != NULL)
+        pcc_store_remove(pool->store, name);
+}
+
+/* -- segments -- */
+
+static int budget_take(struct pcc_pool *pool, uint64_t length_bytes)
+{
+    int error = -PCC_E_NO_MEMORY;
+
+    (void)pthread_mutex_lock(&pool->lock);
+    if (length_bytes <= pool->budget_bytes - pool->used_bytes) {
+        pool->used_bytes += length_bytes;
+        error = 0;
+    }
+    (void)pthread_mutex_unlock(&pool->lock);
+    return error;
+}
+
+static void budget_return(struct pcc_pool *pool, uint64_t length_bytes)
+{
+    (void)pthread_mutex_lock(&pool->lock);
+    PCC_ASSERT(pool->used_bytes >= length_bytes);
+    pool->used_bytes -= length_bytes;
+    (void)pthread_mutex_unlock(&pool->lock);
+}
+
+int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
+                  const char *label, struct pcc_segment *out)
+{
+    int fd;
+    void *bytes = NULL;
+
+    if (length_bytes == 0)
+        return -EINVAL;
+    int error = budget_take(pool, length_bytes);
+    if (error != 0)
+        return error;
+    error = memfd_make("pccheck-segment", length_bytes, numa_node, &fd, &bytes);
+    if (error != 0) {
+        budget_return(pool, length_bytes);
+        return error;
+    }
+    *out = (struct pcc_segment){.fd = fd,
+                                .bytes = bytes,
+                                .length_bytes = length_bytes,
+                                .numa_node = numa_node,
+                                .id = keep(pool, fd, label, "segment")};
+    return 0;
+}
+
+int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label,
+                   struct pcc_segment *out)
+{
+    uint64_t length_bytes;
+    void *bytes = NULL;
+
+    int error = found_length(fd, &length_bytes);
+    if (error != 0 || id == 0 || label[0] == '\0' || length_bytes > PCC_SEGMENT_BYTES_MAX)
+        return -EINVAL;
+    error = budget_take(pool, length_bytes);
+    if (error != 0)
+        return error;
+    error = pcc_map_shared(fd, length_bytes, &bytes);
+    if (error != 0) {
+        budget_return(pool, length_bytes);
+        return error;
+    }
+    *out = (struct pcc_segment){.fd = fd,
+                                .bytes = bytes,
+                                .length_bytes = length_bytes,
+                                .numa_node = pcc_numa_of_memory(bytes),
+                                .id = id};
+    return 0;
+}
+
+void pcc_pool_unadopt(struct pcc_pool *pool, struct pcc_segment *segment)
+{
+    (void)munmap(segment->bytes, segment->length_bytes);
+    budget_return(pool, segment->length_bytes);
+    *segment = (struct pcc_segment){.fd = -1};
+}
+
+static void room_back(struct pcc_pool *pool, const char *label, struct pcc_segment *segment)
+{
+    forget(pool, label, "segment", segment->id);
+    (void)close(segment->fd);
+    budget_return(pool, segment->length_bytes);
+    *segment = (struct pcc_segment){.fd = -1};
+}
+
+void pcc_pool_return(struct pcc_pool *pool, const char *label, struct pcc_segment *segment)
+{
+    (void)munmap(segment->bytes, segment->length_bytes);
+    room_back(pool, label, segment);
+}
+
+void pcc_pool_retire(struct pcc_pool *pool, const char *label, struct pcc_segment *segment)
+{
+    (void)mmap(segment->bytes, segment->length_bytes, PROT_NONE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    room_back(pool, label, segment);
+}
+
+void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segment *segment)
+{
+    forget(pool, label, "segment", segment->id);
+    (void)close(segment->fd);
+    (void)pthread_mutex_lock(&pool->lock);
+    pool->lost_bytes += segment->length_bytes;
+    (void)pthread_mutex_unlock(&pool->lock);
+    *segment = (struct pcc_segment){.fd = -1};
+}
+
+/* -- state memfds -- */
+
+int pcc_pool_state_make(struct pcc_pool *pool, const char *label, uint64_t length_bytes,
+                        uint64_t *id_out, void **bytes_out)
+{
+    void *bytes = NULL;
+    int fd;
+
+    *id_out = 0;
+    if (pool->store == NULL || label[0] == '\0')
+        return 0;
+    const int error = memfd_make("pccheck-state", length_bytes, -1, &fd, &bytes);
+    if (error != 0)
+        return error;
+    *id_out = keep(pool, fd, label, "state");
+    (void)close(fd); /* the mapping and the store have it */
+    if (*id_out == 0)
+        (void)munmap(bytes, length_bytes);
+    *bytes_out = bytes;
+    return 0;
+}
+
+int pcc_pool_state_map(int fd, void **bytes_out, uint64_t *length_out)
+{
+    const int error = found_length(fd, length_out);
+
+    return error != 0 ? error : pcc_map_shared(fd, *length_out, bytes_out);
+}
+
+void pcc_pool_state_drop(struct pcc_pool *pool, const char *label, uint64_t id, void *bytes,
+                         uint64_t length_bytes)
+{
+    forget(pool, label, "state", id);
+    (void)munmap(bytes, length_bytes);
+}

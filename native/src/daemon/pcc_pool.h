@@ -1,0 +1,69 @@
+/* The DRAM pool: the budget M, and the segments (sealed memfds of up to 256 MiB) cut from it.
+ *
+ * A segment belongs to one tenant and is never handed to another: it is destroyed and its room
+ * goes back to the budget, so that no byte changes tenant (the kernel zeroes new pages). Pages are
+ * touched once, here, and never punched or truncated. Any thread; making a segment blocks while its
+ * pages are touched.
+ *
+ * With a descriptor store, whatever is made with a label is put there before anybody uses it, and
+ * removed when it is destroyed: `LABEL-segment-ID`, `LABEL-state-ID`, ID in 16 hexadecimal digits
+ * that are never given out again. */
+#ifndef PCC_POOL_H
+#define PCC_POOL_H
+
+#include "daemon/pcc_store.h"
+
+#define PCC_SEGMENT_BYTES_MAX (256ull << 20)
+
+struct pcc_pool;
+
+struct pcc_segment {
+    int fd;
+    uint8_t *bytes;
+    uint64_t length_bytes;
+    int32_t numa_node; /* that its pages were asked from, or were found on; -1: wherever */
+    uint64_t id;       /* in the descriptor store; 0 = it is not there */
+    uint32_t first_chunk;
+    uint32_t chunk_count;
+};
+
+#define PCC_POOL_LABEL_MAX 64u
+
+PCC_MUST_CHECK int pcc_pool_open(uint64_t budget_bytes, struct pcc_pool **out);
+/* From now on, before the first segment. Takes the store. */
+void pcc_pool_keep(struct pcc_pool *pool, struct pcc_store *store);
+struct pcc_store_usage pcc_pool_stored(struct pcc_pool *pool); /* zeros without a store */
+void pcc_pool_close(struct pcc_pool *pool);                    /* every segment must be back */
+void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_out);
+/* From the memory of `numa_node` if it has room (-1: wherever). `label` says whose it is; "" is for
+ * memory that need not outlive us. What the store has no room for is used all the same (id 0).
+ * -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the machine is. */
+PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
+                                 const char *label, struct pcc_segment *out);
+/* A segment of a daemon before us, out of the store as `id`. Takes `fd` on success.
+ * -EINVAL when it is none of ours: not sealed, not whole, too large; -PCC_E_NO_MEMORY. */
+PCC_MUST_CHECK int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label,
+                                  struct pcc_segment *out);
+/* It is not used after all: the descriptor is the caller's again, and stays in the store. */
+void pcc_pool_unadopt(struct pcc_pool *pool, struct pcc_segment *segment);
+/* Something in the store that nobody wants. */
+void pcc_pool_unstore(struct pcc_pool *pool, const char *name);
+/* A state memfd, outside of the budget. *id_out is 0, and nothing is made, without a store or when
+ * it has no room. */
+PCC_MUST_CHECK int pcc_pool_state_make(struct pcc_pool *pool, const char *label,
+                                       uint64_t length_bytes, uint64_t *id_out, void **bytes_out);
+/* Maps a state memfd that was found; closes nothing. -EINVAL as above. */
+PCC_MUST_CHECK int pcc_pool_state_map(int fd, void **bytes_out, uint64_t *length_out);
+void pcc_pool_state_drop(struct pcc_pool *pool, const char *label, uint64_t id, void *bytes,
+                         uint64_t length_bytes);
+/* `label` is that of take or adopt. */
+void pcc_pool_return(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
+/* The same for one that the CUDA driver has not let go of: its addresses are not used again. */
+void pcc_pool_retire(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
+/* A lost GPU may still write to it: stays mapped and counted until the process ends. */
+void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
+/* A sealed memfd of our making outside the budget: the session page. */
+PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out,
+                                  void **bytes_out);
+
+#endif

@@ -1,0 +1,339 @@
+/* A tenant's life: opening, volumes, the attached session. */
+#include "daemon/pcc_tenant.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/pcc_futex.h"
+#include "base/pcc_numa.h"
+#include "base/pcc_thread.h"
+#include "daemon/pcc_tenant_private.h"
+
+#define PULL_LIMIT_NS (30ull * 1000000000u)
+/* A process that was killed closes its sockets some time before it has ended: its GPU's driver
+ * takes the GPU's memory apart in between. */
+#define DEATH_LIMIT_MS 2000
+
+/* Copied, writing and ended for each save; a load's end, a broken peer and the detachment. */
+#define TENANT_EVENTS (3u * PCC_TENANT_SAVES + 3u)
+
+int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc_gpus *gpus,
+                    const struct pcc_tenant_spec *spec, struct pcc_tenant **out)
+{
+    pthread_condattr_t monotonic;
+    struct pcc_page_geometry geometry;
+    const int error =
+        pcc_page_plan(spec->chunk_bytes, spec->block_bytes, spec->chunk_capacity, &geometry);
+
+    if (error != 0)
+        return error;
+    struct pcc_tenant *tenant = calloc(1, sizeof(*tenant));
+    if (tenant == NULL)
+        return -ENOMEM;
+    tenant->chunks = calloc(spec->chunk_capacity, sizeof(*tenant->chunks));
+    tenant->segments = calloc(spec->chunk_capacity, sizeof(*tenant->segments));
+    tenant->checksums = calloc(geometry.blocks_per_chunk, sizeof(*tenant->checksums));
+    if (tenant->chunks == NULL || tenant->segments == NULL || tenant->checksums == NULL ||
+        pcc_events_reserve(events, TENANT_EVENTS) != 0) {
+        free(tenant->checksums);
+        free(tenant->segments);
+        free(tenant->chunks);
+        free(tenant);
+        return -ENOMEM;
+    }
+    (void)pthread_mutex_init(&tenant->control, NULL); /* cannot fail with default attributes */
+    (void)pthread_mutex_init(&tenant->growing, NULL);
+    (void)pthread_mutex_init(&tenant->lock, NULL);
+    (void)pthread_cond_init(&tenant->chunk_back, NULL);
+    (void)pthread_condattr_init(&monotonic);
+    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&tenant->pull.part_ended, &monotonic);
+    (void)pthread_condattr_destroy(&monotonic);
+    tenant->pull.limit_ns = PULL_LIMIT_NS;
+    tenant->pool = pool;
+    tenant->events = events;
+    tenant->gpus = gpus;
+    tenant->spec = *spec;
+    tenant->spec.label = tenant->label;
+    if (spec->label != NULL)
+        (void)snprintf(tenant->label, sizeof(tenant->label), "%s", spec->label);
+    tenant->geometry = geometry;
+    pcc_tenant_lists_clear(tenant);
+    tenant->bound = PCC_TENANT_VOLUMES;
+    tenant->socket_fd = -1;
+    tenant->trainer_fd = -1;
+    atomic_init(&tenant->trainer_node, PCC_NUMA_ANYWHERE);
+    atomic_init(&tenant->numa_node, PCC_NUMA_ANYWHERE);
+    *out = tenant;
+    return 0;
+}
+
+void pcc_tenant_close(struct pcc_tenant *tenant)
+{
+    if (tenant == NULL)
+        return;
+    pcc_tenant_detach(tenant);
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++) {
+        if (tenant->bindings[i].volume != NULL) {
+            pcc_saver_close(tenant->bindings[i].saver);
+            pcc_tenant_kept_drop(tenant, &tenant->bindings[i]);
+        }
+    }
+    for (uint32_t i = 0; i < tenant->segment_count; i++)
+        pcc_tenant_segment_return(tenant, &tenant->segments[i]);
+    pcc_tenant_pin_stop(tenant);
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++)
+        free(tenant->saves[i].seen);
+    (void)pthread_cond_destroy(&tenant->pull.part_ended);
+    (void)pthread_cond_destroy(&tenant->chunk_back);
+    (void)pthread_mutex_destroy(&tenant->lock);
+    (void)pthread_mutex_destroy(&tenant->growing);
+    (void)pthread_mutex_destroy(&tenant->control);
+    pcc_events_unreserve(tenant->events, TENANT_EVENTS);
+    free(tenant->checksums);
+    free(tenant->segments);
+    free(tenant->chunks);
+    free(tenant);
+}
+
+uint32_t pcc_tenant_binding_find(const struct pcc_tenant *tenant, const struct pcc_volume *volume)
+{
+    uint32_t i = 0;
+
+    while (i < PCC_TENANT_VOLUMES && tenant->bindings[i].volume != volume)
+        i++;
+    return i;
+}
+
+int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t index, struct pcc_volume *volume)
+{
+    struct pcc_tenant_binding *binding = &tenant->bindings[index];
+    const struct pcc_saver_spec spec = {.lanes = tenant->spec.lanes,
+                                        .writers_per_lane = tenant->spec.writers_per_lane,
+                                        .chunk_bytes = tenant->spec.chunk_bytes,
+                                        .events = &pcc_tenant_save_events,
+                                        .owner = tenant,
+                                        .near_node = &tenant->numa_node,
+                                        .kept =
+                                            binding->kept.bytes != NULL ? &binding->kept : NULL};
+    struct pcc_saver *saver;
+
+    const int error = pcc_saver_open(volume, &spec, &saver);
+    if (error != 0)
+        return error;
+    pcc_tenant_lock(tenant);
+    binding->volume = volume;
+    binding->saver = saver;
+    binding->active = 0;
+    tenant->bound = index;
+    pcc_tenant_unlock(tenant);
+    return 0;
+}
+
+static int bind_fresh(struct pcc_tenant *tenant, struct pcc_volume *volume)
+{
+    const uint32_t index = pcc_tenant_binding_find(tenant, NULL);
+
+    if (index == PCC_TENANT_VOLUMES)
+        return -EBUSY;
+    struct pcc_tenant_binding *binding = &tenant->bindings[index];
+    int error = pcc_tenant_kept_make(tenant, binding, volume);
+    if (error == 0)
+        error = pcc_tenant_binding_open(tenant, index, volume);
+    if (error != 0)
+        pcc_tenant_kept_drop(tenant, binding);
+    return error;
+}
+
+int pcc_tenant_bind(struct pcc_tenant *tenant, struct pcc_volume *volume)
+{
+    int error = 0;
+
+    if (pcc_volume_geometry(volume).block_bytes != tenant->spec.block_bytes)
+        return -EINVAL; /* the client's checksums would not be the volume's */
+    (void)pthread_mutex_lock(&tenant->control);
+    const uint32_t index = pcc_tenant_binding_find(tenant, volume);
+    if (index == PCC_TENANT_VOLUMES) {
+        error = bind_fresh(tenant, volume);
+    } else {
+        pcc_tenant_lock(tenant);
+        tenant->bound = index;
+        pcc_tenant_unlock(tenant);
+    }
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}
+
+int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volume *volume)
+{
+    struct pcc_saver *saver = NULL;
+    struct pcc_tenant_binding gone = {0};
+    int error = 0;
+
+    (void)pthread_mutex_lock(&tenant->control);
+    pcc_tenant_lock(tenant);
+    const uint32_t index = pcc_tenant_binding_find(tenant, volume);
+    if (tenant->load.active && tenant->load.volume == volume) {
+        error = -EBUSY;
+    } else if (index < PCC_TENANT_VOLUMES) {
+        struct pcc_tenant_binding *binding = &tenant->bindings[index];
+        const struct pcc_tenant_save *settling = tenant->settling;
+        if (binding->active > 0 || (settling != NULL && settling->binding == index)) {
+            error = -EBUSY;
+        } else {
+            saver = binding->saver;
+            gone = *binding;
+            *binding = (struct pcc_tenant_binding){0};
+            if (tenant->bound == index)
+                tenant->bound = PCC_TENANT_VOLUMES;
+        }
+    }
+    pcc_tenant_unlock(tenant);
+    if (saver != NULL) {
+        pcc_saver_close(saver);
+        pcc_tenant_kept_drop(tenant, &gone);
+    }
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}
+
+/* With the lock held: nobody has any segment. */
+static void grants_forget(struct pcc_tenant *tenant)
+{
+    for (uint32_t i = 0; i < tenant->segment_count; i++)
+        tenant->segments[i].granted = false;
+}
+
+static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, int32_t pid,
+                  int *page_fd_out)
+{
+    int page_fd;
+    void *bytes;
+    const int socket_copy = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
+
+    if (socket_copy < 0)
+        return -errno;
+    const int trainer_fd = pcc_process_watch(pid);
+    struct pcc_process trainer = pcc_process_open(tenant->gpus != NULL ? pid : 0);
+    int error = pcc_memfd_make("pccheck-page", tenant->geometry.page_bytes, &page_fd, &bytes);
+    if (error != 0)
+        goto fail;
+    atomic_store_explicit(&tenant->trainer_node, pcc_numa_of_process(pid), memory_order_relaxed);
+    pcc_tenant_lock(tenant);
+    pcc_page_make(bytes, &tenant->geometry, session, &tenant->view);
+    tenant->session = session;
+    tenant->socket_fd = socket_copy;
+    tenant->trainer_fd = trainer_fd;
+    tenant->broken = false;
+    tenant->pull.trainer = trainer;
+    atomic_store_explicit(&tenant->stopping, false, memory_order_relaxed);
+    tenant->attached = true;
+    pcc_tenant_unlock(tenant);
+
+    error = pcc_thread_start(&tenant->drain, pcc_tenant_drain_run, tenant, "pcc-drain");
+    if (error == 0) {
+        *page_fd_out = page_fd;
+        return 0;
+    }
+    pcc_tenant_lock(tenant);
+    grants_forget(tenant);
+    tenant->attached = false;
+    pcc_tenant_unlock(tenant);
+    (void)munmap(bytes, tenant->geometry.page_bytes);
+    (void)close(page_fd);
+fail:
+    tenant->pull.trainer = (struct pcc_process){0};
+    pcc_process_close(&trainer);
+    if (trainer_fd >= 0)
+        (void)close(trainer_fd);
+    tenant->trainer_fd = -1;
+    (void)close(socket_copy);
+    return error;
+}
+
+int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, int32_t pid,
+                      int *page_fd_out)
+{
+    (void)pthread_mutex_lock(&tenant->control);
+    const int error =
+        tenant->attached ? -EBUSY : attach(tenant, socket_fd, session, pid, page_fd_out);
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}
+
+/* The ring was drained: the client is granted nothing more. True when nothing of it can still write
+ * to a chunk: it has closed, or its process is known to have ended. */
+static bool is_quiet(struct pcc_tenant *tenant)
+{
+    pcc_tenant_lock(tenant);
+    tenant->broken = true;
+    const bool any = tenant->granted_count > 0;
+    /* Acquire pairs with the client's release. */
+    const bool closed = atomic_load_explicit(&tenant->view.page->quiet, memory_order_acquire) != 0;
+    pcc_tenant_unlock(tenant);
+    return !any || closed || pcc_process_ended(tenant->trainer_fd, DEATH_LIMIT_MS);
+}
+
+/* With the lock held, after the ring was drained: nothing of the session goes on but copied saves.
+ * What the client had to fill it may still fill, unless it is `quiet`. */
+static void session_end(struct pcc_tenant *tenant, bool quiet)
+{
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        if (tenant->saves[i].session == tenant->session)
+            pcc_tenant_give_up(tenant, &tenant->saves[i], -PCC_E_ABORTED);
+    }
+    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
+        struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
+        if (chunk->state == PCC_CHUNK_LENT && chunk->lent_cached) {
+            chunk->lent_cached = false;
+            pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
+        } else if (chunk->state == PCC_CHUNK_GRANTED && !quiet) {
+            pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_LEFT);
+        } else if (chunk->state == PCC_CHUNK_LENT || chunk->state == PCC_CHUNK_GRANTED) {
+            pcc_tenant_chunk_free(tenant, i);
+        }
+    }
+    /* Release pairs with the client's acquire. */
+    atomic_store_explicit(&tenant->view.page->ended, 1, memory_order_release);
+    pcc_tenant_wake_client(tenant);
+    grants_forget(tenant);
+    tenant->granted_count = 0;
+    tenant->load.lent = 0;
+    tenant->attached = false;
+}
+
+void pcc_tenant_detach(struct pcc_tenant *tenant)
+{
+    (void)pthread_mutex_lock(&tenant->control);
+    if (tenant->attached) {
+        /* Release pairs with the drain thread's acquire. */
+        atomic_store_explicit(&tenant->stopping, true, memory_order_release);
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+        (void)pthread_join(tenant->drain, NULL);
+        pcc_tenant_load_stop(tenant);
+        const bool quiet = is_quiet(tenant);
+
+        pcc_tenant_lock(tenant);
+        session_end(tenant, quiet);
+        void *page = tenant->view.page;
+        tenant->view.page = NULL;
+        pcc_tenant_unlock(tenant);
+        (void)munmap(page, tenant->geometry.page_bytes);
+        (void)close(tenant->socket_fd);
+        tenant->socket_fd = -1;
+        if (tenant->trainer_fd >= 0)
+            (void)close(tenant->trainer_fd);
+        tenant->trainer_fd = -1;
+        pcc_tenant_pull_end(tenant);
+
+        pcc_tenant_lock(tenant);
+        const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = tenant->session};
+        pcc_tenant_put(tenant, &event);
+        pcc_tenant_unlock(tenant);
+    }
+    (void)pthread_mutex_unlock(&tenant->control);
+}

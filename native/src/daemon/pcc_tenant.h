@@ -1,0 +1,199 @@
+/* The daemon's end of push: one tenant per (uid, job, rank). It owns the segments and what each
+ * chunk holds, feeds the savers, and outlives the trainer: a detached tenant keeps its cached
+ * chunks for recovery from DRAM.
+ *
+ * A chunk is FREE -> GRANTED (a FREE message is out) -> FULL (validated, with the saver) -> CACHED
+ * (written; re-used oldest first) -> FREE; loads borrow FREE or CACHED chunks (LENT). The drain
+ * thread, one per attached session, is the only consumer of to_daemon; everything the client says
+ * is checked against this table. A chunk that a client still had to fill when its session ended is
+ * LEFT, unless it has closed or its process has ended: that process may write to it at any time, so
+ * that nobody gets it again, and its segment goes back to the kernel.
+ *
+ * Pull: chunks of a payload's device part are filled by the GPU's copier (pcc_gpus.h) out of memory
+ * that the trainer exposed, without passing through the client (pcc_tenant_pull.c).
+ *
+ * Events go to the daemon's loop through a bounded ring and an eventfd (pcc_events). */
+#ifndef PCC_TENANT_H
+#define PCC_TENANT_H
+
+#include "daemon/pcc_pool.h"
+#include "disk/pcc_load.h"
+#include "disk/pcc_save.h"
+#include "gpu/pcc_gpus.h"
+#include "shared/pcc_shared.h"
+
+enum pcc_event_kind {
+    PCC_EVENT_COPIED = 1, /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_WRITING,    /* its first chunk went to the disk; told after COPIED */
+    PCC_EVENT_DURABLE,
+    PCC_EVENT_SUPERSEDED,
+    PCC_EVENT_GIVEN_UP,   /* by the group of ranks */
+    PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or let go;
+                             "copy"/DEVICE, DEVICE_LOST: the GPU failed the copy */
+    PCC_EVENT_LOAD_ENDED, /* id is the load id */
+    PCC_EVENT_BAD_PEER,   /* the session broke the protocol of the page; detach it */
+    PCC_EVENT_DETACHED,   /* the ring is drained and every copy judged */
+};
+
+struct pcc_event {
+    uint32_t kind;
+    int32_t error;
+    uint64_t tenant; /* the id given at open */
+    uint64_t session;
+    uint64_t id; /* snapshot or load */
+    uint64_t sequence;
+    uint32_t slot;
+    uint32_t rehomed;
+    const char *stage; /* static string or NULL */
+    struct pcc_save_times times;
+};
+
+/* Put while a tenant is locked. `capacity` (a power of two) is a start: every tenant reserves
+ * room for what it can put between two takes, and the queue grows further where that is not enough.
+ */
+struct pcc_events;
+PCC_MUST_CHECK int pcc_events_open(uint32_t capacity, struct pcc_events **out);
+void pcc_events_close(struct pcc_events *events);
+int pcc_events_fd(const struct pcc_events *events);
+/* Room for so many more at a time, so that putting them needs no memory; or -ENOMEM. */
+PCC_MUST_CHECK int pcc_events_reserve(struct pcc_events *events, uint32_t count);
+void pcc_events_unreserve(struct pcc_events *events, uint32_t count);
+void pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
+uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint32_t capacity);
+
+struct pcc_tenant;
+
+struct pcc_tenant_spec {
+    uint64_t id;
+    uint32_t chunk_bytes;
+    uint32_t block_bytes;
+    uint32_t chunk_capacity;   /* of all segments together */
+    uint32_t lanes;            /* N per volume */
+    uint32_t writers_per_lane; /* p */
+    const char *label;         /* of its memory in the descriptor store; NULL or "": not kept */
+};
+
+/* Borrows pool, events and gpus (NULL: CPU tensors only). */
+PCC_MUST_CHECK int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events,
+                                   struct pcc_gpus *gpus, const struct pcc_tenant_spec *spec,
+                                   struct pcc_tenant **out);
+void pcc_tenant_close(struct pcc_tenant *tenant); /* drains sealed saves; returns segments */
+
+/* New saves go to `volume`; saves in flight on the volume before go on. Borrows volume. */
+PCC_MUST_CHECK int pcc_tenant_bind(struct pcc_tenant *tenant, struct pcc_volume *volume);
+/* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves, or
+ * one of them is being settled. */
+PCC_MUST_CHECK int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volume *volume);
+
+/* -- what a daemon that was killed has left in the descriptor store; before the first session -- */
+
+struct pcc_kept_outcome { /* a save that it had copied */
+    uint64_t sequence;
+    int64_t step;
+    uint64_t incarnation;
+    uint64_t payload_bytes;
+    uint64_t tree_offset_bytes;
+    uint64_t tree_bytes;
+    uint32_t world_size;
+    int error; /* 0: it goes on; codes of pcc_save_adopt; -EBADMSG: its chunks cannot be */
+};
+#define PCC_KEPT_OUTCOMES_MAX 64u
+
+/* A segment, by its id there: for what bind_kept finds in it. Its other chunks are LEFT, since a
+ * client of the daemon before may have had them to fill. Takes `fd` on success. Codes of
+ * pcc_pool_adopt, -EBUSY when it is too late, -ENOSPC when there are more than chunk_capacity. */
+PCC_MUST_CHECK int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id);
+/* pcc_tenant_bind to a volume with its state memfd: goes on with what was copied, as saves of
+ * session 0 whose snapshot is their sequence, up to where settle takes over. Without I/O.
+ * `outcomes` has room for PCC_KEPT_OUTCOMES_MAX. -PCC_E_DAMAGED, -PCC_E_NEWER_FORMAT, -EINVAL when
+ * the state is not one of this volume in a tenant like this; the caller binds without it then. */
+PCC_MUST_CHECK int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume,
+                                        int fd, uint64_t id, struct pcc_kept_outcome *outcomes,
+                                        uint32_t *count_out);
+/* Checks what was adopted against its checksums, oldest first, and hands it to the savers; a save
+ * with a chunk that somebody has changed ends FAILED, "copy", DAMAGED. Blocks. */
+void pcc_tenant_settle(struct pcc_tenant *tenant);
+
+/* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
+ * granted over socket_fd (duplicated) by the next grow or before they are first used, so that the
+ * handshake's answer comes before them. `pid` is the trainer as the kernel names it here, 0 when
+ * unknown: a pulled copy counts only if he was alive after it. -EBUSY when one is attached. */
+PCC_MUST_CHECK int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session,
+                                     int32_t pid, int *page_fd_out);
+/* The trainer is gone: drains what is in the ring, seals what is complete, aborts the rest,
+ * takes granted chunks back if nothing can still write to them (they are LEFT else), closes its GPU
+ * mappings. DETACHED follows as an event. Blocks for the drain, for GPU copies under way, and two
+ * seconds at most for the end of a process. */
+void pcc_tenant_detach(struct pcc_tenant *tenant);
+/* Adds segments until the tenant has at least `bytes` of chunks or the budget ends; what it now
+ * has goes to *granted_out. 0 also when less was granted. Blocks (page faults). */
+PCC_MUST_CHECK int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes,
+                                   uint64_t *granted_out);
+struct pcc_tenant_holding {
+    uint64_t bytes;         /* of all segments */
+    uint64_t lasting_bytes; /* without those that are being taken back */
+    uint32_t asked;         /* segments that the client was asked for and has not returned */
+};
+/* Takes segments back, the last ones first, until at most `bytes` are left, with a trainer or
+ * without, and never below two chunks; and from the first one on that has LEFT chunks, once no save
+ * is in flight or nothing else is there. Does what can be done now: their chunks are not used anew,
+ * the client is asked, and what nobody uses goes. Called again and again until `lasting_bytes` is
+ * all there is; until then nothing grows. What was begun is not taken back. Waits for a grow, and
+ * blocks for the unmapping. */
+void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_tenant_holding *out);
+/* Detached and idle only: gives every segment back; -EBUSY otherwise. */
+PCC_MUST_CHECK int pcc_tenant_release_memory(struct pcc_tenant *tenant);
+/* Unpins the segments when no GPU memory has been mapped here for so long, so that the GPU they
+ * were pinned for can be given back (pcc_gpus_rest). What is exposed next pins them again. Blocks.
+ */
+void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
+
+/* Pull: takes over the exposure `map` (struct pcc_exposure; a positive number of the client's)
+ * in the place of the one before, which copies under way still finish with. Checks every number,
+ * opens handles that are not open yet, closes those that nothing uses any more, pins the tenant's
+ * memory, and reads the probe back. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER,
+ * -PCC_E_BAD_HANDLE (a handle that does not open, or means something else here), -PCC_E_DEVICE,
+ * -PCC_E_DEVICE_LOST, -ENOMEM, -ENOTCONN; the map before is gone then, too. `reason` gets words. */
+PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
+                                     uint64_t length_bytes, char *reason, size_t reason_bytes);
+
+/* Admission: takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out
+ * chunks, and has the device part of exposure `map` pulled (0: there is none). Codes of
+ * pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already; -PCC_E_BAD_HANDLE when
+ * the map is not the one exposed last. */
+PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
+                                    const struct pcc_save_request *request, uint64_t *sequence_out);
+/* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. A copy in
+ * progress is given up; its FAILED event follows. */
+void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
+                       uint64_t sequence);
+/* Snapshots of the attached session whose word says REQUESTED, at most PCC_SNAPSHOTS; returns how
+ * many. The numbers are the client's: they are good for refuse only. */
+PCC_MUST_CHECK uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots);
+/* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
+ * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
+                            uint64_t sequence);
+
+/* Sends checked payload [offset, +length) of `sequence` to the attached client as DATA messages,
+ * from cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it.
+ * `own`: the volume is one that this tenant saves to; what is cached of the same sequence is not
+ * another rank's. One load at a time per tenant (-EBUSY). Returns at once. */
+PCC_MUST_CHECK int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool own,
+                                   uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
+                                   uint64_t load_id);
+/* True when every chunk of `sequence` is cached: it can be recovered from DRAM. */
+bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence);
+
+struct pcc_tenant_usage {
+    uint64_t bytes, free_chunks, granted_chunks, full_chunks, cached_chunks, lent_chunks;
+    uint64_t left_chunks;   /* never used again; pcc_tenant_shrink gives them back */
+    uint64_t pinned_bytes;  /* of the segments */
+    uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
+    uint32_t mappings;      /* open IPC handles */
+    uint32_t in_flight;
+    int32_t numa_node; /* that new chunks lie near, and writers run near; -1: anywhere */
+};
+void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out);
+
+#endif

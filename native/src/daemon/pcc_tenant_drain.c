@@ -1,0 +1,397 @@
+/* What the client says (the ring to_daemon) and what the savers say (their callbacks). Every word
+ * of the client is checked against the tenant's own table before anything follows from it. */
+#include <string.h>
+
+#include "base/pcc_futex.h"
+#include "daemon/pcc_tenant_private.h"
+
+#define IDLE_NS 1000000000u /* a peer that sets its bell back delays us by this much */
+#define EMPTY_WAKES_MAX 64u /* rung that often for nothing: look once per millisecond */
+#define EMPTY_WAKE_PAUSE_NS 1000000
+
+void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event)
+{
+    struct pcc_event full = *event;
+
+    full.tenant = tenant->spec.id;
+    pcc_events_put(tenant->events, &full);
+}
+
+void pcc_tenant_break(struct pcc_tenant *tenant)
+{
+    if (tenant->broken)
+        return;
+    tenant->broken = true;
+    const struct pcc_event event = {
+        .kind = PCC_EVENT_BAD_PEER, .error = -PCC_E_BAD_PEER, .session = tenant->session};
+    pcc_tenant_put(tenant, &event);
+    (void)pthread_cond_broadcast(&tenant->chunk_back);
+}
+
+struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot)
+{
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (save->tag != 0 && save->snapshot == snapshot && save->session == tenant->session)
+            return save;
+    }
+    return NULL;
+}
+
+void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
+                        uint64_t sequence)
+{
+    if (!tenant->attached)
+        return;
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+    /* The entry may have a younger snapshot by now; ids only grow. */
+    if (atomic_load_explicit(&entry->outcome, memory_order_relaxed) >> 8 > snapshot)
+        return;
+    atomic_store_explicit(&entry->sequence, sequence, memory_order_relaxed);
+    /* Release: pairs with the client's acquire of outcome; the sequence is seen with it. */
+    atomic_store_explicit(&entry->outcome, pcc_word(snapshot, outcome), memory_order_release);
+}
+
+static bool of_session(const struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
+{
+    return tenant->attached && save->session == tenant->session;
+}
+
+static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                       enum pcc_event_kind kind)
+{
+    const struct pcc_event event = {
+        .kind = kind, .session = save->session, .id = save->snapshot, .sequence = save->sequence};
+
+    pcc_tenant_put(tenant, &event);
+}
+
+void pcc_tenant_give_up(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error)
+{
+    if (save->save == NULL || save->copied || save->given_up)
+        return;
+    save->given_up = true;
+    tenant->missing -= save->wanted;
+    save->wanted = 0;
+    if (save->device_bytes > 0 && of_session(tenant, save))
+        pcc_tenant_refuse_copy(tenant, save->snapshot, save->sequence);
+    pcc_save_abort(save->save, error);
+}
+
+/* Every chunk is with the saver. The word decides before anything is vouched for: when the client
+ * has let its trainer go, the last pieces may hold another step (P4). And what the next daemon will
+ * find is noted down before the client hears of it (P1): the seal does that. */
+static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
+
+    if (!pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_VOUCHING)) {
+        /* Acquire pairs with the client's move to ABANDONED. */
+        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+        pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+        return word == pcc_word(save->snapshot, PCC_WORD_ABANDONED) ? 0 : -PCC_E_BAD_PEER;
+    }
+    save->copied = true;
+    /* An error means that a write has failed meanwhile; `ended` follows and says so. */
+    (void)!pcc_save_seal(save->save);
+    /* False for a page that was scribbled on: it is copied, whatever its owner reads there. */
+    (void)pcc_word_move(entry, save->snapshot, PCC_WORD_VOUCHING, PCC_WORD_COPIED);
+    pcc_tenant_outcome(tenant, save->snapshot,
+                       save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence);
+    save_event(tenant, save, PCC_EVENT_COPIED);
+    if (save->writing)
+        save_event(tenant, save, PCC_EVENT_WRITING);
+    pcc_tenant_wake_client(tenant);
+    return 0;
+}
+
+void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                              uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
+                              const uint64_t *checksums)
+{
+    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+    const struct pcc_segment *segment = &tenant->segments[chunk->segment].memory;
+    const struct pcc_chunk piece = {.bytes = chunk->bytes,
+                                    .payload_offset_bytes = offset_bytes,
+                                    .length_bytes = length_bytes,
+                                    .index = index,
+                                    .segment = segment->id,
+                                    .segment_chunk = index - segment->first_chunk,
+                                    .checksums = checksums};
+
+    pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FULL);
+    chunk->tag = save->tag;
+    chunk->sequence = save->sequence;
+    chunk->offset_bytes = offset_bytes;
+    chunk->length_bytes = length_bytes;
+    chunk->payload_chunks = save->chunk_count;
+    const int error = pcc_save_chunk(save->save, &piece);
+    if (error != 0) { /* it was not taken */
+        pcc_tenant_chunk_free(tenant, index);
+        pcc_tenant_give_up(tenant, save, error);
+    }
+}
+
+void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                         uint64_t offset_bytes)
+{
+    const uint64_t part = offset_bytes / tenant->spec.chunk_bytes;
+
+    save->seen[part / 64] |= 1ull << (part % 64);
+    save->received++;
+}
+
+int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    const bool complete =
+        save->received == save->chunk_count && save->judged == save->devices && !save->given_up;
+
+    return complete ? copy_complete(tenant, save) : 0;
+}
+
+/* Out of the page before anybody looks at them: they may change at any time. */
+static void checksums_take(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    const uint32_t blocks = tenant->geometry.blocks_per_chunk;
+
+    memcpy(tenant->checksums, tenant->view.checksums + (size_t)message->chunk * blocks,
+           pcc_ceil_div(message->length_bytes, tenant->geometry.block_bytes) * sizeof(uint64_t));
+}
+
+static int take_full(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
+
+    if (message->chunk >= tenant->chunk_count ||
+        tenant->chunks[message->chunk].state != PCC_CHUNK_GRANTED)
+        return -PCC_E_BAD_PEER;
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
+    if (save == NULL || save->copied)
+        return -PCC_E_BAD_PEER;
+    const uint64_t offset = message->offset_bytes;
+    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes)
+        return -PCC_E_BAD_PEER;
+    const uint64_t left = save->payload_bytes - offset;
+    if (message->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
+        return -PCC_E_BAD_PEER;
+    const uint64_t part = offset / chunk_bytes;
+    if ((save->seen[part / 64] >> (part % 64) & 1u) != 0)
+        return -PCC_E_BAD_PEER;
+
+    pcc_tenant_received(tenant, save, offset);
+    tenant->granted_count--;
+    if (save->given_up || save->save == NULL) { /* was under way when it ended */
+        pcc_tenant_chunk_free(tenant, message->chunk);
+        return 0;
+    }
+    save->wanted--;
+    tenant->missing--;
+    checksums_take(tenant, message);
+    pcc_tenant_chunk_to_save(tenant, save, message->chunk, offset, message->length_bytes,
+                             tenant->checksums);
+    return pcc_tenant_copy_check(tenant, save);
+}
+
+static int take_back(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    if (message->chunk >= tenant->chunk_count)
+        return -PCC_E_BAD_PEER;
+    const struct pcc_tenant_chunk *chunk = &tenant->chunks[message->chunk];
+    if (chunk->state == PCC_CHUNK_GRANTED) {
+        tenant->granted_count--;
+        pcc_tenant_chunk_free(tenant, message->chunk);
+        if (tenant->load.waiting > 0)
+            (void)pthread_cond_broadcast(&tenant->chunk_back);
+    } else if (chunk->state == PCC_CHUNK_LENT) {
+        pcc_tenant_load_put_back(tenant, message->chunk, true);
+    } else {
+        return -PCC_E_BAD_PEER;
+    }
+    return 0;
+}
+
+static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    if (message->kind == PCC_MSG_FULL)
+        return take_full(tenant, message);
+    if (message->kind == PCC_MSG_TAKEN)
+        return take_back(tenant, message);
+    return message->kind == PCC_MSG_RETURNED ? pcc_tenant_take_returned(tenant, message)
+                                             : -PCC_E_BAD_PEER;
+}
+
+/* Takes at most one ring's worth, so that a peer that goes on producing cannot keep us here. */
+static uint32_t ring_drain(struct pcc_tenant *tenant)
+{
+    uint32_t count = 0;
+    struct pcc_message message;
+
+    while (count < tenant->geometry.ring_capacity) {
+        const int result = pcc_ring_pop(&tenant->view.to_daemon, &message);
+        if (result == 0)
+            break;
+        pcc_tenant_lock(tenant);
+        if (!tenant->broken) {
+            if (result < 0 || take(tenant, &message) != 0)
+                pcc_tenant_break(tenant);
+            else
+                pcc_tenant_hand_out(tenant);
+        }
+        const bool broken = tenant->broken;
+        pcc_tenant_unlock(tenant);
+        if (broken)
+            return 0; /* and nothing from this ring is believed again */
+        count++;
+    }
+    return count;
+}
+
+static void give_up_abandoned(struct pcc_tenant *tenant)
+{
+    pcc_tenant_lock(tenant);
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (save->save == NULL || save->copied || save->given_up ||
+            save->session != tenant->session)
+            continue;
+        struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
+        /* Acquire pairs with the client's move to ABANDONED. Any other word that is not COPYING
+         * was scribbled; it ends the same way. */
+        if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
+            pcc_word(save->snapshot, PCC_WORD_COPYING))
+            pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+    }
+    pcc_tenant_unlock(tenant);
+}
+
+void *pcc_tenant_drain_run(void *argument)
+{
+    struct pcc_tenant *tenant = argument;
+    _Atomic uint32_t *bell = &tenant->view.page->daemon_bell;
+    uint32_t empty_wakes = 0;
+
+    for (;;) {
+        const uint32_t rung = pcc_bell_read(bell);
+        /* Acquire pairs with the release in detach. Read before the ring: what a dead trainer has
+         * produced is taken before we stop. */
+        const bool stopping = atomic_load_explicit(&tenant->stopping, memory_order_acquire);
+        bool moved = ring_drain(tenant) > 0;
+        give_up_abandoned(tenant);
+        if (tenant->gpus != NULL) { /* here, not in the copiers: both may take their time */
+            moved = pcc_tenant_judge(tenant) || moved;
+            pcc_tenant_maps_close(tenant);
+        }
+        if (stopping)
+            return NULL;
+        if (moved) {
+            empty_wakes = 0;
+            continue;
+        }
+        if (++empty_wakes > EMPTY_WAKES_MAX)
+            (void)nanosleep(&(struct timespec){.tv_nsec = EMPTY_WAKE_PAUSE_NS}, NULL);
+        pcc_futex_wait(bell, rung, IDLE_NS);
+    }
+}
+
+/* -- what the savers say -- */
+
+static struct pcc_tenant_save *save_of_tag(struct pcc_tenant *tenant, uint64_t tag)
+{
+    struct pcc_tenant_save *save = &tenant->saves[(tag & 0xff) % PCC_TENANT_SAVES];
+
+    PCC_ASSERT(save->tag == tag);
+    return save;
+}
+
+static void on_writing(void *owner, uint64_t tag)
+{
+    struct pcc_tenant *tenant = owner;
+
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_save *save = save_of_tag(tenant, tag);
+    if (!save->writing) {
+        save->writing = true;
+        if (save->copied) { /* else told with COPIED: states come in order */
+            if (of_session(tenant, save))
+                pcc_tenant_outcome(tenant, save->snapshot, PCC_OUTCOME_WRITING, save->sequence);
+            save_event(tenant, save, PCC_EVENT_WRITING);
+        }
+    }
+    pcc_tenant_unlock(tenant);
+}
+
+static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
+{
+    struct pcc_tenant *tenant = owner;
+
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+    if (chunk->tag == tag && chunk->state == PCC_CHUNK_FULL) /* not so when written again */
+        pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
+    pcc_tenant_hand_out(tenant);
+    if (tenant->load.waiting > 0)
+        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_unlock(tenant);
+}
+
+static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                          enum pcc_save_end end)
+{
+    static const enum pcc_outcome outcomes[] = {
+        [PCC_SAVE_DURABLE] = PCC_OUTCOME_DURABLE,
+        [PCC_SAVE_SUPERSEDED] = PCC_OUTCOME_SUPERSEDED,
+        [PCC_SAVE_GIVEN_UP] = PCC_OUTCOME_SKIPPED,
+        [PCC_SAVE_FAILED] = PCC_OUTCOME_FAILED,
+    };
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
+
+    pcc_tenant_outcome(tenant, save->snapshot, outcomes[end], save->sequence);
+    if (!save->copied) /* false when the client has abandoned it: the word is final either way */
+        (void)pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    if (!save->copied && save->device_bytes > 0)
+        pcc_tenant_let_go(tenant, save->snapshot);
+    pcc_tenant_wake_client(tenant);
+}
+
+static void on_ended(void *owner, const struct pcc_save_result *result)
+{
+    static const enum pcc_event_kind kinds[] = {
+        [PCC_SAVE_DURABLE] = PCC_EVENT_DURABLE,
+        [PCC_SAVE_SUPERSEDED] = PCC_EVENT_SUPERSEDED,
+        [PCC_SAVE_GIVEN_UP] = PCC_EVENT_GIVEN_UP,
+        [PCC_SAVE_FAILED] = PCC_EVENT_FAILED,
+    };
+    struct pcc_tenant *tenant = owner;
+
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_save *save = save_of_tag(tenant, result->tag);
+    save->save = NULL;
+    tenant->missing -= save->wanted;
+    save->wanted = 0;
+    pcc_tenant_chunks_forget(tenant, save->tag, result->end == PCC_SAVE_DURABLE);
+    tenant->bindings[save->binding].active--;
+    if (!save->silent) {
+        if (of_session(tenant, save))
+            ended_outcome(tenant, save, result->end);
+        const struct pcc_event event = {.kind = kinds[result->end],
+                                        .error = result->error,
+                                        .session = save->session,
+                                        .id = save->snapshot,
+                                        .sequence = save->sequence,
+                                        .slot = result->slot,
+                                        .rehomed = result->rehomed,
+                                        .stage = result->stage,
+                                        .times = result->times};
+        pcc_tenant_put(tenant, &event);
+    }
+    pcc_tenant_hand_out(tenant);
+    if (tenant->load.waiting > 0)
+        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_unlock(tenant);
+}
+
+const struct pcc_save_events pcc_tenant_save_events = {
+    .writing = on_writing,
+    .chunk_written = on_chunk_written,
+    .ended = on_ended,
+};

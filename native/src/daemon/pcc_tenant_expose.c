@@ -1,0 +1,363 @@
+/* What is mapped of the trainer's GPUs: exposures opened, shared between layouts, and closed.
+ * Driver calls happen without the tenant's lock. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/pcc_tenant_private.h"
+
+struct words { /* where the reason goes */
+    char *text;
+    size_t capacity;
+};
+
+__attribute__((format(printf, 2, 3))) static void say(struct words words, const char *format, ...)
+{
+    va_list arguments;
+
+    if (words.capacity == 0)
+        return;
+    va_start(arguments, format);
+    (void)vsnprintf(words.text, words.capacity, format, arguments);
+    va_end(arguments);
+}
+
+/* -- closing -- */
+
+void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
+{
+    PCC_ASSERT(map->holders > 0);
+    if (--map->holders > 0)
+        return;
+    map->next = tenant->pull.unused;
+    tenant->pull.unused = map;
+}
+
+/* With the lock held. True when the caller has to close it. */
+static bool import_put(struct pcc_tenant *tenant, struct pcc_tenant_import *import)
+{
+    PCC_ASSERT(import->holders > 0);
+    if (--import->holders > 0)
+        return false;
+    tenant->pull.mappings--;
+    tenant->pull.exposed_bytes -= import->length_bytes;
+    return true;
+}
+
+static void imports_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
+{
+    /* A map that was never opened as a whole has NULLs among them. */
+    for (uint32_t i = 0; map->imports != NULL && i < map->view.head.allocation_count; i++) {
+        struct pcc_tenant_import *import = map->imports[i];
+        if (import == NULL)
+            continue;
+        pcc_tenant_lock(tenant);
+        const bool close = import_put(tenant, import);
+        pcc_tenant_unlock(tenant);
+        if (close) {
+            pcc_gpu_import_close(import->gpu, import->address);
+            free(import);
+        }
+    }
+    free(map->imports);
+    map->imports = NULL;
+}
+
+static void map_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
+{
+    imports_close(tenant, map);
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        if (map->gpus[i] != NULL)
+            pcc_gpu_put(map->gpus[i]);
+    pcc_exposure_free(&map->view);
+    free(map);
+    pcc_tenant_lock(tenant);
+    tenant->pull.maps--;
+    tenant->pull.mapped_ns = pcc_now_ns();
+    pcc_tenant_unlock(tenant);
+}
+
+void pcc_tenant_maps_close(struct pcc_tenant *tenant)
+{
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_map *map = tenant->pull.unused;
+    tenant->pull.unused = NULL;
+    pcc_tenant_unlock(tenant);
+    while (map != NULL) {
+        struct pcc_tenant_map *next = map->next;
+        map_close(tenant, map);
+        map = next;
+    }
+}
+
+/* -- opening -- */
+
+static int gpus_take(struct pcc_tenant *tenant, struct pcc_tenant_map *map, struct words words)
+{
+    for (uint32_t i = 0; i < map->view.head.allocation_count; i++) {
+        const struct pcc_exposed_allocation *allocation = &map->view.allocations[i];
+        if (map->gpus[allocation->device] != NULL)
+            continue;
+        const int error =
+            pcc_gpus_use(tenant->gpus, allocation->uuid, &map->gpus[allocation->device]);
+        if (error == -ENODEV)
+            say(words, "the daemon does not see the trainer's GPU %u", allocation->device);
+        else if (error == -PCC_E_DEVICE_LOST)
+            say(words, "the daemon has lost GPU %u and cannot use it before it is restarted",
+                allocation->device);
+        else if (error == -EBUSY)
+            say(words, "GPU %u takes one process only (its compute mode; nvidia-smi -c DEFAULT)",
+                allocation->device);
+        else if (error == -ENOMEM)
+            say(words, "GPU %u has no memory left for the daemon (ENOMEM)", allocation->device);
+        else if (error != 0)
+            say(words, "the daemon cannot use GPU %u: %s", allocation->device,
+                pcc_error_name(error));
+        if (error != 0)
+            return error == -ENODEV ? -PCC_E_BAD_HANDLE : error;
+    }
+    return 0;
+}
+
+static void import_failed(struct words words, int error, const struct pcc_gpu_answers *answers)
+{
+    const CUresult result = answers->first;
+    char name[PCC_CUDA_WORDS_BYTES], second[PCC_CUDA_WORDS_BYTES];
+
+    pcc_cuda_describe(result, name, sizeof(name));
+    pcc_cuda_describe(answers->second, second, sizeof(second));
+    if (answers->second != CUDA_SUCCESS)
+        say(words, "how long the trainer's GPU memory is cannot be found out: %s, %s", name,
+            second);
+    else if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_MAP_FAILED)
+        say(words,
+            "the trainer's GPU memory cannot be opened by the daemon: %s; is it another user's, or "
+            "in another container (PID or IPC namespace)?",
+            name);
+    else if (result == CUDA_SUCCESS)
+        say(words, "the trainer's GPU memory cannot be opened: %s", pcc_error_name(error));
+    else
+        say(words, "the trainer's GPU memory cannot be opened: %s", name);
+}
+
+/* The import of the map before that has this handle; `at` goes along its handles, as ours do. */
+static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
+                                              const struct pcc_tenant_map *before,
+                                              const struct pcc_exposed_allocation *wanted,
+                                              struct pcc_gpu *gpu, uint32_t *at)
+{
+    struct pcc_tenant_import *found = NULL;
+
+    while (before != NULL && *at < before->view.head.allocation_count) {
+        struct pcc_tenant_import *import = before->imports[before->view.by_handle[*at]];
+        const int order = memcmp(import->handle, wanted->handle, sizeof(import->handle));
+        if (order == 0 && import->buffer_id == wanted->buffer_id && import->gpu == gpu)
+            found = import;
+        if (order >= 0)
+            break;
+        ++*at;
+    }
+    if (found != NULL) {
+        pcc_tenant_lock(tenant);
+        found->holders++;
+        pcc_tenant_unlock(tenant);
+    }
+    return found;
+}
+
+static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_allocation *wanted,
+                       struct pcc_gpu *gpu, struct pcc_tenant_import **out, struct words words)
+{
+    struct pcc_gpu_answers answers;
+    struct pcc_tenant_import *import = calloc(1, sizeof(*import));
+
+    if (import == NULL)
+        return -ENOMEM;
+    const int error =
+        pcc_gpu_import(gpu, wanted->handle, &import->address, &import->length_bytes, &answers);
+    if (error != 0) {
+        import_failed(words, error, &answers);
+        free(import);
+        return answers.first == CUDA_ERROR_ALREADY_MAPPED ? -EEXIST : error;
+    }
+    memcpy(import->handle, wanted->handle, sizeof(import->handle));
+    import->buffer_id = wanted->buffer_id;
+    import->gpu = gpu;
+    import->holders = 1;
+    pcc_tenant_lock(tenant);
+    tenant->pull.mappings++;
+    tenant->pull.exposed_bytes += import->length_bytes;
+    pcc_tenant_unlock(tenant);
+    *out = import;
+    return 0;
+}
+
+static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
+                        const struct pcc_tenant_map *before, struct words words)
+{
+    const uint32_t count = map->view.head.allocation_count;
+    uint32_t at = 0;
+
+    map->imports = calloc(count, sizeof(struct pcc_tenant_import *));
+    if (map->imports == NULL)
+        return -ENOMEM;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t number = map->view.by_handle[i];
+        const struct pcc_exposed_allocation *wanted = &map->view.allocations[number];
+        struct pcc_gpu *gpu = map->gpus[wanted->device];
+        map->imports[number] = import_share(tenant, before, wanted, gpu, &at);
+        if (map->imports[number] != NULL)
+            continue;
+        const int error = import_open(tenant, wanted, gpu, &map->imports[number], words);
+        if (error != 0)
+            return error;
+    }
+    return 0;
+}
+
+static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *map,
+                      struct words words)
+{
+    struct pcc_gpu *gpu = NULL;
+
+    for (uint32_t i = 0; gpu == NULL && i < PCC_DEVICES; i++)
+        gpu = map->gpus[i];
+    const int error = pcc_tenant_pin_for(tenant, gpu);
+    if (error != 0)
+        say(words, "the driver does not pin the daemon's memory: %s", pcc_error_name(error));
+    return error;
+}
+
+/* Nothing is read beyond what the driver says is there, whatever the trainer said. */
+static int lengths_check(const struct pcc_tenant_map *map, struct words words)
+{
+    for (uint32_t i = 0; i < map->view.head.range_count; i++) {
+        const struct pcc_exposed_range *range = &map->view.ranges[i];
+        if (range->allocation_offset_bytes + range->length_bytes <=
+            map->imports[range->allocation]->length_bytes)
+            continue;
+        say(words, "an allocation is shorter here than the trainer says");
+        return -PCC_E_BAD_HANDLE;
+    }
+    return 0;
+}
+
+static int probe(const struct pcc_tenant_map *map, struct words words)
+{
+    const struct pcc_exposure *head = &map->view.head;
+    const struct pcc_tenant_import *import = map->imports[head->probe_allocation];
+    uint8_t got[sizeof(head->probe)];
+
+    if (head->probe_offset_bytes + sizeof(got) > import->length_bytes) {
+        say(words, "an allocation is shorter here than the trainer says");
+        return -PCC_E_BAD_HANDLE;
+    }
+    const int error =
+        pcc_gpu_read(import->gpu, import->address + head->probe_offset_bytes, got, sizeof(got));
+    if (error != 0) {
+        say(words, "the trainer's GPU memory cannot be read: %s", pcc_error_name(error));
+        return error;
+    }
+    if (memcmp(got, head->probe, sizeof(got)) == 0)
+        return 0;
+    say(words, "the trainer's handles mean other memory to the daemon");
+    return -PCC_E_BAD_HANDLE;
+}
+
+static int map_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
+                    const struct pcc_tenant_map *before, struct words words)
+{
+    int error = gpus_take(tenant, map, words);
+
+    if (error == 0)
+        error = imports_open(tenant, map, before, words);
+    if (error == 0)
+        error = lengths_check(map, words);
+    if (error == 0)
+        error = memory_pin(tenant, map, words);
+    if (error == 0)
+        error = probe(map, words);
+    return error;
+}
+
+/* `map` is the one exposed last from now on, and `before`, or NULL, has a holder less. */
+static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before,
+                        struct pcc_tenant_map *map)
+{
+    pcc_tenant_lock(tenant);
+    tenant->pull.map = map;
+    if (before != NULL)
+        pcc_tenant_map_put(tenant, before);
+    pcc_tenant_unlock(tenant);
+    pcc_tenant_maps_close(tenant);
+}
+
+/* Control held, so that neither session nor map before go away meanwhile. */
+static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
+                  uint64_t length_bytes, struct words words)
+{
+    const char *why;
+    struct pcc_tenant_map *map = calloc(1, sizeof(*map));
+
+    if (map == NULL)
+        return -ENOMEM;
+    map->number = number;
+    map->holders = 1;
+    int error = pcc_exposure_parse(bytes, length_bytes, tenant->spec.chunk_bytes, &map->view, &why);
+    if (error != 0)
+        say(words, "%s", why);
+
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_map *before = tenant->pull.map;
+    tenant->pull.map = NULL; /* no new save through it, and its imports stay while we hold it */
+    tenant->pull.maps++;
+    pcc_tenant_unlock(tenant);
+    if (error == 0)
+        error = map_open(tenant, map, before, words);
+    if (error == -EEXIST) { /* drivers refuse an address while what was there is still mapped */
+        imports_close(tenant, map);
+        map_replace(tenant, before, NULL);
+        before = NULL;
+        error = map_open(tenant, map, NULL, words);
+    }
+    if (error == 0) {
+        say(words, "%s", "");
+        map_replace(tenant, before, map);
+    } else {
+        map_replace(tenant, before, NULL);
+        map_replace(tenant, map, NULL);
+    }
+    return error == -EEXIST ? -PCC_E_BAD_HANDLE : error;
+}
+
+int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
+                      uint64_t length_bytes, char *reason, size_t reason_bytes)
+{
+    const struct words words = {.text = reason, .capacity = reason_bytes};
+    int error = 0;
+
+    say(words, "%s", "");
+    (void)pthread_mutex_lock(&tenant->control);
+    pcc_tenant_lock(tenant);
+    if (!tenant->attached || tenant->broken)
+        error = -ENOTCONN;
+    else if (map == 0)
+        error = -PCC_E_BAD_PEER;
+    pcc_tenant_unlock(tenant);
+    const char *missing = error == 0 ? pcc_cuda_missing() : "";
+    if (error == 0 && (tenant->gpus == NULL || missing[0] != '\0')) {
+        say(words, "%s", missing[0] != '\0' ? missing : "the daemon uses no GPU");
+        error = -PCC_E_NO_DRIVER;
+    } else if (error == 0 && !tenant->pull.trainer.known) {
+        say(words, "the daemon may not look into the trainer's process (another user, or another "
+                   "PID namespace), so that it could not tell whether it lived during a copy");
+        error = -PCC_E_BAD_HANDLE;
+    }
+    if (error == 0)
+        error = expose(tenant, map, bytes, length_bytes, words);
+    if (error != 0 && reason_bytes > 0 && reason[0] == '\0')
+        say(words, "%s", pcc_error_name(error));
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}

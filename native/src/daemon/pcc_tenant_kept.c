@@ -1,0 +1,347 @@
+/* What outlives the daemon: a state memfd for each bound volume, and going on with what a daemon
+ * that was killed had copied (pcc_kept.h). The memory that goes on was shared with a client who may
+ * still write to it, so nothing in it counts before it was checked against the state. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "daemon/pcc_tenant_private.h"
+
+int pcc_tenant_kept_make(struct pcc_tenant *tenant, struct pcc_tenant_binding *binding,
+                         struct pcc_volume *volume)
+{
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    const struct pcc_kept_shape shape =
+        pcc_kept_shape_of(&geometry, tenant->spec.lanes, tenant->spec.chunk_bytes);
+    struct pcc_record record;
+    void *bytes = NULL;
+    uint64_t id;
+
+    const uint64_t length = pcc_kept_bytes(&shape);
+    if (length == 0 || tenant->label[0] == '\0')
+        return 0;
+    const int error = pcc_pool_state_make(tenant->pool, tenant->label, length, &id, &bytes);
+    if (error != 0 || id == 0)
+        return error;
+    pcc_volume_record(volume, &record);
+    pcc_kept_make(&binding->kept, bytes, &shape, &record);
+    binding->kept_id = id;
+    return 0;
+}
+
+void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *binding)
+{
+    if (binding->kept.bytes != NULL)
+        pcc_pool_state_drop(tenant->pool, tenant->label, binding->kept_id, binding->kept.bytes,
+                            binding->kept.length_bytes);
+    binding->kept = (struct pcc_kept){0};
+    binding->kept_id = 0;
+}
+
+/* With growing held. Nobody knows which chunks a client of the daemon before had to fill, and may
+ * still write to. What belongs to a copied save it had not. */
+static int adopted_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *segment)
+{
+    const uint32_t first = tenant->chunk_count;
+    const uint64_t chunks = segment->memory.length_bytes / tenant->spec.chunk_bytes;
+
+    if (chunks * tenant->spec.chunk_bytes != segment->memory.length_bytes)
+        return -EINVAL;
+    if (chunks > tenant->spec.chunk_capacity - first)
+        return -ENOSPC;
+    pcc_tenant_segment_add(tenant, segment);
+    pcc_tenant_lock(tenant);
+    for (uint32_t i = first; i < tenant->chunk_count; i++)
+        pcc_tenant_chunk_set(tenant, &tenant->chunks[i], PCC_CHUNK_LEFT);
+    pcc_tenant_unlock(tenant);
+    return 0;
+}
+
+int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id)
+{
+    struct pcc_tenant_segment segment = {0};
+
+    (void)pthread_mutex_lock(&tenant->control);
+    (void)pthread_mutex_lock(&tenant->growing);
+    int error = tenant->session != 0 || tenant->pull.pinner != NULL ||
+                        tenant->lasting_count != tenant->segment_count
+                    ? -EBUSY
+                    : 0;
+    if (error == 0)
+        error = pcc_pool_adopt(tenant->pool, fd, id, tenant->label, &segment.memory);
+    if (error == 0) {
+        error = adopted_add(tenant, &segment);
+        if (error != 0)
+            pcc_pool_unadopt(tenant->pool, &segment.memory);
+    }
+    (void)pthread_mutex_unlock(&tenant->growing);
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}
+
+/* -- going on with the saves -- */
+
+/* With the lock held. Index into the chunk table, -1 when the memory is not here. */
+static int64_t chunk_find(const struct pcc_tenant *tenant, const struct pcc_kept_piece *piece)
+{
+    const uint64_t id = atomic_load_explicit(&piece->segment, memory_order_acquire);
+
+    for (uint32_t i = 0; id != 0 && i < tenant->segment_count; i++) {
+        const struct pcc_segment *memory = &tenant->segments[i].memory;
+        if (memory->id == id)
+            return piece->chunk < memory->chunk_count ? (int64_t)memory->first_chunk + piece->chunk
+                                                      : -1;
+    }
+    return -1;
+}
+
+static uint32_t piece_count(const struct pcc_tenant *tenant, uint64_t payload_bytes)
+{
+    return (uint32_t)pcc_ceil_div(payload_bytes, tenant->spec.chunk_bytes);
+}
+
+/* With the lock held: what lies in memory that did not come back is not in DRAM. */
+static void forget_absent(struct pcc_tenant *tenant, const struct pcc_kept *kept, uint32_t place)
+{
+    const uint32_t pieces = piece_count(tenant, pcc_kept_save(kept, place)->payload_bytes);
+
+    for (uint32_t i = 0; i < pieces; i++) {
+        const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, place, i));
+        if (index < 0 || tenant->chunks[index].state != PCC_CHUNK_LEFT)
+            pcc_kept_reused(kept, place, i);
+    }
+}
+
+/* With the lock held: the chunks of a save that goes on are its own until it has ended. */
+static void chunks_claim(struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
+{
+    const struct pcc_kept *kept = &tenant->bindings[save->binding].kept;
+    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
+
+    for (uint32_t i = 0; i < save->chunk_count; i++) {
+        const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, save->kept_place, i));
+        if (index < 0)
+            continue; /* in its slot only */
+        const uint64_t left = save->payload_bytes - i * chunk_bytes;
+        struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+        pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FULL);
+        chunk->tag = save->tag;
+        chunk->sequence = save->sequence;
+        chunk->offset_bytes = i * chunk_bytes;
+        chunk->length_bytes = (uint32_t)(left < chunk_bytes ? left : chunk_bytes);
+        chunk->payload_chunks = save->chunk_count;
+    }
+}
+
+static int save_adopt(struct pcc_tenant *tenant, uint32_t binding, uint32_t place)
+{
+    const struct pcc_kept *kept = &tenant->bindings[binding].kept;
+    const struct pcc_kept_save *found = pcc_kept_save(kept, place);
+    const uint32_t chunks = piece_count(tenant, found->payload_bytes);
+    struct pcc_save *saved;
+
+    struct pcc_tenant_save *save = pcc_tenant_save_take(tenant, chunks);
+    if (save == NULL)
+        return -ENOMEM;
+    forget_absent(tenant, kept, place);
+    const uint64_t tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);
+    const int error = pcc_save_adopt(tenant->bindings[binding].saver, place, tag, &saved);
+    if (error != 0)
+        return error;
+    *save = (struct pcc_tenant_save){.tag = tag,
+                                     .snapshot = found->sequence,
+                                     .sequence = found->sequence,
+                                     .payload_bytes = found->payload_bytes,
+                                     .binding = binding,
+                                     .chunk_count = chunks,
+                                     .received = chunks,
+                                     .save = saved,
+                                     .copied = true,
+                                     .unsettled = true,
+                                     .kept_place = place,
+                                     .seen = save->seen,
+                                     .seen_words = save->seen_words};
+    tenant->bindings[binding].active++;
+    chunks_claim(tenant, save);
+    return 0;
+}
+
+/* With the lock held: every copied save of the state, the newest first, since it counts most when
+ * a lane or a slot is short. */
+static uint32_t saves_adopt(struct pcc_tenant *tenant, uint32_t binding,
+                            struct pcc_kept_outcome *outcomes)
+{
+    const struct pcc_kept *kept = &tenant->bindings[binding].kept;
+    const uint32_t places = pcc_kept_header(kept)->places;
+    uint64_t before = UINT64_MAX;
+    uint32_t count = 0;
+
+    while (count < PCC_KEPT_OUTCOMES_MAX) {
+        uint32_t newest = places;
+        for (uint32_t i = 0; i < places; i++)
+            if (pcc_kept_is_copied(kept, i) && pcc_kept_save(kept, i)->sequence < before &&
+                (newest == places ||
+                 pcc_kept_save(kept, i)->sequence > pcc_kept_save(kept, newest)->sequence))
+                newest = i;
+        if (newest == places)
+            break;
+        const struct pcc_kept_save *save = pcc_kept_save(kept, newest);
+        before = save->sequence;
+        struct pcc_kept_outcome *out = &outcomes[count++];
+        *out = (struct pcc_kept_outcome){.sequence = save->sequence,
+                                         .step = save->step,
+                                         .incarnation = save->incarnation,
+                                         .payload_bytes = save->payload_bytes,
+                                         .tree_offset_bytes = save->tree_offset_bytes,
+                                         .tree_bytes = save->tree_bytes,
+                                         .world_size = save->world_size};
+        out->error = save_adopt(tenant, binding, newest);
+        if (out->error != 0)
+            pcc_kept_end(kept, newest);
+    }
+    return count;
+}
+
+/* Whether the state is one of this volume, and of a tenant like this. */
+static int state_check(const struct pcc_tenant *tenant, const struct pcc_kept *kept,
+                       const struct pcc_record *record, const struct pcc_geometry *geometry)
+{
+    const struct pcc_kept_header *header = pcc_kept_header(kept);
+    const bool fits = memcmp(header->volume_uuid, record->volume_uuid, PCC_UUID_BYTES) == 0 &&
+                      header->chunk_bytes == tenant->spec.chunk_bytes &&
+                      header->block_bytes == geometry->block_bytes &&
+                      header->slot_stride_bytes == geometry->slot_stride_bytes &&
+                      header->places == tenant->spec.lanes * PCC_SAVES_PER_LANE;
+
+    return fits ? 0 : -EINVAL;
+}
+
+/* With control held. */
+static int state_take_over(struct pcc_tenant *tenant, uint32_t index, struct pcc_volume *volume)
+{
+    struct pcc_kept *kept = &tenant->bindings[index].kept;
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    struct pcc_record record;
+
+    pcc_volume_record(volume, &record);
+    int error = state_check(tenant, kept, &record, &geometry);
+    if (error != 0)
+        return error;
+    return pcc_tenant_binding_open(tenant, index, volume);
+}
+
+int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume, int fd, uint64_t id,
+                         struct pcc_kept_outcome *outcomes, uint32_t *count_out)
+{
+    void *bytes;
+    uint64_t length;
+    int error = 0;
+
+    *count_out = 0;
+    (void)pthread_mutex_lock(&tenant->control);
+    const uint32_t index = pcc_tenant_binding_find(tenant, NULL);
+    struct pcc_tenant_binding *binding = &tenant->bindings[index % PCC_TENANT_VOLUMES];
+    if (tenant->session != 0 || index == PCC_TENANT_VOLUMES ||
+        pcc_tenant_binding_find(tenant, volume) < PCC_TENANT_VOLUMES)
+        error = -EBUSY;
+    else if (id == 0 || tenant->label[0] == '\0')
+        error = -EINVAL;
+    if (error == 0)
+        error = pcc_pool_state_map(fd, &bytes, &length);
+    if (error == 0) {
+        error = pcc_kept_accept(&binding->kept, bytes, length);
+        if (error == 0)
+            error = state_take_over(tenant, index, volume);
+        if (error != 0) {
+            binding->kept = (struct pcc_kept){0};
+            (void)munmap(bytes, length);
+        }
+    }
+    if (error == 0) {
+        binding->kept_id = id;
+        pcc_tenant_lock(tenant);
+        *count_out = saves_adopt(tenant, index, outcomes);
+        pcc_tenant_unlock(tenant);
+    }
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}
+
+/* -- settling: checked, and handed over -- */
+
+/* With the lock held. */
+static struct pcc_tenant_save *unsettled_oldest(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *oldest = NULL;
+
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (save->unsettled && save->save != NULL &&
+            (oldest == NULL || save->sequence < oldest->sequence))
+            oldest = save;
+    }
+    return oldest;
+}
+
+/* With the lock held, which is let go of meanwhile: one chunk is checked and handed over. */
+static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint32_t position,
+                        void *buffer)
+{
+    const struct pcc_kept *kept = &tenant->bindings[save->binding].kept;
+    struct pcc_save *saved = save->save;
+    const uint64_t tag = save->tag;
+    const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, save->kept_place, position));
+    int error = 0;
+
+    if (index >= 0)
+        tenant->chunks[index].settling = true;
+    pcc_tenant_unlock(tenant);
+    if (index < 0) /* only then memory is needed that may not be had */
+        error = buffer != NULL ? pcc_save_found(saved, tag, position, buffer) : -ENOMEM;
+    else if (!pcc_save_matches(saved, position, tenant->chunks[index].bytes,
+                               tenant->chunks[index].length_bytes))
+        error = -PCC_E_DAMAGED;
+    pcc_tenant_lock(tenant);
+    if (index >= 0)
+        tenant->chunks[index].settling = false;
+    if (error != 0 || index < 0 || save->save == NULL)
+        return error;
+    const struct pcc_segment *segment = &tenant->segments[tenant->chunks[index].segment].memory;
+    const struct pcc_chunk piece = {.bytes = tenant->chunks[index].bytes,
+                                    .payload_offset_bytes = tenant->chunks[index].offset_bytes,
+                                    .length_bytes = tenant->chunks[index].length_bytes,
+                                    .index = (uint32_t)index,
+                                    .segment = segment->id,
+                                    .segment_chunk = (uint32_t)index - segment->first_chunk,
+                                    .checksums = pcc_save_kept_checksums(saved, position)};
+    return pcc_save_chunk(saved, &piece);
+}
+
+static void settle(struct pcc_tenant *tenant, struct pcc_tenant_save *save, void *buffer)
+{
+    int error = 0;
+
+    tenant->settling = save;
+    for (uint32_t i = 0; error == 0 && save->save != NULL && i < save->chunk_count; i++)
+        error = settle_chunk(tenant, save, i, buffer);
+    tenant->settling = NULL;
+    save->unsettled = false;
+    if (save->save == NULL)
+        return; /* a write has failed, and its end was told */
+    if (error == 0)
+        error = pcc_save_seal(save->save);
+    if (error != 0)
+        pcc_save_abort(save->save, error);
+}
+
+void pcc_tenant_settle(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *save;
+    void *buffer = aligned_alloc(PCC_IO_ALIGN, tenant->spec.chunk_bytes);
+
+    pcc_tenant_lock(tenant);
+    while ((save = unsettled_oldest(tenant)) != NULL)
+        settle(tenant, save, buffer);
+    pcc_tenant_unlock(tenant);
+    free(buffer);
+}

@@ -1,0 +1,324 @@
+/* Loads: checked payload on its way back to the client. Reader threads take pieces of one chunk's
+ * length in order; a piece whose chunk is still cached is checked where it lies and lent as it is,
+ * any other is read from the volume into a chunk that is taken for it. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/pcc_numa.h"
+#include "base/pcc_thread.h"
+#include "daemon/pcc_tenant_private.h"
+
+struct piece {
+    uint64_t offset_bytes;
+    uint64_t length_bytes;
+};
+
+/* Chunks that one load may hold at a time: enough to keep disk and client busy. */
+static uint32_t lent_max(const struct pcc_tenant *tenant)
+{
+    return 4 + 2 * tenant->spec.writers_per_lane;
+}
+
+static bool over(const struct pcc_tenant *tenant)
+{
+    const struct pcc_tenant_load *load = &tenant->load;
+
+    return load->stop || load->result != 0 || !tenant->attached || tenant->broken;
+}
+
+static void wait_for_chunk(struct pcc_tenant *tenant)
+{
+    tenant->load.waiting++;
+    (void)pthread_cond_wait(&tenant->chunk_back, &tenant->lock);
+    tenant->load.waiting--;
+}
+
+static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
+{
+    struct pcc_tenant_load *load = &tenant->load;
+    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
+
+    while (!over(tenant) && load->lent >= lent_max(tenant))
+        wait_for_chunk(tenant);
+    if (over(tenant) || load->next_bytes >= load->end_bytes)
+        return false;
+    uint64_t end = (load->next_bytes / chunk_bytes + 1) * chunk_bytes;
+    if (end > load->end_bytes)
+        end = load->end_bytes;
+    *out = (struct piece){.offset_bytes = load->next_bytes, .length_bytes = end - load->next_bytes};
+    load->next_bytes = end;
+    return true;
+}
+
+static int64_t cached_find(const struct pcc_tenant *tenant, uint64_t offset_bytes)
+{
+    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
+        const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
+        if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == tenant->load.cached_as &&
+            chunk->offset_bytes == offset_bytes && !pcc_tenant_retires(tenant, chunk))
+            return i;
+    }
+    return -1;
+}
+
+static void take(struct pcc_tenant *tenant, uint32_t index, bool cached)
+{
+    pcc_tenant_chunk_set(tenant, &tenant->chunks[index], PCC_CHUNK_READING);
+    tenant->chunks[index].lent_cached = cached;
+    tenant->load.lent++;
+}
+
+void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool intact)
+{
+    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+
+    tenant->load.lent--;
+    if (chunk->lent_cached && intact) {
+        chunk->lent_cached = false;
+        pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
+    } else {
+        pcc_tenant_chunk_free(tenant, index);
+    }
+    if (tenant->load.waiting > 0)
+        (void)pthread_cond_broadcast(&tenant->chunk_back);
+}
+
+static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece)
+{
+    const struct pcc_message message = {.kind = PCC_MSG_DATA,
+                                        .chunk = index,
+                                        .id = tenant->load.id,
+                                        .offset_bytes = piece->offset_bytes,
+                                        .length_bytes = (uint32_t)piece->length_bytes};
+
+    pcc_tenant_grant_segments(tenant);
+    if (over(tenant) || pcc_tenant_push(tenant, &message) != 0) {
+        pcc_tenant_load_put_back(tenant, index, true);
+        return;
+    }
+    pcc_tenant_chunk_set(tenant, &tenant->chunks[index], PCC_CHUNK_LENT);
+    pcc_tenant_wake_client(tenant);
+}
+
+/* True when the piece's chunk was cached, intact and is on its way. The client can write to its
+ * chunks at any time, so trust comes from the checksums of the volume. */
+static bool send_cached(struct pcc_tenant *tenant, const struct piece *piece)
+{
+    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
+    const int64_t found = cached_find(tenant, piece->offset_bytes / chunk_bytes * chunk_bytes);
+
+    if (found < 0)
+        return false;
+    const uint32_t index = (uint32_t)found;
+    const struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+    const struct piece whole = {.offset_bytes = chunk->offset_bytes,
+                                .length_bytes = chunk->length_bytes};
+    take(tenant, index, true);
+    pcc_tenant_unlock(tenant);
+    const int error =
+        pcc_load_check(tenant->load.load, chunk->bytes, whole.offset_bytes, whole.length_bytes);
+    pcc_tenant_lock(tenant);
+    if (error != 0) {
+        pcc_tenant_load_put_back(tenant, index, false);
+        return false;
+    }
+    send(tenant, index, &whole);
+    return true;
+}
+
+/* Without the lock, after a mismatch: the client may have written to the chunk. Read once more
+ * where it cannot, so that only the disk's own bytes are called damaged. */
+static int read_privately(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece)
+{
+    const uint64_t length = pcc_align_up(piece->length_bytes, PCC_IO_ALIGN);
+    void *bytes = aligned_alloc(PCC_IO_ALIGN, length);
+
+    if (bytes == NULL)
+        return -ENOMEM;
+    const int error =
+        pcc_load_chunk(tenant->load.load, bytes, piece->offset_bytes, piece->length_bytes);
+    if (error == 0)
+        memcpy(tenant->chunks[index].bytes, bytes, length);
+    free(bytes);
+    return error;
+}
+
+static int send_read(struct pcc_tenant *tenant, const struct piece *piece)
+{
+    int64_t found;
+
+    for (;;) {
+        if (over(tenant))
+            return 0;
+        /* With nothing lent there is nothing to wait for but saves: take their chunks, too. */
+        found = pcc_tenant_pick(tenant, tenant->load.cached_as, tenant->load.lent > 0);
+        if (found >= 0)
+            break;
+        wait_for_chunk(tenant);
+    }
+    const uint32_t index = (uint32_t)found;
+    take(tenant, index, false);
+    pcc_tenant_unlock(tenant);
+    int error = pcc_load_chunk(tenant->load.load, tenant->chunks[index].bytes, piece->offset_bytes,
+                               piece->length_bytes);
+    if (error == -PCC_E_DAMAGED)
+        error = read_privately(tenant, index, piece);
+    pcc_tenant_lock(tenant);
+    if (error != 0) {
+        pcc_tenant_load_put_back(tenant, index, false);
+        return error;
+    }
+    send(tenant, index, piece);
+    return 0;
+}
+
+static void *reader_run(void *argument)
+{
+    struct pcc_tenant *tenant = argument;
+    int32_t here = PCC_NUMA_ANYWHERE;
+    struct piece piece;
+
+    pcc_numa_follow(&tenant->numa_node, &here);
+    pcc_tenant_lock(tenant);
+    while (piece_next(tenant, &piece)) {
+        if (send_cached(tenant, &piece))
+            continue;
+        const int error = send_read(tenant, &piece);
+        if (error != 0 && tenant->load.result == 0) {
+            tenant->load.result = error;
+            (void)pthread_cond_broadcast(&tenant->chunk_back);
+        }
+    }
+    pcc_tenant_unlock(tenant);
+    return NULL;
+}
+
+/* Opens the checkpoint and cuts the range to what reads and checksums are aligned to. */
+static int load_prepare(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_load *load = &tenant->load;
+    int error = pcc_load_open(load->volume, load->sequence, &load->load);
+
+    if (error != 0)
+        return error;
+    const uint64_t payload_bytes = pcc_load_entry(load->load)->payload_bytes;
+    const uint64_t block_bytes = pcc_load_block_bytes(load->load);
+    const uint64_t align = block_bytes > PCC_IO_ALIGN ? block_bytes : PCC_IO_ALIGN;
+    if (load->end_bytes > payload_bytes || tenant->spec.chunk_bytes % align != 0)
+        return -EINVAL;
+    load->next_bytes = load->next_bytes / align * align;
+    load->end_bytes = pcc_align_up(load->end_bytes, align);
+    if (load->end_bytes > payload_bytes)
+        load->end_bytes = payload_bytes;
+    return 0;
+}
+
+static void load_end(struct pcc_tenant *tenant, int error)
+{
+    struct pcc_tenant_load *load = &tenant->load;
+
+    pcc_load_close(load->load);
+    pcc_tenant_lock(tenant);
+    load->load = NULL;
+    if (load->result == 0)
+        load->result = error;
+    if (load->result == 0 && (over(tenant) || load->next_bytes < load->end_bytes))
+        load->result = -PCC_E_ABORTED;
+    if (tenant->attached && !tenant->broken) {
+        const struct pcc_message message = {
+            .kind = PCC_MSG_END, .id = load->id, .result = load->result};
+        if (pcc_tenant_push(tenant, &message) == 0)
+            pcc_tenant_wake_client(tenant);
+    }
+    const struct pcc_event event = {.kind = PCC_EVENT_LOAD_ENDED,
+                                    .error = load->result,
+                                    .session = load->session,
+                                    .id = load->id,
+                                    .sequence = load->sequence};
+    load->active = false;
+    pcc_tenant_put(tenant, &event);
+    pcc_tenant_unlock(tenant);
+}
+
+static void *leader_run(void *argument)
+{
+    struct pcc_tenant *tenant = argument;
+    pthread_t helpers[PCC_LOAD_THREADS_MAX];
+    uint32_t count = 0;
+    const int error = load_prepare(tenant);
+
+    if (error == 0) {
+        /* A helper that cannot be started only makes it slower. */
+        while (count + 1 < tenant->spec.writers_per_lane && count < PCC_LOAD_THREADS_MAX &&
+               pcc_thread_start(&helpers[count], reader_run, tenant, "pcc-load") == 0)
+            count++;
+        (void)reader_run(tenant);
+        for (uint32_t i = 0; i < count; i++)
+            (void)pthread_join(helpers[i], NULL);
+    }
+    load_end(tenant, error);
+    return NULL;
+}
+
+static void leader_join(struct pcc_tenant *tenant)
+{
+    if (tenant->load.joinable)
+        (void)pthread_join(tenant->load.leader, NULL);
+    tenant->load.joinable = false;
+}
+
+int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool own,
+                    uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
+                    uint64_t load_id)
+{
+    uint64_t end_bytes;
+    int error = 0;
+
+    if (__builtin_add_overflow(offset_bytes, length_bytes, &end_bytes))
+        return -EINVAL;
+    (void)pthread_mutex_lock(&tenant->control);
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_load *load = &tenant->load;
+    if (!tenant->attached || tenant->broken)
+        error = -ENOTCONN;
+    else if (load->active)
+        error = -EBUSY;
+    pcc_tenant_unlock(tenant);
+    if (error != 0)
+        goto out;
+    leader_join(tenant); /* has put its last event: this does not wait */
+
+    pcc_tenant_lock(tenant);
+    load->active = true;
+    load->stop = false;
+    load->volume = volume;
+    load->load = NULL;
+    load->id = load_id;
+    load->session = tenant->session;
+    load->sequence = sequence;
+    load->cached_as = own ? sequence : 0;
+    load->next_bytes = offset_bytes;
+    load->end_bytes = end_bytes;
+    load->result = 0;
+    pcc_tenant_unlock(tenant);
+    error = pcc_thread_start(&load->leader, leader_run, tenant, "pcc-load");
+    if (error == 0) {
+        load->joinable = true;
+    } else {
+        pcc_tenant_lock(tenant);
+        load->active = false;
+        pcc_tenant_unlock(tenant);
+    }
+out:
+    (void)pthread_mutex_unlock(&tenant->control);
+    return error;
+}
+
+void pcc_tenant_load_stop(struct pcc_tenant *tenant)
+{
+    pcc_tenant_lock(tenant);
+    tenant->load.stop = true;
+    (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_unlock(tenant);
+    leader_join(tenant);
+}

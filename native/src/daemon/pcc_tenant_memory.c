@@ -1,0 +1,518 @@
+/* A tenant's memory: segments taken from the pool, pinned for GPUs, given back, and what chunks
+ * hold. */
+#include <stdlib.h>
+#include <time.h>
+
+#include "base/pcc_futex.h"
+#include "base/pcc_numa.h"
+#include "daemon/pcc_tenant_private.h"
+
+void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh)
+{
+    const uint32_t chunk_bytes = tenant->spec.chunk_bytes;
+    const struct pcc_segment *segment = &fresh->memory;
+
+    pcc_tenant_lock(tenant);
+    PCC_ASSERT(tenant->lasting_count == tenant->segment_count);
+    const uint32_t index = tenant->segment_count++;
+    tenant->lasting_count++;
+    struct pcc_tenant_segment *added = &tenant->segments[index];
+    *added = *fresh;
+    added->number = ++tenant->segment_number;
+    added->memory.first_chunk = tenant->chunk_count;
+    added->memory.chunk_count = (uint32_t)(segment->length_bytes / chunk_bytes);
+    for (uint32_t i = 0; i < added->memory.chunk_count; i++) {
+        tenant->chunks[tenant->chunk_count++] = (struct pcc_tenant_chunk){
+            .bytes = segment->bytes + (size_t)i * chunk_bytes, .segment = index};
+    }
+    pcc_tenant_chunks_add(tenant, added->memory.first_chunk, added->memory.chunk_count);
+    atomic_store_explicit(&tenant->numa_node, segment->numa_node, memory_order_relaxed);
+    pcc_tenant_grant_segments(tenant);
+    pcc_tenant_hand_out(tenant);
+    if (tenant->load.waiting > 0)
+        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_unlock(tenant);
+}
+
+/* The next segment's length: what is wanted, cut to a segment, to the table and to the budget. */
+static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
+{
+    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
+    uint64_t budget, used;
+
+    pcc_pool_usage(tenant->pool, &budget, &used);
+    uint64_t chunks = pcc_ceil_div(wanted_bytes, chunk_bytes);
+    const uint64_t most = PCC_SEGMENT_BYTES_MAX / chunk_bytes;
+    if (chunks > (most > 0 ? most : 1))
+        chunks = most > 0 ? most : 1;
+    if (chunks > tenant->spec.chunk_capacity - tenant->chunk_count)
+        chunks = tenant->spec.chunk_capacity - tenant->chunk_count;
+    if (chunks > (budget - used) / chunk_bytes)
+        chunks = (budget - used) / chunk_bytes;
+    return chunks * chunk_bytes;
+}
+
+/* With growing held: the driver does not pin. Push does well without, so the memory is used; but
+ * nothing is pulled any more: the next exposure pins first, and is refused with words. */
+static void pull_stop(struct pcc_tenant *tenant)
+{
+    pcc_tenant_pin_stop(tenant);
+    pcc_tenant_lock(tenant);
+    if (tenant->pull.map != NULL)
+        pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
+    tenant->pull.map = NULL;
+    if (tenant->attached)
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+    pcc_tenant_unlock(tenant);
+}
+
+/* With growing held. Near the GPU that reads into it, and pinned for it; else near the trainer. */
+static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
+{
+    const struct pcc_gpu *gpu = tenant->pull.pinner;
+
+    *out = (struct pcc_tenant_segment){0};
+    const int32_t node = gpu != NULL
+                             ? gpu->device.numa_node
+                             : atomic_load_explicit(&tenant->trainer_node, memory_order_relaxed);
+    int error = pcc_pool_take(tenant->pool, length, node, tenant->label, &out->memory);
+    if (error != 0)
+        return error;
+    if (pcc_tenant_segment_pin(tenant, out) != 0)
+        pull_stop(tenant);
+    return 0;
+}
+
+int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted_out)
+{
+    struct pcc_tenant_segment segment;
+    int error = 0;
+
+    (void)pthread_mutex_lock(&tenant->growing);
+    /* Who changes the table of segments holds `growing`. */
+    uint64_t have = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
+    /* What retires leaves from the end of the table first. */
+    while (have < bytes && tenant->lasting_count == tenant->segment_count) {
+        const uint64_t length = segment_length(tenant, bytes - have);
+        if (length == 0)
+            break;
+        error = segment_make(tenant, length, &segment);
+        if (error == -PCC_E_NO_MEMORY)
+            continue; /* another tenant was faster: ask for what is left */
+        if (error != 0)
+            break;
+        pcc_tenant_segment_add(tenant, &segment);
+        have += length;
+    }
+    pcc_tenant_lock(tenant);
+    pcc_tenant_grant_segments(tenant); /* those of a session before, too */
+    pcc_tenant_unlock(tenant);
+    (void)pthread_mutex_unlock(&tenant->growing);
+    if (error == -PCC_E_NO_MEMORY || error == -ENOMEM)
+        error = 0;
+    if (error == 0)
+        *granted_out = have;
+    return error;
+}
+
+int pcc_tenant_release_memory(struct pcc_tenant *tenant)
+{
+    uint32_t count = 0;
+    bool busy;
+
+    (void)pthread_mutex_lock(&tenant->control);
+    (void)pthread_mutex_lock(&tenant->growing);
+    pcc_tenant_lock(tenant);
+    busy = tenant->attached || tenant->load.active || tenant->settling != NULL;
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        busy = busy || tenant->bindings[i].active > 0;
+    if (!busy) {
+        count = tenant->segment_count;
+        tenant->segment_count = tenant->lasting_count = 0;
+        tenant->chunk_count = 0;
+        pcc_tenant_lists_clear(tenant);
+        atomic_store_explicit(&tenant->numa_node, PCC_NUMA_ANYWHERE, memory_order_relaxed);
+    }
+    pcc_tenant_unlock(tenant);
+    /* Nobody finds them any more, and `growing` keeps new ones away while they are unmapped. */
+    for (uint32_t i = 0; i < count; i++)
+        pcc_tenant_segment_return(tenant, &tenant->segments[i]);
+    if (!busy)
+        pcc_tenant_pin_stop(tenant); /* the next session may have no use for it */
+    (void)pthread_mutex_unlock(&tenant->growing);
+    (void)pthread_mutex_unlock(&tenant->control);
+    return busy ? -EBUSY : 0;
+}
+
+static bool holds_content(const struct pcc_tenant_chunk *chunk)
+{
+    return chunk->state == PCC_CHUNK_CACHED ||
+           ((chunk->state == PCC_CHUNK_READING || chunk->state == PCC_CHUNK_LENT) &&
+            chunk->lent_cached);
+}
+
+bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    uint32_t held = 0, of = 0;
+
+    pcc_tenant_lock(tenant);
+    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
+        const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
+        if (chunk->sequence != sequence || !holds_content(chunk) ||
+            pcc_tenant_retires(tenant, chunk))
+            continue;
+        held++;
+        of = chunk->payload_chunks;
+    }
+    pcc_tenant_unlock(tenant);
+    return sequence != 0 && held > 0 && held == of;
+}
+
+void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
+{
+    struct pcc_tenant_usage usage = {0};
+
+    pcc_tenant_lock(tenant);
+    usage.bytes = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
+    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
+        switch (tenant->chunks[i].state) {
+        case PCC_CHUNK_FREE:
+            usage.free_chunks++;
+            break;
+        case PCC_CHUNK_GRANTED:
+        case PCC_CHUNK_PULLED: /* somebody may write to it */
+            usage.granted_chunks++;
+            break;
+        case PCC_CHUNK_FULL:
+            usage.full_chunks++;
+            break;
+        case PCC_CHUNK_CACHED:
+            usage.cached_chunks++;
+            break;
+        case PCC_CHUNK_READING:
+        case PCC_CHUNK_LENT:
+            usage.lent_chunks++;
+            break;
+        case PCC_CHUNK_LOST:
+            break;
+        case PCC_CHUNK_LEFT:
+            usage.left_chunks++;
+            break;
+        }
+    }
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        usage.in_flight += tenant->bindings[i].active;
+    usage.pinned_bytes = tenant->pull.pinned_bytes;
+    usage.exposed_bytes = tenant->pull.exposed_bytes;
+    usage.mappings = tenant->pull.mappings;
+    usage.numa_node = atomic_load_explicit(&tenant->numa_node, memory_order_relaxed);
+    pcc_tenant_unlock(tenant);
+    *out = usage;
+}
+
+/* -- pinned for the copies of a GPU --
+ *
+ * For as long as the trainer's memory is mapped, and some time after it. The driver is called
+ * without the tenant's lock. */
+
+/* Registering memory takes locks of the driver's that all processes of the node share: between two
+ * pieces of a large pool the others have their turn. */
+#define PIN_PAUSE_NS 5000000
+
+/* With growing held. */
+static void pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
+{
+    if (gpu != NULL)
+        pcc_gpu_hold(gpu);
+    if (tenant->pull.pinner != NULL)
+        pcc_gpu_put(tenant->pull.pinner);
+    tenant->pull.pinner = gpu;
+}
+
+void pcc_tenant_pin_stop(struct pcc_tenant *tenant)
+{
+    pinner_set(tenant, NULL);
+}
+
+int pcc_tenant_segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+{
+    struct pcc_gpu *gpu = tenant->pull.pinner;
+
+    /* Nothing is pulled with a lost GPU; memory for push does not depend on it. */
+    if (segment->pinned_by != NULL || gpu == NULL || pcc_gpu_is_lost(gpu))
+        return 0;
+    const int error = pcc_gpu_pin_host(gpu, segment->memory.bytes, segment->memory.length_bytes);
+    if (error != 0)
+        return error;
+    pcc_gpu_hold(gpu);
+    pcc_tenant_lock(tenant);
+    segment->pinned_by = gpu;
+    tenant->pull.pinned_bytes += segment->memory.length_bytes;
+    pcc_tenant_unlock(tenant);
+    (void)nanosleep(&(struct timespec){.tv_nsec = PIN_PAUSE_NS}, NULL);
+    return 0;
+}
+
+/* With growing held, and nothing under way into it. False: the driver has not let go of it. */
+static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+{
+    struct pcc_gpu *gpu = segment->pinned_by;
+    const struct pcc_segment *memory = &segment->memory;
+
+    if (gpu == NULL)
+        return true;
+    if (pcc_gpu_unpin_host(gpu, memory->bytes, memory->length_bytes) != 0)
+        return false;
+    pcc_tenant_lock(tenant);
+    segment->pinned_by = NULL;
+    tenant->pull.pinned_bytes -= memory->length_bytes;
+    pcc_tenant_unlock(tenant);
+    pcc_gpu_put(gpu);
+    return true;
+}
+
+void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+{
+    struct pcc_segment *memory = &segment->memory;
+    bool lost = false;
+
+    for (uint32_t i = 0; i < memory->chunk_count; i++)
+        lost = lost || tenant->chunks[memory->first_chunk + i].state == PCC_CHUNK_LOST;
+    const bool unpinned = !lost && segment_unpin(tenant, segment);
+    if (!unpinned && segment->pinned_by != NULL) { /* its GPU stays held, for ever */
+        pcc_tenant_lock(tenant);
+        tenant->pull.pinned_bytes -= memory->length_bytes;
+        pcc_tenant_unlock(tenant);
+        segment->pinned_by = NULL;
+    }
+    if (lost)
+        pcc_pool_abandon(tenant->pool, tenant->label, memory);
+    else if (!unpinned)
+        pcc_pool_retire(tenant->pool, tenant->label, memory);
+    else
+        pcc_pool_return(tenant->pool, tenant->label, memory);
+}
+
+int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
+{
+    int error = 0;
+
+    (void)pthread_mutex_lock(&tenant->growing);
+    pinner_set(tenant, gpu);
+    for (uint32_t i = 0; error == 0 && i < tenant->segment_count; i++)
+        error = pcc_tenant_segment_pin(tenant, &tenant->segments[i]);
+    if (error != 0)
+        pinner_set(tenant, NULL);
+    (void)pthread_mutex_unlock(&tenant->growing);
+    return error;
+}
+
+void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
+{
+    if (pthread_mutex_trylock(&tenant->control) != 0)
+        return; /* somebody attaches or exposes */
+    pcc_tenant_lock(tenant);
+    const bool rests =
+        tenant->pull.maps == 0 && pcc_now_ns() - tenant->pull.mapped_ns >= unmapped_ns;
+    pcc_tenant_unlock(tenant);
+    if (rests) {
+        (void)pthread_mutex_lock(&tenant->growing);
+        pinner_set(tenant, NULL);
+        for (uint32_t i = 0; i < tenant->segment_count; i++)
+            (void)segment_unpin(tenant, &tenant->segments[i]);
+        (void)pthread_mutex_unlock(&tenant->growing);
+    }
+    (void)pthread_mutex_unlock(&tenant->control);
+}
+
+/* -- taking segments back --
+ *
+ * Segments are taken back from a tenant that is in use, the last ones first, so that indices of
+ * segments and chunks stay dense. A segment goes through
+ *
+ *   retiring   its chunks are neither handed out nor lent any more; cached content is dropped once
+ *              its save is durable, or cannot be moved to another slot anyway
+ *   told       the client was asked (RETIRE), behind everything that named its chunks; one that it
+ *              never got, or that went with its session, counts as returned
+ *   returned   the client has unmapped it (RETURNED)
+ *   empty      no saver, load, check or GPU uses a chunk; it is unpinned, unmapped and leaves the
+ *              descriptor store. The state memfd does not name it: who drops content says so there
+ *              first, and of ended saves nothing is read.
+ *
+ * Nothing waits here: whoever wants the memory calls again. A client that keeps a mapping keeps its
+ * pages, too: the kernel frees them with the last one. */
+
+#define CHUNKS_MIN 2u /* one is filled while one is written: less, and a copy could not go on */
+
+static bool is_dead(const struct pcc_tenant_chunk *chunk)
+{
+    return chunk->state == PCC_CHUNK_LOST || chunk->state == PCC_CHUNK_LEFT;
+}
+
+static uint32_t usable(const struct pcc_tenant *tenant, const struct pcc_segment *memory)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < memory->chunk_count; i++)
+        count += !is_dead(&tenant->chunks[memory->first_chunk + i]);
+    return count;
+}
+
+/* Chunks of the segments that stay. */
+static uint32_t lasting_chunks(const struct pcc_tenant *tenant)
+{
+    return tenant->lasting_count < tenant->segment_count
+               ? tenant->segments[tenant->lasting_count].memory.first_chunk
+               : tenant->chunk_count;
+}
+
+static bool is_idle(const struct pcc_tenant *tenant)
+{
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        if (tenant->bindings[i].active > 0)
+            return false;
+    return true;
+}
+
+/* The first segment with a LEFT chunk goes, and those behind it. While saves are in flight that
+ * would hold up the next ones: then it waits, as long as there are chunks to go on with. */
+static void choose_left(struct pcc_tenant *tenant)
+{
+    uint32_t usable_count = 0;
+
+    for (uint32_t i = 0; i < tenant->lasting_count; i++)
+        usable_count += usable(tenant, &tenant->segments[i].memory);
+    if (usable_count > 0 && !is_idle(tenant))
+        return;
+    for (uint32_t i = 0; i < lasting_chunks(tenant); i++)
+        if (tenant->chunks[i].state == PCC_CHUNK_LEFT)
+            tenant->lasting_count = tenant->chunks[i].segment;
+}
+
+static void choose(struct pcc_tenant *tenant, uint64_t bytes)
+{
+    choose_left(tenant);
+
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < tenant->lasting_count; i++)
+        left += usable(tenant, &tenant->segments[i].memory);
+    while (tenant->lasting_count > 0 &&
+           (uint64_t)lasting_chunks(tenant) * tenant->spec.chunk_bytes > bytes) {
+        const uint32_t last = usable(tenant, &tenant->segments[tenant->lasting_count - 1].memory);
+        if (left - last < CHUNKS_MIN)
+            return;
+        left -= last;
+        tenant->lasting_count--;
+    }
+}
+
+static bool has(const struct pcc_tenant *tenant, const struct pcc_segment *memory,
+                enum pcc_chunk_state state)
+{
+    for (uint32_t i = 0; i < memory->chunk_count; i++)
+        if (tenant->chunks[memory->first_chunk + i].state == state)
+            return true;
+    return false;
+}
+
+/* Asks the client. While a load reads a chunk, DATA may still follow and name it. */
+static void tell(struct pcc_tenant *tenant)
+{
+    bool sent = false;
+
+    for (uint32_t i = tenant->lasting_count; i < tenant->segment_count; i++) {
+        struct pcc_tenant_segment *segment = &tenant->segments[i];
+        if (segment->told || has(tenant, &segment->memory, PCC_CHUNK_READING))
+            continue;
+        if (segment->granted) {
+            const struct pcc_message message = {.kind = PCC_MSG_RETIRE,
+                                                .chunk = segment->memory.first_chunk,
+                                                .id = segment->number};
+            if (tenant->broken || pcc_tenant_push(tenant, &message) != 0)
+                break; /* its session ends, and with it the grant */
+            sent = true;
+        }
+        segment->told = true;
+    }
+    if (sent)
+        pcc_tenant_wake_client(tenant);
+}
+
+int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    for (uint32_t i = tenant->lasting_count; i < tenant->segment_count; i++) {
+        struct pcc_tenant_segment *segment = &tenant->segments[i];
+        if (segment->number != message->id)
+            continue;
+        if (!segment->told || !segment->granted || segment->memory.first_chunk != message->chunk ||
+            has(tenant, &segment->memory, PCC_CHUNK_GRANTED) ||
+            has(tenant, &segment->memory, PCC_CHUNK_LENT))
+            break;
+        segment->granted = false;
+        return 0;
+    }
+    return -PCC_E_BAD_PEER;
+}
+
+/* Whether nothing of the segment is used; drops what is only cached. */
+static bool empty(struct pcc_tenant *tenant, const struct pcc_tenant_segment *segment)
+{
+    bool is_empty = segment->told && !segment->granted;
+
+    for (uint32_t i = 0; i < segment->memory.chunk_count; i++) {
+        const uint32_t index = segment->memory.first_chunk + i;
+        const enum pcc_chunk_state state = tenant->chunks[index].state;
+        if (tenant->chunks[index].settling)
+            is_empty = false;
+        if (state == PCC_CHUNK_FREE || is_dead(&tenant->chunks[index]))
+            continue;
+        if (state != PCC_CHUNK_CACHED || !pcc_tenant_uncache(tenant, index))
+            is_empty = false;
+    }
+    return is_empty;
+}
+
+/* With growing and the lock held: the last segment leaves the table, if it can. */
+static bool last_leaves(struct pcc_tenant *tenant, struct pcc_tenant_segment *out)
+{
+    if (tenant->segment_count == tenant->lasting_count)
+        return false;
+    const struct pcc_tenant_segment *last = &tenant->segments[tenant->segment_count - 1];
+    if (!empty(tenant, last))
+        return false;
+    *out = *last;
+    tenant->segment_count--;
+    tenant->chunk_count = last->memory.first_chunk;
+    return true;
+}
+
+/* With the lock held. */
+static struct pcc_tenant_holding holding(const struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_holding found = {
+        .bytes = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes,
+        .lasting_bytes = (uint64_t)lasting_chunks(tenant) * tenant->spec.chunk_bytes};
+
+    for (uint32_t i = tenant->lasting_count; i < tenant->segment_count; i++)
+        found.asked += tenant->segments[i].told && tenant->segments[i].granted;
+    return found;
+}
+
+void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_tenant_holding *out)
+{
+    struct pcc_tenant_segment gone;
+
+    (void)pthread_mutex_lock(&tenant->growing);
+    pcc_tenant_lock(tenant);
+    choose(tenant, bytes);
+    pcc_tenant_chunks_retire(tenant);
+    tell(tenant);
+    while (last_leaves(tenant, &gone)) {
+        pcc_tenant_unlock(tenant); /* nobody finds it any more, and `growing` keeps others out */
+        pcc_tenant_segment_return(tenant, &gone);
+        pcc_tenant_lock(tenant);
+    }
+    *out = holding(tenant);
+    pcc_tenant_unlock(tenant);
+    (void)pthread_mutex_unlock(&tenant->growing);
+}

@@ -1,0 +1,340 @@
+/* The inside of a tenant, shared by pcc_tenant.c (life), pcc_tenant_admit.c (admission),
+ * pcc_tenant_memory.c (segments: taken, pinned, given back), pcc_tenant_chunks.c (who holds which
+ * chunk), pcc_tenant_drain.c (what the client and the savers report), pcc_tenant_expose.c (what is
+ * mapped of the trainer's GPUs), pcc_tenant_pull.c (the parts of a checkpoint that copiers fill),
+ * pcc_tenant_load.c (restores) and pcc_tenant_kept.c (what outlives the daemon).
+ *
+ * Locks, outermost first: control (attach, detach, expose, load start, bind, close) -> growing ->
+ * lock -> the savers', the GPUs' and the events' own. `lock` guards everything below unless it says
+ * otherwise; it is held for microseconds and never over I/O or a call of the CUDA driver. Savers
+ * and copiers call back without locks of theirs held. Events are put under `lock`, so that those of
+ * one checkpoint come in order. */
+#ifndef PCC_TENANT_PRIVATE_H
+#define PCC_TENANT_PRIVATE_H
+
+#include <pthread.h>
+
+#include "base/pcc_process.h"
+#include "daemon/pcc_exposure.h"
+#include "daemon/pcc_tenant.h"
+#include "gpu/pcc_gpu.h"
+#include "shared/pcc_ring.h"
+
+/* N of every volume, and 64 ended saves that messages may still name. */
+#define PCC_TENANT_SAVES 128u
+#define PCC_TENANT_VOLUMES 4u /* the bound one and grown-out ones that still have saves */
+#define PCC_LOAD_THREADS_MAX 16u
+
+enum pcc_chunk_state {
+    PCC_CHUNK_FREE = 0,
+    PCC_CHUNK_GRANTED, /* a FREE message is out; the client may write it */
+    PCC_CHUNK_FULL,    /* with the saver */
+    PCC_CHUNK_CACHED,  /* written; holds its part of a checkpoint until re-used */
+    PCC_CHUNK_READING, /* a load is reading or checking it */
+    PCC_CHUNK_LENT,    /* a DATA message is out */
+    PCC_CHUNK_PULLED, /* a GPU copies into it; whatever becomes of its save, until that has ended */
+    PCC_CHUNK_LOST,   /* a lost GPU may still write to it: never used again */
+    PCC_CHUNK_LEFT,   /* a client of a session before may still write to it: the same */
+};
+
+struct pcc_tenant_chunk {
+    uint8_t *bytes;
+    uint32_t segment;
+    enum pcc_chunk_state state;             /* set by pcc_tenant_chunk_set() alone */
+    struct pcc_tenant_chunk *next, *before; /* in one of the tenant's lists; NULL: in none */
+    bool lent_cached;      /* READING, LENT: it is CACHED again when it comes back */
+    bool settling;         /* its bytes are being checked, whatever becomes of its save */
+    uint64_t tag;          /* of the save it belongs to; FULL and cached ones */
+    uint64_t sequence;     /* of cached content; 0 = none */
+    uint64_t offset_bytes; /* of cached content within its payload */
+    uint32_t length_bytes;
+    uint32_t payload_chunks; /* chunks of that whole payload */
+};
+
+/* What may be filled anew, in this order. Chunks of retiring segments are in no list. */
+enum pcc_chunk_list {
+    PCC_CHUNKS_FREE,   /* the one that was freed last comes first */
+    PCC_CHUNKS_ENDED,  /* CACHED, its save is over; the oldest comes first */
+    PCC_CHUNKS_FLIGHT, /* CACHED, its save could still have to write it elsewhere; the same */
+    PCC_CHUNK_LISTS,
+};
+
+struct pcc_tenant_segment {
+    struct pcc_segment memory;
+    uint32_t number;           /* never used again in this tenant */
+    bool granted;              /* sent to the attached client, who has not returned it */
+    bool told;                 /* it is retiring, and is not sent to anybody any more */
+    struct pcc_gpu *pinned_by; /* NULL = pageable; written under growing and lock, read under one */
+};
+
+struct pcc_tenant_save {
+    uint64_t tag; /* serial << 8 | index; 0 = never used */
+    uint64_t snapshot;
+    uint64_t session;
+    uint64_t sequence;
+    uint64_t payload_bytes;
+    uint32_t binding;
+    uint32_t chunk_count;
+    uint32_t received;
+    uint32_t wanted;       /* of the client, and not received; part of the tenant's `missing` */
+    uint64_t device_bytes; /* the payload before this is pulled; 0 = nothing */
+    uint32_t devices;      /* a bit for each GPU that it is pulled from */
+    uint32_t read;         /* of them, those whose last copy has arrived */
+    uint32_t judged;       /* of them, those whose trainer lived after that */
+    uint32_t pulls;        /* copiers that have a part of it: the entry is not used again */
+    struct pcc_tenant_map *map; /* held for them */
+    struct pcc_save *save;      /* NULL once ended: it is gone when `ended` returns */
+    bool copied;                /* the word says COPIED */
+    bool given_up;              /* aborted; messages that are under way are swallowed */
+    bool writing;               /* its first chunk has gone to the disk */
+    bool silent;                /* begin itself reported the failure */
+    bool unsettled;             /* adopted: its chunks are to be checked and handed over */
+    bool immovable;             /* a chunk of it was re-used: it cannot move to another slot */
+    uint32_t kept_place;        /* where the binding's state memfd has it */
+    uint64_t *seen;             /* one bit per chunk; kept and grown when the entry is used again */
+    uint32_t seen_words;
+};
+
+struct pcc_tenant_import { /* an allocation of the trainer's, mapped here; shared by maps */
+    struct pcc_gpu *gpu;
+    uint8_t handle[sizeof(CUipcMemHandle)];
+    uint64_t buffer_id;
+    CUdeviceptr address;
+    uint64_t length_bytes; /* as the driver says */
+    uint32_t holders;      /* maps */
+};
+
+struct pcc_tenant_map { /* one exposure, opened */
+    uint64_t number;
+    struct pcc_exposure_view view;
+    struct pcc_gpu *gpus[PCC_DEVICES];
+    struct pcc_tenant_import **imports; /* by allocation */
+    uint32_t holders; /* being the one exposed last, and each save that is pulled through it */
+    bool left_behind;
+    struct pcc_tenant_map *next;
+};
+
+struct pcc_tenant_part; /* of a save, on one GPU: pcc_tenant_pull.c */
+
+struct pcc_tenant_pull {
+    pthread_cond_t part_ended;
+    struct pcc_process trainer;    /* of the attached session; fixed until its parts have ended */
+    struct pcc_tenant_map *map;    /* exposed last; NULL = none */
+    struct pcc_tenant_map *unused; /* nobody holds them: to be closed without the lock */
+    struct pcc_tenant_part *parts; /* that copiers have */
+    struct pcc_gpu *pinner;        /* guarded by growing: new segments are pinned for it; held */
+    uint64_t limit_ns;             /* how long a GPU may take to end what is under way */
+    uint64_t pinned_bytes;
+    uint64_t exposed_bytes;
+    uint32_t mappings;
+    uint32_t maps;      /* that are not closed */
+    uint64_t mapped_ns; /* until then there was one */
+};
+
+struct pcc_tenant_binding {
+    struct pcc_volume *volume; /* NULL = unused */
+    struct pcc_saver *saver;
+    struct pcc_kept kept; /* bytes NULL: nothing is kept */
+    uint64_t kept_id;
+    uint32_t active; /* saves begun and not ended */
+};
+
+struct pcc_tenant_load {
+    pthread_t leader;
+    bool joinable; /* leader runs or waits to be joined; guarded by control */
+    bool active;
+    bool stop;
+    struct pcc_volume *volume;
+    struct pcc_load *load;
+    uint64_t id;
+    uint64_t session;
+    uint64_t sequence;
+    uint64_t cached_as;  /* the sequence of chunks that hold it; 0: it is another rank's */
+    uint64_t next_bytes; /* the next piece starts here */
+    uint64_t end_bytes;
+    uint32_t lent;    /* chunks READING or LENT */
+    uint32_t waiting; /* readers asleep on chunk_back */
+    int result;
+};
+
+struct pcc_tenant {
+    pthread_mutex_t control;
+    pthread_mutex_t growing;
+    pthread_mutex_t lock;
+    pthread_cond_t chunk_back; /* a load waits for a chunk */
+    struct pcc_pool *pool;
+    struct pcc_events *events;
+    struct pcc_gpus *gpus; /* NULL: nothing is ever pulled */
+    struct pcc_tenant_spec spec;
+    char label[PCC_POOL_LABEL_MAX + 1];
+    struct pcc_page_geometry geometry;
+
+    struct pcc_tenant_chunk *chunks; /* [chunk_capacity] */
+    uint32_t chunk_count;
+    struct pcc_tenant_chunk lists[PCC_CHUNK_LISTS]; /* each a ring through this head */
+    uint64_t looked_at;                             /* chunks, by pick: tests bound it */
+    uint32_t granted_count;
+    struct pcc_tenant_segment *segments;
+    uint32_t segment_count;
+    _Atomic int32_t trainer_node; /* that the trainer who attached last is bound to */
+    _Atomic int32_t numa_node;    /* of the segment that was added last: writers run near it */
+    uint32_t lasting_count; /* of them; those behind are retiring: their chunks are not used anew */
+    uint32_t segment_number; /* the last one given */
+
+    struct pcc_tenant_save saves[PCC_TENANT_SAVES];
+    uint64_t serial;
+    uint64_t missing;                 /* chunks that admitted, incomplete snapshots still need */
+    struct pcc_tenant_save *settling; /* stays, with its saver, when it ends meanwhile; or NULL */
+    struct pcc_tenant_binding bindings[PCC_TENANT_VOLUMES];
+    uint32_t bound; /* index; PCC_TENANT_VOLUMES = none */
+
+    bool attached;
+    bool broken;           /* the peer broke the protocol: its ring is no longer read */
+    _Atomic bool stopping; /* read by the drain thread without the lock */
+    uint64_t session;
+    int trainer_fd; /* of the attached session: readable when its process has ended; -1 */
+    int socket_fd;
+    struct pcc_page_view view; /* the drain thread alone consumes to_daemon, without the lock */
+    pthread_t drain;
+    uint64_t *checksums; /* one chunk's, copied out of the page */
+
+    struct pcc_tenant_load load;
+    struct pcc_tenant_pull pull;
+};
+
+static inline void pcc_tenant_lock(struct pcc_tenant *tenant)
+{
+    (void)pthread_mutex_lock(&tenant->lock);
+}
+
+static inline void pcc_tenant_unlock(struct pcc_tenant *tenant)
+{
+    (void)pthread_mutex_unlock(&tenant->lock);
+}
+
+/* With the lock held: the chunk is to go with its segment. */
+static inline bool pcc_tenant_retires(const struct pcc_tenant *tenant,
+                                      const struct pcc_tenant_chunk *chunk)
+{
+    return chunk->segment >= tenant->lasting_count;
+}
+
+/* -- pcc_tenant_chunks.c; with the lock held -- */
+/* The chunk enters this state, and the list that goes with it. */
+void pcc_tenant_chunk_set(struct pcc_tenant *tenant, struct pcc_tenant_chunk *chunk,
+                          enum pcc_chunk_state state);
+/* All lists are empty: there are no chunks. */
+void pcc_tenant_lists_clear(struct pcc_tenant *tenant);
+/* `count` chunks from `first` on are FREE, and are used after those that already were. */
+void pcc_tenant_chunks_add(struct pcc_tenant *tenant, uint32_t first, uint32_t count);
+/* Chunks of retiring segments leave the lists: after each change of lasting_count. */
+void pcc_tenant_chunks_retire(struct pcc_tenant *tenant);
+/* A chunk to fill anew: a free one, else the oldest cached one; -1 when there is none. It is FREE
+ * until the caller sets another state. Content of `spare` is taken last. With `gently`, chunks
+ * whose save is not durable yet are left alone. */
+int64_t pcc_tenant_pick(struct pcc_tenant *tenant, uint64_t spare, bool gently);
+/* Sends what segments the client has not been granted yet. */
+void pcc_tenant_grant_segments(struct pcc_tenant *tenant);
+/* FREE messages for what admitted snapshots still need. Never more. */
+void pcc_tenant_hand_out(struct pcc_tenant *tenant);
+/* Its content is dropped, if it may be. */
+bool pcc_tenant_uncache(struct pcc_tenant *tenant, uint32_t index);
+/* The chunk's content is worthless from now on. */
+void pcc_tenant_chunk_free(struct pcc_tenant *tenant, uint32_t index);
+/* Chunks of an ended save: what was never written or is not worth keeping becomes FREE. */
+void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, uint64_t tag, bool keep_cached);
+/* Pushes to the client; a full ring is a broken peer. */
+int pcc_tenant_push(struct pcc_tenant *tenant, const struct pcc_message *message);
+void pcc_tenant_wake_client(struct pcc_tenant *tenant);
+
+/* -- pcc_tenant_drain.c; with the lock held, but for run -- */
+extern const struct pcc_save_events pcc_tenant_save_events;
+void *pcc_tenant_drain_run(void *tenant);
+struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
+void pcc_tenant_give_up(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
+void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
+                        uint64_t sequence);
+void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
+void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
+/* A filled chunk goes to the saver, which copies the checksums, or makes them (NULL). */
+void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                              uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
+                              const uint64_t *checksums);
+/* Counts the part of the payload at offset_bytes as received. */
+void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                         uint64_t offset_bytes);
+/* After each received chunk: the end of the copy, if it was the last one. Codes of take_full. */
+int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
+
+/* -- pcc_tenant_admit.c; with the lock held, a session attached -- */
+/* A GPU's part of the snapshot was read: its stream may go on. */
+void pcc_tenant_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device);
+/* The word of the snapshot is final: the streams of all GPUs may go on. */
+void pcc_tenant_let_go(struct pcc_tenant *tenant, uint64_t snapshot);
+/* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
+void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence);
+
+/* The drain thread, without the lock: whether the trainer lived after what was read by now. True
+ * when there was something to judge. */
+bool pcc_tenant_judge(struct pcc_tenant *tenant);
+
+/* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */
+struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t chunk_count);
+
+/* -- pcc_tenant_memory.c -- */
+/* With growing held. */
+void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh);
+
+/* With the lock held: the client says that it has unmapped a segment. As take_full. */
+int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message *message);
+
+/* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
+ * uses; without success none that comes later is. */
+PCC_MUST_CHECK int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu);
+/* With growing held, or when closing: segments that come later are not pinned. */
+void pcc_tenant_pin_stop(struct pcc_tenant *tenant);
+/* With growing held: as pcc_tenant_pin_for said; 0 also when it did not. */
+PCC_MUST_CHECK int pcc_tenant_segment_pin(struct pcc_tenant *tenant,
+                                          struct pcc_tenant_segment *segment);
+/* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
+void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
+
+/* -- pcc_tenant.c; with control held -- */
+/* The saver of a binding that has its volume's state memfd, or none; then it is the bound one. */
+PCC_MUST_CHECK int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t index,
+                                           struct pcc_volume *volume);
+/* The binding of a volume, PCC_TENANT_VOLUMES when there is none; NULL finds an unused one. */
+uint32_t pcc_tenant_binding_find(const struct pcc_tenant *tenant, const struct pcc_volume *volume);
+
+/* -- pcc_tenant_kept.c; with control held -- */
+/* A fresh state memfd for a binding, if the pool keeps any. */
+PCC_MUST_CHECK int pcc_tenant_kept_make(struct pcc_tenant *tenant,
+                                        struct pcc_tenant_binding *binding,
+                                        struct pcc_volume *volume);
+void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *binding);
+
+/* -- pcc_tenant_expose.c -- */
+/* With the lock held: one holder less. */
+void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
+/* Without locks: closes what nobody holds. */
+void pcc_tenant_maps_close(struct pcc_tenant *tenant);
+
+/* -- pcc_tenant_pull.c; with the lock held, but for end -- */
+/* The parts of a save through exposure `map`, ready to be started. Codes of pcc_tenant_begin. */
+PCC_MUST_CHECK int pcc_tenant_pull_prepare(struct pcc_tenant *tenant, uint64_t map,
+                                           const struct pcc_save_request *request,
+                                           struct pcc_tenant_part **out);
+void pcc_tenant_pull_drop(struct pcc_tenant_part *parts); /* prepared and not started */
+void pcc_tenant_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                           struct pcc_tenant_part *parts);
+/* Control held: the session's saves were given up. Waits for the copies under way and closes every
+ * mapping. */
+void pcc_tenant_pull_end(struct pcc_tenant *tenant);
+
+/* -- pcc_tenant_load.c -- */
+/* With the lock held: a chunk that a load has borrowed comes back. */
+void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool intact);
+/* With control held: ends the load in progress, if any, and joins its threads. */
+void pcc_tenant_load_stop(struct pcc_tenant *tenant);
+
+#endif

@@ -1,0 +1,385 @@
+/* Pull: the device part of a checkpoint, filled by the GPUs' copiers. A save has one part per GPU;
+ * a part waits until the trainer's stream has said `ready`, then fills chunk after chunk. What was
+ * read is judged by the drain thread (pcc_tenant_admit.c). */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/pcc_futex.h"
+#include "daemon/pcc_tenant_private.h"
+
+/* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under
+ * way: one that is copied and one for the engine to go on with. */
+#define CHUNKS_AHEAD 2u
+#define ORPHAN_RETRY_NS 10000000u
+
+struct pcc_tenant_part {
+    struct pcc_gpu_job job; /* first member: an orphan is freed through it */
+    struct pcc_tenant *tenant;
+    struct pcc_tenant_part *next;
+    struct pcc_tenant_save *save; /* its entry stays ours until `ended` */
+    struct pcc_tenant_map *map;   /* held by the save */
+    uint32_t device;
+    bool ready;
+    uint32_t left;      /* chunks that have not arrived */
+    uint32_t under_way; /* chunks taken that have not arrived */
+    int64_t chunk;      /* being enqueued; -1 = none */
+    struct pcc_exposure_walk walk;
+};
+
+static struct pcc_tenant_part *part_of(struct pcc_gpu_job *job)
+{
+    return (struct pcc_tenant_part *)(void *)job;
+}
+
+/* -- what copiers ask; with the lock held where it says so -- */
+
+static bool is_over(const struct pcc_tenant_part *part)
+{
+    return part->save->save == NULL || part->save->given_up;
+}
+
+/* With the lock held: whether the next chunk may be copied. */
+static enum pcc_gpu_verdict may_go_on(struct pcc_tenant_part *part)
+{
+    struct pcc_tenant *tenant = part->tenant;
+    struct pcc_tenant_save *save = part->save;
+
+    if (is_over(part))
+        return PCC_GPU_NO_MORE;
+    if (!tenant->attached || tenant->broken)
+        return PCC_GPU_NOTHING_NOW; /* detach gives it up */
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
+    /* Acquire pairs with the client's move to ABANDONED. */
+    if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
+        pcc_word(save->snapshot, PCC_WORD_COPYING)) {
+        pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+        return PCC_GPU_NO_MORE;
+    }
+    if (!part->ready) {
+        _Atomic uint64_t *ready =
+            &pcc_page_words(&tenant->view, save->snapshot, part->device)->ready;
+        /* Acquire pairs with the stream's write, which is behind a fence for the whole system. */
+        part->ready = atomic_load_explicit(ready, memory_order_acquire) >= save->snapshot;
+    }
+    return part->ready ? PCC_GPU_PIECE : PCC_GPU_NOTHING_NOW;
+}
+
+/* With the lock held: the next chunk of the payload, and one of ours for it. */
+static enum pcc_gpu_verdict chunk_take(struct pcc_tenant_part *part)
+{
+    struct pcc_tenant *tenant = part->tenant;
+    const enum pcc_gpu_verdict verdict = may_go_on(part);
+
+    if (verdict != PCC_GPU_PIECE)
+        return verdict;
+    if (!pcc_exposure_next_chunk(&part->map->view, part->device, &part->walk))
+        return PCC_GPU_NO_MORE;
+    const int64_t index = pcc_tenant_pick(tenant, 0, part->under_way >= CHUNKS_AHEAD);
+    if (index < 0)
+        return PCC_GPU_NOTHING_NOW;
+    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+    if (tenant->segments[chunk->segment].pinned_by == NULL) {
+        /* The driver would copy by itself, and all who share the copier wait for that. */
+        pcc_tenant_give_up(tenant, part->save, -PCC_E_DEVICE);
+        return PCC_GPU_NO_MORE;
+    }
+    pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_PULLED);
+    chunk->tag = part->save->tag;
+    chunk->offset_bytes = part->walk.chunk_bytes;
+    part->under_way++;
+    part->chunk = index;
+    return PCC_GPU_PIECE;
+}
+
+/* The copies that fill the chunk, as many as fit; what no range fills becomes zeros here, a little
+ * at a time. The chunk is ours, the map does not change: no lock. */
+static void piece_fill(struct pcc_tenant_part *part, struct pcc_gpu_piece *out)
+{
+    uint8_t *bytes = part->tenant->chunks[part->chunk].bytes;
+    uint64_t zeroed_bytes = 0;
+    struct pcc_exposure_step step;
+
+    while (out->count < PCC_GPU_COPIES && zeroed_bytes < PCC_EXPOSURE_ZEROS_BYTES) {
+        out->last = !pcc_exposure_next_step(&part->map->view, &part->walk, &step);
+        if (out->last)
+            return;
+        uint8_t *to = bytes + (step.offset_bytes - part->walk.chunk_bytes);
+        if (step.allocation == PCC_EXPOSURE_ZEROS) {
+            memset(to, 0, step.length_bytes);
+            zeroed_bytes += step.length_bytes;
+            continue;
+        }
+        const struct pcc_tenant_import *import = part->map->imports[step.allocation];
+        out->copies[out->count++] =
+            (struct pcc_gpu_copy){.from = import->address + step.allocation_offset_bytes,
+                                  .to = to,
+                                  .length_bytes = step.length_bytes};
+    }
+}
+
+static enum pcc_gpu_verdict on_next(struct pcc_gpu_job *job, struct pcc_gpu_piece *out)
+{
+    struct pcc_tenant_part *part = part_of(job);
+
+    pcc_tenant_lock(part->tenant);
+    const enum pcc_gpu_verdict verdict = part->chunk < 0 ? chunk_take(part) : PCC_GPU_PIECE;
+    const bool over = is_over(part);
+    pcc_tenant_unlock(part->tenant);
+    if (verdict != PCC_GPU_PIECE)
+        return verdict;
+    out->token = (uint32_t)part->chunk;
+    out->chunk_bytes = part->tenant->spec.chunk_bytes;
+    out->count = 0;
+    out->last = over; /* the rest of the chunk does not matter any more */
+    if (!over)
+        piece_fill(part, out);
+    if (out->last)
+        part->chunk = -1;
+    return PCC_GPU_PIECE;
+}
+
+/* With the lock held: a chunk of a save that goes on. */
+static void chunk_arrived(struct pcc_tenant_part *part, uint32_t index)
+{
+    struct pcc_tenant *tenant = part->tenant;
+    struct pcc_tenant_save *save = part->save;
+    const uint64_t offset = tenant->chunks[index].offset_bytes;
+
+    pcc_tenant_received(tenant, save, offset);
+    pcc_tenant_chunk_to_save(tenant, save, index, offset, tenant->spec.chunk_bytes, NULL);
+    if (part->left > 0 || save->given_up || !tenant->attached)
+        return;
+    /* The drain thread looks whether the trainer lives: that may wait for the trainer's own locks,
+     * and a copier has others to serve. */
+    save->read |= 1u << part->device;
+    pcc_bell_ring(&tenant->view.page->daemon_bell);
+}
+
+/* With the lock held: chunks may have become free. */
+static void pass_on(struct pcc_tenant *tenant)
+{
+    pcc_tenant_hand_out(tenant);
+    if (tenant->load.waiting > 0)
+        (void)pthread_cond_broadcast(&tenant->chunk_back);
+}
+
+static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
+{
+    struct pcc_tenant_part *part = part_of(job);
+    struct pcc_tenant *tenant = part->tenant;
+
+    part->left--;
+    part->under_way--;
+    if (part->chunk == (int64_t)token) /* it was not enqueued as a whole */
+        part->chunk = -1;
+    pcc_tenant_lock(tenant);
+    if (error == 0 && !is_over(part))
+        chunk_arrived(part, token);
+    else if (error == -PCC_E_DEVICE_LOST)
+        pcc_tenant_chunk_set(tenant, &tenant->chunks[token], PCC_CHUNK_LOST);
+    else
+        pcc_tenant_chunk_free(tenant, token);
+    if (error != 0)
+        pcc_tenant_give_up(tenant, part->save, error);
+    pass_on(tenant);
+    pcc_tenant_unlock(tenant);
+}
+
+static void on_lost(struct pcc_gpu_job *job)
+{
+    struct pcc_tenant_part *part = part_of(job);
+    struct pcc_tenant *tenant = part->tenant;
+
+    pcc_tenant_lock(tenant);
+    if (part->chunk >= 0)
+        pcc_tenant_chunk_set(tenant, &tenant->chunks[part->chunk], PCC_CHUNK_LOST);
+    part->chunk = -1;
+    pcc_tenant_give_up(tenant, part->save, -PCC_E_DEVICE_LOST);
+    pcc_tenant_unlock(tenant);
+}
+
+static void part_unlink(struct pcc_tenant *tenant, const struct pcc_tenant_part *part,
+                        struct pcc_tenant_part *next)
+{
+    struct pcc_tenant_part **at = &tenant->pull.parts;
+
+    while (*at != part)
+        at = &(*at)->next;
+    *at = next;
+}
+
+/* With the lock held: a copier has one part less of the save. */
+static void part_left(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    if (--save->pulls > 0)
+        return;
+    pcc_tenant_map_put(tenant, save->map);
+    save->map = NULL;
+    if (tenant->pull.unused != NULL && tenant->attached) /* the drain thread closes it */
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+}
+
+static void on_ended(struct pcc_gpu_job *job)
+{
+    struct pcc_tenant_part *part = part_of(job);
+    struct pcc_tenant *tenant = part->tenant;
+
+    pcc_tenant_lock(tenant);
+    part_unlink(tenant, part, part->next);
+    part_left(tenant, part->save);
+    (void)pthread_cond_broadcast(&tenant->pull.part_ended);
+    pcc_tenant_unlock(tenant);
+    free(part);
+}
+
+static const struct pcc_gpu_calls calls = {
+    .next = on_next, .done = on_done, .lost = on_lost, .ended = on_ended};
+
+/* -- begin and end -- */
+
+static bool has_lost(const struct pcc_tenant_map *map)
+{
+    for (uint32_t device = 0; device < PCC_DEVICES; device++)
+        if (map->gpus[device] != NULL && pcc_gpu_is_lost(map->gpus[device]))
+            return true;
+    return false;
+}
+
+int pcc_tenant_pull_prepare(struct pcc_tenant *tenant, uint64_t map_number,
+                            const struct pcc_save_request *request, struct pcc_tenant_part **out)
+{
+    struct pcc_tenant_map *map = tenant->pull.map;
+    struct pcc_tenant_part *parts = NULL;
+
+    if (map == NULL || map->number != map_number)
+        return -PCC_E_BAD_HANDLE;
+    if (has_lost(map))
+        return -PCC_E_DEVICE_LOST;
+    /* What follows the device part is the client's, the tree always. */
+    if (map->view.head.device_bytes > request->tree_offset_bytes ||
+        map->view.head.device_bytes > request->payload_bytes)
+        return -EINVAL;
+    for (uint32_t device = 0; device < PCC_DEVICES; device++) {
+        if (map->view.chunks[device] == 0)
+            continue;
+        struct pcc_tenant_part *part = calloc(1, sizeof(*part));
+        if (part == NULL) {
+            pcc_tenant_pull_drop(parts);
+            return -ENOMEM;
+        }
+        *part = (struct pcc_tenant_part){.job = {.calls = &calls},
+                                         .tenant = tenant,
+                                         .next = parts,
+                                         .map = map,
+                                         .device = device,
+                                         .left = map->view.chunks[device],
+                                         .chunk = -1};
+        parts = part;
+    }
+    *out = parts;
+    return 0;
+}
+
+void pcc_tenant_pull_drop(struct pcc_tenant_part *parts)
+{
+    while (parts != NULL) {
+        struct pcc_tenant_part *next = parts->next;
+        free(parts);
+        parts = next;
+    }
+}
+
+void pcc_tenant_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                           struct pcc_tenant_part *parts)
+{
+    if (parts == NULL)
+        return;
+    struct pcc_tenant_map *map = parts->map;
+    map->holders++;
+    save->map = map;
+    save->device_bytes = map->view.head.device_bytes;
+    save->devices = map->view.devices;
+    const uint32_t chunks = (uint32_t)(save->device_bytes / tenant->spec.chunk_bytes);
+    save->wanted -= chunks;
+    tenant->missing -= chunks;
+    while (parts != NULL) {
+        struct pcc_tenant_part *part = parts;
+        parts = part->next;
+        part->save = save;
+        part->next = tenant->pull.parts;
+        tenant->pull.parts = part;
+        save->pulls++;
+        pcc_gpu_job_start(map->gpus[part->device], &part->job);
+    }
+}
+
+/* Maps that a GPU which never answered may still read through, for as long as the process lives. */
+static struct {
+    pthread_mutex_t lock;
+    struct pcc_tenant_map *first;
+} left_behind = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void map_leave(struct pcc_tenant_map *map)
+{
+    if (map->left_behind)
+        return;
+    map->left_behind = true;
+    map->holders++; /* so that nobody closes it */
+    (void)pthread_mutex_lock(&left_behind.lock);
+    map->next = left_behind.first;
+    left_behind.first = map;
+    (void)pthread_mutex_unlock(&left_behind.lock);
+}
+
+/* With the lock held: the GPU has not ended its copies in time, and nobody waits for it any more.
+ * Its chunks and its mappings stay as they are, for ever. */
+static void part_orphan(struct pcc_tenant *tenant, struct pcc_tenant_part *part)
+{
+    struct pcc_tenant_map *map = part->map;
+    struct pcc_tenant_save *save = part->save;
+    struct pcc_tenant_part *next = part->next; /* read while the part is ours */
+    struct pcc_gpu *gpu = map->gpus[part->device];
+
+    pcc_gpu_lose(gpu);
+    if (!pcc_gpu_job_orphan(gpu, &part->job))
+        return; /* it is being called just now */
+    part_unlink(tenant, part, next);
+    for (uint32_t i = 0; i < tenant->chunk_count; i++)
+        if (tenant->chunks[i].state == PCC_CHUNK_PULLED && tenant->chunks[i].tag == save->tag)
+            pcc_tenant_chunk_set(tenant, &tenant->chunks[i], PCC_CHUNK_LOST);
+    map_leave(map);
+    part_left(tenant, save);
+}
+
+static void wait_until(struct pcc_tenant *tenant, uint64_t deadline_ns)
+{
+    const struct timespec until = {.tv_sec = (time_t)(deadline_ns / 1000000000u),
+                                   .tv_nsec = (long)(deadline_ns % 1000000000u)};
+
+    (void)pthread_cond_timedwait(&tenant->pull.part_ended, &tenant->lock, &until);
+}
+
+void pcc_tenant_pull_end(struct pcc_tenant *tenant)
+{
+    if (tenant->gpus == NULL)
+        return;
+    pcc_tenant_lock(tenant);
+    if (tenant->pull.map != NULL)
+        pcc_tenant_map_put(tenant, tenant->pull.map);
+    tenant->pull.map = NULL;
+    uint64_t deadline_ns = pcc_now_ns() + tenant->pull.limit_ns;
+    while (tenant->pull.parts != NULL) {
+        wait_until(tenant, deadline_ns);
+        if (pcc_now_ns() < deadline_ns)
+            continue;
+        for (struct pcc_tenant_part *part = tenant->pull.parts, *next; part != NULL; part = next) {
+            next = part->next;
+            part_orphan(tenant, part);
+        }
+        deadline_ns = pcc_now_ns() + ORPHAN_RETRY_NS;
+    }
+    pcc_tenant_unlock(tenant);
+    pcc_process_close(&tenant->pull.trainer);
+    pcc_tenant_maps_close(tenant);
+}

@@ -1,0 +1,253 @@
+#include "disk/pcc_format.h"
+
+#include <string.h>
+
+#include "base/pcc_crc.h"
+#include "base/pcc_hash.h"
+#include "base/pcc_xxhash.h"
+
+#define BLOCK_BYTES_MAX (1u << 26)
+#define RECORD_STRIDE_MAX (1u << 20)
+#define RECORD_AREAS (PCC_GENERATIONS * PCC_REPLICAS)
+#define SLOT_FLAGS (PCC_SLOT_RESERVED | PCC_SLOT_LASTING | PCC_SLOT_QUARANTINED | PCC_SLOT_DAMAGED)
+
+static bool is_power_of_two(uint64_t value)
+{
+    return value != 0 && (value & (value - 1)) == 0;
+}
+
+static bool is_zero(const void *bytes, size_t length_bytes)
+{
+    const uint8_t *at = bytes;
+
+    for (size_t i = 0; i < length_bytes; i++)
+        if (at[i] != 0)
+            return false;
+    return true;
+}
+
+static bool geometry_is_sound(const struct pcc_geometry *geometry)
+{
+    uint64_t slots_bytes, expected;
+
+    if (!is_power_of_two(geometry->record_stride_bytes) ||
+        geometry->record_stride_bytes < PCC_RECORD_STRIDE_MIN ||
+        geometry->record_stride_bytes > RECORD_STRIDE_MAX)
+        return false;
+    if (!is_power_of_two(geometry->block_bytes) || geometry->block_bytes < PCC_BLOCK_BYTES_MIN ||
+        geometry->block_bytes > BLOCK_BYTES_MAX)
+        return false;
+    if (geometry->slot_count == 0 || geometry->slot_count > PCC_SLOTS_MAX ||
+        geometry->slot_stride_bytes == 0 ||
+        geometry->slot_stride_bytes % geometry->record_stride_bytes != 0)
+        return false;
+    if (__builtin_mul_overflow(geometry->slot_stride_bytes, (uint64_t)geometry->slot_count,
+                               &slots_bytes) ||
+        __builtin_add_overflow(slots_bytes, RECORD_AREAS * geometry->record_stride_bytes,
+                               &expected))
+        return false;
+    /* Offsets are handed to the kernel as signed numbers. */
+    return expected == geometry->volume_bytes && expected <= (uint64_t)INT64_MAX;
+}
+
+int pcc_geometry_plan(uint64_t payload_capacity_bytes, uint32_t slot_count, uint32_t block_bytes,
+                      uint64_t record_stride_bytes, struct pcc_geometry *out)
+{
+    /* Far below any overflow of the sums that follow; a petabyte of state has other problems. */
+    if (payload_capacity_bytes == 0 || payload_capacity_bytes > (1ull << 50) ||
+        !is_power_of_two(block_bytes) || block_bytes < PCC_BLOCK_BYTES_MIN ||
+        !is_power_of_two(record_stride_bytes) || record_stride_bytes > RECORD_STRIDE_MAX ||
+        slot_count == 0 || slot_count > PCC_SLOTS_MAX)
+        return -EINVAL;
+    const uint64_t manifest = pcc_manifest_bytes(payload_capacity_bytes, block_bytes);
+    if (manifest > UINT32_MAX)
+        return -EINVAL;
+    const uint64_t content =
+        pcc_align_up(payload_capacity_bytes, PCC_IO_ALIGN) + pcc_align_up(manifest, PCC_IO_ALIGN);
+    struct pcc_geometry geometry = {
+        .record_stride_bytes = record_stride_bytes,
+        .slot_stride_bytes = pcc_align_up(content, record_stride_bytes),
+        .slot_count = slot_count,
+        .block_bytes = block_bytes,
+    };
+    geometry.volume_bytes =
+        RECORD_AREAS * record_stride_bytes + slot_count * geometry.slot_stride_bytes;
+    if (!geometry_is_sound(&geometry))
+        return -EINVAL;
+    *out = geometry;
+    return 0;
+}
+
+uint64_t pcc_geometry_record_offset(const struct pcc_geometry *geometry, uint32_t generation,
+                                    uint32_t replica)
+{
+    PCC_ASSERT(generation < PCC_GENERATIONS && replica < PCC_REPLICAS);
+    if (replica == 0)
+        return generation * geometry->record_stride_bytes;
+    return geometry->volume_bytes - (PCC_GENERATIONS - generation) * geometry->record_stride_bytes;
+}
+
+uint64_t pcc_geometry_slot_offset(const struct pcc_geometry *geometry, uint32_t slot)
+{
+    PCC_ASSERT(slot < geometry->slot_count);
+    return PCC_GENERATIONS * geometry->record_stride_bytes + slot * geometry->slot_stride_bytes;
+}
+
+bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_bytes)
+{
+    if (payload_bytes > geometry->slot_stride_bytes)
+        return false;
+    const uint64_t manifest = pcc_manifest_bytes(payload_bytes, geometry->block_bytes);
+    return manifest <= UINT32_MAX &&
+           pcc_align_up(payload_bytes, PCC_IO_ALIGN) + pcc_align_up(manifest, PCC_IO_ALIGN) <=
+               geometry->slot_stride_bytes;
+}
+
+uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes)
+{
+    return sizeof(struct pcc_manifest_header) +
+           pcc_ceil_div(payload_bytes, block_bytes) * sizeof(uint64_t);
+}
+
+struct pcc_geometry pcc_record_geometry(const struct pcc_record *record)
+{
+    return (struct pcc_geometry){
+        .volume_bytes = record->volume_bytes,
+        .record_stride_bytes = record->record_stride_bytes,
+        .slot_stride_bytes = record->slot_stride_bytes,
+        .slot_count = record->slot_count,
+        .block_bytes = record->block_bytes,
+    };
+}
+
+void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t replica)
+{
+    const struct pcc_geometry geometry = pcc_record_geometry(record);
+
+    record->generation = generation;
+    record->replica = replica;
+    record->offset_bytes = pcc_geometry_record_offset(&geometry, generation, replica);
+    record->crc32c = pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c));
+}
+
+static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geometry *geometry,
+                           uint32_t slot)
+{
+    const struct pcc_slot_entry *entry = &record->slots[slot];
+
+    if ((entry->flags & ~SLOT_FLAGS) != 0)
+        return false;
+    if (entry->state == PCC_SLOT_FREE) {
+        struct pcc_slot_entry rest = *entry;
+        rest.flags &= ~PCC_SLOT_QUARANTINED;
+        return is_zero(&rest, sizeof rest);
+    }
+    if (entry->state != PCC_SLOT_DURABLE || (entry->flags & PCC_SLOT_QUARANTINED) != 0)
+        return false;
+    if (entry->sequence == 0 || entry->sequence >= record->next_sequence)
+        return false;
+    for (uint32_t other = 0; other < slot; other++)
+        if (record->slots[other].sequence == entry->sequence)
+            return false;
+    return entry->payload_bytes > 0 && pcc_geometry_fits(geometry, entry->payload_bytes) &&
+           entry->manifest_bytes == pcc_manifest_bytes(entry->payload_bytes, record->block_bytes) &&
+           entry->tree_offset_bytes <= entry->payload_bytes &&
+           entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes;
+}
+
+int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes)
+{
+    if (record->magic != PCC_RECORD_MAGIC)
+        return -PCC_E_NOT_A_VOLUME;
+    if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))
+        return -PCC_E_DAMAGED;
+    if (record->format_version > PCC_FORMAT_VERSION)
+        return -PCC_E_NEWER_FORMAT;
+    const struct pcc_geometry geometry = pcc_record_geometry(record);
+    if (record->format_version == 0 || record->record_bytes != PCC_RECORD_BYTES ||
+        record->checksum_algorithm != PCC_CHECKSUM_XXH3_64 || !geometry_is_sound(&geometry))
+        return -PCC_E_DAMAGED;
+    if (record->record_number == 0 || record->replica >= PCC_REPLICAS ||
+        record->generation != record->record_number % PCC_GENERATIONS ||
+        record->offset_bytes != offset_bytes ||
+        offset_bytes != pcc_geometry_record_offset(&geometry, record->generation, record->replica))
+        return -PCC_E_DAMAGED;
+    if (record->keep == 0 || record->keep >= record->slot_count || record->next_sequence == 0 ||
+        record->job_bytes > PCC_JOB_BYTES_MAX ||
+        !is_zero(record->job + record->job_bytes, PCC_JOB_BYTES_MAX - record->job_bytes))
+        return -PCC_E_DAMAGED;
+    for (uint32_t slot = 0; slot < record->slot_count; slot++)
+        if (!entry_is_sound(record, &geometry, slot))
+            return -PCC_E_DAMAGED;
+    if (!is_zero(&record->slots[record->slot_count],
+                 (PCC_SLOTS_MAX - record->slot_count) * sizeof record->slots[0]))
+        return -PCC_E_DAMAGED;
+    return 0;
+}
+
+static void manifest_digest(const void *manifest, uint64_t manifest_bytes,
+                            uint8_t digest_out[PCC_DIGEST_BYTES])
+{
+    XXH128_canonical_t canonical;
+
+    _Static_assert(sizeof canonical == PCC_DIGEST_BYTES, "digest");
+    XXH128_canonicalFromHash(&canonical, XXH3_128bits(manifest, manifest_bytes));
+    memcpy(digest_out, canonical.digest, PCC_DIGEST_BYTES);
+}
+
+static struct pcc_manifest_header manifest_header(const struct pcc_record *volume, uint32_t slot,
+                                                  const struct pcc_slot_entry *entry)
+{
+    struct pcc_manifest_header header = {
+        .magic = PCC_MANIFEST_MAGIC,
+        .format_version = PCC_FORMAT_VERSION,
+        .header_bytes = sizeof header,
+        .slot = slot,
+        .block_bytes = volume->block_bytes,
+        .sequence = entry->sequence,
+        .step = entry->step,
+        .payload_bytes = entry->payload_bytes,
+        .block_count = pcc_ceil_div(entry->payload_bytes, volume->block_bytes),
+        .tree_offset_bytes = entry->tree_offset_bytes,
+        .tree_bytes = entry->tree_bytes,
+        .checksum_algorithm = PCC_CHECKSUM_XXH3_64,
+    };
+
+    memcpy(header.volume_uuid, volume->volume_uuid, PCC_UUID_BYTES);
+    return header;
+}
+
+void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t slot,
+                       const uint64_t *block_checksums, struct pcc_slot_entry *entry)
+{
+    const struct pcc_manifest_header header = manifest_header(volume, slot, entry);
+    uint8_t *const list = (uint8_t *)manifest + sizeof header;
+    const uint64_t manifest_bytes = pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes);
+
+    PCC_ASSERT(manifest_bytes <= UINT32_MAX);
+    memcpy(manifest, &header, sizeof header);
+    if ((const void *)block_checksums != (const void *)list)
+        memmove(list, block_checksums, header.block_count * sizeof *block_checksums);
+    entry->manifest_bytes = (uint32_t)manifest_bytes;
+    manifest_digest(manifest, manifest_bytes, entry->manifest_digest);
+}
+
+int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, uint32_t slot,
+                        const struct pcc_slot_entry *entry)
+{
+    const struct pcc_manifest_header expected = manifest_header(volume, slot, entry);
+    uint8_t digest[PCC_DIGEST_BYTES];
+
+    if (entry->manifest_bytes != pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes))
+        return -PCC_E_DAMAGED;
+    manifest_digest(manifest, entry->manifest_bytes, digest);
+    if (memcmp(digest, entry->manifest_digest, sizeof digest) != 0 ||
+        memcmp(manifest, &expected, sizeof expected) != 0)
+        return -PCC_E_DAMAGED;
+    return 0;
+}
+
+uint64_t pcc_block_checksum(const void *bytes, size_t length_bytes)
+{
+    return pcc_hash_bytes(bytes, length_bytes);
+}

@@ -1,0 +1,157 @@
+/* The volume format: what lies where in a volume file. native/FORMAT.md is its prose.
+ *
+ *   0             record_stride   2*record_stride                       volume_bytes
+ *   | record 0 A | record 1 A | slot 0 | slot 1 | ... | slot S-1 | record 0 B | record 1 B |
+ *
+ * Records: 2 generations (record number mod 2) x 2 replicas (A at the head, B at the tail).
+ * Slot: payload at its start, the manifest at the next PCC_IO_ALIGN boundary behind the payload.
+ * Pure functions, any thread; nothing here does I/O. */
+#ifndef PCC_FORMAT_H
+#define PCC_FORMAT_H
+
+#include "base/pcc_base.h"
+
+#define PCC_FORMAT_VERSION 1u
+#define PCC_RECORD_BYTES 4096u
+#define PCC_SLOTS_MAX 32u
+#define PCC_GENERATIONS 2u
+#define PCC_REPLICAS 2u
+#define PCC_JOB_BYTES_MAX 128u
+#define PCC_UUID_BYTES 16u
+#define PCC_DIGEST_BYTES 16u
+#define PCC_BLOCK_BYTES_DEFAULT (1u << 20)
+#define PCC_RECORD_STRIDE_DEFAULT (1u << 20)
+#define PCC_RECORD_STRIDE_MIN 4096u
+#define PCC_CHECKSUM_XXH3_64 1u
+
+#define PCC_RECORD_MAGIC 0x3143455250434350ull   /* "PCCPREC1" in memory order */
+#define PCC_MANIFEST_MAGIC 0x314e414d50434350ull /* "PCCPMAN1" */
+
+enum pcc_slot_state_on_disk { /* stored as uint32_t */
+                              PCC_SLOT_FREE = 0,
+                              PCC_SLOT_DURABLE = 1,
+};
+
+/* Slot flags, stored as uint32_t. */
+#define PCC_SLOT_RESERVED 1u    /* early volumes may have it; nothing sets or reads it */
+#define PCC_SLOT_PROTECTED 2u   /* newest of an incarnation that nobody restored yet (P7) */
+#define PCC_SLOT_QUARANTINED 4u /* a write or flush failed here: used last */
+#define PCC_SLOT_DAMAGED 8u     /* a reader found it damaged: passed over by recovery */
+#define PCC_SLOT_PINNED 16u     /* the user pinned it */
+#define PCC_SLOT_LASTING (PCC_SLOT_PROTECTED | PCC_SLOT_PINNED) /* either: not recycled */
+
+struct pcc_slot_entry {
+    uint32_t state;
+    uint32_t flags;
+    uint64_t sequence;
+    int64_t step;
+    uint64_t incarnation;
+    uint64_t payload_bytes;
+    uint32_t manifest_bytes;
+    uint32_t world_size;
+    uint8_t manifest_digest[PCC_DIGEST_BYTES]; /* XXH3-128 over the manifest */
+    uint64_t tree_offset_bytes; /* within the payload; the client's description of its tensors */
+    uint64_t tree_bytes;
+    uint64_t wall_ns; /* when it was published; for display */
+    uint64_t reserved;
+};
+_Static_assert(sizeof(struct pcc_slot_entry) == 96, "slot entry");
+
+struct pcc_record {
+    uint64_t magic;
+    uint32_t format_version;
+    uint32_t record_bytes;
+    uint8_t volume_uuid[PCC_UUID_BYTES];
+    uint32_t generation;    /* own position: record_number % 2 ... */
+    uint32_t replica;       /* ... 0 at the head, 1 at the tail ... */
+    uint64_t offset_bytes;  /* ... and where that is */
+    uint64_t record_number; /* grows by one with every published record */
+    uint64_t previous_hash; /* XXH3-64 of the record before, replica A */
+    uint64_t boot_epoch;    /* grows by one each time the volume is opened for writing */
+    /* geometry, fixed for the life of the volume */
+    uint64_t volume_bytes;
+    uint64_t record_stride_bytes;
+    uint64_t slot_stride_bytes;
+    uint32_t slot_count;
+    uint32_t block_bytes;
+    uint32_t checksum_algorithm;
+    uint32_t keep;
+    /* identity */
+    uint32_t uid;
+    uint32_t rank;
+    uint32_t world_size;
+    uint32_t job_bytes;
+    char job[PCC_JOB_BYTES_MAX];
+    uint64_t created_wall_ns;
+    uint64_t next_sequence; /* no sequence at or above this one was ever published here */
+    uint64_t incarnation;   /* the newest incarnation that opened this volume */
+    uint32_t done;          /* the job said close(done=True) */
+    uint32_t reserved0;
+    uint8_t reserved[728];
+    struct pcc_slot_entry slots[PCC_SLOTS_MAX];
+    uint32_t reserved1;
+    uint32_t crc32c; /* over all bytes before this field */
+};
+_Static_assert(sizeof(struct pcc_record) == PCC_RECORD_BYTES, "commit record");
+_Static_assert(offsetof(struct pcc_record, crc32c) == PCC_RECORD_BYTES - 4, "crc is last");
+
+/* Followed by block_count uint64_t checksums. Binds the payload to one volume, slot and sequence.
+ */
+struct pcc_manifest_header {
+    uint64_t magic;
+    uint32_t format_version;
+    uint32_t header_bytes;
+    uint8_t volume_uuid[PCC_UUID_BYTES];
+    uint32_t slot;
+    uint32_t block_bytes;
+    uint64_t sequence;
+    int64_t step;
+    uint64_t payload_bytes;
+    uint64_t block_count;
+    uint64_t tree_offset_bytes;
+    uint64_t tree_bytes;
+    uint32_t checksum_algorithm;
+    uint32_t reserved0;
+};
+_Static_assert(sizeof(struct pcc_manifest_header) == 96, "manifest header");
+
+struct pcc_geometry {
+    uint64_t volume_bytes;
+    uint64_t record_stride_bytes;
+    uint64_t slot_stride_bytes;
+    uint32_t slot_count;
+    uint32_t block_bytes;
+};
+
+/* The geometry of a volume whose slots hold payloads of up to payload_capacity_bytes (their
+ * manifests come on top). -EINVAL when a number is out of range or the sum overflows. */
+PCC_MUST_CHECK int pcc_geometry_plan(uint64_t payload_capacity_bytes, uint32_t slot_count,
+                                     uint32_t block_bytes, uint64_t record_stride_bytes,
+                                     struct pcc_geometry *out);
+uint64_t pcc_geometry_record_offset(const struct pcc_geometry *geometry, uint32_t generation,
+                                    uint32_t replica);
+uint64_t pcc_geometry_slot_offset(const struct pcc_geometry *geometry, uint32_t slot);
+/* True when payload and manifest fit into one slot. */
+bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_bytes);
+
+uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes);
+
+/* Fills in position and CRC. The only way a record becomes valid. */
+void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t replica);
+/* The same checks that the seal guarantees, plus every bound that later arithmetic relies on.
+ * 0, -PCC_E_DAMAGED, -PCC_E_NOT_A_VOLUME (no magic) or -PCC_E_NEWER_FORMAT. offset_bytes is where
+ * it was read. */
+PCC_MUST_CHECK int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes);
+struct pcc_geometry pcc_record_geometry(const struct pcc_record *record);
+
+/* Writes header and checksums into `manifest` (room for pcc_manifest_bytes(), zero padded to
+ * PCC_IO_ALIGN by the caller) and the 128-bit digest into the entry. */
+void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t slot,
+                       const uint64_t *block_checksums, struct pcc_slot_entry *entry);
+/* 0 or -PCC_E_DAMAGED: digest, binding and every length are checked against the entry. */
+PCC_MUST_CHECK int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume,
+                                       uint32_t slot, const struct pcc_slot_entry *entry);
+
+uint64_t pcc_block_checksum(const void *bytes, size_t length_bytes); /* XXH3-64, unseeded */
+
+#endif

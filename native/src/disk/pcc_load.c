@@ -1,0 +1,290 @@
+#include "disk/pcc_load.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/pcc_thread.h"
+#include "disk/pcc_pace.h"
+
+#define LOAD_THREADS_MAX 64u
+#define CHUNK_BYTES_MAX (256u << 20)
+/* Ranges closer than this are read in one stream: seeking would cost more than reading the gap. */
+#define GAP_BYTES_MAX (4ull << 20)
+
+struct pcc_load {
+    struct pcc_volume *volume;
+    struct pcc_geometry geometry;
+    uint64_t slot_offset_bytes;
+    uint32_t slot;
+    struct pcc_slot_entry entry;
+    uint8_t *manifest;
+    const uint64_t *checksums;
+    uint64_t block_count;
+    uint32_t uid; /* whose volume it is */
+};
+
+/* Only what was read, and not as it was written, is damage: that stays. What could not be read may
+ * be there again the next time. */
+static int as_unreadable(int result)
+{
+    return result == 0 || result == -ENOMEM ? result : -PCC_E_UNREADABLE;
+}
+
+static int read_manifest(struct pcc_load *load)
+{
+    struct pcc_record record;
+    const uint64_t room = pcc_align_up(load->entry.manifest_bytes, PCC_IO_ALIGN);
+    const uint64_t offset =
+        load->slot_offset_bytes + pcc_align_up(load->entry.payload_bytes, PCC_IO_ALIGN);
+
+    load->manifest = aligned_alloc(PCC_IO_ALIGN, room);
+    if (!load->manifest)
+        return -ENOMEM;
+    int result = pcc_io_read_all(pcc_volume_io(load->volume), load->manifest, room, offset);
+    if (result != 0)
+        return as_unreadable(result);
+    pcc_volume_record(load->volume, &record);
+    load->uid = record.uid;
+    result = pcc_manifest_accept(load->manifest, &record, load->slot, &load->entry);
+    load->checksums =
+        (const uint64_t *)(const void *)(load->manifest + sizeof(struct pcc_manifest_header));
+    load->block_count = pcc_ceil_div(load->entry.payload_bytes, load->geometry.block_bytes);
+    return result;
+}
+
+int pcc_load_open(struct pcc_volume *volume, uint64_t sequence, struct pcc_load **out)
+{
+    struct pcc_load *load = calloc(1, sizeof *load);
+
+    if (!load)
+        return -ENOMEM;
+    load->volume = volume;
+    load->geometry = pcc_volume_geometry(volume);
+    int result = pcc_volume_hold(volume, sequence, &load->slot, &load->entry);
+    if (result != 0) {
+        free(load);
+        return result;
+    }
+    load->slot_offset_bytes = pcc_geometry_slot_offset(&load->geometry, load->slot);
+    result = read_manifest(load);
+    if (result != 0) {
+        pcc_load_close(load);
+        return result;
+    }
+    *out = load;
+    return 0;
+}
+
+void pcc_load_close(struct pcc_load *load)
+{
+    if (!load)
+        return;
+    pcc_volume_release(load->volume, load->slot);
+    free(load->manifest);
+    free(load);
+}
+
+const struct pcc_slot_entry *pcc_load_entry(const struct pcc_load *load)
+{
+    return &load->entry;
+}
+
+uint32_t pcc_load_block_bytes(const struct pcc_load *load)
+{
+    return load->geometry.block_bytes;
+}
+
+/* True when [offset, +length) is made of whole blocks of the payload. */
+static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64_t length)
+{
+    const uint64_t payload = load->entry.payload_bytes;
+    const uint64_t block = load->geometry.block_bytes;
+
+    return offset % block == 0 && offset <= payload && length <= payload - offset &&
+           (length % block == 0 || offset + length == payload);
+}
+
+int pcc_load_check(const struct pcc_load *load, const void *bytes, uint64_t offset_bytes,
+                   uint64_t length_bytes)
+{
+    const uint64_t block = load->geometry.block_bytes;
+
+    if (!is_whole_blocks(load, offset_bytes, length_bytes))
+        return -EINVAL;
+    for (uint64_t at = 0; at < length_bytes; at += block) {
+        const uint64_t left = length_bytes - at;
+        if (pcc_block_checksum((const uint8_t *)bytes + at, left < block ? left : block) !=
+            load->checksums[(offset_bytes + at) / block])
+            return -PCC_E_DAMAGED;
+    }
+    return 0;
+}
+
+/* As one read, or piece by piece beside the saves of others (pcc_pace.h). */
+static int read_in_turn(const struct pcc_load *load, uint8_t *bytes, uint64_t offset_bytes,
+                        uint64_t length_bytes)
+{
+    int result = 0;
+
+    while (result == 0 && length_bytes > 0) {
+        const bool turn = pcc_pace_enter(load->uid);
+        const uint64_t piece =
+            turn && length_bytes > PCC_PACE_PIECE_BYTES ? PCC_PACE_PIECE_BYTES : length_bytes;
+        result = pcc_io_read_all(pcc_volume_io(load->volume), bytes, piece,
+                                 load->slot_offset_bytes + offset_bytes);
+        if (turn)
+            pcc_pace_leave(load->uid);
+        bytes += piece;
+        offset_bytes += piece;
+        length_bytes -= piece;
+    }
+    return result;
+}
+
+int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
+{
+    if (!is_whole_blocks(load, offset_bytes, length_bytes) || offset_bytes % PCC_IO_ALIGN != 0)
+        return -EINVAL;
+    const int result =
+        read_in_turn(load, bytes, offset_bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN));
+    return result != 0 ? as_unreadable(result)
+                       : pcc_load_check(load, bytes, offset_bytes, length_bytes);
+}
+
+/* -- streaming -- */
+
+struct stream {
+    struct pcc_load *load;
+    uint64_t first_bytes; /* the wanted range ... */
+    uint64_t end_bytes;
+    uint32_t chunk_bytes; /* ... and the grid it is read in */
+    pcc_load_sink sink;
+    void *context;
+    _Atomic uint64_t next_chunk;
+    _Atomic int result; /* the first failure stops everybody */
+};
+
+static void stream_fail(struct stream *stream, int result)
+{
+    int expected = 0;
+
+    (void)atomic_compare_exchange_strong_explicit(&stream->result, &expected, result,
+                                                  memory_order_relaxed, memory_order_relaxed);
+}
+
+static int stream_chunk(struct stream *stream, uint8_t *buffer, uint64_t chunk)
+{
+    const uint64_t payload = stream->load->entry.payload_bytes;
+    const uint64_t offset = chunk * stream->chunk_bytes;
+    const uint64_t left = payload - offset;
+    const uint64_t length = left < stream->chunk_bytes ? left : stream->chunk_bytes;
+    const int result = pcc_load_chunk(stream->load, buffer, offset, length);
+
+    if (result != 0)
+        return result;
+    const uint64_t first = offset > stream->first_bytes ? offset : stream->first_bytes;
+    const uint64_t end = offset + length < stream->end_bytes ? offset + length : stream->end_bytes;
+    return stream->sink(stream->context, buffer + (first - offset), first, end - first);
+}
+
+static void *stream_run(void *argument)
+{
+    struct stream *stream = argument;
+    uint8_t *buffer = aligned_alloc(PCC_IO_ALIGN, stream->chunk_bytes);
+
+    if (!buffer)
+        stream_fail(stream, -ENOMEM);
+    while (atomic_load_explicit(&stream->result, memory_order_relaxed) == 0) {
+        const uint64_t chunk =
+            atomic_fetch_add_explicit(&stream->next_chunk, 1, memory_order_relaxed);
+        if (chunk >= pcc_ceil_div(stream->end_bytes, stream->chunk_bytes))
+            break;
+        const int result = stream_chunk(stream, buffer, chunk);
+        if (result != 0)
+            stream_fail(stream, result);
+    }
+    free(buffer);
+    return NULL;
+}
+
+int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t length_bytes,
+                    uint32_t chunk_bytes, uint32_t threads, pcc_load_sink sink, void *context)
+{
+    const uint64_t payload = load->entry.payload_bytes;
+    struct stream stream = {.load = load, .sink = sink, .context = context};
+    pthread_t started[LOAD_THREADS_MAX];
+    uint32_t count = 0;
+
+    if (chunk_bytes == 0 || chunk_bytes % PCC_IO_ALIGN != 0 ||
+        chunk_bytes % load->geometry.block_bytes != 0 || offset_bytes > payload ||
+        length_bytes > payload - offset_bytes)
+        return -EINVAL;
+    if (length_bytes == 0)
+        return 0;
+    stream.first_bytes = offset_bytes;
+    stream.end_bytes = offset_bytes + length_bytes;
+    stream.chunk_bytes = chunk_bytes;
+    atomic_init(&stream.next_chunk, offset_bytes / chunk_bytes);
+    atomic_init(&stream.result, 0);
+    /* A thread that cannot be had is one reader less; with none the caller reads. */
+    while (count < threads && count < LOAD_THREADS_MAX &&
+           pcc_thread_start(&started[count], stream_run, &stream, "pcc-load") == 0)
+        count++;
+    if (count == 0)
+        (void)stream_run(&stream);
+    for (uint32_t i = 0; i < count; i++)
+        (void)pthread_join(started[i], NULL);
+    return atomic_load_explicit(&stream.result, memory_order_relaxed);
+}
+
+uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes)
+{
+    uint64_t unit = load->geometry.block_bytes;
+
+    while (unit % PCC_IO_ALIGN != 0)
+        unit += load->geometry.block_bytes;
+    const uint64_t bytes = wanted_bytes < CHUNK_BYTES_MAX ? wanted_bytes : CHUNK_BYTES_MAX;
+    return (uint32_t)(bytes <= unit ? unit : bytes / unit * unit);
+}
+
+/* -- into memory -- */
+
+struct scatter {
+    const struct pcc_range *ranges;
+    uint64_t count;
+};
+
+static int scatter(void *context, const void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const struct scatter *to = context;
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+
+    for (uint64_t i = pcc_range_find(to->ranges, sizeof *to->ranges, to->count, offset_bytes);
+         i < to->count && to->ranges[i].offset_bytes < end_bytes; i++) {
+        const struct pcc_range part = pcc_range_cut(&to->ranges[i], offset_bytes, end_bytes);
+        memcpy((void *)(uintptr_t)part.address,
+               (const uint8_t *)bytes + (part.offset_bytes - offset_bytes), part.length_bytes);
+    }
+    return 0;
+}
+
+int pcc_load_ranges(struct pcc_load *load, const struct pcc_range *ranges, uint64_t count,
+                    uint32_t chunk_bytes, uint32_t threads)
+{
+    int result = 0;
+    uint64_t next;
+
+    for (uint64_t first = 0; result == 0 && first < count; first = next) {
+        const uint64_t start_bytes = ranges[first].offset_bytes;
+        uint64_t end_bytes = pcc_range_end(&ranges[first]);
+        for (next = first + 1;
+             next < count && ranges[next].offset_bytes - end_bytes <= GAP_BYTES_MAX; next++)
+            end_bytes = pcc_range_end(&ranges[next]);
+        struct scatter run = {.ranges = &ranges[first], .count = next - first};
+        result = pcc_load_stream(load, start_bytes, end_bytes - start_bytes, chunk_bytes, threads,
+                                 scatter, &run);
+    }
+    return result;
+}

@@ -1,0 +1,191 @@
+/* What owners of chunks call, on any thread. */
+#include "disk/pcc_save.h"
+
+#include <string.h>
+
+#include "disk/pcc_save_private.h"
+
+void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
+                    uint64_t sequence, uint32_t slot)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint64_t manifest_bytes =
+        pcc_manifest_bytes(request->payload_bytes, saver->geometry.block_bytes);
+
+    pcc_save_lock(save);
+    PCC_ASSERT(!save->active && !save->has_slot);
+    save->request = *request;
+    save->sequence = sequence;
+    save->slot = slot;
+    save->has_slot = true;
+    save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
+    PCC_ASSERT(save->piece_count <= saver->piece_capacity);
+    memset(save->pieces, 0, save->piece_count * sizeof *save->pieces);
+    memset(save->manifest + manifest_bytes, 0,
+           pcc_align_up(manifest_bytes, PCC_IO_ALIGN) - manifest_bytes);
+    save->handed_over = save->written = save->uncached = save->pending = save->moves = 0;
+    save->last_step = PCC_SAVE_STEP_NONE;
+    save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_bad =
+        save->slot_doubtful = false;
+    save->durable = save->quarantined = save->failed = false;
+    save->error = 0;
+    save->stage = NULL;
+    save->flush_failures =
+        atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
+    save->entry = (struct pcc_slot_entry){
+        .state = PCC_SLOT_DURABLE,
+        .sequence = sequence,
+        .step = request->step,
+        .incarnation = request->incarnation,
+        .payload_bytes = request->payload_bytes,
+        .world_size = request->world_size,
+        .tree_offset_bytes = request->tree_offset_bytes,
+        .tree_bytes = request->tree_bytes,
+    };
+    save->times = (struct pcc_save_times){.begin = pcc_now_ns()};
+    save->active = true;
+    pcc_save_unlock(save);
+}
+
+int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
+                   struct pcc_save **out, uint64_t *sequence_out)
+{
+    uint32_t slot;
+
+    if (request->payload_bytes == 0 || request->tree_offset_bytes > request->payload_bytes ||
+        request->tree_bytes > request->payload_bytes - request->tree_offset_bytes)
+        return -EINVAL;
+    if (!pcc_geometry_fits(&saver->geometry, request->payload_bytes))
+        return -PCC_E_TOO_LARGE;
+    if (pcc_volume_stopped(saver->volume))
+        return -PCC_E_STOPPED;
+    struct pcc_save *save = pcc_saver_take_lane(saver);
+    if (!save)
+        return -PCC_E_NO_LANE;
+    const int result = pcc_volume_take_slot(saver->volume, &slot);
+    if (result != 0) {
+        pcc_save_leave_lane(save);
+        pcc_save_leave_place(save);
+        return result;
+    }
+    const uint64_t sequence = pcc_volume_take_sequence(saver->volume, request->sequence);
+    if (sequence == 0) {
+        pcc_volume_return_slot(saver->volume, slot);
+        pcc_save_leave_lane(save);
+        pcc_save_leave_place(save);
+        return -EINVAL;
+    }
+    pcc_save_reset(save, request, sequence, slot);
+    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, slot, save->piece_count);
+    *out = save;
+    *sequence_out = sequence;
+    return 0;
+}
+
+int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint64_t chunk_bytes = saver->spec.chunk_bytes;
+    const uint64_t payload_bytes = save->request.payload_bytes;
+    const uint64_t offset = chunk->payload_offset_bytes;
+    int result = -EINVAL;
+
+    PCC_ASSERT((uintptr_t)chunk->bytes % PCC_IO_ALIGN == 0);
+    if (offset % chunk_bytes != 0 || offset >= payload_bytes)
+        return -EINVAL;
+    const uint64_t left = payload_bytes - offset;
+    if (chunk->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
+        return -EINVAL;
+    const uint32_t position = (uint32_t)(offset / chunk_bytes);
+    pcc_save_lock(save);
+    struct pcc_save_piece *piece = &save->pieces[position];
+    if (!save->active) {
+        result = -PCC_E_ABORTED;
+    } else if (piece->state == PCC_SAVE_CHUNK_ABSENT && !save->sealed) {
+        if (chunk->checksums != NULL && chunk->checksums != pcc_save_checksums(save, position))
+            memcpy(pcc_save_checksums(save, position), chunk->checksums,
+                   pcc_ceil_div(chunk->length_bytes, saver->geometry.block_bytes) *
+                       sizeof(uint64_t));
+        piece->hashed = chunk->checksums != NULL;
+        pcc_kept_chunk(saver->spec.kept, save->kept_place, position, chunk->segment,
+                       chunk->segment_chunk, piece->hashed);
+        piece->bytes = chunk->bytes;
+        piece->length_bytes = chunk->length_bytes;
+        piece->index = chunk->index;
+        piece->state = PCC_SAVE_CHUNK_HELD;
+        save->handed_over++;
+        /* On the way to another slot, the move itself queues what is here by then. */
+        if (!save->failed && !save->slot_failed && !save->slot_doubtful)
+            pcc_save_queue_piece(save, position);
+        result = 0;
+    }
+    pcc_save_unlock(save);
+    return result;
+}
+
+int pcc_save_seal(struct pcc_save *save)
+{
+    int result = 0;
+
+    pcc_save_lock(save);
+    if (!save->active) {
+        result = -PCC_E_ABORTED;
+    } else if (save->sealed || save->handed_over < save->piece_count) {
+        result = -EINVAL;
+    } else {
+        pcc_kept_copied(save->lane->saver->spec.kept, save->kept_place);
+        save->sealed = true;
+        save->times.sealed = pcc_now_ns();
+        pcc_save_advance(save);
+    }
+    pcc_save_unlock(save);
+    return result;
+}
+
+void pcc_save_abort(struct pcc_save *save, int error)
+{
+    pcc_save_lock(save);
+    if (save->active && !save->sealed && !save->failed) {
+        save->failed = true;
+        save->error = error;
+        save->stage = "copy";
+        pcc_save_advance(save);
+    }
+    pcc_save_unlock(save);
+}
+
+/* With the lane's lock held. */
+static bool uncache_piece(struct pcc_save *save, uint32_t position)
+{
+    struct pcc_save_piece *piece = &save->pieces[position];
+
+    PCC_ASSERT(position < save->piece_count);
+    if (piece->state == PCC_SAVE_CHUNK_ABSENT || piece->uncached)
+        return true;
+    /* Not on the disk in the present slot, or not going to stay there: its bytes are needed. */
+    if (piece->state != PCC_SAVE_CHUNK_WRITTEN || save->slot_failed || save->slot_doubtful)
+        return false;
+    pcc_kept_reused(save->lane->saver->spec.kept, save->kept_place, position);
+    piece->uncached = true;
+    save->uncached++;
+    return true;
+}
+
+bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position)
+{
+    bool result = true;
+
+    for (uint32_t i = 0; i < saver->spec.lanes; i++) {
+        for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
+            struct pcc_save *save = &saver->lanes[i].saves[place];
+            pcc_save_lock(save);
+            const bool found = save->active && save->request.tag == tag;
+            if (found)
+                result = uncache_piece(save, position);
+            pcc_save_unlock(save);
+            if (found)
+                return result;
+        }
+    }
+    return true;
+}

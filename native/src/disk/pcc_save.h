@@ -1,0 +1,137 @@
+/* Saves: checkpoints on their way from chunks to a durable slot, N of them at once.
+ *
+ * A saver belongs to one volume and has N lanes; a save occupies one lane from begin to its end,
+ * and p writer threads serve each lane. The order that durability rests on is in pcc_save_work.c
+ * alone: chunks and manifest written, every completion checked; flush; publish; free. With
+ * writers_per_lane = 0 there are no threads and the caller steps the work itself (pcc_saver_step):
+ * this is how crashes and faults are enumerated, deterministically. */
+#ifndef PCC_SAVE_H
+#define PCC_SAVE_H
+
+#include "disk/pcc_kept.h"
+#include "disk/pcc_volume.h"
+
+struct pcc_saver;
+struct pcc_save;
+
+enum pcc_save_end {
+    PCC_SAVE_DURABLE,
+    PCC_SAVE_SUPERSEDED,
+    PCC_SAVE_GIVEN_UP, /* by the group: another rank will never have it */
+    PCC_SAVE_FAILED
+};
+
+struct pcc_save_times { /* CLOCK_MONOTONIC ns; 0 = never reached */
+    uint64_t begin, first_write, sealed, written, flushed, durable;
+};
+
+struct pcc_save_result {
+    enum pcc_save_end end;
+    int error;         /* 0, or why it failed (negative code) */
+    const char *stage; /* "write", "flush", "publish", "copy": where, static string */
+    uint64_t tag;
+    uint64_t sequence;
+    uint32_t slot;
+    uint32_t rehomed; /* times it was moved to another slot */
+    struct pcc_save_times times;
+};
+
+struct pcc_chunk {     /* what a lane is handed: one piece of the payload, in the pool */
+    const void *bytes; /* PCC_IO_ALIGN aligned, readable to length rounded up to it */
+    uint64_t payload_offset_bytes; /* multiple of the chunk size */
+    uint32_t length_bytes;         /* the chunk size, except for the last one of a payload */
+    uint32_t index;                /* the owner's name for it */
+    uint64_t segment;              /* the next daemon's name for it (pcc_kept.h); 0 = none */
+    uint32_t segment_chunk;
+    /* One per block, copied during the call; NULL: the writer makes them before it writes. */
+    const uint64_t *checksums;
+};
+
+struct pcc_save_events { /* called from writer threads without locks held; must not block */
+    void (*writing)(void *owner, uint64_t tag);
+    /* The chunk is on the disk (not flushed): cached from now on. Owner may take it back with
+     * pcc_save_uncache(). */
+    void (*chunk_written)(void *owner, uint64_t tag, uint32_t index);
+    /* The lane and the save are gone when this returns. */
+    void (*ended)(void *owner, const struct pcc_save_result *result);
+};
+
+struct pcc_saver_spec {
+    uint32_t lanes;            /* N */
+    uint32_t writers_per_lane; /* p */
+    uint32_t chunk_bytes;      /* b; multiple of the volume's block size and of PCC_IO_ALIGN */
+    const struct pcc_save_events *events;
+    void *owner;
+    /* The NUMA node that the chunks lie near, as it is at the time; borrowed. NULL: anywhere. */
+    const _Atomic int32_t *near_node;
+    const struct pcc_kept *kept; /* borrowed; NULL: nothing outlives us */
+};
+
+/* All memory is taken here: per lane the manifest, the checksums and the list of chunks of the
+ * largest payload that a slot holds. Borrows volume. */
+PCC_MUST_CHECK int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
+                                  struct pcc_saver **out);
+/* Waits for the saves in flight that are sealed; aborts the others. Joins its threads. */
+void pcc_saver_close(struct pcc_saver *saver);
+
+struct pcc_save_request {
+    uint64_t tag;      /* the owner's name for it */
+    uint64_t sequence; /* above all that the volume has given out; 0: the volume's next one */
+    int64_t step;
+    uint64_t incarnation;
+    uint32_t world_size;
+    uint64_t payload_bytes;
+    uint64_t tree_offset_bytes;
+    uint64_t tree_bytes;
+};
+
+#define PCC_SAVES_PER_LANE 2u /* the next one begins while the end of the last is being told */
+
+static inline struct pcc_kept_shape pcc_kept_shape_of(const struct pcc_geometry *geometry,
+                                                      uint32_t lanes, uint32_t chunk_bytes)
+{
+    return (struct pcc_kept_shape){.places = lanes * PCC_SAVES_PER_LANE,
+                                   .chunk_bytes = chunk_bytes,
+                                   .block_bytes = geometry->block_bytes,
+                                   .slot_stride_bytes = geometry->slot_stride_bytes};
+}
+
+/* Goes on with the copied save that the saver's state memfd holds in `place`, before any other save
+ * begins: takes its lane, its slot if it is free, and its sequence. Every chunk is to be handed
+ * over again, or found where it was written (pcc_save_found), and then it is to be sealed. It
+ * becomes durable with PCC_SLOT_PROTECTED, which is its owner's to take away. `tag` is the owner's.
+ * -ENOENT (no copied save there), -EALREADY (it or a newer one is durable), -ENODATA (a part of it
+ * is neither in DRAM nor in its slot), codes of pcc_save_begin. */
+PCC_MUST_CHECK int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag,
+                                  struct pcc_save **out);
+/* The piece at `position` was re-used after it had been written: reads it back into `bytes` (a
+ * chunk, aligned) and checks it. -PCC_E_DAMAGED, -PCC_E_ABORTED (save `tag` has ended). */
+PCC_MUST_CHECK int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position,
+                                  void *bytes);
+/* Its checksums as kept; NULL when it had none. */
+const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t position);
+/* Whether memory holds what the checksums say, if there are any. */
+bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void *bytes,
+                      uint32_t length_bytes);
+
+/* Takes a lane, a slot and a sequence. -PCC_E_NO_LANE, -PCC_E_NO_SLOT, -PCC_E_TOO_LARGE,
+ * -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
+PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
+                                  struct pcc_save **out, uint64_t *sequence_out);
+/* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged
+ * until chunk_written. -EINVAL when it does not fit the payload or came before. */
+PCC_MUST_CHECK int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk);
+/* The copy is complete (every chunk was handed over): from here it is `copied`. -EINVAL if not. */
+PCC_MUST_CHECK int pcc_save_seal(struct pcc_save *save);
+/* Gives up before the seal; ends FAILED with `error` at stage "copy" once its writes are done. */
+void pcc_save_abort(struct pcc_save *save, int error);
+/* The owner re-uses the memory of a written chunk, the one at `position` in the payload of save
+ * `tag`: from now on the save cannot move to another slot. False when the save is being re-homed
+ * and still needs the chunk. True for ended saves. */
+bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position);
+
+uint32_t pcc_saver_in_flight(struct pcc_saver *saver);
+/* Only with writers_per_lane = 0: does one unit of work of one lane; -EAGAIN when it has none. */
+PCC_MUST_CHECK int pcc_saver_step(struct pcc_saver *saver, uint32_t lane);
+
+#endif

@@ -1,0 +1,164 @@
+/* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
+ * owners call) and pcc_save_work.c (what is done with a save's bytes, in which order).
+ *
+ * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
+ * save while the end of the last one is still being reported.
+ *
+ * Work comes as items: write one chunk, or one step that happens alone (write the manifest, flush,
+ * publish, move to another slot, end). `pending` counts the items that were queued and are not
+ * finished; when it falls to zero the next step is chosen and queued, so that a step never runs
+ * beside a write of the same save, and a save never ends while a write of it is under way.
+ *
+ * Locks, outermost first: the volume's publishing -> a lane's lock -> the volume's lock. The
+ * saver's two locks stand alone. The lock of pcc_pace.h is taken under any of them. Owners'
+ * callbacks run without any of them. */
+#ifndef PCC_SAVE_PRIVATE_H
+#define PCC_SAVE_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "disk/pcc_save.h"
+
+#define PCC_SAVE_MOVES_MAX 2u
+
+enum pcc_save_chunk_state {
+    PCC_SAVE_CHUNK_ABSENT = 0, /* not handed over yet */
+    PCC_SAVE_CHUNK_HELD,       /* handed over, neither queued nor on the disk: waits for a move */
+    PCC_SAVE_CHUNK_QUEUED,     /* one item names it */
+    PCC_SAVE_CHUNK_WRITING,
+    PCC_SAVE_CHUNK_WRITTEN, /* in the present slot */
+};
+
+struct pcc_save_piece {
+    const void *bytes;
+    uint32_t length_bytes;
+    uint32_t index; /* the owner's name */
+    uint8_t state;
+    bool hashed;    /* its checksums are in the manifest */
+    bool announced; /* chunk_written was called */
+    bool uncached;  /* the owner has re-used the memory */
+};
+
+enum pcc_save_step { /* what happens alone */
+                     PCC_SAVE_STEP_NONE = 0,
+                     PCC_SAVE_STEP_MANIFEST,
+                     PCC_SAVE_STEP_FLUSH,
+                     PCC_SAVE_STEP_PUBLISH,
+                     PCC_SAVE_STEP_MOVE,
+                     PCC_SAVE_STEP_END,
+};
+
+struct pcc_lane;
+
+struct pcc_save {
+    struct pcc_lane *lane;
+    uint32_t place;                /* which of its lane's */
+    uint32_t kept_place;           /* of all of the saver's */
+    bool used;                     /* guarded by the saver's lock; until `ended` has returned */
+    uint8_t *manifest;             /* header, then the checksums where they are collected */
+    struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
+
+    /* Guarded by the lane's lock, like all that follows. */
+    bool active; /* from begin to the moment its end is decided */
+    struct pcc_save_request request;
+    uint64_t sequence;
+    uint32_t slot;
+    bool has_slot;
+    uint32_t piece_count;
+    uint32_t handed_over;
+    uint32_t written;
+    uint32_t uncached;
+    uint32_t pending;
+    enum pcc_save_step last_step; /* the last step that succeeded in the present slot */
+    bool sealed;
+    bool superseded;
+    bool given_up;      /* superseded is set, too */
+    bool slot_failed;   /* a write or flush failed here: all of it goes to another slot */
+    bool slot_bad;      /* and not because something was short: the slot is not used again */
+    bool slot_doubtful; /* another save's flush failed: written again from the start */
+    bool durable;       /* replica A names it: whatever follows, it is durable */
+    bool quarantined;   /* this save took a slot out of use */
+    int error;          /* 0 or why it failed or has to move */
+    const char *stage;
+    bool failed; /* for good; ends when nothing is pending */
+    uint32_t moves;
+    uint64_t flush_failures; /* the saver's count when this slot's first byte was written */
+    struct pcc_slot_entry entry;
+    struct pcc_save_times times;
+};
+
+struct pcc_lane {
+    struct pcc_saver *saver;
+    pthread_mutex_t lock;   /* of the work items and of both saves */
+    pthread_cond_t changed; /* an item was added, or the lane closes */
+    uint64_t *work;         /* a ring of [work_capacity], first in first out */
+    uint64_t work_capacity; /* every piece and one step of each place */
+    uint64_t work_first;
+    uint64_t work_count;
+    bool closing;
+    struct pcc_save saves[PCC_SAVES_PER_LANE];
+    struct pcc_save *current; /* guarded by the saver's lock; NULL when the lane is free */
+    pthread_t *threads;
+    uint32_t thread_count;
+};
+
+struct pcc_saver {
+    struct pcc_volume *volume;
+    struct pcc_geometry geometry;
+    struct pcc_saver_spec spec;
+    uint64_t manifest_capacity_bytes;
+    uint32_t piece_capacity;
+    struct pcc_record identity; /* uuid and geometry, for manifests */
+
+    pthread_mutex_t lock;
+    pthread_cond_t ended; /* a place became free */
+    uint32_t in_flight;
+    bool closing;
+
+    pthread_mutex_t flushing; /* one flush at a time: who meets an error knows whom it concerns */
+    _Atomic uint64_t flush_failures;
+
+    struct pcc_lane *lanes;
+};
+
+/* Where the checksums of a piece's blocks are collected; no two pieces share a word. */
+static inline uint64_t *pcc_save_checksums(const struct pcc_save *save, uint32_t position)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint64_t blocks = saver->spec.chunk_bytes / saver->geometry.block_bytes;
+
+    return (uint64_t *)(void *)(save->manifest + sizeof(struct pcc_manifest_header)) +
+           position * blocks;
+}
+
+static inline void pcc_save_lock(struct pcc_save *save)
+{
+    (void)pthread_mutex_lock(&save->lane->lock);
+}
+
+static inline void pcc_save_unlock(struct pcc_save *save)
+{
+    (void)pthread_mutex_unlock(&save->lane->lock);
+}
+
+/* -- pcc_save_work.c -- */
+/* With the lane's lock held: queues one piece, or the next step when nothing is pending. */
+void pcc_save_queue_piece(struct pcc_save *save, uint32_t position);
+void pcc_save_advance(struct pcc_save *save);
+/* Does what one work item of the lane says. */
+void pcc_save_work(struct pcc_lane *lane, uint64_t item);
+
+/* -- pcc_save.c -- */
+/* A place that was just taken becomes this save, with no chunk handed over. */
+void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
+                    uint64_t sequence, uint32_t slot);
+
+/* -- pcc_saver.c -- */
+/* A free lane with a free place, taken; NULL when there is none. */
+struct pcc_save *pcc_saver_take_lane(struct pcc_saver *saver);
+/* The lane may take the next save; the place itself is free when `ended` has returned. */
+void pcc_save_leave_lane(struct pcc_save *save);
+void pcc_save_leave_place(struct pcc_save *save);
+
+#endif

@@ -1,0 +1,401 @@
+/* The order that durability rests on, for each save: chunks and manifest written, every completion
+ * checked; flush; publish (replica A, acknowledge, replica B); only then are slots free.
+ *
+ * The same functions run under the threads and under pcc_saver_step. */
+#include <string.h>
+#include <time.h>
+
+#include "base/pcc_hash.h"
+#include "disk/pcc_pace.h"
+#include "disk/pcc_save_private.h"
+
+#define PAUSE_NS_MIN 1000000
+#define PAUSE_NS_MAX 999000000
+
+/* An item: which place of the lane, a step or none, and a position in the payload. */
+static uint64_t make_item(const struct pcc_save *save, enum pcc_save_step step, uint32_t position)
+{
+    return (uint64_t)save->place << 48 | (uint64_t)step << 32 | position;
+}
+
+static void push(struct pcc_save *save, uint64_t item)
+{
+    struct pcc_lane *lane = save->lane;
+
+    /* A piece is queued again only after its item was taken, and so is a step. */
+    PCC_ASSERT(lane->work_count < lane->work_capacity);
+    lane->work[(lane->work_first + lane->work_count++) % lane->work_capacity] = item;
+    save->pending++;
+    pcc_pace_step_queued(lane->saver->identity.uid);
+    (void)pthread_cond_signal(&lane->changed);
+}
+
+void pcc_save_queue_piece(struct pcc_save *save, uint32_t position)
+{
+    save->pieces[position].state = PCC_SAVE_CHUNK_QUEUED;
+    push(save, make_item(save, PCC_SAVE_STEP_NONE, position));
+}
+
+/* True when no more bytes may go to the present slot. */
+static bool is_held_up(const struct pcc_save *save)
+{
+    return save->failed || save->superseded || save->slot_failed || save->slot_doubtful;
+}
+
+static enum pcc_save_step next_step(const struct pcc_save *save)
+{
+    if (save->failed || save->superseded || save->durable)
+        return PCC_SAVE_STEP_END;
+    if (save->slot_failed || save->slot_doubtful)
+        return PCC_SAVE_STEP_MOVE;
+    if (!save->sealed || save->written < save->piece_count)
+        return PCC_SAVE_STEP_NONE;
+    PCC_ASSERT(save->last_step < PCC_SAVE_STEP_PUBLISH);
+    return save->last_step == PCC_SAVE_STEP_NONE ? PCC_SAVE_STEP_MANIFEST : save->last_step + 1;
+}
+
+void pcc_save_advance(struct pcc_save *save)
+{
+    if (save->pending > 0 || !save->active)
+        return;
+    const enum pcc_save_step step = next_step(save);
+    if (step != PCC_SAVE_STEP_NONE)
+        push(save, make_item(save, step, 0));
+}
+
+/* A newer checkpoint makes this one needless, or another rank will never have it: what is left of
+ * it need not be written. Not before the seal, because the copy goes on and its owner counts on its
+ * chunks coming back. */
+static void look_for_newer(struct pcc_save *save)
+{
+    struct pcc_volume *volume = save->lane->saver->volume;
+
+    if (!save->sealed || save->superseded)
+        return;
+    save->given_up = pcc_volume_gives_up(volume, save->sequence);
+    save->superseded = save->given_up || pcc_volume_superseding(volume) > save->sequence;
+}
+
+/* Something is short now, here or behind the disk (a thin pool): it says nothing of the place. */
+static bool is_scarcity(int error)
+{
+    return error == -ENOMEM || error == -EAGAIN || error == -ENOSPC || error == -EDQUOT ||
+           error == -EINTR;
+}
+
+/* Without locks. Writes again what failed for scarcity, for a second at most. */
+static int write_all(const struct pcc_saver *saver, const void *bytes, uint64_t length,
+                     uint64_t offset)
+{
+    int error = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, length, offset);
+
+    for (long pause_ns = PAUSE_NS_MIN; is_scarcity(error) && pause_ns <= PAUSE_NS_MAX;
+         pause_ns *= 2) {
+        (void)nanosleep(&(struct timespec){.tv_nsec = pause_ns}, NULL);
+        error = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, length, offset);
+    }
+    return error;
+}
+
+/* With the lock held. Other writers of the save may fail for other reasons. */
+static void slot_error(struct pcc_save *save, int error, const char *stage)
+{
+    save->slot_failed = true;
+    save->slot_bad = save->slot_bad || !is_scarcity(error);
+    save->error = error;
+    save->stage = stage;
+}
+
+/* -- chunks -- */
+
+/* False when the piece is not to be written now. */
+static bool start_piece(struct pcc_save *save, uint32_t position, bool *first_out)
+{
+    struct pcc_save_piece *piece = &save->pieces[position];
+
+    PCC_ASSERT(piece->state == PCC_SAVE_CHUNK_QUEUED);
+    look_for_newer(save);
+    if (is_held_up(save)) {
+        piece->state = PCC_SAVE_CHUNK_HELD;
+        return false;
+    }
+    piece->state = PCC_SAVE_CHUNK_WRITING;
+    *first_out = save->times.first_write == 0;
+    if (*first_out)
+        save->times.first_write = pcc_now_ns();
+    return true;
+}
+
+/* Without the lock: the item that names the piece is its only user. The memory does not change
+ * until chunk_written, so that once is enough, whatever slot the bytes go to in the end. */
+static void hash_piece(struct pcc_save *save, uint32_t position)
+{
+    struct pcc_save_piece *piece = &save->pieces[position];
+    const uint64_t block_bytes = save->lane->saver->geometry.block_bytes;
+    uint64_t *checksum = pcc_save_checksums(save, position);
+
+    if (piece->hashed)
+        return;
+    for (uint64_t at = 0; at < piece->length_bytes; at += block_bytes) {
+        const uint64_t left = piece->length_bytes - at;
+        *checksum++ = pcc_hash_bytes((const uint8_t *)piece->bytes + at,
+                                     left < block_bytes ? left : block_bytes);
+    }
+    piece->hashed = true;
+    pcc_kept_hashed(save->lane->saver->spec.kept, save->kept_place, position);
+}
+
+static void write_piece(struct pcc_save *save, uint32_t position)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    struct pcc_save_piece *piece = &save->pieces[position];
+    bool first = false, announce = false;
+
+    pcc_save_lock(save);
+    const bool start = start_piece(save, position, &first);
+    const uint64_t offset = pcc_geometry_slot_offset(&saver->geometry, save->slot) +
+                            (uint64_t)position * saver->spec.chunk_bytes;
+    const uint64_t tag = save->request.tag;
+    pcc_save_unlock(save);
+    if (!start)
+        return;
+    if (first && saver->spec.events->writing)
+        saver->spec.events->writing(saver->spec.owner, tag);
+    hash_piece(save, position);
+    const int result =
+        write_all(saver, piece->bytes, pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
+    pcc_save_lock(save);
+    if (result == 0) {
+        piece->state = PCC_SAVE_CHUNK_WRITTEN;
+        pcc_kept_written(saver->spec.kept, save->kept_place, position);
+        save->written++;
+        announce = !piece->announced;
+        piece->announced = true;
+    } else {
+        piece->state = PCC_SAVE_CHUNK_HELD;
+        slot_error(save, result, "write");
+    }
+    pcc_save_unlock(save);
+    if (announce && saver->spec.events->chunk_written)
+        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);
+}
+
+/* -- the steps; the save is quiet, but for what owners ask and hand over -- */
+
+static void write_manifest(struct pcc_save *save)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint64_t *checksums =
+        (const uint64_t *)(const void *)(save->manifest + sizeof(struct pcc_manifest_header));
+
+    pcc_save_lock(save);
+    look_for_newer(save);
+    const bool go_on = !is_held_up(save);
+    pcc_save_unlock(save);
+    if (!go_on)
+        return;
+    pcc_manifest_seal(save->manifest, &saver->identity, save->slot, checksums, &save->entry);
+    const int result =
+        write_all(saver, save->manifest, pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN),
+                  pcc_geometry_slot_offset(&saver->geometry, save->slot) +
+                      pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
+    pcc_save_lock(save);
+    if (result == 0) {
+        save->last_step = PCC_SAVE_STEP_MANIFEST;
+        save->times.written = pcc_now_ns();
+    } else {
+        slot_error(save, result, "write");
+    }
+    pcc_save_unlock(save);
+}
+
+/* A failed flush puts in doubt whatever was written before it and not flushed since, by any save:
+ * the kernel reports it once, and the next flush is clean without having written anything. */
+static void flush(struct pcc_save *save)
+{
+    struct pcc_saver *saver = save->lane->saver;
+
+    (void)pthread_mutex_lock(&saver->flushing);
+    const bool doubtful =
+        atomic_load_explicit(&saver->flush_failures, memory_order_relaxed) != save->flush_failures;
+    const int result = doubtful ? 0 : pcc_io_flush(pcc_volume_io(saver->volume));
+    if (result != 0)
+        (void)atomic_fetch_add_explicit(&saver->flush_failures, 1, memory_order_relaxed);
+    (void)pthread_mutex_unlock(&saver->flushing);
+
+    pcc_save_lock(save);
+    if (result != 0) {
+        slot_error(save, result, "flush");
+    } else if (doubtful) {
+        save->slot_doubtful = true;
+        save->error = -EIO;
+        save->stage = "flush";
+    } else {
+        save->last_step = PCC_SAVE_STEP_FLUSH;
+        save->times.flushed = pcc_now_ns();
+    }
+    pcc_save_unlock(save);
+}
+
+static void became_durable(void *context)
+{
+    struct pcc_save *save = context;
+
+    pcc_save_lock(save);
+    save->durable = true;
+    save->times.durable = pcc_now_ns();
+    pcc_save_unlock(save);
+}
+
+static void publish(struct pcc_save *save)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    enum pcc_published published = PCC_PUBLISHED;
+    const int result = pcc_volume_publish(saver->volume, save->slot, &save->entry, &published,
+                                          became_durable, save);
+
+    pcc_save_lock(save);
+    /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
+     * media may name it, and the volume is stopped. */
+    save->has_slot = false;
+    if (result != 0) {
+        save->error = result;
+        save->stage = "publish";
+        save->failed = !save->durable;
+    } else {
+        save->superseded = published != PCC_PUBLISHED;
+        save->given_up = published == PCC_PUBLISH_GIVEN_UP;
+        PCC_ASSERT(save->superseded != save->durable);
+    }
+    pcc_save_unlock(save);
+}
+
+/* With the lock held: never published. */
+static void leave_slot(struct pcc_save *save)
+{
+    struct pcc_volume *volume = save->lane->saver->volume;
+
+    if (save->has_slot && save->slot_bad) {
+        pcc_volume_quarantine_slot(volume, save->slot);
+        save->quarantined = true;
+    } else if (save->has_slot) {
+        pcc_volume_return_slot(volume, save->slot);
+    }
+    save->has_slot = false;
+}
+
+/* With the lock held: the place for the bytes that have to be written again; 0 or a code. */
+static int find_new_slot(struct pcc_save *save)
+{
+    struct pcc_volume *volume = save->lane->saver->volume;
+
+    if (save->slot_failed)
+        leave_slot(save);
+    if (save->moves == PCC_SAVE_MOVES_MAX || save->uncached > 0)
+        return save->error;
+    if (!save->has_slot && pcc_volume_take_slot(volume, &save->slot) != 0)
+        return save->error; /* no room elsewhere: the first error is the reason */
+    save->has_slot = true;
+    return 0;
+}
+
+static void move(struct pcc_save *save)
+{
+    pcc_save_lock(save);
+    if (save->failed) { /* given up after the move had been queued: end() leaves the slot */
+        pcc_save_unlock(save);
+        return;
+    }
+    if (find_new_slot(save) != 0) {
+        save->failed = true;
+    } else {
+        save->moves++;
+        pcc_kept_moved(save->lane->saver->spec.kept, save->kept_place, save->slot,
+                       save->piece_count);
+        save->slot_failed = save->slot_bad = save->slot_doubtful = false;
+        save->error = 0;
+        save->stage = NULL;
+        save->last_step = PCC_SAVE_STEP_NONE;
+        save->written = 0;
+        save->flush_failures =
+            atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
+        for (uint32_t i = 0; i < save->piece_count; i++)
+            if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT)
+                pcc_save_queue_piece(save, i);
+    }
+    pcc_save_unlock(save);
+}
+
+static void end(struct pcc_save *save)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    struct pcc_save_result result = {0};
+
+    pcc_save_lock(save);
+    save->active = false;
+    pcc_kept_end(saver->spec.kept, save->kept_place);
+    result.end = save->durable      ? PCC_SAVE_DURABLE
+                 : save->given_up   ? PCC_SAVE_GIVEN_UP
+                 : save->superseded ? PCC_SAVE_SUPERSEDED
+                                    : PCC_SAVE_FAILED;
+    result.error = save->superseded && !save->durable ? 0 : save->error;
+    result.stage = result.error == 0 ? NULL : save->stage;
+    result.tag = save->request.tag;
+    result.sequence = save->sequence;
+    result.slot = save->slot;
+    result.rehomed = save->moves;
+    result.times = save->times;
+    leave_slot(save);
+    const bool tell = save->quarantined && result.end == PCC_SAVE_FAILED;
+    pcc_save_unlock(save);
+    /* Otherwise the quarantine would wait for a checkpoint that succeeds. Should this fail, the
+     * volume has stopped and the next begin says so. */
+    if (tell)
+        (void)!pcc_volume_publish_staged(saver->volume);
+    pcc_save_leave_lane(save);
+    saver->spec.events->ended(saver->spec.owner, &result);
+    pcc_save_leave_place(save);
+}
+
+/* Does it; how many bytes of payload it was about. */
+static uint64_t do_item(struct pcc_save *save, uint64_t item)
+{
+    switch ((enum pcc_save_step)(item >> 32 & 0xffff)) {
+    case PCC_SAVE_STEP_NONE:
+        write_piece(save, (uint32_t)item);
+        return save->pieces[(uint32_t)item].length_bytes;
+    case PCC_SAVE_STEP_MANIFEST:
+        write_manifest(save);
+        break;
+    case PCC_SAVE_STEP_FLUSH:
+        flush(save);
+        break;
+    case PCC_SAVE_STEP_PUBLISH:
+        publish(save);
+        break;
+    case PCC_SAVE_STEP_MOVE:
+        move(save);
+        break;
+    default:
+        pcc_assert_failed("a known step", __FILE__, __LINE__);
+    }
+    return 0;
+}
+
+void pcc_save_work(struct pcc_lane *lane, uint64_t item)
+{
+    struct pcc_save *save = &lane->saves[item >> 48];
+    const uint32_t uid = lane->saver->identity.uid;
+
+    if ((enum pcc_save_step)(item >> 32 & 0xffff) == PCC_SAVE_STEP_END) {
+        pcc_pace_step_done(uid, 0);
+        end(save); /* the place may be another save's already, the saver be gone */
+        return;
+    }
+    const uint64_t written_bytes = do_item(save, item);
+    pcc_save_lock(save);
+    save->pending--;
+    pcc_save_advance(save);
+    pcc_save_unlock(save);
+    pcc_pace_step_done(uid, written_bytes); /* the next one is queued: no gap to read in */
+}

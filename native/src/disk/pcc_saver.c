@@ -1,0 +1,255 @@
+/* The saver: its memory, its threads and its lanes. What happens to a save is in pcc_save.c (what
+ * owners call) and pcc_save_work.c (what is done). */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/pcc_numa.h"
+#include "base/pcc_thread.h"
+#include "disk/pcc_pace.h"
+#include "disk/pcc_save_private.h"
+
+/* The oldest work item; false when there is none. With `wait`, sleeps until there is one, and is
+ * false only when the lane closes. */
+static bool work_take(struct pcc_lane *lane, bool wait, uint64_t *item_out)
+{
+    (void)pthread_mutex_lock(&lane->lock);
+    while (wait && lane->work_count == 0 && !lane->closing)
+        (void)pthread_cond_wait(&lane->changed, &lane->lock);
+    const bool found = lane->work_count > 0;
+    if (found) {
+        *item_out = lane->work[lane->work_first];
+        lane->work_first = (lane->work_first + 1) % lane->work_capacity;
+        lane->work_count--;
+    }
+    (void)pthread_mutex_unlock(&lane->lock);
+    return found;
+}
+
+static void *run_lane(void *argument)
+{
+    struct pcc_lane *lane = argument;
+    int32_t here = PCC_NUMA_ANYWHERE;
+    uint64_t item;
+
+    while (work_take(lane, true, &item)) {
+        pcc_numa_follow(lane->saver->spec.near_node, &here);
+        pcc_save_work(lane, item);
+    }
+    return NULL;
+}
+
+static int lane_open(struct pcc_saver *saver, uint32_t number)
+{
+    struct pcc_lane *lane = &saver->lanes[number];
+
+    lane->saver = saver;
+    (void)pthread_mutex_init(&lane->lock, NULL);
+    (void)pthread_cond_init(&lane->changed, NULL);
+    lane->work_capacity = PCC_SAVES_PER_LANE * (saver->piece_capacity + 1ull);
+    lane->work = calloc(lane->work_capacity, sizeof *lane->work);
+    if (!lane->work)
+        return -ENOMEM;
+    for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
+        struct pcc_save *save = &lane->saves[place];
+        save->lane = lane;
+        save->place = place;
+        save->kept_place = number * PCC_SAVES_PER_LANE + place;
+        save->manifest = saver->spec.kept != NULL
+                             ? pcc_kept_manifest(saver->spec.kept, save->kept_place)
+                             : aligned_alloc(PCC_IO_ALIGN, saver->manifest_capacity_bytes);
+        save->pieces = calloc(saver->piece_capacity, sizeof *save->pieces);
+        if (!save->manifest || !save->pieces)
+            return -ENOMEM;
+        /* Touched now, not at the first checkpoint. What is kept was, and holds something. */
+        if (saver->spec.kept == NULL)
+            memset(save->manifest, 0, saver->manifest_capacity_bytes);
+    }
+    lane->threads = calloc(saver->spec.writers_per_lane + 1ull, sizeof *lane->threads);
+    if (!lane->threads)
+        return -ENOMEM;
+    for (uint32_t i = 0; i < saver->spec.writers_per_lane; i++) {
+        char name[16];
+        (void)snprintf(name, sizeof name, "pcc-write-%u.%u", number % 100, i % 100);
+        const int result = pcc_thread_start(&lane->threads[i], run_lane, lane, name);
+        if (result != 0)
+            return result;
+        lane->thread_count++;
+    }
+    return 0;
+}
+
+static void lane_close(struct pcc_lane *lane)
+{
+    if (lane->saver == NULL)
+        return; /* never opened */
+    (void)pthread_mutex_lock(&lane->lock);
+    lane->closing = true;
+    (void)pthread_cond_broadcast(&lane->changed);
+    (void)pthread_mutex_unlock(&lane->lock);
+    for (uint32_t i = 0; i < lane->thread_count; i++)
+        (void)pthread_join(lane->threads[i], NULL);
+    free(lane->threads);
+    for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
+        if (lane->saver->spec.kept == NULL)
+            free(lane->saves[place].manifest);
+        free(lane->saves[place].pieces);
+    }
+    free(lane->work);
+    (void)pthread_mutex_destroy(&lane->lock);
+    (void)pthread_cond_destroy(&lane->changed);
+}
+
+static void saver_free(struct pcc_saver *saver)
+{
+    for (uint32_t i = 0; saver->lanes && i < saver->spec.lanes; i++)
+        lane_close(&saver->lanes[i]);
+    free(saver->lanes);
+    (void)pthread_mutex_destroy(&saver->lock);
+    (void)pthread_mutex_destroy(&saver->flushing);
+    (void)pthread_cond_destroy(&saver->ended);
+    free(saver);
+}
+
+int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
+                   struct pcc_saver **out)
+{
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    struct pcc_saver *saver;
+    int result = 0;
+
+    if (spec->lanes == 0 || spec->lanes > PCC_SLOTS_MAX || spec->chunk_bytes == 0 ||
+        spec->chunk_bytes % PCC_IO_ALIGN != 0 || spec->chunk_bytes % geometry.block_bytes != 0)
+        return -EINVAL;
+    const uint64_t pieces = pcc_ceil_div(geometry.slot_stride_bytes, spec->chunk_bytes);
+    if (pieces > UINT32_MAX / PCC_SAVES_PER_LANE - 2)
+        return -EINVAL;
+    saver = calloc(1, sizeof *saver);
+    if (!saver)
+        return -ENOMEM;
+    saver->volume = volume;
+    saver->geometry = geometry;
+    saver->spec = *spec;
+    saver->piece_capacity = (uint32_t)pieces;
+    saver->manifest_capacity_bytes = pcc_align_up(
+        pcc_manifest_bytes(geometry.slot_stride_bytes, geometry.block_bytes), PCC_IO_ALIGN);
+    pcc_volume_record(volume, &saver->identity);
+    (void)pthread_mutex_init(&saver->lock, NULL);
+    (void)pthread_mutex_init(&saver->flushing, NULL);
+    (void)pthread_cond_init(&saver->ended, NULL);
+    saver->lanes = calloc(spec->lanes, sizeof *saver->lanes);
+    if (!saver->lanes)
+        result = -ENOMEM;
+    for (uint32_t i = 0; result == 0 && i < spec->lanes; i++)
+        result = lane_open(saver, i);
+    if (result != 0) {
+        saver_free(saver);
+        return result;
+    }
+    *out = saver;
+    return 0;
+}
+
+static bool has_places_in_use(const struct pcc_saver *saver)
+{
+    for (uint32_t i = 0; i < saver->spec.lanes; i++)
+        for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++)
+            if (saver->lanes[i].saves[place].used)
+                return true;
+    return false;
+}
+
+static bool step_any(struct pcc_saver *saver)
+{
+    for (uint32_t i = 0; i < saver->spec.lanes; i++)
+        if (pcc_saver_step(saver, i) == 0)
+            return true;
+    return false;
+}
+
+void pcc_saver_close(struct pcc_saver *saver)
+{
+    if (!saver)
+        return;
+    (void)pthread_mutex_lock(&saver->lock);
+    saver->closing = true;
+    (void)pthread_mutex_unlock(&saver->lock);
+    for (uint32_t i = 0; i < saver->spec.lanes; i++)
+        for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++)
+            pcc_save_abort(&saver->lanes[i].saves[place], -PCC_E_SHUT_DOWN);
+    while (saver->spec.writers_per_lane == 0 && step_any(saver)) {
+    }
+    (void)pthread_mutex_lock(&saver->lock);
+    while (has_places_in_use(saver)) {
+        PCC_ASSERT(saver->spec.writers_per_lane > 0);
+        (void)pthread_cond_wait(&saver->ended, &saver->lock);
+    }
+    (void)pthread_mutex_unlock(&saver->lock);
+    saver_free(saver);
+}
+
+/* -- lanes -- */
+
+struct pcc_save *pcc_saver_take_lane(struct pcc_saver *saver)
+{
+    struct pcc_save *found = NULL;
+
+    (void)pthread_mutex_lock(&saver->lock);
+    for (uint32_t i = 0; !found && !saver->closing && i < saver->spec.lanes; i++) {
+        struct pcc_lane *lane = &saver->lanes[i];
+        if (lane->current)
+            continue;
+        for (uint32_t place = 0; !found && place < PCC_SAVES_PER_LANE; place++)
+            if (!lane->saves[place].used)
+                found = &lane->saves[place];
+    }
+    if (found) {
+        found->used = true;
+        found->lane->current = found;
+        saver->in_flight++;
+        pcc_pace_save_begins(saver->identity.uid);
+    }
+    (void)pthread_mutex_unlock(&saver->lock);
+    return found;
+}
+
+void pcc_save_leave_lane(struct pcc_save *save)
+{
+    struct pcc_saver *saver = save->lane->saver;
+
+    (void)pthread_mutex_lock(&saver->lock);
+    PCC_ASSERT(save->lane->current == save && saver->in_flight > 0);
+    save->lane->current = NULL;
+    saver->in_flight--;
+    pcc_pace_save_ends(saver->identity.uid);
+    (void)pthread_mutex_unlock(&saver->lock);
+}
+
+void pcc_save_leave_place(struct pcc_save *save)
+{
+    struct pcc_saver *saver = save->lane->saver;
+
+    (void)pthread_mutex_lock(&saver->lock);
+    save->used = false;
+    (void)pthread_cond_broadcast(&saver->ended);
+    (void)pthread_mutex_unlock(&saver->lock);
+}
+
+uint32_t pcc_saver_in_flight(struct pcc_saver *saver)
+{
+    (void)pthread_mutex_lock(&saver->lock);
+    const uint32_t in_flight = saver->in_flight;
+    (void)pthread_mutex_unlock(&saver->lock);
+    return in_flight;
+}
+
+int pcc_saver_step(struct pcc_saver *saver, uint32_t lane)
+{
+    uint64_t item;
+
+    PCC_ASSERT(saver->spec.writers_per_lane == 0 && lane < saver->spec.lanes);
+    if (!work_take(&saver->lanes[lane], false, &item))
+        return -EAGAIN;
+    pcc_save_work(&saver->lanes[lane], item);
+    return 0;
+}

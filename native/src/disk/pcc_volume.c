@@ -1,0 +1,477 @@
+#include "disk/pcc_volume.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "disk/pcc_volume_private.h"
+
+/* -- opening and closing -- */
+
+static void find_free(struct pcc_volume *volume)
+{
+    volume->last_slot = volume->geometry.slot_count - 1;
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &volume->durable.slots[slot];
+        if (entry->state == PCC_SLOT_FREE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            volume->free_slots |= 1u << slot;
+    }
+}
+
+int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out)
+{
+    struct pcc_commit_found found;
+    struct pcc_volume *volume = calloc(1, sizeof *volume);
+    int result = -ENOMEM;
+
+    if (!volume) {
+        pcc_io_close(io);
+        return result;
+    }
+    volume->io = io;
+    volume->writable = writable;
+    (void)pthread_mutex_init(&volume->publishing, NULL);
+    (void)pthread_mutex_init(&volume->lock, NULL);
+    volume->buffer = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
+    if (!volume->buffer)
+        goto fail;
+    result = pcc_commit_find(io, &found);
+    if (result != 0)
+        goto fail;
+    volume->geometry = pcc_record_geometry(&found.record);
+    volume->durable = volume->staged = found.record;
+    volume->health.valid_replicas = (uint32_t)found.good[0] + (uint32_t)found.good[1];
+    volume->health.damaged_records = found.damaged_records;
+    atomic_init(&volume->next_sequence, found.record.next_sequence);
+    pcc_commit_superseding(volume);
+    if (writable) {
+        result = pcc_commit_opening(volume, &found);
+        if (result != 0)
+            goto fail;
+        find_free(volume);
+    }
+    *out = volume;
+    return 0;
+fail:
+    pcc_volume_close(volume);
+    return result;
+}
+
+void pcc_volume_close(struct pcc_volume *volume)
+{
+    if (!volume)
+        return;
+    pcc_io_close(volume->io);
+    (void)pthread_mutex_destroy(&volume->publishing);
+    (void)pthread_mutex_destroy(&volume->lock);
+    pcc_named_file_destroy(&volume->file);
+    free(volume->buffer);
+    free(volume);
+}
+
+/* -- looking -- */
+
+void pcc_volume_record(struct pcc_volume *volume, struct pcc_record *durable_out)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    *durable_out = volume->durable;
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+struct pcc_volume_health pcc_volume_health(struct pcc_volume *volume)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const struct pcc_volume_health health = volume->health;
+    (void)pthread_mutex_unlock(&volume->lock);
+    return health;
+}
+
+struct pcc_geometry pcc_volume_geometry(const struct pcc_volume *volume)
+{
+    return volume->geometry;
+}
+
+struct pcc_io *pcc_volume_io(struct pcc_volume *volume)
+{
+    return volume->io;
+}
+
+uint32_t pcc_volume_free_slots(struct pcc_volume *volume)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const int count = __builtin_popcount(volume->free_slots);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return (uint32_t)count;
+}
+
+bool pcc_volume_stopped(struct pcc_volume *volume)
+{
+    /* Acquire: pairs with the release where a record write failed. */
+    return atomic_load_explicit(&volume->stopped, memory_order_acquire);
+}
+
+int pcc_volume_in_place(const struct pcc_volume *volume)
+{
+    return pcc_named_file_check(&volume->file);
+}
+
+uint64_t pcc_volume_superseding(struct pcc_volume *volume)
+{
+    /* Acquire: pairs with the release in pcc_commit_superseding(). */
+    return atomic_load_explicit(&volume->superseding, memory_order_acquire);
+}
+
+bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence)
+{
+    /* Relaxed: a save that misses what is being set meets it again before its record. */
+    if (atomic_load_explicit(&volume->given_up_count, memory_order_relaxed) == 0)
+        return false;
+    (void)pthread_mutex_lock(&volume->lock);
+    const bool found = pcc_commit_gives_up(&volume->group, sequence);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found;
+}
+
+static int find_sequence(const struct pcc_record *record, uint64_t sequence, uint32_t *slot_out)
+{
+    for (uint32_t slot = 0; slot < record->slot_count; slot++) {
+        if (record->slots[slot].state == PCC_SLOT_DURABLE &&
+            record->slots[slot].sequence == sequence) {
+            *slot_out = slot;
+            return 0;
+        }
+    }
+    return -ENOENT;
+}
+
+/* -- policy -- */
+
+int pcc_volume_publish_staged(struct pcc_volume *volume)
+{
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->publishing);
+    const int result = pcc_commit_staged(volume, NULL, NULL);
+    (void)pthread_mutex_unlock(&volume->publishing);
+    return result;
+}
+
+int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, uint32_t clear,
+                    bool now)
+{
+    const uint32_t allowed = PCC_SLOT_LASTING | PCC_SLOT_DAMAGED;
+    uint32_t slot, staged_slot;
+
+    if (!volume->writable)
+        return -EROFS;
+    if (((set | clear) & ~allowed) != 0 || (set & clear) != 0)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&volume->lock);
+    int result = find_sequence(&volume->durable, sequence, &slot);
+    /* One that the record under way lets go is no longer there to be kept. */
+    if (result == 0)
+        result = find_sequence(&volume->staged, sequence, &staged_slot);
+    if (result == 0) {
+        PCC_ASSERT(slot == staged_slot);
+        struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        entry->flags = (entry->flags | set) & ~clear;
+        pcc_commit_superseding(volume);
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result == 0 && now ? pcc_volume_publish_staged(volume) : result;
+}
+
+int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
+                                 uint32_t world_size)
+{
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->staged.incarnation = incarnation;
+    volume->staged.world_size = world_size;
+    volume->staged.done = 0;
+    (void)pthread_mutex_unlock(&volume->lock);
+    return pcc_volume_publish_staged(volume);
+}
+
+/* -- one of several ranks -- */
+
+int pcc_volume_set_group(struct pcc_volume *volume, const struct pcc_volume_group *group)
+{
+    if (group->oldest > group->newest || group->given_up_count > PCC_GIVEN_UP_MAX)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->group = *group;
+    pcc_commit_superseding(volume);
+    atomic_store_explicit(&volume->given_up_count, group->given_up_count, memory_order_relaxed);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return 0;
+}
+
+bool pcc_volume_has_expendable(struct pcc_volume *volume)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const uint32_t found =
+        pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found != 0;
+}
+
+/* -- slots -- */
+
+/* With `lock` held. */
+static void push_free(struct pcc_volume *volume, uint32_t slot)
+{
+    PCC_ASSERT((volume->free_slots >> slot & 1u) == 0);
+    volume->free_slots |= 1u << slot;
+}
+
+/* With `lock` held: the slots of `mask` leave the staged table; the record that says so is not
+ * durable yet. */
+static void drop(struct pcc_volume *volume, uint32_t mask)
+{
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++)
+        if ((mask >> slot & 1u) != 0)
+            memset(&volume->staged.slots[slot], 0, sizeof volume->staged.slots[slot]);
+}
+
+/* Both replicas of a record without them are durable. */
+static void free_dropped(struct pcc_volume *volume, uint32_t mask)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        if ((mask >> slot & 1u) == 0)
+            continue;
+        if (volume->holds[slot] > 0)
+            volume->free_on_release[slot] = true;
+        else
+            push_free(volume, slot);
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
+{
+    if (!volume->writable)
+        return -EROFS;
+    if (keep == 0)
+        return -EINVAL;
+    (void)pthread_mutex_lock(&volume->publishing);
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->staged.done = 1;
+    /* A job that never read what the run before left does not throw it away by ending (P7). */
+    struct pcc_volume_group last = volume->group;
+    last.oldest = last.newest;
+    const uint32_t dropped = pcc_commit_expendable(&volume->staged, keep, &last);
+    drop(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->lock);
+    const int result = pcc_commit_staged(volume, NULL, NULL);
+    if (result == 0)
+        free_dropped(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->publishing);
+    return result;
+}
+
+int pcc_volume_recycle(struct pcc_volume *volume)
+{
+    int result = 0;
+
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->publishing);
+    (void)pthread_mutex_lock(&volume->lock);
+    const uint32_t dropped =
+        pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+    drop(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->lock);
+    if (dropped != 0)
+        result = pcc_commit_staged(volume, NULL, NULL);
+    if (result == 0)
+        free_dropped(volume, dropped);
+    (void)pthread_mutex_unlock(&volume->publishing);
+    return result;
+}
+
+uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
+{
+    uint64_t next = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
+    uint64_t taken;
+
+    do {
+        taken = wanted != 0 ? wanted : next;
+        if (taken < next)
+            return 0;
+    } while (!atomic_compare_exchange_weak_explicit(&volume->next_sequence, &next, taken + 1,
+                                                    memory_order_relaxed, memory_order_relaxed));
+    return taken;
+}
+
+/* With `lock` held: when all that is left holds what has to be kept, slots in quarantine are used
+ * again. The error may have been the cable's, and every completion is checked anyway. */
+static void forgive(struct pcc_volume *volume)
+{
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        if (entry->state != PCC_SLOT_DURABLE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            return; /* a save's, or a reader's: it comes back */
+    }
+    if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group) != 0)
+        return;
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        if ((entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            continue;
+        entry->flags &= ~PCC_SLOT_QUARANTINED;
+        push_free(volume, slot);
+    }
+}
+
+int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
+{
+    const uint32_t count = volume->geometry.slot_count;
+    int result = -PCC_E_NO_SLOT;
+
+    if (!volume->writable)
+        return -EROFS;
+    if (pcc_volume_stopped(volume))
+        return -PCC_E_STOPPED;
+    (void)pthread_mutex_lock(&volume->lock);
+    if (volume->free_slots == 0)
+        forgive(volume);
+    for (uint32_t i = 1; result != 0 && i <= count; i++) {
+        const uint32_t slot = (volume->last_slot + i) % count;
+        if ((volume->free_slots >> slot & 1u) == 0)
+            continue;
+        volume->free_slots &= ~(1u << slot);
+        *slot_out = volume->last_slot = slot;
+        result = 0;
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result;
+}
+
+bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot)
+{
+    if (!volume->writable || slot >= volume->geometry.slot_count)
+        return false;
+    (void)pthread_mutex_lock(&volume->lock);
+    const bool found = (volume->free_slots >> slot & 1u) != 0;
+    volume->free_slots &= ~(1u << slot);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found;
+}
+
+void pcc_volume_sequence_taken(struct pcc_volume *volume, uint64_t sequence)
+{
+    uint64_t next = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
+
+    while (next <= sequence &&
+           !atomic_compare_exchange_weak_explicit(&volume->next_sequence, &next, sequence + 1,
+                                                  memory_order_relaxed, memory_order_relaxed))
+        ;
+}
+
+void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot)
+{
+    PCC_ASSERT(slot < volume->geometry.slot_count);
+    (void)pthread_mutex_lock(&volume->lock);
+    push_free(volume, slot);
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
+{
+    PCC_ASSERT(slot < volume->geometry.slot_count);
+    (void)pthread_mutex_lock(&volume->lock);
+    PCC_ASSERT(volume->staged.slots[slot].state == PCC_SLOT_FREE);
+    volume->staged.slots[slot].flags |= PCC_SLOT_QUARANTINED;
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+/* -- the publisher -- */
+
+/* With both locks held. The tables hold the same checkpoints then, as no other record is under way;
+ * a damage flag that waits for the next record is in the staged one. A group's checkpoints become
+ * durable in any order, for the others may not have the newest one of this rank. */
+static enum pcc_published verdict(const struct pcc_volume *volume, uint64_t sequence)
+{
+    const bool is_grouped = pcc_commit_is_grouped(&volume->staged);
+
+    if (is_grouped && pcc_commit_gives_up(&volume->group, sequence))
+        return PCC_PUBLISH_GIVEN_UP;
+    const uint64_t newest = is_grouped ? volume->group.newest : pcc_commit_newest(&volume->staged);
+    return sequence < newest ? PCC_PUBLISH_SUPERSEDED : PCC_PUBLISHED;
+}
+
+int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pcc_slot_entry *entry,
+                       enum pcc_published *out, void (*on_durable)(void *context), void *context)
+{
+    uint32_t dropped = 0;
+    int result = 0;
+
+    PCC_ASSERT(volume->writable && slot < volume->geometry.slot_count);
+    PCC_ASSERT(entry->state == PCC_SLOT_DURABLE && entry->sequence > 0);
+    (void)pthread_mutex_lock(&volume->publishing);
+    /* Asked first: a file that was removed is the better reason. */
+    result = pcc_volume_in_place(volume);
+    if (result != 0)
+        pcc_volume_return_slot(volume, slot);
+    else if (pcc_volume_stopped(volume))
+        result = -PCC_E_STOPPED;
+    if (result != 0) {
+        (void)pthread_mutex_unlock(&volume->publishing);
+        return result;
+    }
+    (void)pthread_mutex_lock(&volume->lock);
+    const enum pcc_published published = verdict(volume, entry->sequence);
+    if (published != PCC_PUBLISHED) {
+        push_free(volume, slot);
+        (void)pthread_mutex_unlock(&volume->lock);
+    } else {
+        struct pcc_slot_entry *const place = &volume->staged.slots[slot];
+        PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
+        *place = *entry;
+        place->wall_ns = pcc_wall_ns();
+        dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+        PCC_ASSERT((dropped >> slot & 1u) == 0);
+        drop(volume, dropped);
+        (void)pthread_mutex_unlock(&volume->lock);
+        result = pcc_commit_staged(volume, on_durable, context);
+        if (result == 0)
+            free_dropped(volume, dropped);
+    }
+    (void)pthread_mutex_unlock(&volume->publishing);
+    if (result == 0)
+        *out = published;
+    return result;
+}
+
+/* -- readers -- */
+
+int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out,
+                    struct pcc_slot_entry *entry_out)
+{
+    uint32_t slot;
+
+    (void)pthread_mutex_lock(&volume->lock);
+    const int result = find_sequence(&volume->durable, sequence, &slot);
+    if (result == 0) {
+        volume->holds[slot]++;
+        *slot_out = slot;
+        *entry_out = volume->durable.slots[slot];
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result;
+}
+
+void pcc_volume_release(struct pcc_volume *volume, uint32_t slot)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    PCC_ASSERT(slot < volume->geometry.slot_count && volume->holds[slot] > 0);
+    volume->holds[slot]--;
+    /* It left the table while it was held: whoever lets go last frees it. */
+    if (volume->holds[slot] == 0 && volume->free_on_release[slot]) {
+        volume->free_on_release[slot] = false;
+        push_free(volume, slot);
+    }
+    (void)pthread_mutex_unlock(&volume->lock);
+}

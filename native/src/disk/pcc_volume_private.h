@@ -1,0 +1,71 @@
+/* The inside of a volume, shared by pcc_volume.c (tables, slots, holds) and pcc_commit.c (records:
+ * finding, repairing, publishing).
+ *
+ * Locks, outermost first: publishing (held over record I/O) -> lock (tables and holds; held for
+ * microseconds, never over I/O). */
+#ifndef PCC_VOLUME_PRIVATE_H
+#define PCC_VOLUME_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "disk/pcc_named_file.h"
+#include "disk/pcc_volume.h"
+
+_Static_assert(PCC_SLOTS_MAX <= 32, "a bit for each slot");
+
+struct pcc_volume {
+    struct pcc_io *io;
+    bool writable;
+    struct pcc_named_file file;
+    struct pcc_geometry geometry;
+
+    pthread_mutex_t publishing;
+    struct pcc_record *buffer; /* aligned; guarded by publishing */
+
+    pthread_mutex_t lock;
+    struct pcc_record durable; /* sealed as replica A */
+    struct pcc_record staged; /* slots, incarnation, world_size and done count; the rest is stale */
+    uint32_t free_slots;      /* bits */
+    uint32_t last_slot;       /* that was taken: the next one is the first free one behind it */
+    uint32_t holds[PCC_SLOTS_MAX];
+    bool free_on_release[PCC_SLOTS_MAX];
+    struct pcc_volume_health health;
+    struct pcc_volume_group group;
+
+    _Atomic uint64_t next_sequence;
+    _Atomic uint64_t superseding;    /* see pcc_volume_superseding() */
+    _Atomic uint32_t given_up_count; /* of `group`; read without the lock to skip the search */
+    _Atomic bool stopped;
+};
+
+/* -- pcc_commit.c -- */
+/* Finds the newest acceptable record; it goes to *record_out as if read from replica A. `good` says
+ * per replica of its generation whether it was acceptable there. */
+struct pcc_commit_found {
+    struct pcc_record record;
+    bool good[PCC_REPLICAS];
+    uint32_t damaged_records;
+    uint32_t unreadable[PCC_GENERATIONS]; /* replicas that a read error hides */
+    int read_error;
+};
+PCC_MUST_CHECK int pcc_commit_find(struct pcc_io *io, struct pcc_commit_found *out);
+/* Writes missing replicas of the newest record, then the record of this opening. */
+PCC_MUST_CHECK int pcc_commit_opening(struct pcc_volume *volume,
+                                      const struct pcc_commit_found *found);
+/* With `publishing` held: the staged table becomes the next record. on_durable may be NULL. */
+PCC_MUST_CHECK int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *context),
+                                     void *context);
+/* With `lock` held: from the durable table, or what the group says. */
+void pcc_commit_superseding(struct pcc_volume *volume);
+/* The newest undamaged durable sequence of a table; 0 = none. */
+uint64_t pcc_commit_newest(const struct pcc_record *record);
+/* A volume of one of several ranks: what may go is decided for all of them together. */
+bool pcc_commit_is_grouped(const struct pcc_record *record);
+bool pcc_commit_gives_up(const struct pcc_volume_group *group, uint64_t sequence);
+/* Bit s is set for each durable slot that may be recycled. A lone rank keeps its newest `keep`;
+ * a rank of a group keeps what `group` says, whatever `keep` is. A pinned slot always stays. */
+uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
+                               const struct pcc_volume_group *group);
+
+#endif

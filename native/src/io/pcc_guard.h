@@ -1,0 +1,20 @@
+/* Stores to a mapped file that may fail. Where the kernel cannot bring in the page of a store
+ * (an error of the disk, a file that was cut short, no block to be had) it sends SIGBUS, which
+ * would end the daemon for one bad sector of one tenant; here it becomes -EIO.
+ *
+ * Any thread. One handler for the process, installed with the first guard; what is not ours goes to
+ * whoever handled SIGBUS before. A handler that is installed later must do the same for us. */
+#ifndef PCC_GUARD_H
+#define PCC_GUARD_H
+
+#include "base/pcc_base.h"
+
+typedef void pcc_guard_copy_function(void *to, const void *from, uint64_t length);
+
+PCC_MUST_CHECK int pcc_guard_install(void); /* 0 or -errno; again is free */
+/* copy(to, from, length); -EIO when a page of `to` or `from` could not be had: `to` then holds any
+ * part of it. `copy` may hold no lock. */
+PCC_MUST_CHECK int pcc_guard_copy(pcc_guard_copy_function *copy, void *to, const void *from,
+                                  uint64_t length);
+
+#endif

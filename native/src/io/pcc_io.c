@@ -1,0 +1,79 @@
+#include "io/pcc_io.h"
+
+/* So many attempts in a row may move nothing before it counts as an error: an interrupted or short
+ * transfer goes on, a device that never moves does not hang us. */
+#define TRIES_WITHOUT_PROGRESS 64u
+
+typedef int64_t transfer(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset);
+
+static int64_t do_write(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset)
+{
+    return io->ops->write(io, bytes, length, offset);
+}
+
+static int64_t do_write_durable(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset)
+{
+    return io->ops->write_durable(io, bytes, length, offset);
+}
+
+static int64_t do_read(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset)
+{
+    return io->ops->read(io, bytes, length, offset);
+}
+
+static int transfer_all(struct pcc_io *io, transfer *move, uint8_t *bytes, uint64_t length,
+                        uint64_t offset)
+{
+    uint32_t tries = 0;
+
+    PCC_ASSERT((uintptr_t)bytes % PCC_IO_ALIGN == 0);
+    PCC_ASSERT(length % PCC_IO_ALIGN == 0 && offset % PCC_IO_ALIGN == 0);
+    while (length > 0) {
+        const int64_t result = move(io, bytes, length, offset);
+        if (result < 0 && result != -EINTR)
+            return (int)result;
+        PCC_ASSERT(result < 0 || (uint64_t)result <= length);
+        /* A short transfer resumes at the last aligned boundary that it reached. */
+        const uint64_t moved = result < 0 ? 0 : (uint64_t)result / PCC_IO_ALIGN * PCC_IO_ALIGN;
+        if (moved == 0 && ++tries == TRIES_WITHOUT_PROGRESS)
+            return result == -EINTR ? -EINTR : -EIO;
+        if (moved > 0)
+            tries = 0;
+        bytes += moved;
+        offset += moved;
+        length -= moved;
+    }
+    return 0;
+}
+
+/* The one cast in which the two directions share their code: writes never store through it. */
+static uint8_t *unconst(const void *bytes)
+{
+    return (uint8_t *)(uintptr_t)bytes;
+}
+
+int pcc_io_write_all(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
+{
+    return transfer_all(io, do_write, unconst(bytes), length, offset);
+}
+
+int pcc_io_write_durable_all(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
+{
+    return transfer_all(io, do_write_durable, unconst(bytes), length, offset);
+}
+
+int pcc_io_read_all(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
+{
+    return transfer_all(io, do_read, bytes, length, offset);
+}
+
+int pcc_io_flush(struct pcc_io *io)
+{
+    return io->ops->flush(io);
+}
+
+void pcc_io_close(struct pcc_io *io)
+{
+    if (io)
+        io->ops->close(io);
+}

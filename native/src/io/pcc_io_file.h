@@ -1,0 +1,22 @@
+/* What the engines on files share. The functions live in pcc_io_pwrite.c: the other engines take
+ * from that one whatever they do not do better themselves. */
+#ifndef PCC_IO_FILE_H
+#define PCC_IO_FILE_H
+
+#include "io/pcc_io.h"
+
+/* Is this a file that a volume may lie in? Switches the descriptor to direct I/O. */
+PCC_MUST_CHECK int pcc_io_file_prepare(int fd, bool allow_buffered, uint64_t *size_bytes_out);
+
+int64_t pcc_io_file_read(int fd, void *bytes, uint64_t length, uint64_t offset);
+int64_t pcc_io_file_write_durable(int fd, const void *bytes, uint64_t length, uint64_t offset);
+int pcc_io_file_flush(int fd);
+
+/* Engines on a prepared file. They own fd from success on; on failure it stays the caller's.
+ * -PCC_E_UNSUPPORTED: not to be had here. */
+PCC_MUST_CHECK int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_io **out);
+PCC_MUST_CHECK int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io **out);
+PCC_MUST_CHECK int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere,
+                                     struct pcc_io **out);
+
+#endif

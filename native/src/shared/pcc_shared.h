@@ -1,0 +1,193 @@
+/* What a trainer and the daemon see of each other: the session page and the descriptors that pass
+ * over the attach socket. The daemon makes every memfd, sealed against resizing.
+ *
+ * Either side may be killed, stopped or hostile at any instruction. The daemon copies what it reads
+ * once, checks it against state of its own, and never takes an offset, an index or a length from
+ * here unchecked. A client that scribbles harms its own checkpoints only.
+ *
+ *   struct pcc_page | ring to_client | ring to_daemon | checksum table
+ *
+ * Both rings are single producer, single consumer, with room for every chunk, every segment and the
+ * loads, so that an honest peer never finds one full. Bells are futex words: the side that produced
+ * something increments the other's bell and wakes it (FUTEX_WAKE, shared); a waiter reads the bell,
+ * looks for work, and sleeps only on the value it read. */
+#ifndef PCC_SHARED_H
+#define PCC_SHARED_H
+
+#include <stdatomic.h>
+
+#include "base/pcc_base.h"
+
+#define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
+#define PCC_PAGE_VERSION 5u
+#define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
+#define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
+
+/* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
+ *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
+ *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
+ *           REQUESTED|COPYING -> REFUSED
+ * VOUCHING lasts for some instructions: the copy is complete and can no longer be abandoned, and
+ * the daemon notes down for the next one that it is copied before anybody hears of it.
+ * so that a watchdog's release and a late daemon cannot both be right (P4). */
+enum pcc_word_state {
+    PCC_WORD_IDLE = 0,
+    PCC_WORD_REQUESTED = 1,
+    PCC_WORD_COPYING = 2,
+    PCC_WORD_COPIED = 3,
+    PCC_WORD_ABANDONED = 4,
+    PCC_WORD_REFUSED = 5, /* skipped, failed or the copy broke: `outcome` says which */
+    PCC_WORD_VOUCHING = 6,
+};
+
+/* The outcome is (snapshot id << 8 | checkpoint state), written by the daemon only. Numbers are
+ * those of the wire's CheckpointState. */
+enum pcc_outcome {
+    PCC_OUTCOME_REQUESTED = 0,
+    PCC_OUTCOME_COPYING = 1,
+    PCC_OUTCOME_COPIED = 2,
+    PCC_OUTCOME_WRITING = 3,
+    PCC_OUTCOME_DURABLE = 4,
+    PCC_OUTCOME_GLOBAL = 5,
+    PCC_OUTCOME_SUPERSEDED = 6,
+    PCC_OUTCOME_SKIPPED = 7,
+    PCC_OUTCOME_FAILED = 8,
+};
+
+struct pcc_snapshot {
+    _Atomic uint64_t word;
+    _Atomic uint64_t outcome;
+    _Atomic uint64_t sequence; /* its own, or for SUPERSEDED the newer one's */
+    uint64_t reserved[5];
+};
+_Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
+
+/* Pull: the order of a snapshot on one GPU, as words that its streams write and wait for (>=). The
+ * words of an entry only grow, since each holds a snapshot id.
+ *   ready: the trainer's stream -> daemon: all that the snapshot depends on has been computed
+ *   done:  daemon -> the trainer's stream: this GPU's part was read, or never will be
+ * The daemon's CPU reads ready and writes done; a client that lets its trainer go writes done, too.
+ * Words per snapshot, not one counter: snapshots may come from different streams, and letting go of
+ * one must not release another. */
+struct pcc_device_words {
+    _Atomic uint64_t ready;
+    _Atomic uint64_t done;
+};
+
+struct pcc_ring_index { /* own cache lines for producer and consumer; free-running, mod capacity */
+    _Alignas(64) _Atomic uint32_t head; /* consumer */
+    _Alignas(64) _Atomic uint32_t tail; /* producer */
+};
+
+enum pcc_message_kind {
+    PCC_MSG_FREE = 1,     /* to client: this chunk is yours to fill */
+    PCC_MSG_FULL = 2,     /* to daemon: chunk holds payload [offset, +length) of snapshot id */
+    PCC_MSG_DATA = 3,     /* to client: chunk holds checked payload of load id; give it back */
+    PCC_MSG_TAKEN = 4,    /* to daemon: load data copied out; also FREE chunks handed back unused */
+    PCC_MSG_END = 5,      /* to client: load id has ended; result holds 0 or a negative code */
+    PCC_MSG_RETIRE = 6,   /* to client: segment id, whose first chunk this is, has to go */
+    PCC_MSG_RETURNED = 7, /* to daemon: it is unmapped, and none of its chunks is held */
+};
+
+struct pcc_message {
+    uint32_t kind;
+    uint32_t chunk;
+    uint64_t id;           /* snapshot or load */
+    uint64_t offset_bytes; /* within the payload */
+    uint32_t length_bytes;
+    int32_t result;
+};
+_Static_assert(sizeof(struct pcc_message) == 32, "ring message");
+
+struct pcc_page {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t page_bytes; /* of the whole mapping; up to 4 GiB */
+    uint32_t chunk_bytes;
+    uint32_t block_bytes;
+    uint32_t chunk_capacity; /* chunk indices are below this */
+    uint32_t ring_capacity;  /* power of two, > 2 * chunk_capacity */
+    uint64_t session;
+    _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
+    /* Stored once, when the session is over: */
+    _Atomic uint32_t ended; /* by the daemon: no chunk is the client's to fill any more */
+    _Atomic uint32_t quiet; /* by the client: nothing of it writes to a chunk any more */
+    _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
+    struct pcc_ring_index to_client;
+    struct pcc_ring_index to_daemon;
+    _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];
+    _Alignas(64) struct pcc_device_words devices[PCC_SNAPSHOTS][PCC_DEVICES];
+};
+
+/* Segments come over the attach socket (SOCK_SEQPACKET) in packets of their own, daemon to client,
+ * one descriptor each. Told from the msgpack handshake by the magic.
+ *
+ * They go through the rings, where order is: RETIRE is behind every FREE and DATA that names a
+ * chunk of the segment, and nothing names one afterwards. The client gives the chunks back that it
+ * has not begun to fill (TAKEN), hands over those that it has, unmaps, and says RETURNED. Only then
+ * the daemon uses the chunk numbers again, for other memory; segment numbers are never used again.
+ */
+#define PCC_GRANT_MAGIC 0x31544e5247434350ull /* "PCCGRNT1" */
+enum pcc_grant_kind { PCC_GRANT_ADD = 1 };
+struct pcc_grant {
+    uint64_t magic;
+    uint32_t kind;
+    uint32_t segment; /* its number: 1, 2, ... within a tenant */
+    uint32_t first_chunk;
+    uint32_t chunk_count;
+    uint64_t bytes; /* chunk_count * chunk_bytes */
+};
+
+/* Pull: which device memory a snapshot is read from. The client makes this block once per layout of
+ * its state, the daemon checks every number in it and opens the handles; `Begin` names it by its
+ * map number.
+ *
+ *   struct pcc_exposure | allocations | ranges
+ *
+ * Ranges ascend by payload offset and do not overlap; every chunk holds some, of one GPU only; the
+ * parts of a chunk that no range fills are zeros. Payload [0, device_bytes), a multiple of the
+ * chunk size, is the daemon's to fill, what follows is the client's. */
+#define PCC_EXPOSURE_MAGIC 0x3150584547434350ull /* "PCCGEXP1" */
+#define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
+#define PCC_EXPOSED_RANGES_MAX 262144u
+#define PCC_EXPOSURE_BYTES_MAX (16u << 20)
+/* Ranges with less than this between them, the same in memory and payload, are exposed as one:
+ * torch rounds tensors up to it, and a copy of its own for each of many small ones takes far
+ * longer. */
+#define PCC_EXPOSED_GAP_MAX 512u
+
+struct pcc_exposure {
+    uint64_t magic;
+    uint32_t allocation_count;
+    uint32_t range_count;
+    uint64_t device_bytes;
+    /* The first 16 bytes at this place were written by the client before it sent this: what the
+     * daemon reads through its own mapping has to be equal, else handles do not mean here what they
+     * mean there. */
+    uint32_t probe_allocation;
+    uint32_t reserved;
+    uint64_t probe_offset_bytes;
+    uint8_t probe[16];
+};
+_Static_assert(sizeof(struct pcc_exposure) == 56, "exposure");
+
+struct pcc_exposed_allocation { /* one cudaMalloc: its base, never a tensor inside */
+    uint8_t handle[64];         /* cuIpcGetMemHandle */
+    uint8_t uuid[16];           /* of the GPU */
+    uint64_t length_bytes;
+    uint64_t buffer_id; /* the exporter's name for it; with the handle it is never used again */
+    uint32_t device;    /* index of the words: the exporter's CUDA ordinal */
+    uint32_t reserved;
+};
+_Static_assert(sizeof(struct pcc_exposed_allocation) == 104, "exposed allocation");
+
+struct pcc_exposed_range {
+    uint32_t allocation;
+    uint32_t reserved;
+    uint64_t allocation_offset_bytes;
+    uint64_t offset_bytes; /* within the payload */
+    uint64_t length_bytes;
+};
+_Static_assert(sizeof(struct pcc_exposed_range) == 32, "exposed range");
+
+#endif

@@ -1,0 +1,280 @@
+/* A tenant over a real volume file, and the two kinds of client that tests put at its other end:
+ * a real client, and a hand-made one that says what no honest client says. */
+#ifndef TENANT_FIXTURE_H
+#define TENANT_FIXTURE_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/pcc_futex.h"
+#include "check.h"
+#include "client/pcc_client.h"
+#include "daemon/pcc_tenant_private.h"
+#include "volume_open.h"
+
+#define BLOCK 4096u
+#define CHUNK 65536u
+#define SECOND 1000000000ull
+#define PATIENCE (30 * SECOND)
+
+struct fixture {
+    char directory[64];
+    char path[80];
+    struct pcc_volume *volume;
+    struct pcc_pool *pool;
+    struct pcc_events *events;
+    struct pcc_tenant *tenant;
+    int sockets[2]; /* 0 the daemon's, 1 the client's */
+    int page_fd;
+    uint64_t session;
+    int32_t trainer; /* its process, for those that are pulled from */
+    struct pcc_client *client;
+    struct pcc_page_view page; /* of the hand-made client */
+};
+
+struct settings {
+    uint64_t payload_capacity;
+    uint64_t memory_bytes;
+    uint64_t segment_bytes; /* 0: all in one */
+    uint64_t bytes_per_second;
+    struct pcc_gpus *gpus;
+};
+
+static inline uint64_t soon(void)
+{
+    return pcc_now_ns() + PATIENCE;
+}
+
+static inline void attach(struct fixture *f)
+{
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, f->sockets) == 0);
+    CHECK(pcc_tenant_attach(f->tenant, f->sockets[0], ++f->session, f->trainer, &f->page_fd) == 0);
+}
+
+static inline void link_open(struct fixture *f)
+{
+    uint64_t granted;
+
+    attach(f);
+    CHECK(pcc_client_open(f->sockets[1], f->page_fd, &f->client) == 0);
+    CHECK(pcc_tenant_grow(f->tenant, 0, &granted) == 0);
+}
+
+static inline void page_open(struct fixture *f)
+{
+    attach(f);
+    void *bytes = mmap(NULL, f->tenant->geometry.page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                       f->page_fd, 0);
+    CHECK(bytes != MAP_FAILED);
+    CHECK(pcc_page_accept(bytes, f->tenant->geometry.page_bytes, &f->page) == 0);
+}
+
+/* The next event; fails the test when none comes. */
+static inline struct pcc_event event_next(struct fixture *f)
+{
+    struct pcc_event event = {0};
+    const uint64_t deadline = soon();
+
+    while (pcc_events_take(f->events, &event, 1) == 0) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(200);
+    }
+    return event;
+}
+
+static inline struct pcc_event event_until(struct fixture *f, uint32_t kind)
+{
+    struct pcc_event event;
+
+    do
+        event = event_next(f);
+    while (event.kind != kind);
+    return event;
+}
+
+static inline void ends_close(struct fixture *f)
+{
+    CHECK(close(f->sockets[0]) == 0);
+    pcc_client_close(f->client);
+    f->client = NULL;
+    if (f->page.page != NULL)
+        CHECK(munmap(f->page.page, f->page.geometry.page_bytes) == 0);
+    f->page.page = NULL;
+    CHECK(close(f->sockets[1]) == 0);
+    CHECK(close(f->page_fd) == 0);
+}
+
+static inline void detach(struct fixture *f)
+{
+    pcc_tenant_detach(f->tenant);
+    CHECK(event_until(f, PCC_EVENT_DETACHED).session == f->session);
+    ends_close(f);
+}
+
+/* Up to `bytes`, in segments of that length. */
+static inline void grow(struct fixture *f, uint64_t bytes, uint64_t segment_bytes)
+{
+    struct pcc_tenant_usage usage;
+    uint64_t granted;
+
+    pcc_tenant_usage(f->tenant, &usage);
+    for (granted = usage.bytes; granted < bytes;) {
+        const uint64_t next = granted + segment_bytes;
+        const uint64_t step = segment_bytes == 0 || next > bytes ? bytes : next;
+        CHECK(pcc_tenant_grow(f->tenant, step, &granted) == 0);
+        CHECK(granted == step);
+    }
+}
+
+/* As the daemon does after a session that still had chunks to fill: other memory in its place. */
+static inline void renew(struct fixture *f, const struct settings *settings)
+{
+    struct pcc_tenant_usage usage;
+    struct pcc_tenant_holding holding;
+    const uint64_t deadline = soon();
+
+    do {
+        CHECK(pcc_now_ns() < deadline);
+        pcc_tenant_shrink(f->tenant, settings->memory_bytes, &holding);
+        pcc_tenant_usage(f->tenant, &usage);
+    } while (usage.left_chunks > 0 || holding.bytes > holding.lasting_bytes);
+    grow(f, settings->memory_bytes, settings->segment_bytes);
+}
+
+static inline void fixture_open(struct fixture *f, const struct settings *settings)
+{
+    const struct pcc_volume_spec volume = {.payload_capacity_bytes = settings->payload_capacity,
+                                           .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
+                                           .slot_count = 4,
+                                           .keep = 1,
+                                           .block_bytes = BLOCK,
+                                           .world_size = 1,
+                                           .job = "test",
+                                           .next_sequence = 1};
+    const struct pcc_tenant_spec tenant = {.id = 7,
+                                           .chunk_bytes = CHUNK,
+                                           .block_bytes = BLOCK,
+                                           .chunk_capacity = 256,
+                                           .lanes = 3,
+                                           .writers_per_lane = 2};
+    const char *base = getenv("TMPDIR");
+
+    memset(f, 0, sizeof(*f));
+    (void)snprintf(f->directory, sizeof(f->directory), "%s/pcc-tenant-XXXXXX",
+                   base != NULL && strlen(base) < 32 ? base : "/tmp");
+    CHECK(mkdtemp(f->directory) != NULL);
+    (void)snprintf(f->path, sizeof(f->path), "%s/volume", f->directory);
+    CHECK(pcc_volume_create(f->path, &volume, true) == 0);
+    CHECK(volume_open(f->path, true, settings->bytes_per_second, &f->volume) == 0);
+    CHECK(pcc_pool_open(settings->memory_bytes, &f->pool) == 0);
+    CHECK(pcc_events_open(1024, &f->events) == 0);
+    CHECK(pcc_tenant_open(f->pool, f->events, settings->gpus, &tenant, &f->tenant) == 0);
+    CHECK(pcc_tenant_bind(f->tenant, f->volume) == 0);
+    grow(f, settings->memory_bytes, settings->segment_bytes);
+}
+
+static inline void fixture_close(struct fixture *f)
+{
+    pcc_tenant_close(f->tenant);
+    pcc_events_close(f->events);
+    pcc_pool_close(f->pool);
+    pcc_volume_close(f->volume);
+    CHECK(unlink(f->path) == 0);
+    CHECK(rmdir(f->directory) == 0);
+}
+
+/* Bytes that differ from checkpoint to checkpoint and from place to place. */
+static inline void pattern(uint8_t *bytes, uint64_t count, uint64_t seed)
+{
+    uint64_t x = seed * 0x9e3779b97f4a7c15ull + 1;
+
+    for (uint64_t i = 0; i < count; i++) {
+        x = x * 6364136223846793005ull + 1442695040888963407ull;
+        bytes[i] = (uint8_t)(x >> 56);
+    }
+}
+
+static inline int begin(struct fixture *f, uint64_t snapshot, uint64_t payload_bytes,
+                        uint64_t *sequence)
+{
+    const struct pcc_save_request request = {.step = (int64_t)snapshot,
+                                             .world_size = 1,
+                                             .payload_bytes = payload_bytes,
+                                             .tree_offset_bytes = 0,
+                                             .tree_bytes = 0};
+
+    return pcc_tenant_begin(f->tenant, snapshot, 0, &request, sequence);
+}
+
+/* Waits for a lane: admission is refused while N are in flight. */
+static inline uint64_t begin_wait(struct fixture *f, uint64_t snapshot, uint64_t payload_bytes)
+{
+    const uint64_t deadline = soon();
+    uint64_t sequence;
+    int error;
+
+    while ((error = begin(f, snapshot, payload_bytes, &sequence)) == -PCC_E_NO_LANE ||
+           error == -PCC_E_NO_SLOT) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(500);
+    }
+    CHECK(error == 0);
+    return sequence;
+}
+
+static inline void submit(struct fixture *f, uint64_t snapshot, const uint8_t *bytes,
+                          uint64_t count)
+{
+    const struct pcc_range range = {.address = (uintptr_t)bytes, .length_bytes = count};
+    const struct pcc_submission submission = {
+        .ranges = &range, .range_count = 1, .tail_offset_bytes = count};
+
+    CHECK(pcc_client_request(f->client, snapshot) == 0);
+    CHECK(pcc_client_submit(f->client, snapshot, &submission) == 0);
+}
+
+static inline uint64_t save(struct fixture *f, uint64_t snapshot, const uint8_t *bytes,
+                            uint64_t count)
+{
+    struct pcc_client_state state;
+
+    submit(f, snapshot, bytes, count);
+    const uint64_t sequence = begin_wait(f, snapshot, count);
+    CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_DURABLE, soon()) == 0);
+    CHECK(pcc_client_state(f->client, snapshot, &state) == 0);
+    CHECK(state.word == PCC_WORD_COPIED && state.outcome == PCC_OUTCOME_DURABLE);
+    CHECK(state.source_read && state.sequence == sequence);
+    return sequence;
+}
+
+static inline int load(struct fixture *f, uint64_t sequence, uint64_t load_id,
+                       const struct pcc_range *ranges, uint64_t range_count, uint64_t offset,
+                       uint64_t length)
+{
+    CHECK(pcc_client_load_start(f->client, load_id, ranges, range_count, NULL, 0) == 0);
+    CHECK(pcc_tenant_load(f->tenant, f->volume, true, sequence, offset, length, load_id) == 0);
+    const int result = pcc_client_load_wait(f->client, load_id, soon());
+    const struct pcc_event event = event_until(f, PCC_EVENT_LOAD_ENDED);
+    CHECK(event.id == load_id && event.error == result);
+    return result;
+}
+
+/* Loads the whole payload and compares it. */
+static inline void load_equals(struct fixture *f, uint64_t sequence, uint64_t load_id,
+                               const uint8_t *expected, uint64_t count)
+{
+    uint8_t *got = calloc(1, count);
+    const struct pcc_range range = {.address = (uintptr_t)got, .length_bytes = count};
+
+    CHECK(got != NULL);
+    CHECK(load(f, sequence, load_id, &range, 1, 0, count) == 0);
+    CHECK(memcmp(got, expected, count) == 0);
+    free(got);
+}
+
+#endif
