@@ -154,8 +154,8 @@ class PrivateDaemon:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the trainer; it drains first
             )  # fmt: skip
-        # At once: when this process is killed while it waits, a later one still knows the daemon
-        # as a private one, and ends it.
+        # Before the wait: when this process is killed meanwhile, a later one still finds the
+        # private daemon, and ends it.
         (self.directory / "pid").write_text(str(process.pid))
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and process.poll() is None:

@@ -70,7 +70,7 @@ class StepHooks:
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
             steps.pop(id(optimizer), None)
             on = gpus[id(optimizer)]
-            if on and not devices.capturing():  # a graph's stream does nothing, and may go
+            if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
                 streams.update({gpu: devices.current_stream(gpu) for gpu in on})
 
         for thing in things:
@@ -84,8 +84,8 @@ class StepHooks:
                 self._handles.append(thing.register_step_post_hook(after))
 
     def follow(self) -> None:
-        """What this thread enqueues from now on comes after the last step, whatever stream that
-        was enqueued in: else a snapshot could be of half a step."""
+        """Work that this thread enqueues from now on waits for the last step, in whatever stream
+        that was: otherwise a snapshot could be of half a step."""
         for gpu, stream in self._streams.items():
             if devices.current_stream(gpu) != stream:
                 devices.follow(gpu, stream)

@@ -26,7 +26,7 @@ def current_stream(device: int) -> int:
 
 
 def follow(device: int, stream: int) -> None:
-    """What this thread's stream on the GPU is told from now on waits for what `stream` was told."""
+    """Work that this thread enqueues on the GPU from now on waits for the work in `stream`."""
     other = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(device).wait_stream(other)
 
