@@ -11,7 +11,7 @@ from pccheck_wire.errors import PccheckError
 
 from . import VERSION
 from .base import logs
-from .config import metrics_place, variables
+from .config import metrics_place
 from .config import sources as config
 from .config.options import Config
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.check_config:
             return _checked(chosen, as_json=flags.json)
         logs.set_up(chosen.log_format, chosen.log_level)
-        for warning in (*variables.unknown(os.environ), *config.warnings(chosen)):
+        for warning in (*config.unknown_variables(os.environ), *config.warnings(chosen)):
             logs.LOG.warning("%s", warning)
         from .storage import lock as storage
 
@@ -46,28 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PccheckError as error:
         if flags.check_config and flags.json:
             document = {"code": error.code, "message": error.message, "hint": error.hint}
-            warnings = variables.unknown(os.environ)
+            warnings = config.unknown_variables(os.environ)
             print(json.dumps({"schema": 1, "error": document, "warnings": warnings}))
         print(f"pccheckd: {error}", file=sys.stderr)
         return error.exit_code
 
 
 def _checked(chosen: Config, *, as_json: bool) -> int:
-    """Prints what would be used. The storage directory may be one of another machine: what is
-    wrong with it here is said, and is no fault of the configuration."""
+    """Prints the values. The storage directory may be one of another machine: a problem with it
+    here is a warning, and not an error of the configuration."""
     from .config import text as config_text
     from .storage import lock as storage
 
     if as_json:
         print(json.dumps(config_text.document(chosen, "files"), indent=2))
         return 0
-    file = chosen.file or f"none ({config.DEFAULT_FILE} is not there)"
-    print(f"pccheckd: the configuration is good; file: {file}")
+    file = chosen.file or f"none ({config.DEFAULT_FILE} does not exist)"
+    print(f"pccheckd: the configuration is valid; file: {file}")
     print(config_text.effective(chosen))
-    for warning in (*variables.unknown(os.environ), *config.warnings(chosen)):
+    for warning in (*config.unknown_variables(os.environ), *config.warnings(chosen)):
         print(f"pccheckd: warning: {warning}", file=sys.stderr)
     try:
         storage.check(chosen)
     except PccheckError as error:
-        print(f"pccheckd: warning: on this machine it would not start: {error}", file=sys.stderr)
+        print(
+            f"pccheckd: warning: pccheckd would not start on this machine: {error}", file=sys.stderr
+        )
     return 0

@@ -1,5 +1,5 @@
-"""Start and stop of the daemon, in order: locks, sockets, engine, a look at every volume's records,
-READY; then no new sessions, drain what is copied, close, unlock."""
+"""Start and stop of the daemon, in order: locks, sockets, engine, the records of every volume read
+once, READY; then no new sessions, copied checkpoints made durable, close, unlock."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 import uvloop
 
 from pccheck_wire.errors import RefusedError
 
-from .base import logs, shortage
+from .base import logs
+from .base.errors import SHORTAGE_HINT, shortage
 from .base.logs import LOG
 from .base.notify import Notifier
 from .config.options import Config
@@ -42,7 +43,7 @@ from .upkeep.file_watch import FileWatch
 from .upkeep.gpu_release import GpuRelease
 
 FILES_WANTED = 65536
-#: How long a thread that makes a document may keep the loop from the interpreter; Python's is 5 ms.
+#: How long a thread that makes a document may keep the interpreter's lock; Python's is 5 ms.
 SWITCH_S = 0.0005
 
 
@@ -64,7 +65,7 @@ def run(config: Config, sources: Sources) -> int:
         _lock(held, config.socket.with_name(config.socket.name + ".lock"), f"has {config.socket}")
         swept = storage.sweep(config.storage)
         if swept:
-            LOG.info("removed %d files that an interrupted start had left", swept)
+            LOG.info("removed %d files that an interrupted start left behind", swept)
         listener = activation.attach_socket(given, config.socket)
         left = inherited.take(given)
         if listener is None:
@@ -86,100 +87,76 @@ async def _serve(
     left: list[inherited.Descriptor],
     directory: StorageDirectory,
 ) -> bool:
+    """True when all that was copied is durable."""
     notifier = Notifier()
     engine = Engine(config, directory, store=inherited.store_of(os.environ, left), stored=len(left))
-    engine.start()
     registry = Registry(config, engine, Chronicle(enabled=lambda: config.chronicle))
-    handlers: Handlers
-
-    async def handle(uid: int, data: bytes) -> bytes | None:
-        return await handlers.by_token(uid, data)
-
-    control = ControlServer(config.socket, handle)
+    control = ControlServer(config.socket)
     sessions = Sessions(config, engine, registry, control)
     observing = Observing(config, engine, registry, sessions)
     handlers = Handlers(config, engine, registry, sessions, observing.scrubber)
-    server = attach.AttachServer(listener, sessions, handlers)
-    supervisor = Supervisor(
-        notifier, config, engine, registry, sessions, faults=lambda: observing.health.faults
-    )
-    reloader = Reloader(config, sources, notifier)
-    reloader.after.append(registry.limit)
-    reloader.after.append(observing.scrubber.wake)
     expiry = Expiry(config, engine, registry)
-    gpu_release = GpuRelease(config, engine, registry)
-    reloader.after.append(expiry.wake)
+    reloader = Reloader(config, sources, notifier)
+    reloader.then(registry.limit, observing.scrubber.wake, expiry.wake)
     stop, hurry = _signals(reloader)
-    notifier.extend(survey.LIMIT_S + EXTENSION_S)
-    supervisor.survey = await survey.take(config, engine)
-    registry.inherited = await takeover.inherit(left, engine, registry)
-    file_watch = FileWatch(engine, registry)
-    observing.start()
-    expiry.start()
-    file_watch.start()
-    gpu_release.start()
-    registry.memory.start()
-    server.start()
-    reloader.start()
-    LOG.info("ready: %s", describe(config))
-    # What the start has logged is there when READY is.
-    await engine.call(os.getuid(), logs.flush)
-    notifier.send("READY=1")
-    # Before any connection is accepted, and so before any other volume is opened.
-    supervisor.start()
-    await stop.wait()
-    notifier.send("STOPPING=1")
-    await reloader.close()
-    await supervisor.close()
-    LOG.info("stopping: draining what is copied, at most %g s", config.drain_limit_s)
-    sessions.draining = True
-    work = asyncio.create_task(
-        _drain(
-            (
-                file_watch.close,
-                expiry.close,
-                gpu_release.close,
-                observing.settle,
-                server.close,
-                registry.memory.close,
-                control.close,
-            ),
-            registry,
-            engine,
-        )
-    )
-    others = [
-        asyncio.create_task(_is_set(hurry)),
-        asyncio.create_task(supervisor.while_draining(config.drain_limit_s)),
-    ]
-    await asyncio.wait({work, *others}, return_when=asyncio.FIRST_COMPLETED)
+    # Parts stop in the reverse of this order; those in `work` within --drain-limit.
+    async with contextlib.AsyncExitStack() as parts:
+        engine.start()
+        parts.callback(engine.stop)
+        notifier.extend(survey.LIMIT_S + EXTENSION_S)
+        found = await survey.take(config, engine)
+        registry.took_over(await takeover.inherit(left, engine, registry))
+        await parts.enter_async_context(observing)
+        work = contextlib.AsyncExitStack()
+        work.push_async_callback(engine.close_gpus)
+        work.push_async_callback(registry.close)
+        control.serve(handlers.answer, sessions.interrupted)
+        work.push_async_callback(control.close)
+        for part in (
+            registry.memory,
+            attach.AttachServer(listener, sessions, handlers),
+            observing.scrubber,
+            GpuRelease(config, engine, registry),
+            expiry,
+            FileWatch(engine, registry),
+        ):
+            await work.enter_async_context(part)
+        supervisor = Supervisor(
+            notifier, config, engine, registry, sessions, found,
+            faults=lambda: observing.health.faults,
+        )  # fmt: skip
+        async with reloader:
+            LOG.info("ready: %s", describe(config))
+            # What the start has logged is written before READY.
+            await engine.call(os.getuid(), logs.flush)
+            notifier.send("READY=1")
+            async with supervisor:
+                await stop.wait()
+                notifier.send("STOPPING=1")
+        LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
+        sessions.drain()
+        if not await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s)):
+            unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
+            LOG.error("stopped with %d checkpoints that are not durable", unfinished)
+            for one in (work, parts):  # the caller ends the process: nothing more is waited for
+                one.pop_all()
+            return False
+    LOG.info("stopped")
+    return True
+
+
+async def _drained(
+    work: contextlib.AsyncExitStack, hurry: asyncio.Event, limit: Coroutine[None, None, None]
+) -> bool:
+    """Stops the parts in `work`. False when `hurry` or `limit` came first, or a part failed."""
+    drain = asyncio.create_task(work.aclose())
+    others = [asyncio.create_task(_is_set(hurry)), asyncio.create_task(limit)]
+    await asyncio.wait({drain, *others}, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()
-    if work.done() and work.exception() is None:
-        await observing.close()
-        engine.stop()
-        LOG.info("stopped")
-        return True
-    if work.done() and work.exception() is not None:
-        LOG.error("the drain failed", exc_info=work.exception())
-    unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
-    LOG.error("stopped with %d checkpoints that are not durable", unfinished)
-    return False
-
-
-async def _drain(
-    first: Iterable[Callable[[], Awaitable[None]]], registry: Registry, engine: Engine
-) -> None:
-    """Ends what brings work, in this order, then whatever there is."""
-    for close in first:
-        await close()
-    results = await asyncio.gather(
-        *(tenant.close() for tenant in registry.tenants()), return_exceptions=True
-    )
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    await engine.close_gpus()
+    if drain.done() and drain.exception() is not None:
+        LOG.error("the drain failed", exc_info=drain.exception())
+    return drain.done() and drain.exception() is None
 
 
 async def _is_set(event: asyncio.Event) -> None:
@@ -202,15 +179,15 @@ def _signals(reloader: Reloader) -> tuple[asyncio.Event, asyncio.Event]:
 
 @contextlib.contextmanager
 def _shortages() -> Iterator[None]:
-    """A machine that refuses what the daemon cannot do without ends it with words."""
+    """When the system is out of a resource that the daemon needs, it ends with a clear error."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        words = shortage.told(error)
+        words = shortage(error)
         if not words:
             raise
         LOG.debug("the daemon ends", exc_info=True)
-        raise RefusedError(words, hint=shortage.HINT) from error
+        raise RefusedError(words, hint=SHORTAGE_HINT) from error
 
 
 def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:
@@ -218,7 +195,7 @@ def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Sessions, segments and volumes take some each."""
+    """Sessions, segments and volumes take several descriptors each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard)
     if soft < wanted:

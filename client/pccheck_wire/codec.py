@@ -1,5 +1,5 @@
-"""msgpack bytes <-> the dataclasses of messages.py. Input is hostile: size and depth limits, no
-extension types, no duplicate keys, then strict conversion by each field's annotation."""
+"""msgpack bytes <-> the dataclasses of messages.py. Input is hostile: the limits of packing.py,
+then strict conversion by each field's annotation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ import msgpack  # type: ignore[import-untyped]
 from . import messages
 from .errors import ProtocolError
 from .messages import Message
+from .packing import PACKET_BYTES as PACKET_BYTES
+from .packing import REPLY_BYTES_MAX as REPLY_BYTES_MAX
+from .packing import REQUEST_BYTES_MAX as REQUEST_BYTES_MAX
+from .packing import STRING_BYTES_MAX
+from .packing import Reassembler as Reassembler
+from .packing import packets as packets
+from .packing import unpack as unpack
 
-REQUEST_BYTES_MAX = 64 * 1024
-REPLY_BYTES_MAX = 16 * 1024 * 1024
-#: A reply longer than this goes over the attach socket in several packets.
-PACKET_BYTES = 64 * 1024
-STRING_BYTES_MAX = 4096
 #: Of `Expose.data`: pieces of so many bytes, so many in one message, fit with room to spare.
 PIECE_BYTES = STRING_BYTES_MAX
 PIECES_MAX = 15
 #: What a message is packed into at first. msgpack's own size is that of a large allocation, for
 #: every message: where memory is short, that alone would leave a peer without its refusal.
 BUFFER_BYTES = 4096
-ITEMS_MAX = 65536
 DEPTH_MAX = 24
 
 _I64 = range(-(2**63), 2**63)
@@ -90,88 +91,6 @@ def decode_any(
 def from_plain(plain: object, kind: type[_M]) -> _M:
     """Typed conversion alone, of what `unpack` or a `Reassembler` returned."""
     return typing.cast(_M, _by_tag((kind,))(plain, "$"))
-
-
-def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> object:
-    """Plain msgpack within the limits, untyped. Raises ProtocolError."""
-    if len(data) > bytes_max:
-        raise ProtocolError(f"$: a message of {len(data)} bytes, the limit is {bytes_max}")
-    try:
-        plain: object = msgpack.unpackb(data, **_limits(bytes_max))
-    except ProtocolError:
-        raise
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"$: not a message: {_reason(error)}") from error
-    return plain
-
-
-class Reassembler:
-    """Puts together a reply that came in several packets; the msgpack map says where it ends."""
-
-    def __init__(self, *, bytes_max: int = REPLY_BYTES_MAX) -> None:
-        self._bytes_max = bytes_max
-        self._unpacker = msgpack.Unpacker(max_buffer_size=bytes_max, **_limits(bytes_max))
-        self._bytes = 0
-
-    def feed(self, packet: bytes) -> object | None:
-        """The plain message when this packet completes it, else None. Raises ProtocolError."""
-        self._bytes += len(packet)
-        if self._bytes > self._bytes_max:
-            raise ProtocolError(f"$: a message of more than {self._bytes_max} bytes")
-        try:
-            self._unpacker.feed(packet)
-            plain: object = self._unpacker.unpack()
-        except msgpack.OutOfData:
-            return None
-        except ProtocolError:
-            raise
-        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"$: not a message: {_reason(error)}") from error
-        if self._unpacker.tell() != self._bytes:
-            raise ProtocolError("$: bytes behind the end of the message")
-        return plain
-
-
-def packets(data: bytes) -> list[bytes]:
-    """A message cut for the attach socket."""
-    return [data[at : at + PACKET_BYTES] for at in range(0, len(data), PACKET_BYTES)]
-
-
-# -- the limits of msgpack itself --------------------------------------------------------------
-
-
-def _limits(bytes_max: int) -> dict[str, object]:
-    return {
-        "raw": False,
-        "strict_map_key": True,
-        "object_pairs_hook": _unique,
-        "max_str_len": bytes_max if bytes_max > REQUEST_BYTES_MAX else STRING_BYTES_MAX,
-        "max_bin_len": STRING_BYTES_MAX,
-        "max_array_len": ITEMS_MAX,
-        "max_map_len": ITEMS_MAX,
-        "max_ext_len": 0,
-        "ext_hook": _no_extensions,
-        "timestamp": 0,
-    }
-
-
-def _unique(pairs: list[tuple[object, object]]) -> dict[str, object]:
-    made: dict[str, object] = {}
-    for key, value in pairs:
-        if not isinstance(key, str):
-            raise ProtocolError("$: a map key that is not a string")
-        if key in made:
-            raise ProtocolError(f"$: the key {key[:40]!r} comes twice")
-        made[key] = value
-    return made
-
-
-def _no_extensions(code: int, _data: bytes) -> object:
-    raise ProtocolError(f"$: extension type {code}")
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:120]
 
 
 # -- typed conversion --------------------------------------------------------------------------

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # `typing` itself takes longer to import than `status` to answer
-if TYPE_CHECKING:
-    from typing import ClassVar
-
 
 class PccheckError(Exception):
     """Any error of PCcheck. `hint` names the fix; `retryable`: whether trying again later can help.
     `exit_code` is what `pccheckctl` exits with."""
 
-    code: ClassVar[str] = "ERROR"
-    exit_code: ClassVar[int] = 1
-    default_retryable: ClassVar[bool] = False
+    code = "ERROR"
+    exit_code = 1
+    default_retryable = False
 
     def __init__(self, message: str, *, hint: str = "", retryable: bool | None = None) -> None:
         super().__init__(message)

@@ -1,26 +1,24 @@
-"""`pccheckctl`: arguments in, text or JSON out, exit code back. Commands are imported lazily."""
+"""`pccheckctl`: parses the arguments, runs one command, reports errors. A command is imported when
+it runs."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from pccheck_wire.basics import did_you_mean
 from pccheck_wire.errors import PccheckError, UsageError
-
-from . import VERSION
-from .commands import COMMANDS
-
-TYPE_CHECKING = False  # see pccheck_wire/errors.py
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import NoReturn
+from pccheckctl import VERSION
+from pccheckctl.arguments import COMMANDS
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")
-INTERRUPTED = 130  # 128 + SIGINT, as a shell would say it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 EXIT_CODES = """exit codes:
   0 ok             1 error            2 usage          3 degraded
@@ -29,11 +27,8 @@ EXIT_CODES = """exit codes:
 """
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """argparse makes one for every argument, and imports shutil to ask for the width."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=WIDTH)
+#: argparse would import shutil to get the width.
+_FORMATTER = functools.partial(argparse.RawDescriptionHelpFormatter, width=WIDTH)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,17 +36,19 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = [word for word in message.split() if word.startswith("-")]
-        meant = did_you_mean(words, self._options()) if "unrecognized" in message else ""
+        known = [flag for action in actions(self) for flag in action.option_strings]
+        meant = did_you_mean(words, known) if "unrecognized" in message else ""
         raise UsageError(message, hint=f"{meant}see: {self.prog} --help")
 
-    def _options(self) -> list[str]:
-        """Its own, and those of its commands."""
-        found = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for sub in action.choices.values():
-                    found += sub._option_string_actions
-        return found
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Those of the parser, and those of its commands."""
+    found = list(parser._actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                found += sub._actions
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader of the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PccheckError.exit_code
     return code
@@ -78,14 +75,15 @@ def _run(given: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        failure = PccheckError(_told(error))
+        where = f"{error.filename}: " if error.filename else ""
+        failure = PccheckError(f"{where}{error.strerror or error}")
     report(failure, as_json="--json" in given)
     return failure.exit_code
 
 
 def _named(given: list[str]) -> str | None:
-    """The command, unless somebody asks for help: the first word that is no flag and no flag's
-    value. Raises UsageError for one that there is not."""
+    """The command, unless help is wanted: the first word that is neither a flag nor the value of
+    one. Raises UsageError for an unknown command."""
     if "-h" in given or "--help" in given:
         return None
     words, options = iter(given), list[str]()
@@ -97,12 +95,12 @@ def _named(given: list[str]) -> str | None:
         elif any(word == command.name for command in COMMANDS):
             return word
         else:
-            raise _no_such(word, options)
+            raise _unknown(word, options)
     return None
 
 
-def _no_such(word: str, options: Sequence[str]) -> UsageError:
-    """`options` stand in front of it: it may be the value of one that is misspelt."""
+def _unknown(word: str, options: Sequence[str]) -> UsageError:
+    """`options` stand before the word, which may be the value of a misspelt one."""
     what, meant = f"command {word!r}", did_you_mean([word], [one.name for one in COMMANDS])
     for option in options:
         if "=" not in option and (likely := did_you_mean([option], list(_WITH_VALUE))):
@@ -115,37 +113,24 @@ def report(error: PccheckError, *, as_json: bool) -> None:
     if as_json:
         import json
 
-        document = {
-            "schema": 1,
-            "error": {
-                "code": error.code,
-                "message": error.message,
-                "hint": error.hint,
-                "retryable": error.retryable,
-                "exit_code": error.exit_code,
-            },
-        }
-        print(json.dumps(document, indent=2), flush=True)
+        names = ("code", "message", "hint", "retryable", "exit_code")
+        told = {name: getattr(error, name) for name in names}
+        print(json.dumps({"schema": 1, "error": told}, indent=2), flush=True)
         return
-    from .render import safe
+    from pccheckctl.output.render import safe
 
     print(f"pccheckctl: {safe(error.message)}", file=sys.stderr)
     if error.hint:
         print(f"hint: {safe(error.hint)}", file=sys.stderr)
 
 
-def _told(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
-
-
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The whole tree, or one with this command only, which takes a fraction of the time."""
+    """For all commands, or for one only, which takes a fraction of the time."""
     made = _Parser(
         prog="pccheckctl",
-        description="Asks a pccheckd what it does, and reads the volumes that it wrote.",
+        description="Asks a running pccheckd, and reads the volumes that it wrote.",
         epilog=EXIT_CODES,
-        formatter_class=_Formatter,
+        formatter_class=_FORMATTER,
         allow_abbrev=False,
     )
     made.add_argument("--version", action="version", version=f"pccheckctl {VERSION}")
@@ -153,13 +138,12 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     commands = made.add_subparsers(
         title="commands", metavar="COMMAND", required=True, prog=made.prog
     )
-
     for command in COMMANDS:
         if only not in (None, command.name):
             continue
         sub = commands.add_parser(
             command.name, help=command.help, description=command.help, allow_abbrev=False,
-            formatter_class=_Formatter,
+            formatter_class=_FORMATTER,
         )  # fmt: skip
         sub.set_defaults(command=command.name, module=command.module)
         _common(sub, defaults=False)
@@ -168,17 +152,13 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
-    """Flags that may stand before and behind the command."""
-
-    def default(value: object) -> object:
-        return value if defaults else argparse.SUPPRESS
-
-    to.add_argument("--socket", metavar="PATH", default=default(None), help="the attach socket")
+    """Flags that may stand before or after the command."""
+    default = None if defaults else argparse.SUPPRESS
+    to.add_argument("--socket", metavar="PATH", default=default, help="the attach socket")
     to.add_argument(
-        "--storage", metavar="DIR", default=default(None),
-        help="a storage directory: to be read without a daemon, or measured",
+        "--storage", metavar="DIR", default=default,
+        help="a storage directory, to read or measure without a daemon",
     )  # fmt: skip
-    to.add_argument("--uid", type=int, default=default(None), help="whose jobs (for root)")
-    to.add_argument(
-        "--json", action="store_true", default=default(False), help="a JSON document on stdout"
-    )
+    to.add_argument("--uid", type=int, default=default, help="whose jobs (for root)")
+    to.add_argument("--json", action="store_true", default=False if defaults else default,
+                    help="a JSON document on stdout")  # fmt: skip

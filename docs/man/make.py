@@ -5,10 +5,12 @@ python docs/man/make.py
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import pccheckctl
-from pccheckctl import cli, manual
+from pccheckctl import cli
 from pccheckd.config import sources as config
 from pccheckd.config import text as config_text
 from pccheckd.config.options import OPTIONS
@@ -49,32 +51,94 @@ or value, 10 when the storage directory cannot hold volumes, 11 when another pcc
 
 
 def pages() -> dict[str, str]:
-    """File names and what belongs into them."""
-    control = manual.Page(
-        "pccheckctl", 1, "asks a checkpoint daemon, reads and cares for its volumes",
-        pccheckctl.VERSION,
-        (
-            ("EXIT STATUS", manual.exit_codes(cli.EXIT_CODES)),
-            ("ENVIRONMENT", _ENVIRONMENT),
-            ("EXAMPLES", _EXAMPLES),
-            ("SEE ALSO", ".BR pccheckd (8)"),
-        ),
-    )  # fmt: skip
-    daemon = manual.Page(
-        "pccheckd", 8, "per-node checkpoint service for PyTorch training", pccheckctl.VERSION,
-        (
-            ("SIGNALS", _SIGNALS),
-            ("EXIT STATUS", _DAEMON_EXIT),
-            ("SEE ALSO", ".BR pccheckctl (1)"),
-        ),
-    )  # fmt: skip
+    """File names and what belongs in them."""
+    control, daemon = cli.parser(), config.parser()
+    codes = cli.EXIT_CODES.partition("\n")[2].rstrip()
+    table = config_text.help_text("man").rstrip()
+    described = frozenset(option.flag for option in OPTIONS)
     return {
-        "pccheckctl.1": manual.page(cli.parser(), control),
-        "pccheckd.8": manual.page(
-            config.parser(), daemon, told=config_text.help_text("man"),
-            elsewhere=frozenset(option.flag for option in OPTIONS),
+        "pccheckctl.1": _page(
+            control, 1, "asks a checkpoint daemon, reads and cares for its volumes",
+            "[\\fIOPTION\\fR ...] \\fICOMMAND\\fR ...",
+            (
+                ("OPTIONS", _options(control)),
+                ("COMMANDS", _commands(control)),
+                ("EXIT STATUS", f".nf\n{_text(codes)}\n.fi"),
+                ("ENVIRONMENT", _ENVIRONMENT),
+                ("EXAMPLES", _EXAMPLES),
+                ("SEE ALSO", ".BR pccheckd (8)"),
+            ),
+        ),
+        "pccheckd.8": _page(
+            daemon, 8, "per-node checkpoint service for PyTorch training",
+            "\\fB\\-\\-storage\\fR \\fIDIR\\fR [\\fIOPTION\\fR ...]",
+            (
+                ("OPTIONS", f"{_options(daemon, described)}\n{table}"),
+                ("SIGNALS", _SIGNALS),
+                ("EXIT STATUS", _DAEMON_EXIT),
+                ("SEE ALSO", ".BR pccheckctl (1)"),
+            ),
         ),
     }  # fmt: skip
+
+
+def _page(
+    parser: argparse.ArgumentParser, section: int, about: str, usage: str,
+    sections: tuple[tuple[str, str], ...],
+) -> str:  # fmt: skip
+    name = parser.prog
+    head = f"""\
+.\\" Made by docs/man/make.py from the arguments of {name}: do not edit.
+.TH {name.upper()} {section} "" "pccheck {pccheckctl.VERSION}" "PCcheck"
+.SH NAME
+{name} \\- {_text(about)}
+.SH SYNOPSIS
+.B {name}
+{usage}
+.SH DESCRIPTION
+{_text(parser.description or "")}
+"""
+    return head + "".join(f".SH {heading}\n{text}\n" for heading, text in sections)
+
+
+def _commands(parser: argparse.ArgumentParser) -> str:
+    (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    known = frozenset(flag for action in parser._actions for flag in action.option_strings)
+    parts = ["The options above may also follow the command."]
+    for name, sub in commands.choices.items():
+        parts += [
+            f".SS {_text(name)}",
+            _text(_sentence(sub.description or "")),
+            _options(sub, known),
+        ]
+    return "\n".join(part for part in parts if part)
+
+
+def _options(parser: argparse.ArgumentParser, without: frozenset[str] = frozenset()) -> str:
+    """A paragraph for each argument that is not described elsewhere."""
+    lines = []
+    for action in parser._actions:
+        hidden = action.help == argparse.SUPPRESS or action.nargs == argparse.PARSER
+        if hidden or without.intersection(action.option_strings):
+            continue
+        choices = "|".join(map(str, action.choices or ()))
+        value = str(action.metavar or choices or action.dest.upper())
+        flags = ", ".join(f"\\fB{_text(flag)}\\fR" for flag in action.option_strings)
+        shown = f"\\fI{_text(value)}\\fR" if action.nargs != 0 else ""
+        shown = f"[{shown}]" if action.nargs == "?" else shown
+        text = (action.help or "").replace("%(prog)s", parser.prog).replace("%%", "%")
+        lines += [".TP", f"{flags} {shown}".strip(), _text(_sentence(text))]
+    return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+
+
+def _text(text: str) -> str:
+    """Plain text as roff: no line of it is a request, and a hyphen is the one that is typed."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return re.sub(r"^([.'])", r"\\&\1", escaped, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -65,15 +65,31 @@ def piece_bytes(payload_bytes: int) -> int:
     return max(MIB, min(-(-payload_bytes // PIECES // MIB) * MIB, PIECE_BYTES_MAX))
 
 
+class Pieces:
+    """Reads and verifies pieces of checkpoints, into one buffer of its own. Not thread-safe."""
+
+    def __init__(self, bytes_max: int, *, threads: int = 2) -> None:
+        """`threads`: as of `Volume.read_into`; 0 reads in the calling thread."""
+        self._bytes_max = bytes_max
+        self._threads = threads
+        self._buffer: ctypes.Array[ctypes.c_char] | None = None
+
+    def check(self, volume: Volume, sequence: int, offset: int, length: int) -> None:
+        """One piece of at most `bytes_max`. Raises as `Volume.read_into` does."""
+        if self._buffer is None:
+            self._buffer = ctypes.create_string_buffer(self._bytes_max)
+        target = struct.pack("<QQQ", ctypes.addressof(self._buffer), offset, length)
+        volume.read_into(sequence, target, threads=self._threads)
+
+
 def verify_part(volume: Volume, found: Checkpoint, subset: Subset) -> int:
     """Reads and checks the pieces, and always the tree and the manifest; how many bytes that were.
     Raises as `Volume.read_into` does."""
     count = found.tree_bytes
     volume.read(found.sequence, found.tree_offset, found.tree_bytes)
-    buffer = ctypes.create_string_buffer(piece_bytes(found.payload_bytes))
+    pieces = Pieces(piece_bytes(found.payload_bytes))
     for offset, length in subset.ranges(found.sequence, found.payload_bytes):
-        target = struct.pack("<QQQ", ctypes.addressof(buffer), offset, length)
-        volume.read_into(found.sequence, target)
+        pieces.check(volume, found.sequence, offset, length)
         count += length
     return count
 

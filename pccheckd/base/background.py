@@ -1,20 +1,21 @@
-"""What runs beside the daemon's requests. Nothing here ends in silence: a task that fails is logged
-with its traceback, and what has to go on is begun anew."""
+"""Work beside the daemon's requests. A task that fails is logged with its traceback, and restarted
+if it must go on."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from typing import Self
 
 from .logs import LOG
 
-#: Before a task that has failed begins anew: a lasting fault must not keep the loop busy.
+#: Before a failed task restarts: a lasting fault must not keep the loop busy.
 RESTART_S = 1.0
 
 
 class Background:
-    """One task on the loop, from `start` to `close`. Subclasses say in `_run` what goes on; it is
-    cancelled at the end, and begun anew when it fails before."""
+    """One task on the loop, from `start` to `close`, or within `async with`. Subclasses implement
+    `_run`, which is cancelled at the end and restarted when it fails before."""
 
     restart_s = RESTART_S
     _task: asyncio.Task[None] | None = None
@@ -27,13 +28,20 @@ class Background:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def _keep(self) -> None:
         while True:
             try:
                 await self._run()
                 return
             except Exception:
-                LOG.exception("%s failed; it begins anew", type(self).__name__)
+                LOG.exception("%s failed and restarts", type(self).__name__)
             await asyncio.sleep(self.restart_s)
 
     async def _run(self) -> None:
@@ -41,10 +49,10 @@ class Background:
 
 
 class Tasks:
-    """Pieces of work that nobody awaits; they are held until they end."""
+    """Work that no other task awaits; held until it ends."""
 
     def __init__(self, owner: object) -> None:
-        """`owner` is whom the log names."""
+        """`owner` is named in the log."""
         self._owner = owner
         self._going: set[asyncio.Task[None]] = set()
 
@@ -54,13 +62,13 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     async def cancel(self) -> None:
-        """Ends those of this moment; they are over on return."""
+        """Cancels the present ones; they have ended on return."""
         for task in self._going:
             task.cancel()
         await self.settle()
 
     async def settle(self) -> None:
-        """Waits until those of this moment have ended."""
+        """Waits until the present ones have ended."""
         await asyncio.gather(*self._going, return_exceptions=True)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -1,6 +1,6 @@
-"""Log lines on their way out. Whoever reads the log may be stopped, and its pipe or socket full: so
-one thread writes, behind a queue with a bound. Lines for which the queue has no room are dropped
-and counted, and a line says how many when the queue has moved on."""
+"""The queue of log lines. The reader of the log may be stopped, and its pipe or socket full, so one
+thread writes, behind a bounded queue. Lines that do not fit are dropped and counted; a later line
+contains the count."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Gap:
 
 
 class Queued(logging.Handler):
-    """Any thread may log: `emit` never waits for a reader."""
+    """Any thread may log: `emit` never waits for the reader."""
 
     def __init__(self, output: Output) -> None:
         """Raises RuntimeError when no thread can be started."""
@@ -55,7 +55,7 @@ class Queued(logging.Handler):
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def use(self, output: Output) -> None:
-        """From now on; what is queued goes where it was meant to go."""
+        """Writes to `output` from now on; queued lines go to the previous one."""
         with self._changed:
             before, self._output = self._output, output
             self._lines.append((0, before.close))
@@ -72,7 +72,7 @@ class Queued(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits for what is queued, for a moment. Not for the event loop."""
+        """Waits a moment for the queued lines. Not for the event loop."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lines and not self._writing, FLUSH_LIMIT_S)
 
@@ -94,11 +94,11 @@ class Queued(logging.Handler):
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines.popleft()
                 self._writing = True
-            size, write = (0, _told(line)) if isinstance(line, _Gap) else line
+            size, write = (0, _report(line)) if isinstance(line, _Gap) else line
             lost = 0
             try:
                 write()
-            except Exception:  # a closed pipe, a full disk: there is nowhere to say it
+            except Exception:  # a closed pipe, a full disk: it cannot be logged
                 lost = 1
             with self._changed:
                 self._writing = False
@@ -107,7 +107,7 @@ class Queued(logging.Handler):
                 self._changed.notify_all()
 
 
-def _told(gap: _Gap) -> Write:
+def _report(gap: _Gap) -> Write:
     record = logging.LogRecord(
         "pccheckd", logging.WARNING, "", 0,
         "%d log lines dropped: the log reader was stopped", (gap.lines,),

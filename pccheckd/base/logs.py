@@ -1,5 +1,5 @@
-"""Logging to stderr: plain lines, journald prefixes under systemd, or JSON lines. No call here but
-`flush` waits for whoever reads them (log_queue.py)."""
+"""Logging to stderr: plain lines, journald prefixes under systemd, or JSON lines. Only `flush`
+waits for the reader of the log (log_queue.py)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
 
-from . import journal, shortage
+from . import journal
+from .errors import SHORTAGE_HINT, shortage
 from .log_queue import Output, Queued, Write, write_all
 from .repeats import Repeats
 
-#: Set by whoever starts a private daemon (client/pccheck/daemon/autostart.py): stderr is a file
-#: that may have so many bytes; what was there before stays in a second file of that size.
+#: Set for a private daemon (client/pccheck/daemon/autostart.py): stderr is a file of at most this
+#: many bytes; older lines stay in a second file of that size.
 BYTES_VARIABLE = "PCCHECKD_LOG_BYTES"
 LOG = logging.getLogger("pccheckd")
 
@@ -53,7 +54,7 @@ class _Json(logging.Formatter):
 
 class _Stderr:
     def __init__(self, formatter: logging.Formatter, bytes_max: int = 0) -> None:
-        """`bytes_max`: stderr is a file of our own; 0 when it may be somebody else's."""
+        """`bytes_max`: the limit of stderr, a file of this daemon; 0: no limit."""
         self._formatter = formatter
         self._bytes_max = bytes_max
 
@@ -85,7 +86,7 @@ def set_up(
         try:
             queue = Queued(output)
         except RuntimeError as error:
-            raise RefusedError(shortage.told(error), hint=shortage.HINT) from error
+            raise RefusedError(shortage(error), hint=SHORTAGE_HINT) from error
         queue.addFilter(Repeats())
     LOG.handlers[:] = [queue]
     LOG.setLevel(log_level.upper())
@@ -94,13 +95,13 @@ def set_up(
 
 
 def flush() -> None:
-    """Waits a moment until what was logged is written. Not for the event loop."""
+    """Waits a moment until all lines are written. Not for the event loop."""
     if (queue := _queue()) is not None:
         queue.flush()
 
 
 def dropped() -> int:
-    """Log lines that nobody will read, since the daemon started."""
+    """Log lines that were lost since the daemon started."""
     queue = _queue()
     return queue.dropped if queue is not None else 0
 

@@ -1,4 +1,4 @@
-"""sd_notify(3): what the service manager is told, if there is one."""
+"""sd_notify(3): states for the service manager, if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATUS_CHARACTERS_MAX = 400
 
 class Notifier:
     """Sends states to $NOTIFY_SOCKET; does nothing without one. Never raises, and never waits: the
-    event loop calls it. A manager that takes nothing misses states, until it takes some again."""
+    event loop calls it. A manager that does not read misses states until it reads again."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
@@ -21,7 +21,7 @@ class Notifier:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._status = ""
         self._late: tuple[str, ...] = ()
-        #: How often the manager wants to hear of us, in seconds; 0 when it does not.
+        #: The manager's watchdog limit in seconds; 0: no watchdog.
         self.watchdog_s = _watchdog_s(environ) if self._address else 0.0
 
     @property
@@ -29,7 +29,7 @@ class Notifier:
         return bool(self._address)
 
     def send(self, *states: str) -> None:
-        """What does not go out now goes with the next states, unless those replace it."""
+        """States that cannot be sent now are sent with the next ones, unless those replace them."""
         late = {state.partition("=")[0]: state for state in (*self._late, *states)}
         if not self._address or not late:
             return
@@ -56,7 +56,7 @@ class Notifier:
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def extend(self, by_s: float) -> None:
-        """Starting or stopping goes on: it may take so much longer, from now on."""
+        """Starting or stopping continues, and may take this long from now on."""
         self.send(f"EXTEND_TIMEOUT_USEC={int(by_s * 1e6)}")
 
 

@@ -1,4 +1,4 @@
-"""A log that a loop cannot fill: lines that repeat are left out and counted."""
+"""Limits repeated log lines: further ones are left out and counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Seen:
 
 
 class Repeats(logging.Filter):
-    """Lets BURST lines of a kind through in every WINDOW_S; the next one says how many were left
+    """Passes BURST lines of a kind in every WINDOW_S; the next one has the count of those left
     out. A kind is the line's text without its values, and the first value: whose line it is. Lines
     that carry `always` are not counted."""
 

@@ -1,5 +1,5 @@
 """Small files beside the volumes, for what the daemon remembers over a restart. Each may be lost at
-any time; what that costs, its reader says."""
+any time; its reader documents what that costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 def load(path: Path, schema: int) -> Mapping[str, object]:
@@ -17,6 +21,16 @@ def load(path: Path, schema: int) -> Mapping[str, object]:
         if isinstance(plain, dict) and plain.get("schema") == schema:
             return plain
     return {}
+
+
+def load_into(made: _T, path: Path, schema: int) -> _T:
+    """Sets the fields of a fresh dataclass to the stored values that have their types."""
+    plain = load(path, schema)
+    for item in fields(made):  # type: ignore[arg-type]
+        value = plain.get(item.name)
+        if type(value) is type(getattr(made, item.name)):
+            setattr(made, item.name, value)
+    return made
 
 
 def store(path: Path, schema: int, document: Mapping[str, object]) -> None:

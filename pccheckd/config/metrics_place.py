@@ -1,5 +1,5 @@
-"""Where metrics go: over HTTP, or into a file that node_exporter reads. No dependencies here, so
-that the configuration can be checked without the extra."""
+"""Where metrics go: HTTP, or a file that node_exporter reads. Imports no dependency, so that the
+configuration can be checked without the extra."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def parse(text: str) -> Place:
         path = Path(text)
         if path.suffix != ".prom":
             raise UsageError(
-                f"{text!r} does not end in .prom, which is all that node_exporter reads",
+                f"{text!r} does not end in .prom; node_exporter reads no other files",
                 hint=EXAMPLE,
             )
         return Place(file=path.absolute())
     found = re.fullmatch(r"(?:(?P<plain>[^:\[\]]*):|\[(?P<six>[^\[\]]+)\]:)?(?P<port>\d+)", text)
     if found is None or int(found["port"]) > 65535:
-        raise UsageError(f"{text!r} is no address, port or .prom file", hint=EXAMPLE)
+        raise UsageError(f"{text!r} is not an address, port or .prom file", hint=EXAMPLE)
     host = found["six"] or found["plain"] or LOCALHOST
     host = LOCALHOST if host == "localhost" else host
     try:
@@ -59,6 +59,6 @@ def parse(text: str) -> Place:
 
 
 def require(text: str) -> None:
-    """Raises UsageError when metrics are wanted and what makes them is not installed."""
+    """Raises UsageError when metrics are wanted and prometheus-client is not installed."""
     if text and importlib.util.find_spec("prometheus_client") is None:
         raise UsageError("--metrics needs the package prometheus-client", hint=INSTALL)

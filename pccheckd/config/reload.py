@@ -1,5 +1,5 @@
-"""SIGHUP: takes over what may change while running, and says what may not. All or nothing: a
-file that is wrong changes nothing."""
+"""SIGHUP: applies the options that may change while running, and logs those that need a restart.
+A file with an error changes nothing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from .sources import Sources
 
 
 class Reloader(Background):
-    """Owns the changes of the shared `Config`. One reload at a time; signals that come meanwhile
-    are one more."""
+    """Owns the changes of the shared `Config`. One reload at a time; signals that arrive meanwhile
+    cause one more."""
 
     def __init__(self, config: Config, sources: Sources, notifier: Notifier) -> None:
         self._config = config
         self._sources = sources
         self._notifier = notifier
-        #: Called after every change, by those who do not look at the `Config` each time.
-        self.after: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] = []
         self._wanted = asyncio.Event()
+
+    def then(self, *calls: Callable[[], None]) -> None:
+        """Calls these after every change, for parts that do not read the `Config` each time."""
+        self._after += calls
 
     def request(self) -> None:
         self._wanted.set()
@@ -50,10 +53,10 @@ class Reloader(Background):
             # In a thread: the file may lie on a disk that hangs.
             fresh = await asyncio.to_thread(self._sources.load)
         except PccheckError as error:
-            LOG.error("reload: nothing was changed: %s", error)
+            LOG.error("reload failed, no option changed: %s", error)
             return
         except Exception:  # the edge of this reload
-            LOG.exception("reload: nothing was changed")
+            LOG.exception("reload failed, no option changed")
             return
         before = {one.name: getattr(self._config, one.name) for one in fields(Config)}
         try:
@@ -61,17 +64,17 @@ class Reloader(Background):
         except Exception:
             for name, value in before.items():
                 setattr(self._config, name, value)
-            LOG.exception("reload: nothing was changed")
+            LOG.exception("reload failed, no option changed")
             return
-        for told in self.after:
+        for call in self._after:
             try:
-                told()
-            except Exception:  # the others hear of it all the same
-                LOG.exception("reload: a part of the daemon could not take it over: %r", told)
+                call()
+            except Exception:  # the others are called anyway
+                LOG.exception("reload: a part of the daemon could not apply it: %r", call)
 
 
 def apply(config: Config, fresh: Config) -> None:
-    """Moves what is live from `fresh` to `config`; what is not, waits for a restart."""
+    """Copies live options from `fresh` to `config`; others wait for a restart."""
     changed, pending = [], {}
     for option in OPTIONS:
         before, after = getattr(config, option.field), getattr(fresh, option.field)
@@ -79,7 +82,7 @@ def apply(config: Config, fresh: Config) -> None:
             continue
         if option.live:
             setattr(config, option.field, after)
-            changed.append(_told(option, before, after))
+            changed.append(_change(option, before, after))
         else:
             pending[option.field] = after
     config.pending = pending
@@ -91,9 +94,9 @@ def apply(config: Config, fresh: Config) -> None:
     logs.set_up(config.log_format, config.log_level)
     if pending:
         LOG.warning(
-            "reload: not taken over, these need a restart: %s",
+            "reload: these options need a restart: %s",
             ", ".join(
-                _told(option, getattr(config, option.field), pending[option.field])
+                _change(option, getattr(config, option.field), pending[option.field])
                 for option in OPTIONS
                 if option.field in pending
             ),
@@ -101,14 +104,14 @@ def apply(config: Config, fresh: Config) -> None:
     LOG.info("reload: %s", ", ".join(changed) or "nothing changed")
 
 
-def _told(option: Option, before: object, after: object) -> str:
+def _change(option: Option, before: object, after: object) -> str:
     when = f", {option.when}" if option.when else ""
     return f"{option.key} {option.show(before)} -> {option.show(after)}{when}"
 
 
 def on_hangup(reload: Callable[[], None], stop: Callable[[], None]) -> None:
-    """SIGHUP reloads; but when it says that our terminal has gone, it is the end, as ever, unless
-    somebody (nohup) had it ignored."""
+    """SIGHUP reloads. If it reports that the daemon's terminal has gone, it stops the daemon, as
+    usual, unless it was ignored (nohup)."""
     had_terminal = _has_terminal()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 

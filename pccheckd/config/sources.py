@@ -1,26 +1,30 @@
-"""Flags, environment and file become checked values: flag over PCCHECK_* over file over default."""
+"""Flags, environment and file become checked values: flag over PCCHECK_* over file over default.
+
+The file is TOML without tables; its keys are the flags without their dashes."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from pccheck_native import cgroups
-from pccheck_wire.basics import STORAGE_MISSING, did_you_mean
+from pccheck_wire.basics import STORAGE_MISSING, VARIABLES, did_you_mean
 from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, MIB
 
-from . import file as config_file
 from .options import (
     BY_FIELD,
+    BY_KEY,
     EXPIRE_S_MIN,
     IO_ALIGN,
     OPTIONS,
+    PATH,
     SOCKET_DIRECTORY_BYTES_MAX,
     YES_NO,
     Group,
@@ -32,10 +36,12 @@ from .options import Config as Config
 
 DEFAULT_FILE = Path("/etc/pccheck/pccheckd.toml")
 FILE_VARIABLE = "PCCHECK_CONFIG"
+_PREFIX = "PCCHECK_"
+_SEE = "for a description of every key: pccheckd --help-config"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong, and what was meant, instead of the whole usage."""
+    """Prints what is wrong, and what was probably meant, instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         words = [word for word in message.split() if word.startswith("-")]
@@ -49,9 +55,9 @@ def parser() -> argparse.ArgumentParser:
         prog="pccheckd",
         description="Per-node checkpoint service: keeps several checkpoints in flight, durable.",
         epilog="Every flag may also be an environment variable (--max-storage is "
-        'PCCHECK_MAX_STORAGE) or a line of the file (max-storage = "2TiB"); a flag comes before a '
-        "variable, a variable before the file. Sizes are written like 8GiB, times like 90s or "
-        "5min.",
+        'PCCHECK_MAX_STORAGE) or a line of the file (max-storage = "2TiB"). A flag overrides a '
+        "variable, and a variable overrides the file. Sizes are written like 8GiB, times like 90s "
+        "or 5min.",
         allow_abbrev=False,
     )
     for group in Group:
@@ -62,17 +68,17 @@ def parser() -> argparse.ArgumentParser:
     others = made.add_argument_group("Configuration")
     others.add_argument(
         "--config", metavar="FILE",
-        help=f"the file to read (default {DEFAULT_FILE}, if it is there); also {FILE_VARIABLE}",
+        help=f"the file to read (default {DEFAULT_FILE}, if it exists); also {FILE_VARIABLE}",
     )  # fmt: skip
     others.add_argument(
         "--check-config", action="store_true",
-        help="check it, print what would be used, open nothing; exit code 0 or 2",
+        help="check the configuration and print its values; starts nothing; exit code 0 or 2",
     )  # fmt: skip
     others.add_argument("--json", action="store_true", help="--check-config as a JSON document")
     others.add_argument(
         "--help-config", nargs="?", const="text", metavar="text|toml|markdown|man",
         choices=("text", "toml", "markdown", "man"),
-        help="describe every option: unit, range, default; toml makes a file to start from",
+        help="describe every option: unit, range, default; toml prints a file to start from",
     )  # fmt: skip
     made.add_argument("--version", action="store_true", help="print the version")
     return made
@@ -84,7 +90,7 @@ def _add(to: argparse._ArgumentGroup, option: Option) -> None:
         text = argparse.SUPPRESS
     elif option.required:
         text = f"{option.help} (required)"
-    if option.kind is YES_NO:  # the flag alone says yes
+    if option.kind is YES_NO:  # the flag alone means yes
         to.add_argument(
             option.flag, dest=option.field, nargs="?", const="yes", metavar="yes|no", help=text
         )
@@ -95,7 +101,7 @@ def _add(to: argparse._ArgumentGroup, option: Option) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where values are looked for; `load` may be called again, for what the file says by now."""
+    """Where values come from; `load` may be called again, for what the file has by now."""
 
     flags: Mapping[str, str | None]
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -103,56 +109,129 @@ class Sources:
 
     def load(self) -> Config:
         """The checked configuration. Raises UsageError that names the option and the fix."""
-        file, lines = self._file()
+        named = self.flags.get("config") or self.environ.get(FILE_VARIABLE)
+        file = Path(named).absolute() if named else self.default_file
+        lines = _lines(file) if named or _exists(file) else None
         given: dict[str, object] = {}
         origins: dict[str, Origin] = {}
         for option in OPTIONS:
-            found = self._find(option, file, lines)
-            if found is None:
-                origins[option.field] = Origin("default")
-                continue
-            text, origins[option.field] = found
-            given[option.field] = _parse(option, text, origins[option.field])
+            places = (
+                (self.flags.get(option.field), Origin("flag", option.flag)),
+                (self.environ.get(option.variable), Origin("environment", option.variable)),
+                ((lines or {}).get(option.key), Origin("file", str(file))),
+            )
+            text, origin = next(
+                (found for found in places if found[0] is not None), (None, Origin("default"))
+            )
+            origins[option.field] = origin
+            if text is not None:
+                given[option.field] = _parse(option, text, origin)
         if "storage" not in given:
             raise UsageError(
                 STORAGE_MISSING,
-                hint=f"name a directory on a local disk, by flag, PCCHECK_STORAGE or in "
-                f"{file or self.default_file}",
+                hint=f"name a directory on a local disk, by flag, PCCHECK_STORAGE or in {file}",
             )
         if "socket" not in given:
             given["socket"] = default_socket(self.environ)
-        config = Config(**given, origins=origins, file=file)  # type: ignore[arg-type]
+        read = file if lines is not None else None
+        config = Config(**given, origins=origins, file=read)  # type: ignore[arg-type]
         if "dram_bytes" not in given:
             share = cgroups.memory_bytes()[0] // 4 // MIB * MIB
             config.dram_bytes = max(share, 2 * config.chunk_bytes)
         _check(config)
         return config
 
-    def _file(self) -> tuple[Path | None, Mapping[str, str]]:
-        named = self.flags.get("config") or self.environ.get(FILE_VARIABLE)
-        if named:
-            path = Path(named).absolute()
-            return path, config_file.read(path)
-        if config_file.exists(self.default_file):
-            return self.default_file, config_file.read(self.default_file)
-        return None, {}
-
-    def _find(
-        self, option: Option, file: Path | None, lines: Mapping[str, str]
-    ) -> tuple[str, Origin] | None:
-        text = self.flags.get(option.field)
-        if text is not None:
-            return text, Origin("flag", option.flag)
-        text = self.environ.get(option.variable)
-        if text is not None:
-            return text, Origin("environment", option.variable)
-        text = lines.get(option.key)
-        return None if text is None else (text, Origin("file", str(file)))
-
 
 def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> Config:
     """The configuration of a start with these flags in this environment."""
     return Sources(flags, environ).load()
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def _exists(path: Path) -> bool:
+    """True also for a file that may not be read: that is an error, not a missing file."""
+    try:
+        return path.exists()
+    except OSError:  # its directory may not be searched
+        return False
+
+
+def _lines(path: Path) -> Mapping[str, str]:
+    """The text of each value, by key, as it would be written on the command line. Raises UsageError
+    for a file that cannot be read, is not TOML or has an unknown key."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}",
+            hint=(
+                "name an existing file"
+                if isinstance(error, FileNotFoundError)
+                else f"make it readable for uid {os.geteuid()}"
+            )
+            + ", or start without it: --config /dev/null",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text", hint=_SEE) from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(
+            f"{path} is not TOML: {error}", hint='lines look like: storage = "/mnt/ssd"'
+        ) from error
+    unknown = [key for key in data if key not in BY_KEY]
+    if unknown:
+        raise _unknown(path, unknown, data)
+    return {key: _text(path, key, value) for key, value in data.items()}
+
+
+def _text(path: Path, key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (str, int, float)):
+        raise UsageError(f'{path}: {key} takes one value, like {key} = "..."', hint=_SEE)
+    if BY_KEY[key].kind is PATH and not Path(str(value)).is_absolute():
+        raise UsageError(
+            f"{path}: {key}: {str(value)!r} does not begin with /", hint="write the whole path"
+        )
+    return str(value)
+
+
+def _unknown(path: Path, keys: list[str], data: Mapping[str, object]) -> UsageError:
+    """One error for all of them, with what was probably meant."""
+    shown = [option.key for option in OPTIONS if not option.hidden]
+    tables = [key for key in keys if isinstance(data[key], dict)]
+    found = []
+    for key in keys:
+        near = "" if key in tables else _nearest(key.lower().replace("_", "-"), shown)
+        what = f"unknown table [{key}]" if key in tables else f"unknown key {key!r}"
+        found.append(what + (f", did you mean {near!r}?" if near else ""))
+    hint = "the file has no tables: every key is at the top level" if tables == keys else _SEE
+    return UsageError(f"{path}: {'; '.join(found)}", hint=hint)
+
+
+def _nearest(word: str, shown: list[str]) -> str:
+    import difflib  # only for mistyped names: the import takes time
+
+    return next(iter(difflib.get_close_matches(word, shown, n=1, cutoff=0.6)), "")
+
+
+def unknown_variables(environ: Iterable[str]) -> list[str]:
+    """Variables that begin like ours and that nothing reads: a sentence for each, with what was
+    probably meant. Without their values, which may be secret."""
+    known = {*VARIABLES, *(option.variable for option in OPTIONS)}
+    shown = [*VARIABLES, *(option.variable for option in OPTIONS if not option.hidden)]
+    rests = [variable.removeprefix(_PREFIX) for variable in shown]
+    found = []
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known:
+            near = _nearest(name.removeprefix(_PREFIX), rests)
+            meant = f": did you mean {_PREFIX}{near}?" if near else ""
+            found.append(f"{name} is set, and nothing reads it{meant}")
+    return found
+
+
+# -- checks ------------------------------------------------------------------------------------
 
 
 def _parse(option: Option, text: str, origin: Origin) -> object:
@@ -183,8 +262,9 @@ def default_socket(environ: Mapping[str, str]) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR")
     if not runtime:
         raise UsageError(
-            "no place for the attach socket: not root, and XDG_RUNTIME_DIR is not set",
-            hint="give one with --socket PATH",
+            "no directory for the attach socket: pccheckd does not run as root, and "
+            "XDG_RUNTIME_DIR is not set",
+            hint="name a socket with --socket PATH",
         )
     return Path(runtime) / "pccheck" / "attach.sock"
 
@@ -195,55 +275,50 @@ def ram_bytes() -> int:
 
 def _check(config: Config) -> None:
     """Raises UsageError for a value out of its range, or that does not go with another one."""
+
+    def require(holds: bool, name: str, rule: str, got: str, hint: str = "") -> None:
+        if not holds:
+            where = _where(BY_FIELD[name], config.origins.get(name))
+            raise UsageError(f"{where} must be {rule} (got {got})", hint=hint)
+
     for option in OPTIONS:
-        value = getattr(config, option.field)
-        low, high = option.low, option.high
-        if (low is not None and value < low) or (high is not None and value > high):
-            told = option.kind.show(value) if option.kind.unit != "bytes" else f"{value} bytes"
-            _refuse(config, option.field, told, f"use {option.range}")
-    if 0 < config.expire_finished_s < EXPIRE_S_MIN:
-        told = BY_FIELD["expire_finished_s"].show(config.expire_finished_s)
-        _refuse(config, "expire_finished_s", told, "use at least 1h, or 0 for never")
-    if config.keep >= config.slots:
-        raise UsageError(
-            f"{_where(BY_FIELD['keep'], config.origins.get('keep'))} must be less than --slots "
-            f"(got {config.keep} and {config.slots})",
-            hint="slots = N in flight + keep",
-        )
-    if config.block_bytes & (config.block_bytes - 1):
-        _refuse(config, "block_bytes", f"{config.block_bytes} bytes", "use a power of two")
-    if config.chunk_bytes % max(config.block_bytes, IO_ALIGN):
-        _refuse(
-            config, "chunk_bytes", f"{config.chunk_bytes} bytes",
-            f"use a multiple of {show_size(max(config.block_bytes, IO_ALIGN))}",
-        )  # fmt: skip
-    if not 2 * config.chunk_bytes <= config.dram_bytes <= ram_bytes():
-        _refuse(
-            config, "dram_bytes", f"{config.dram_bytes} bytes",
-            f"use at least two chunks ({2 * config.chunk_bytes}) and at most the RAM "
-            f"({ram_bytes()})",
-        )  # fmt: skip
-    if len(os.fsencode(config.socket.parent)) > SOCKET_DIRECTORY_BYTES_MAX:
-        _refuse(
-            config, "socket", f"{config.socket}, whose directory has too long a name,",
-            f"use at most {SOCKET_DIRECTORY_BYTES_MAX} bytes",
-        )  # fmt: skip
-
-
-def _refuse(config: Config, name: str, what: str, fix: str) -> None:
-    where = _where(BY_FIELD[name], config.origins.get(name))
-    raise UsageError(f"{where}: {what} cannot be", hint=fix)
+        value, low, high = getattr(config, option.field), option.low, option.high
+        got = f"{value} bytes" if option.kind.unit == "bytes" else option.kind.show(value)
+        fits = (low is None or value >= low) and (high is None or value <= high)
+        require(fits, option.field, option.range, got)
+    slots, keep, block, chunk = config.slots, config.keep, config.block_bytes, config.chunk_bytes
+    require(
+        not 0 < config.expire_finished_s < EXPIRE_S_MIN, "expire_finished_s",
+        "at least 1h, or 0 for never", BY_FIELD["expire_finished_s"].show(config.expire_finished_s),
+    )  # fmt: skip
+    require(
+        keep < slots, "keep", "less than --slots", f"{keep} and {slots}",
+        "slots = N in flight + keep",
+    )  # fmt: skip
+    require(not block & (block - 1), "block_bytes", "a power of two", f"{block} bytes")
+    unit = max(block, IO_ALIGN)
+    require(not chunk % unit, "chunk_bytes", f"a multiple of {show_size(unit)}", f"{chunk} bytes")
+    require(
+        2 * chunk <= config.dram_bytes <= ram_bytes(), "dram_bytes",
+        f"at least two chunks ({2 * chunk}) and at most the RAM ({ram_bytes()})",
+        f"{config.dram_bytes} bytes",
+    )  # fmt: skip
+    require(
+        len(os.fsencode(config.socket.parent)) <= SOCKET_DIRECTORY_BYTES_MAX, "socket",
+        f"in a directory whose path has at most {SOCKET_DIRECTORY_BYTES_MAX} bytes",
+        str(config.socket),
+    )  # fmt: skip
 
 
 def warnings(chosen: Config) -> list[str]:
-    """What is allowed, and had better be otherwise."""
+    """Values that are allowed, and risky."""
     room, bound = cgroups.memory_bytes()
     if chosen.dram_bytes <= room:
         return []
     return [
         f"--dram {show_size(chosen.dram_bytes)} is more than {bound} allows ({show_size(room)}): "
-        "before the pool is that large, the kernel slows processes of this cgroup down or kills "
-        "them, trainers among them. Lower --dram, or raise that limit"
+        "when the pool grows beyond that, the kernel slows down or kills processes of this cgroup, "
+        "trainers among them. Lower --dram, or raise that limit"
     ]
 
 

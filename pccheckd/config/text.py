@@ -1,4 +1,4 @@
-"""The configuration in words: what each option means, for people, documents and `config show`."""
+"""The options as text: the help, the documents and `config show`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pccheckd import VERSION
 
-from . import variables
 from .options import OPTIONS, Config, Group, Option
+from .sources import unknown_variables
 
 SCHEMA = 1
 Document = dict[str, object]
@@ -24,7 +24,7 @@ def document(config: Config, source: str) -> Document:
         "daemon": {"version": VERSION, "pid": os.getpid()} if source == "daemon" else None,
         "file": None if config.file is None else str(config.file),
         "options": [_row(config, option) for option in OPTIONS],
-        "warnings": variables.unknown(os.environ),
+        "warnings": unknown_variables(os.environ),
     }
 
 
@@ -46,7 +46,7 @@ def _row(config: Config, option: Option) -> Document:
 
 
 def effective(config: Config) -> str:
-    """The values and their origins, one a line, as --check-config prints them."""
+    """The values and their origins, one per line, as --check-config prints them."""
     shown = [
         (option.key, option.show(getattr(config, option.field)),
          str(config.origins.get(option.field, "default")))
@@ -99,9 +99,9 @@ def _plain() -> Iterator[str]:
 
 
 def _toml() -> Iterator[str]:
-    yield "# The configuration of pccheckd. A line that begins with # shows a default."
-    yield "# Check a change before it counts:  pccheckd --config THIS-FILE --check-config"
-    yield "# Take over what can change while running:  systemctl reload pccheckd"
+    yield "# The configuration of pccheckd. Lines that begin with # show the defaults."
+    yield "# Check a change before it takes effect:  pccheckd --config THIS-FILE --check-config"
+    yield "# Apply the options that can change while running:  systemctl reload pccheckd"
     for group, options in _groups():
         yield f"\n# -- {group.lower()} --"
         for option in options:
@@ -114,7 +114,7 @@ def _toml() -> Iterator[str]:
 
 
 def _toml_line(option: Option) -> str:
-    """The line of the option; only what must be given is not commented out."""
+    """The line of the option; commented out unless the option is required."""
     if option.required:
         return f'{option.key} = "{option.example}"'
     if option.default_text:
@@ -164,8 +164,4 @@ def _roff(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    return _capital(text) + "."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return text[:1].upper() + text[1:] + "."

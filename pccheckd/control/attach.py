@@ -1,4 +1,4 @@
-"""The attach socket: who connects (the kernel says), for how long, and what he is handed."""
+"""The attach socket: who connects (according to the kernel), for how long, and what it gets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello
-from pccheckd.base import shortage
 from pccheckd.base.background import Background, Tasks
+from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import translated
 from pccheckd.jobs.sessions import Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
@@ -43,8 +42,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def make_runtime(directory: Path, group: str) -> None:
-    """The socket's directory, 0750 when it is ours to make. Raises PccheckError, also for one in
-    which others could put a socket of theirs in our place."""
+    """Creates the socket's directory, with mode 0750. Raises PccheckError, also for an existing one
+    in which other users could replace the socket."""
     try:
         number = grp.getgrnam(group).gr_gid if group else -1
         if not directory.exists():
@@ -56,33 +55,35 @@ def make_runtime(directory: Path, group: str) -> None:
             if group and not found.st_mode & stat.S_IWOTH:  # /tmp stays as it is
                 os.chown(f"/proc/self/fd/{opened}", -1, number)
     except KeyError:
-        raise UsageError(f"--group: there is no group {group!r}", hint="groupadd it") from None
+        raise UsageError(
+            f"--group: group {group!r} does not exist", hint="create it: groupadd"
+        ) from None
     except OSError as error:
         raise NoStoreError(
-            f"the socket's directory {directory} cannot be made: {error.strerror}",
+            f"the socket's directory {directory} cannot be created: {error.strerror}",
             hint="choose another place with --socket PATH",
         ) from error
 
 
 def _require_ours(directory: Path, found: os.stat_result) -> None:
-    """Raises NoStoreError when somebody else could replace what we put into a directory."""
+    """Raises NoStoreError when another user could replace files in a directory."""
     if found.st_uid not in (0, os.geteuid()):
         raise NoStoreError(
-            f"the socket's directory {directory} belongs to uid {found.st_uid}, who could put "
-            "another socket in the place of ours",
+            f"the socket's directory {directory} belongs to uid {found.st_uid}, which could "
+            "replace the socket",
             hint=f"chown it to uid {os.geteuid()}, or choose another place with --socket PATH",
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
         raise NoStoreError(
-            f"the socket's directory {directory} is writable by others without the sticky bit, so "
-            "they could put another socket in the place of ours",
+            f"the socket's directory {directory} is writable for others without the sticky bit, "
+            "so they could replace the socket",
             hint=f"chmod go-w {directory}, or choose another place with --socket PATH",
         )
 
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    """For looking at and changing what lies there, and nothing that takes its place."""
+    """A descriptor for the file at `path`, which a replacement of the file does not affect."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     try:
         yield descriptor
@@ -97,12 +98,12 @@ def listen(path: Path, group: str) -> socket.socket:
     try:
         if _answers(path):
             raise StoreLockedError(
-                f"something listens at {path} already", hint="use another --socket"
+                f"another process listens at {path}", hint="use another --socket"
             )
         path.unlink(missing_ok=True)
         made.bind(os.fspath(path))
         _admit(path, group)
-        made.listen(BACKLOG)  # nobody can have connected before
+        made.listen(BACKLOG)  # no peer can have connected before
     except OSError as error:
         made.close()
         raise NoStoreError(
@@ -115,12 +116,12 @@ def listen(path: Path, group: str) -> socket.socket:
 
 
 def _admit(path: Path, group: str) -> None:
-    """Lets the group connect to the socket that was just bound; whatever lies there instead keeps
-    its owner and mode."""
+    """Lets the group connect to the socket that was just bound. A file that replaced the socket
+    keeps its owner and mode."""
     with _opened(path, os.O_NOFOLLOW) as opened:
         found = os.fstat(opened)
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-            raise OSError(errno.EEXIST, "somebody else has put something there")
+            raise OSError(errno.EEXIST, "another user has created a file there")
         if group:
             os.chown(f"/proc/self/fd/{opened}", -1, grp.getgrnam(group).gr_gid)
         os.chmod(f"/proc/self/fd/{opened}", 0o660)  # noqa: PTH101
@@ -139,7 +140,7 @@ def _answers(path: Path) -> bool:
 
 
 class AttachServer(Background):
-    """Accepts, shakes hands, and holds every connection until its peer is gone."""
+    """Accepts, does the handshake, and serves every connection until its peer is gone."""
 
     def __init__(self, listener: socket.socket, sessions: Sessions, handlers: Handlers) -> None:
         self._listener = listener
@@ -171,7 +172,7 @@ class AttachServer(Background):
         session: Session | None = None
         try:
             peer = _peer(connection)
-        except OSError:  # nobody is known to be there
+        except OSError:  # the peer is unknown
             connection.close()
             return
         uid = peer.uid
@@ -185,7 +186,7 @@ class AttachServer(Background):
             hello = _hello(packet)
             try:
                 session, welcome, descriptors = await self._sessions.open(hello, peer)
-            except OSError as error:  # ours, not the peer's
+            except OSError as error:  # the daemon's, not the peer's
                 raise translated(error, "the session") from error
             try:
                 socket.send_fds(connection, [codec.encode(welcome)], descriptors)
@@ -196,7 +197,7 @@ class AttachServer(Background):
         except PccheckError as error:
             await self._refuse(connection, error)
         except (OSError, MemoryError, TimeoutError) as error:
-            if session is None and shortage.told(error):  # else the peer went away
+            if session is None and shortage(error):  # else the peer went away
                 await self._refuse(connection, translated(error, "the session"))
         except Exception as error:  # the edge of this connection
             LOG.exception("a connection of uid %d failed", uid)
@@ -211,7 +212,7 @@ class AttachServer(Background):
     async def _until_gone(self, connection: socket.socket, session: Session) -> None:
         """Serves requests until the peer hangs up, dies, or breaks the page's protocol.
 
-        A forked child may hold the socket open after the trainer's death: the pidfd tells.
+        A forked child may keep the socket open after the trainer has ended: hence the pidfd.
         """
         gone = session.broken
         loop = asyncio.get_running_loop()
@@ -235,10 +236,10 @@ class AttachServer(Background):
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await self._receive(connection):
-            answer = await self._handlers.by_session(session, packet)
+            answer = await self._handlers.answer(session.uid, packet, session)
             if answer is None:
                 continue
-            async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is let go
+            async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is disconnected
                 for part in codec.packets(answer):
                     await loop.sock_sendall(connection, part)
 
@@ -253,18 +254,19 @@ class AttachServer(Background):
     def _check_limits(self, uid: int) -> None:
         if self._count[uid] > CONNECTIONS_PER_UID_MAX or self._count.total() > CONNECTIONS_MAX:
             raise RefusedError(
-                f"uid {uid} has {self._count[uid] - 1} connections", hint="close some first"
+                f"uid {uid} has {self._count[uid] - 1} connections, which is the limit",
+                hint="close some first",
             )
 
 
 def _hello(packet: bytes) -> Hello:
-    """The handshake; its protocol number is compared before anything else is looked at."""
+    """The handshake; compares the protocol number before it reads anything else."""
     with readable("the handshake"):
         plain = codec.unpack(packet)
     protocol = plain.get("protocol") if isinstance(plain, dict) else None
     if type(protocol) is int and protocol != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"this daemon speaks protocol {PROTOCOL_VERSION}, the process {protocol}",
+            f"the daemon uses protocol {PROTOCOL_VERSION}, and the process {protocol}",
             hint=SAME_VERSION_HINT,
         )
     with readable("the handshake"):
@@ -278,7 +280,7 @@ def _peer(connection: socket.socket) -> Peer:
 
 
 def _hung_up(connection: socket.socket) -> bool:
-    """Nothing is read: what the peer has sent already is for the session."""
+    """Peeks only: what the peer has sent already is for the session."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -288,9 +290,9 @@ def _hung_up(connection: socket.socket) -> bool:
 
 
 def _pidfd(connection: socket.socket) -> int | None:
-    """A descriptor that becomes readable when the peer ends; None where there is none to have."""
+    """A descriptor that becomes readable when the peer ends; None where the kernel has none."""
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     with contextlib.suppress(OSError):
-        return os.pidfd_open(_peer(connection).pid)  # what the peer says of itself may be anybody's
+        return os.pidfd_open(_peer(connection).pid)  # not the pid that the peer claims
     return None

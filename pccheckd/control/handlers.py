@@ -49,16 +49,18 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config import text as config_text
 from pccheckd.config.sources import Config
 from pccheckd.core import exposing
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy import trace
+from pccheckd.tenancy.admission import ENDED_BEFORE
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
 from pccheckd.upkeep import expiry
@@ -76,16 +78,16 @@ _NEEDS_STORAGE = (Open, ListVolumes, Verify, Drop)
 
 
 def failure(error: BaseException) -> Failure:
-    """What the peer is told; a fault of ours is logged with its traceback."""
-    told = error if isinstance(error, PccheckError) else translated(error, "the request")
-    if isinstance(told, InternalError):
+    """The answer to the peer; an internal error is logged with its traceback."""
+    why = error if isinstance(error, PccheckError) else translated(error, "the request")
+    if isinstance(why, InternalError):
         LOG.error("a request failed", exc_info=error)
-    return Failure(told.code, told.message[:2000], told.hint[:2000], told.retryable)
+    return Failure(why.code, why.message[:2000], why.hint[:2000], why.retryable)
 
 
 @contextlib.contextmanager
 def readable(what: str) -> Iterator[None]:
-    """What cannot be read is told with the fix: it comes from another version, as a rule."""
+    """Adds a fix to the error of an unreadable message: usually the versions differ."""
     try:
         yield
     except ProtocolError as error:
@@ -111,17 +113,10 @@ class Handlers:
         self._started_ns = time.monotonic_ns()
         self._making_of: dict[int, asyncio.Lock] = {}
 
-    async def by_token(self, uid: int, data: bytes) -> bytes | None:
-        """A request that came over ZeroMQ: the token names the session."""
-        return await self._answer(uid, data, None)
-
-    async def by_session(self, session: Session, data: bytes) -> bytes | None:
-        """A request that came over the session's own attach socket."""
-        return await self._answer(session.uid, data, session)
-
-    async def _answer(self, uid: int, data: bytes, session: Session | None) -> bytes | None:
+    async def answer(self, uid: int, data: bytes, session: Session | None = None) -> bytes | None:
+        """A request of a session, over its attach socket; without one, over ZeroMQ, where a token
+        names the session. None when there is nothing to answer. Never raises."""
         number, request = 0, None
-        body: ReplyBody | None
         try:
             with readable("the request"):
                 plain = codec.unpack(data)
@@ -137,17 +132,17 @@ class Handlers:
                 return await self._engine.document(session.uid, codec.encode, reply)
             return codec.encode(reply)
         except Exception as error:  # the edge of this request
-            told = failure(error)
+            why = failure(error)
             if number or request is None:
-                return codec.encode(Reply(number, told))
-            _one_way_failed(session, request.body, told)
+                return codec.encode(Reply(number, why))
+            _one_way_failed(session, request.body, why)
             return None
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
         if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
-            raise RefusedError(f"a {session.role} may not {body.TAG}")
+            raise RefusedError(f"request {body.TAG!r} requires a trainer session")
         if isinstance(body, _NOT_OBSERVER) and session.role is Role.OBSERVER:
-            raise RefusedError(f"an observer may not {body.TAG}")
+            raise RefusedError(f"request {body.TAG!r} requires a trainer or reader session")
         if isinstance(body, _NEEDS_STORAGE):
             await self._engine.require_storage(session.uid)
         match body:
@@ -159,7 +154,7 @@ class Handlers:
             case Expose():
                 await self._expose(session, body)
             case Chose():
-                session.transfer, session.transfer_reason = exposing.checked(body)
+                session.chose(*exposing.checked(body))
             case Describe():
                 return self._describe(session, body)
             case Open():
@@ -227,7 +222,7 @@ class Handlers:
         )  # fmt: skip
 
     async def _expose(self, session: Session, body: Expose) -> None:
-        """Until the first await nothing else runs: pieces are taken in the order they came in."""
+        """No other task runs until the first await: pieces are taken in the order of arrival."""
         tenant = session.tenant
         if tenant is None or session.ending:
             raise RefusedError("the session has ended")
@@ -239,15 +234,15 @@ class Handlers:
             return
         reason = await tenant.expose(session.number, body.map, whole)
         if reason:
-            # Of a driver; what never passes was said above. It costs little to be asked again.
+            # An error of the driver, which may pass. A further try costs little.
             raise RefusedError(reason, hint=exposing.PUSHED, retryable=True)
 
     def _begin(self, session: Session, body: Begin) -> None:
         tenant = session.tenant
         assert tenant is not None
         reason = ""
-        if session.ending:  # what it had asked for before was dropped already
-            reason = "the trainer ended before it was admitted"
+        if session.ending:  # its earlier requests were dropped already
+            reason = ENDED_BEFORE
         elif self._sessions.draining:
             reason = "the daemon is stopping"
         elif body.on_busy not in ("wait", "skip"):
@@ -262,11 +257,11 @@ class Handlers:
         found = ledger.find(session.number, body.snapshot)
         if (session.number, body.snapshot) in ledger.lost:
             raise CheckpointFailedError(
-                "its request did not reach pccheckd: the process that takes it had ended",
-                hint="pccheckd's log says why",
+                "its request did not reach pccheckd: the process that receives it had ended",
+                hint="see pccheckd's log",
             )
         if found is None:
-            raise NoCheckpointError(f"snapshot {body.snapshot} is not known (any more)")
+            raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
         return Described(
             snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
             reason=found.reason, hint=found.hint, newer_sequence=found.newer_sequence,
@@ -274,10 +269,10 @@ class Handlers:
         )  # fmt: skip
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
-        tenant = session.tenant
-        assert tenant is not None
-        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, tenant.asked):
-            raise WaitTimeoutError(f"checkpoints still go on after {GOODBYE_LIMIT_S:g} s")
+        tenant, job = session.tenant, session.job
+        assert tenant is not None and job is not None
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, job.asked(session.rank)):
+            raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")
         if body.done:
             await tenant.finish()
 
@@ -296,7 +291,7 @@ class Handlers:
             return await self._engine.document(session.uid, trace.document, taken)
 
     def _making(self, uid: int) -> asyncio.Lock:
-        """A user's documents are made one after another, however many he asks for."""
+        """A user's documents are made one after another, however many it requests."""
         return self._making_of.setdefault(uid, asyncio.Lock())
 
     async def _verify(self, session: Session, body: Verify) -> report.Document:
@@ -311,41 +306,41 @@ class Handlers:
         volumes: list[tuple[str, _core.Volume]] = [
             (str(item.path), item.volume) for item in tenant.volumes.open
         ]
-        tenant.reading += 1
         gone = threading.Event()
         reports = tenant.retention.reports
-        try:
-            document = await self._engine.scan(
-                session.uid, verification.verify, volumes, body.sequence, part, gone=gone.is_set
-            )
-            if part is None:
-                await _judge(tenant, document, reports)
-        finally:
-            gone.set()
-            tenant.reading -= 1
+        with tenant.read():
+            try:
+                document = await self._engine.scan(
+                    session.uid, verification.verify, volumes, body.sequence, part,
+                    gone=gone.is_set,
+                )  # fmt: skip
+                if part is None:
+                    await _judge(tenant, document, reports)
+            finally:
+                gone.set()
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document
 
 
-def _one_way_failed(session: Session | None, body: RequestBody, told: Failure) -> None:
-    """Nobody reads an answer: the log has it, and a checkpoint that was asked for ends."""
+def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) -> None:
+    """The peer reads no answer: logs the error, and ends a requested checkpoint."""
     LOG.info(
-        "session %d: its request %r failed: %s",
-        session.number if session else 0, body.TAG, told.message,
+        "session %d: request %r failed: %s",
+        session.number if session else 0, body.TAG, why.message,
     )  # fmt: skip
     if session is not None and session.tenant is not None and isinstance(body, Begin):
-        session.tenant.fail_request(session.number, body.snapshot, told)
+        session.tenant.fail_request(session.number, body.snapshot, why)
 
 
 def _number(plain: object) -> int:
-    """Of a request that may be unreadable otherwise, so that the answer finds who asks; or 0."""
+    """Of a request that may be unreadable otherwise, so that the peer gets an answer; or 0."""
     number = plain.get("number") if isinstance(plain, dict) else None
     return number if type(number) is int and 0 <= number < 2**63 else 0
 
 
 async def _judge(tenant: Tenant, document: report.Document, reports: int) -> None:
-    """All of each was read: who is whole is not flagged any more, and says so in the document."""
+    """All of each was read: removes the damage flag of intact ones, also in the document."""
     checkpoints = document["checkpoints"]
     assert isinstance(checkpoints, list)
     for item in checkpoints:

@@ -1,4 +1,4 @@
-"""What `verify` through the daemon reads, and the document that it answers with."""
+"""`verify` through the daemon: what it reads, and its document."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def verify(
     *,
     gone: Callable[[], bool] = lambda: False,
 ) -> Document:
-    """Reads and checks one checkpoint (0: every one), or a part of it. Blocks for as long as the
-    reading takes; begins no further one once the asker is `gone`."""
+    """Reads and checks one checkpoint (0: every one), or a part of it. Blocks until it is read;
+    starts no further one when the caller has `gone`."""
     results: list[Document] = []
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):

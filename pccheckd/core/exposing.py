@@ -1,4 +1,4 @@
-"""What a trainer says of its GPU memory: exposures in pieces, and the transfer that it chose."""
+"""What a trainer reports about its GPU memory: exposures in pieces, and the transfer it chose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pccheck_native import _core
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose
 
-#: Exposures that have not arrived whole, of all sessions of a user.
+#: Incomplete exposures, of all sessions of a user.
 UNFINISHED_BYTES_MAX = 8 * _core.EXPOSURE_BYTES_MAX
 REASON_CHARACTERS_MAX = 200
 PUSHED = "GPU tensors are pushed instead"
@@ -36,7 +36,7 @@ class Exposing:
             raise
 
     def drop(self) -> None:
-        """Whatever has come of it is forgotten; its number stays used."""
+        """Drops what was received; its number stays used."""
         self._held = bytearray()
         self._open = False
 
@@ -44,18 +44,19 @@ class Exposing:
         if body.map != self.map or not self._open:
             if body.map <= self.map:
                 raise UsageError(
-                    f"$.body.map: {body.map} after {self.map}", hint="map numbers start at 1, grow"
+                    f"$.body.map must grow (got {body.map} after {self.map})",
+                    hint="map numbers start at 1",
                 )
             self.drop()
             self.map, self._open = body.map, True
         held_bytes = self.held_bytes + sum(map(len, body.data))
         if held_bytes > _core.EXPOSURE_BYTES_MAX:
             raise RefusedError(
-                f"an exposure of more than {_core.EXPOSURE_BYTES_MAX} bytes", hint=PUSHED
+                f"an exposure must have at most {_core.EXPOSURE_BYTES_MAX} bytes", hint=PUSHED
             )
         if held_bytes > room_bytes:
             raise RefusedError(
-                f"too many exposures of this user are half received ({UNFINISHED_BYTES_MAX} bytes)",
+                f"too many exposures of this user are incomplete ({UNFINISHED_BYTES_MAX} bytes)",
                 hint=PUSHED, retryable=True,
             )  # fmt: skip
         self._held += b"".join(body.data)

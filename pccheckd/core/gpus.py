@@ -1,7 +1,7 @@
-"""Whether this daemon can pull GPU tensors: the CUDA driver, loaded beside everything else.
+"""Whether this daemon can pull GPU tensors: the CUDA driver, loaded in the background.
 
-A driver is first tried in a process of its own, again and again while it fails: before its modules
-and devices are there cuInit fails, and a process that has seen it fail gets no other answer later.
+The driver is first tried in separate processes, repeatedly while it fails: cuInit fails until the
+driver's modules and devices exist, and a process in which it has failed gets no other answer later.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pccheckd.base.logs import LOG
 
 from .exposing import REASON_CHARACTERS_MAX
 
-#: A driver may take seconds to wake up, and a broken one never answers: so long after the start
-#: trainers that connect wait for it. Later ones push, and ask again after some checkpoints.
+#: A driver may take seconds to start, and a broken one never answers: trainers that connect within
+#: this time after the daemon's start wait for it. Later ones push, and ask again later.
 DRIVER_LIMIT_S = 5.0
 #: Between two tries of a driver that fails; it doubles from the first to the second.
 RETRY_S, RETRY_MAX_S = 1.0, 300.0
-#: The file that is there when a driver is installed.
+#: The file that every installed driver has.
 LIBRARY = "libcuda.so.1"
 _TRIED = "from pccheck_native import _core; print(_core.cuda_missing(), end='')"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """How the daemon can take GPU tensors, as `Welcome` says it."""
+    """How the daemon can receive GPU tensors, as in `Welcome`."""
 
     transfer: str  # "pull" or "push"
     reason: str
@@ -51,14 +51,14 @@ class Driver:
         self.offer = Offer("push", "the CUDA driver is still being loaded", later=True)
         self._tried = asyncio.Event()
         self._closed = threading.Event()
-        self._until_s = 0.0  # time.monotonic; nobody waits for the driver longer
+        self._until_s = 0.0  # time.monotonic; until then trainers wait for the driver
 
     def start(self) -> None:
-        """Loads the driver in a thread of its own, which nobody waits for at the end: what hangs
-        in a driver cannot be ended."""
+        """Loads the driver in a separate thread. The daemon's end does not wait for the thread,
+        since it may hang in the driver."""
         loop = asyncio.get_running_loop()
         self._until_s = time.monotonic() + DRIVER_LIMIT_S
-        # A context that nobody uses would else keep the GPU at full clocks (drivers from 580 on).
+        # Otherwise an unused context keeps the GPU at full clocks (drivers from 580 on).
         os.environ.setdefault("CUDA_DISABLE_PERF_BOOST", "1")
         installed = _installed()
         if installed:
@@ -77,8 +77,8 @@ class Driver:
         threading.Thread(target=load, name="cuda-load", daemon=True).start()
 
     async def ready(self) -> _core.Gpus | None:
-        """The GPUs to open a channel with; None when tensors have to be pushed for good. Waits
-        until the driver has answered once, but only soon after the start."""
+        """The GPUs to open a channel with; None when tensors are always pushed. Waits until the
+        driver has answered once, but only soon after the start."""
         left_s = self._until_s - time.monotonic()
         if not self._tried.is_set() and left_s > 0:
             with contextlib.suppress(TimeoutError):
@@ -93,7 +93,7 @@ class Driver:
         return self.gpus.info() if self.gpus is not None else []
 
     def take_away(self) -> _core.Gpus | None:
-        """For the end: what is left to close, which may block."""
+        """For the end: what is left to close; closing may block."""
         self._closed.set()
         gpus, self.gpus = self.gpus, None
         return gpus
@@ -115,7 +115,7 @@ def _installed() -> bool:
 
 
 def _load(installed: bool) -> tuple[Offer, str]:
-    """Blocks. What trainers are told, and the line for the log."""
+    """Blocks. The offer for trainers, and the line for the log."""
     try:
         if installed and (missing := _missing_elsewhere()):
             return _without(missing, later=True)
@@ -133,7 +133,7 @@ def _load(installed: bool) -> tuple[Offer, str]:
 
 
 def _missing_elsewhere() -> str:
-    """What a process of its own finds missing; "" when the driver works there."""
+    """What a separate process finds missing; "" when the driver works there."""
     environment = dict(os.environ)
     if "PYTHONPATH" in environment:  # it may be relative
         places = environment["PYTHONPATH"].split(os.pathsep)
@@ -143,11 +143,11 @@ def _missing_elsewhere() -> str:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     if tried.returncode:
-        return f"a process that tried it ended with {tried.returncode}"
+        return f"a test process ended with {tried.returncode}"
     return tried.stdout.decode(errors="replace")
 
 
 def _without(reason: str, *, later: bool = False) -> tuple[Offer, str]:
-    said = f"no CUDA driver here: {reason}"[:REASON_CHARACTERS_MAX]
+    short = f"no CUDA driver here: {reason}"[:REASON_CHARACTERS_MAX]
     line = f"no CUDA driver ({reason}): CPU tensors only, GPU tensors are pushed"
-    return Offer("push", said, later), line + (" until it works" if later else "")
+    return Offer("push", short, later), line + (" until it works" if later else "")

@@ -11,23 +11,24 @@ from dataclasses import dataclass
 
 from pccheck_native import _core
 from pccheck_wire.errors import DeviceError, RefusedError
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
-from .engine import Engine, translated
+from .engine import Engine, Shape
 from .exposing import PUSHED
 
 #: A detach drains what is in the ring; the disk is not waited for.
 DETACH_LIMIT_S = 60.0
-#: A hang-up may be on its way while somebody else comes; looked for every STEP_S.
+#: The hang-up of a previous trainer may be on its way; checked every STEP_S.
 GRACE_S = 1.0
 STEP_S = 0.02
-#: Memory is taken in steps of a segment, so that an end does not wait for minutes of page faults;
-#: and in small ones of a small budget: what is given back is whole segments.
+#: Memory grows in steps of a segment, so that a session's end does not wait for minutes of page
+#: faults; in small steps of a small budget, since only whole segments can be given back.
 GROW_STEP_BYTES = 256 << 20
-GROW_STEPS = 16  # that the budget is at least cut into
+GROW_STEPS = 16  # at least, from nothing to the whole budget
 CHUNKS_MIN = 2  # of a channel: one is filled while one is written
-#: A trainer that was asked for a segment and returns none for so long loses his session. Between
-#: two looks half of it passes at most: while we are stopped, or the machine is, he may be, too.
+#: A trainer that was asked for a segment and returns none for this long loses its session. Between
+#: two checks at most half of it counts: the daemon or the machine may have been stopped.
 BACK_LIMIT_S = 60.0
 _RETRY_S = 0.02
 
@@ -41,11 +42,11 @@ class Owner:
     world_size: int  # 1 for a job that saves on rank 0 only
     local_world_size: int
     fresh: bool
-    process: bytes  # random, of its own; its reconnects say the same
+    process: bytes  # its random identity, which its reconnects repeat
     solo: bool
-    restored: int | None  # what its state was restored from; 0: from nothing; None: not yet
+    restored: int | None  # the sequence it restored; 0: there was none; None: not yet
     on_event: Callable[[_core.Event], None]  # load_ended, bad_peer
-    #: As the kernel names it in our own PID namespace; 0 = it is in none of ours.
+    #: As the kernel names it in the daemon's PID namespace; 0 = it is in another one.
     kernel_pid: int = 0
 
 
@@ -76,9 +77,9 @@ class Port:
         self.granted_bytes = 0
         #: Without what is being taken back.
         self.lasting_bytes = 0
-        #: Some of it a process of a session before may still write to: that is given back, too.
+        #: A process of an earlier session may still write to some of it: that is given back, too.
         self.left = False
-        #: It could not be brought below that: its first segment is so large.
+        #: It could not shrink below this: the size of its first segment.
         self.floor_bytes = 0
         self._drained = asyncio.Event()
         self._aim_bytes = 0
@@ -87,27 +88,13 @@ class Port:
 
     @classmethod
     async def opened(
-        cls,
-        engine: Engine,
-        uid: int,
-        listener: Callable[[_core.Event], None],
-        *,
-        chunk_bytes: int,
-        block_bytes: int,
-        chunk_capacity: int,
-        lanes: int,
-        writers: int,
-        gpus: _core.Gpus | None = None,
-        label: str = "",
+        cls, engine: Engine, uid: int, listener: Callable[[_core.Event], None], shape: Shape
     ) -> Port:
         port = cls(
-            engine, uid, listener, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
-            pulls=gpus is not None,
+            engine, uid, listener, chunk_bytes=shape.chunk_bytes, block_bytes=shape.block_bytes,
+            pulls=shape.gpus is not None,
         )  # fmt: skip
-        port.number, port.channel = await engine.open_channel(
-            uid, port._hear, chunk_bytes=chunk_bytes, block_bytes=block_bytes,
-            chunk_capacity=chunk_capacity, lanes=lanes, writers=writers, gpus=gpus, label=label,
-        )  # fmt: skip
+        port.number, port.channel = await engine.open_channel(uid, port._on_event, shape)
         return port
 
     async def attach(self, socket_fd: int, session: int, kernel_pid: int = 0) -> int:
@@ -119,7 +106,7 @@ class Port:
                     self._uid, self.channel.attach, socket_fd, session, kernel_pid
                 )
                 break
-            except OSError as error:  # the one before is still being drained
+            except OSError as error:  # the previous session is still being drained
                 if error.errno != errno.EBUSY or time.monotonic() > deadline:
                     raise translated(error, "the session page") from error
                 await asyncio.sleep(_RETRY_S)
@@ -148,8 +135,8 @@ class Port:
         self.left = usage is not None and usage.left_chunks > 0
 
     async def expose(self, number: int, exposure: bytes) -> str:
-        """Takes over the GPU memory that the trainer shares; "" or why the daemon cannot pull.
-        Raises DeviceError when memory is short: the trainer may have some to give back."""
+        """Maps the GPU memory that the trainer shares; "" or why the daemon cannot pull. Raises
+        DeviceError when GPU memory is short: the trainer may have some to release."""
         try:
             return await self._engine.drive(self._uid, self.channel.expose, number, exposure)
         except MemoryError as error:
@@ -158,7 +145,7 @@ class Port:
             raise translated(error, "the GPU memory") from error
 
     async def rest(self, after_s: float) -> None:
-        """Unpins its memory when nothing of a GPU was mapped for so long."""
+        """Unpins its memory when no GPU memory was mapped for this long."""
         with contextlib.suppress(ValueError):  # closed meanwhile
             await self._engine.drive(self._uid, self.channel.rest, after_s)
 
@@ -170,25 +157,24 @@ class Port:
 
     @property
     def aim_bytes(self) -> int:
-        """What it has, or will have when what goes on now is over."""
+        """What it has, or will have when the present resize has ended."""
         return self._aim_bytes if self._resizing is not None else self.granted_bytes
 
     def adopted(self, nbytes: int) -> None:
-        """It has memory of a daemon before."""
+        """It has memory of the previous daemon."""
         self.granted_bytes = self.lasting_bytes = nbytes
-        self.left = nbytes > 0  # until what was copied there is found
+        self.left = nbytes > 0  # until the copied checkpoints in it are found
         self.floor_bytes = 0
 
     async def send_segments(self) -> None:
-        """A session that has come back is sent what there is."""
+        """Sends the existing segments to a session that has reconnected."""
         await self._engine.call(self._uid, self.channel.grow, 0)
 
     def resize(
         self, aim_bytes: int, changed: Callable[[], None], stuck: Callable[[], None]
     ) -> None:
-        """Begins to take memory, or to take it back, until it has `aim_bytes` or what is to be had;
-        `changed` is called after every step, `stuck` when the trainer does not give back what he
-        was asked for."""
+        """Starts to grow or shrink to `aim_bytes`, as far as possible. `changed` is called after
+        every step, `stuck` when the trainer does not return what it was asked for."""
         self._aim_bytes = aim_bytes
         settled = aim_bytes == self.granted_bytes == self.lasting_bytes and not self.left
         if self._resizing is None and not settled:
@@ -199,7 +185,7 @@ class Port:
             while await self._step(stuck):
                 changed()
         except (OSError, ValueError, _core.NativeError) as error:  # it goes on with what it has
-            LOG.warning("memory stays as it is: %s", translated(error, "the session").message)
+            LOG.warning("DRAM not resized: %s", translated(error, "the session").message)
         finally:
             self._resizing = None
             self._look()
@@ -214,7 +200,7 @@ class Port:
             return self._aim_bytes > self.granted_bytes
         if self._aim_bytes == before or self._stopping:
             return False
-        if before < self.least_bytes:  # nobody waits for the page faults of others
+        if before < self.least_bytes:  # does not wait for the page faults of others
             grown = await self._engine.call(self._uid, self.channel.grow, self.least_bytes)
         else:
             step = self._engine.pool.usage()[0] // GROW_STEPS // self.chunk_bytes
@@ -225,7 +211,7 @@ class Port:
         return before < grown < self._aim_bytes
 
     async def _take_back(self, stuck: Callable[[], None]) -> None:
-        """Until what was asked for is there; stops only when the channel is to be closed."""
+        """Returns when what was asked for has come back, or the channel is about to close."""
         looked, waited_s, asked_before = time.monotonic(), 0.0, 0
         while True:
             aim = min(self._aim_bytes, self.lasting_bytes)
@@ -278,7 +264,7 @@ class Port:
             )
         except ValueError as error:  # a volume that could not be opened again after an error
             raise RefusedError(
-                f"checkpoint {sequence}: its volume could not be read again after an I/O error",
+                f"checkpoint {sequence}: its volume could not be reopened after an I/O error",
                 hint="check the disk and the kernel's log",
                 retryable=True,
             ) from error
@@ -286,7 +272,7 @@ class Port:
             raise translated(error, f"checkpoint {sequence}") from error
 
     async def unbind(self, volume: _core.Volume, limit_s: float) -> bool:
-        """Whether the channel let go of the volume; False when saves on it outlast the limit."""
+        """Whether the channel released the volume; False when saves on it outlast the limit."""
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -307,7 +293,7 @@ class Port:
         await self._engine.drive(self._uid, self.channel.close)
         self._engine.forget_channel(self.number)
 
-    def _hear(self, event: _core.Event) -> None:
+    def _on_event(self, event: _core.Event) -> None:
         if event.kind == "detached":
             self._drained.set()
         self._listener(event)

@@ -27,28 +27,29 @@ REQUESTS_IN_PROGRESS_MAX = 256
 ANSWERS_BYTES_MAX = 2 * REPLY_BYTES_MAX
 READ_BYTES = 64 * 1024
 START_LIMIT_S = 30.0
-#: What a new session waits for a front, to hear of one that cannot be started. Then it goes on, as
-#: its peer's handshake has a limit: its requests wait at the endpoint.
+#: How long a new session waits for a front, to report one that cannot start. After that it goes on,
+#: since its peer's handshake has a limit: its requests wait at the endpoint.
 READY_WAIT_S = 0.5
-#: A front does nothing but forward; one that takes no answer for so long is stopped or hangs.
+#: A front only forwards; one that accepts no answer for this long is stopped or hangs.
 SEND_LIMIT_S = 10.0
 END_LIMIT_S = 5.0
-#: Between two starts; doubled with every front that did not last, up to the last one.
+#: Between two starts; doubled with every front that did not last, up to PAUSE_LAST_S.
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 30.0
 LASTED_S = 60.0
 STEP_S = 0.1
-#: Who connects meanwhile waits in here. Below front.FILES_MAX: idle connects end one front at most.
+#: Peers that connect meanwhile wait here. Below front.FILES_MAX: idle connects end one front at
+#: most.
 BACKLOG = 128
 _SAID_BYTES = 4096
 _SAID_LETTERS = 160
-#: All that a front needs of our environment; no arena per thread, that would be address space.
+#: All that a front needs of the environment; no arena per thread, which would take address space.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
-#: What an operator understands, by what the process said last.
+#: Explanations for operators, by the last words of the process.
 _MEANINGS = {
-    "Too many open files": "a process of this user opens connections to it without end",
-    "MemoryError": "its memory limit: a process of this user fills it",
-    "bad_alloc": "its memory limit: a process of this user fills it",
-    "OUT OF MEMORY": "its memory limit: a process of this user fills it",
+    "Too many open files": "a process of this user opens too many connections to it",
+    "MemoryError": "a process of this user filled its memory up to the limit",
+    "bad_alloc": "a process of this user filled its memory up to the limit",
+    "OUT OF MEMORY": "a process of this user filled its memory up to the limit",
 }
 
 #: The answer to a request of a uid, None for no answer. Never raises.
@@ -68,7 +69,7 @@ class Front:
         self._trouble = ""  # why it was dropped
 
     async def connect(self) -> asyncio.StreamReader | None:
-        """What to read requests from, once it serves; None when it does not get so far."""
+        """Where to read requests, once it serves; None when it does not get ready."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link, limit=READ_BYTES)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -88,24 +89,24 @@ class Front:
         reader: asyncio.StreamReader,
         take: Callable[[Front, bytes, bytes], Awaitable[None]],
     ) -> None:
-        """Hands every request to `take`, which may make it wait; until the process ends or does
-        what no front does."""
+        """Passes every request to `take`, which may make it wait, until the process ends or
+        violates the protocol."""
         frames = framing.Unpacker(REQUEST_BYTES_MAX)
         try:
             while data := await reader.read(READ_BYTES):
                 for identity, request in frames.feed(data):
                     if not identity:
-                        raise framing.FramingError("a request of nobody")
+                        raise framing.FramingError("a request without identity")
                     await take(self, identity, request)
         except framing.FramingError as error:
-            self.drop(f"it sent what is no request: {error}")
+            self.drop(f"it sent an invalid request: {error}")
         except OSError:
             pass  # it has ended
 
     async def answer(self, identity: bytes, message: bytes) -> None:
-        """A peer that does not read loses its answers, here at the latest."""
+        """Answers to a peer that does not read are dropped."""
         if self._unsent_bytes + len(message) > ANSWERS_BYTES_MAX:
-            LOG.warning("the front with pid %d takes too little: an answer is lost", self.pid)
+            LOG.warning("the front with pid %d reads too slowly: an answer is lost", self.pid)
             return
         self._unsent_bytes += len(message)
         try:
@@ -116,7 +117,7 @@ class Front:
                     self._writer.write(framing.pack(identity, message))
                     await self._writer.drain()
         except TimeoutError:
-            self.drop("it did not take answers")
+            self.drop("it did not accept answers")
         except OSError:
             pass  # it has ended
         finally:
@@ -128,17 +129,17 @@ class Front:
         self._kill()
 
     async def end(self) -> str:
-        """It is gone on return; why it ended, as far as can be told."""
+        """It has ended on return; why it ended, as far as is known."""
         self._kill()
-        await asyncio.sleep(0)  # what it had sent is taken first
+        await asyncio.sleep(0)  # what it had sent is read first
         until = time.monotonic() + END_LIMIT_S
         while self._process.poll() is None and time.monotonic() < until:
             await asyncio.sleep(0.01)
-        said = _last_words(self._process)
+        words = _last_words(self._process)
         if self._trouble:
             return self._trouble
-        meaning = next((text for word, text in _MEANINGS.items() if word in said), "")
-        return "; ".join(filter(None, (meaning, _how(self._process.returncode), said)))
+        meaning = next((text for word, text in _MEANINGS.items() if word in words), "")
+        return "; ".join(filter(None, (meaning, _how(self._process.returncode), words)))
 
     def _kill(self) -> None:
         if self._writer is not None:
@@ -161,7 +162,7 @@ class Keeper(Background):
         handle: Handle,
         interrupted: Callable[[], None],
     ) -> None:
-        """`interrupted` is called while there is no front: what was asked may have been lost."""
+        """`interrupted` is called while there is no front: requests may have been lost."""
         self.sessions = 0
         self.restarts = 0
         self.idle: asyncio.TimerHandle | None = None
@@ -189,8 +190,8 @@ class Keeper(Background):
                 await self._decided.wait()
         if self._trouble:
             raise RefusedError(
-                f"the process that takes your requests could not be started: {self._trouble}",
-                hint="pccheckd's log says more; try again",
+                f"the process that receives your requests could not be started: {self._trouble}",
+                hint="see pccheckd's log; try again",
                 retryable=True,
             )
 
@@ -207,13 +208,13 @@ class Keeper(Background):
             try:
                 reason = await self._one()
             except Exception as error:  # the edge of this uid: it goes without for a while
-                LOG.exception("uid %d: no process takes its requests", self._uid)
+                LOG.exception("uid %d: no process receives its requests", self._uid)
                 reason = str(error)
             if time.monotonic() - began >= LASTED_S:
                 pause_s = PAUSE_FIRST_S
             LOG.warning(
-                "uid %d: the process that takes its requests ended: %s. Another one starts in "
-                "%g s; checkpoints that are asked for meanwhile fail", self._uid, reason, pause_s,
+                "uid %d: the process that receives its requests ended: %s. Another one starts in "
+                "%g s; checkpoints that are requested meanwhile fail", self._uid, reason, pause_s,
             )  # fmt: skip
             self.restarts += 1
             await self._pause(pause_s)
@@ -241,11 +242,11 @@ class Keeper(Background):
         self._front = front
         self._trouble = ""
         self._decided.set()
-        self._interrupted()  # whatever was asked before has arrived, or never will
-        LOG.debug("uid %d: pid %d takes its requests", self._uid, front.pid)
+        self._interrupted()  # earlier requests have arrived, or never will
+        LOG.debug("uid %d: pid %d receives its requests", self._uid, front.pid)
 
     def _failed(self, trouble: str) -> str:
-        """None could be started: who waits for the first one is told."""
+        """No front could start: reports that to sessions that wait for the first one."""
         if self._trouble or not self._decided.is_set():
             self._trouble = trouble
             self._decided.set()
@@ -266,7 +267,8 @@ class Keeper(Background):
             await asyncio.sleep(min(left_s, STEP_S))
 
     async def _take(self, front: Front, identity: bytes, request: bytes) -> None:
-        """Waits for room: the front is not read meanwhile, and takes nothing from its peers."""
+        """Waits for a free place; meanwhile the front is not read, and reads nothing from its
+        peers."""
         await self._room.acquire()
         self._work.spawn(self._answer(front, identity, request))
 
@@ -282,7 +284,7 @@ class Keeper(Background):
 def _spawn(
     uid: int, gid: int, listener: socket.socket
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """In a thread that lives as long as the daemon serves: the child is told of that one's end."""
+    """In a thread that lives as long as the daemon: the child ends with its parent thread."""
     ours, theirs = socket.socketpair()
     with theirs:
         ends = listener.fileno(), theirs.fileno()
@@ -305,7 +307,7 @@ def _environment() -> dict[str, str]:
 
 
 def _discard(started: Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
-    """A child that nobody waits for any more."""
+    """A child whose start was cancelled."""
     if not started.cancelled() and started.exception() is None:
         process, link = started.result()
         link.close()
@@ -314,7 +316,7 @@ def _discard(started: Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> 
 
 
 def _last_words(process: subprocess.Popen[bytes]) -> str:
-    """They may be its user's words: nothing but printable ASCII, and not much of it."""
+    """The user may control them: only printable ASCII, and little of it."""
     assert process.stderr is not None
     with process.stderr as pipe:
         os.set_blocking(pipe.fileno(), False)
@@ -339,7 +341,7 @@ def listen(path: Path, uid: int) -> socket.socket:
     """The endpoint's socket; it stays when the front that accepts from it is replaced."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        made.setblocking(False)  # or libzmq would wait for a peer that has gone away again
+        made.setblocking(False)  # or libzmq would wait for a peer that has gone
         made.bind(os.fspath(path))
         if os.geteuid() == 0:
             os.chown(path, uid, -1)

@@ -1,6 +1,6 @@
-"""Control over ZeroMQ: one endpoint per uid, that cannot be guessed and answers to that uid only.
-Frames pass here; what they mean is decided behind `handle`. ZeroMQ itself runs in the fronts: this
-process, which owns pool and slots, never parses a client's bytes with it."""
+"""Control over ZeroMQ: one endpoint per uid, with a name that cannot be guessed, for that uid only.
+Frames pass through here to `handle`. ZeroMQ itself runs in the fronts: this process, which owns
+pool and slots, never parses a client's bytes with it."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
-from pccheckd.base import shortage
 from pccheckd.base.background import Tasks
+from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
 
 from .children import Handle, Keeper, listen
 
-#: A front without a session: so that a job that is started again finds it.
+#: How long a front stays without a session, for jobs that start again.
 IDLE_S = 60.0
 
 
 class ControlServer:
     """Owns the directory of endpoints and the fronts that serve them."""
 
-    def __init__(self, socket_path: Path, handle: Handle, *, idle_s: float = IDLE_S) -> None:
+    def __init__(self, socket_path: Path, *, idle_s: float = IDLE_S) -> None:
         """`socket_path` is the attach socket's; its lock is held."""
-        #: Told the uid whose requests may have been lost.
-        self.interrupted: Callable[[int], None] = lambda _uid: None
-        self._handle = handle
+        self._handle: Handle
+        self._interrupted: Callable[[int], None]
         self._idle_s = idle_s
         self._directory = socket_path.parent / f"ctl-{secrets.token_hex(16)}"
-        #: Names our directory, so that the next start removes it if we are killed.
+        #: Names the directory, so that the next start removes it if this daemon is killed.
         self._note = socket_path.with_name(socket_path.name + ".ctl")
         _remove_noted(self._note)
         self._keepers: dict[int, Keeper] = {}
         self._threads = Threads(1, "fronts")
         self._threads.begin()
         self._ending = Tasks("fronts")
-        self._restarts = 0  # of those that are gone
+        self._restarts = 0  # of ended ones
 
     @property
     def fronts(self) -> int:
@@ -53,8 +52,13 @@ class ControlServer:
 
     @property
     def restarts(self) -> int:
-        """Fronts that ended and were not meant to."""
+        """Fronts that ended unexpectedly."""
         return self._restarts + sum(keeper.restarts for keeper in self._keepers.values())
+
+    def serve(self, handle: Handle, interrupted: Callable[[int], None] = lambda _uid: None) -> None:
+        """Before the first `join`: what answers requests, and what is called with a uid whose
+        requests may have been lost."""
+        self._handle, self._interrupted = handle, interrupted
 
     async def join(self, uid: int, gid: int) -> str:
         """The address for a session's requests, until `leave`. Raises RefusedError when there can
@@ -96,18 +100,18 @@ class ControlServer:
         self._note.unlink(missing_ok=True)
 
     def _open(self, uid: int, gid: int) -> Keeper:
-        """Where somebody has removed the endpoint (a cleaner of /tmp), another one takes its place:
-        the sessions there are lose their way to the old one, and find it."""
+        """Replaces an endpoint that was removed (for example by a cleaner of /tmp). Existing
+        sessions lose the old endpoint, and find the new one."""
         if not self._directory.exists():
             _write_note(self._note, self._directory.name)
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
         keeper = Keeper(
             uid, gid, listen(self._path(uid), uid), self._threads, self._handle,
-            lambda: self.interrupted(uid),
+            lambda: self._interrupted(uid),
         )  # fmt: skip
         if uid in self._keepers:
-            LOG.warning("uid %d: %s was removed, and is made anew", uid, self._path(uid))
+            LOG.warning("uid %d: %s was removed; pccheckd creates it again", uid, self._path(uid))
             keeper.sessions = self._keepers[uid].sessions
             self._end(uid)
         self._keepers[uid] = keeper
@@ -115,7 +119,7 @@ class ControlServer:
         return keeper
 
     def _retire(self, uid: int) -> None:
-        """A session that comes from now on gets an endpoint and a front of its own."""
+        """Later sessions get a new endpoint and a new front."""
         self._end(uid)
         self._path(uid).unlink(missing_ok=True)
 
@@ -132,14 +136,14 @@ class ControlServer:
 
 def _not_made(path: Path, error: OSError) -> RefusedError:
     return RefusedError(
-        f"your endpoint {path} cannot be made: {shortage.told(error) or error.strerror}",
-        hint=shortage.HINT if shortage.told(error) else "look at the directory of pccheckd's "
-        "socket: is it there, has it room, is it pccheckd's own?", retryable=True,
+        f"your endpoint {path} cannot be created: {shortage(error) or error.strerror}",
+        hint=SHORTAGE_HINT if shortage(error) else "check the directory of pccheckd's "
+        "socket: it must exist, have space and belong to pccheckd's user", retryable=True,
     )  # fmt: skip
 
 
 def _write_note(note: Path, text: str) -> None:
-    """Into a file of ours: the directory may be one that others write to."""
+    """Into a file of this user: others may write to the directory."""
     descriptor = _open_note(note, os.O_WRONLY | os.O_CREAT)
     try:
         os.ftruncate(descriptor, 0)
@@ -149,18 +153,18 @@ def _write_note(note: Path, text: str) -> None:
 
 
 def _open_note(note: Path, flags: int) -> int:
-    """Follows no link, waits for no pipe. Raises OSError for what others have put there."""
+    """Follows no link, waits for no pipe. Raises OSError for a file of another user."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(note, flags, 0o600)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(descriptor)
-        raise PermissionError(errno.EPERM, "somebody else has put something there", str(note))
+        raise PermissionError(errno.EPERM, "another user has created a file there", str(note))
     return descriptor
 
 
 def _remove_noted(note: Path) -> None:
-    """Removes the endpoints of a daemon that was killed, and whatever others have put there."""
+    """Removes the endpoints of a killed daemon, and the note, whoever owns it."""
     with contextlib.suppress(OSError):
         with open(_open_note(note, os.O_RDONLY), encoding="ascii", errors="replace") as opened:
             name = opened.read(64)

@@ -5,9 +5,9 @@ and its answers back, and understands neither.
 
 A peer that reaches an ipc endpoint can make libzmq abort, or fill its memory: accept() asserts on
 EMFILE, and the limits on sizes and on messages do not bound how many frames one message has. So all
-of that ends here: the limits below kill this process, the daemon starts another, and nobody but
-the uid itself has noticed. Imports little, since there is one per user; holds no lock, file or
-memory of the daemon's; ends with the daemon."""
+of that ends here: the limits below kill this process, the daemon starts another, and no other user
+notices. Imports little, since there is one per user; holds no lock, file or memory of the daemon;
+ends with the daemon."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HANDSHAKE_MS = 5000
 BATCH = 64  # messages of one turn, so that requests and answers take turns
 READ_BYTES = 256 * 1024
 FRAMES = 2  # a DEALER's identity, one message
-ANSWER_BYTES_MAX = (1 << 32) - 1  # the daemon is believed
+ANSWER_BYTES_MAX = (1 << 32) - 1  # the daemon is trusted
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # on every architecture
@@ -45,7 +45,7 @@ _ALL_FILE_RIGHTS, _ALL_NET_RIGHTS, _ALL_SCOPES = (1 << 13) - 1, 3, 3
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] != [str(framing.VERSION)]:
-        sys.exit("another version of pccheckd was installed meanwhile: restart the daemon")
+        sys.exit("another version of pccheckd was installed: restart the daemon")
     uid, gid, listener, link, request_bytes_max = map(int, arguments[1:])
     _confine(uid, gid)
     router = _router(uid, listener, request_bytes_max)
@@ -66,7 +66,7 @@ class Front:
         self._open = True
 
     def run(self) -> None:
-        """While the daemon takes nothing, nothing is taken from clients: then they wait."""
+        """While the daemon does not read, the front does not read from clients, which then wait."""
         poller = zmq.Poller()
         stream = self._stream.fileno()
         while self._open:
@@ -107,8 +107,8 @@ class Front:
 
 
 def _router(uid: int, listener: int, request_bytes_max: int) -> zmq.Socket[bytes]:
-    """On a listening socket that is the daemon's: it outlives this process, and so nobody's
-    connect is refused between two of them."""
+    """On a listening socket of the daemon: the socket outlives this process, so that no connect is
+    refused between two fronts."""
     router = zmq.Context().socket(zmq.ROUTER)
     router.setsockopt(zmq.MAXMSGSIZE, request_bytes_max)
     router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
@@ -131,7 +131,7 @@ def _confine(uid: int, gid: int) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, FILES_MAX)
     _limit(resource.RLIMIT_AS, ADDRESS_SPACE_BYTES)
-    if os.geteuid() == 0:  # whoever breaks in here has gained nothing that was not his before
+    if os.geteuid() == 0:  # an attacker who breaks in gains no new rights
         os.setgroups([])
         os.setgid(gid)
         os.setuid(uid)
@@ -171,7 +171,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BaseException as error:
-        told = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
-        print(f"{told}{error}", file=sys.stderr, flush=True)
+        kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+        print(f"{kind}{error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)  # without clearing up: there is nothing to save, and libzmq might wait

@@ -10,8 +10,8 @@ from pccheck_wire.messages import CheckpointState as State
 
 from .job import Job
 
-#: A group is late when so many checkpoints in a row were lost to it, and when it has waited for so
-#: many times the longest that one has taken it. One that was skipped before a pause is no alarm.
+#: A group is late when it has lost this many checkpoints in a row, and has waited this many times
+#: as long as its slowest checkpoint took. One checkpoint skipped before a pause is no alarm.
 LOST_MIN = 3
 LATE_FACTOR = 3
 
@@ -47,7 +47,7 @@ class Standing:
         elif self.slowest is not None:
             who = f"; rank {self.slowest} is behind by {self.behind[self.slowest]}"
         return (
-            f"for {self.waits_s:.0f} s no new checkpoint was saved by all {self.world_size} ranks "
+            f"no new checkpoint was saved by all {self.world_size} ranks for {self.waits_s:.0f} s "
             f"({last}{who}), and {self.lost} were lost; after a crash the job restarts from the "
             "last one that all ranks have"
         )

@@ -1,5 +1,5 @@
-"""A job: the ranks of one user's training run. It gives `group.py`, which decides, what the volumes
-and sessions say, and makes the ranks' volumes, queues and pages obey."""
+"""A job: the ranks of one user's training run. It passes the state of volumes and sessions to
+`group.py`, which decides, and applies the decisions to the ranks' volumes, queues and pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
+from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint
@@ -17,14 +18,14 @@ from pccheckd.tenancy.tenant import Tenant
 
 from .starts import Starts
 
-#: What a trainer that restores waits for checkpoints on their way before it is told how many.
+#: How long a trainer that restores waits for checkpoints on their way before it gets an answer.
 SETTLE_LIMIT_S = 5.0
 NAMED_MAX = 8
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 
 _FENCED = (
     "a newer start of this job is running, so checkpoints of this process are not saved",
-    "end this process if it was left over; otherwise call restore(), which takes the state of the "
+    "end this process if it is a leftover; otherwise call restore(), which loads the state of the "
     "newest start. A live start with another launch id or number of ranks must end first",
 )
 
@@ -47,21 +48,24 @@ class Job:
         self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
-        self.late = ""  # why its ranks have no common checkpoint for long; set by Progress
+        self.late = ""  # why its ranks have had no common checkpoint for long
+        #: By rank: the newest sequence that its trainer has requested, or found here, and the
+        #: incarnation of the start in which it did.
+        self._asked: dict[int, tuple[int, int]] = {}
         self.longest_s = 0.0  # from a request to the common checkpoint
 
     async def look(self) -> None:
-        """Whether the files of all its ranks are where they were, and what else is there."""
+        """Checks the files of all its ranks, and opens new ones."""
         await asyncio.gather(*(tenant.look() for tenant in list(self.tenants.values())))
 
     @property
     def idle(self) -> bool:
-        """No rank of it is connected, written or read: it may be closed."""
+        """No rank is connected, written or read: it may be closed."""
         return all(tenant.idle for tenant in self.tenants.values())
 
     @property
     def leaving(self) -> bool:
-        """A rank's trainer has ended, and is being drained."""
+        """A rank's trainer has ended and is being drained."""
         return any(tenant.leaving for tenant in self.tenants.values())
 
     @property
@@ -75,15 +79,21 @@ class Job:
         ]
         return max(newest, key=lambda one: one.sequence).world_size if newest else 1
 
+    async def close(self) -> None:
+        for tenant in self.tenants.values():
+            tenant.stop_attaches()  # all first: no trainer attaches to the last ones meanwhile
+        for tenant in self.tenants.values():
+            await tenant.close()
+
     def loaded(self, tenant: Tenant) -> None:
-        """A rank whose volumes have been opened belongs to the job now."""
+        """Adds a rank whose volumes have been opened."""
         self.tenants[tenant.key.rank] = tenant
         self._numbers.passed(tenant.volumes.last_sequence())
         self._numbers.passed(tenant.ledger.last_sequence)
         self.settle()
 
     def passed(self, sequence: int) -> None:
-        """A daemon before this one has given it out."""
+        """A previous daemon used this sequence."""
         self._numbers.passed(sequence)
 
     def common_checkpoints(self) -> list[Held]:
@@ -93,7 +103,7 @@ class Job:
     # -- who belongs to it ---------------------------------------------------------------------
 
     def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool = False) -> int:
-        """The incarnation of a process that connects; `moved`: the one that it had, `was`, is of
+        """The incarnation of a process that connects; `moved`: its earlier one, `was`, belongs to
         another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
         before = self.starts.current
@@ -103,7 +113,7 @@ class Job:
         )  # fmt: skip
         if start is not before:
             self._read_again()
-        self.tenants[rank].asked_in = 0  # it was not waited for, if it had been here
+        self._asked[rank] = self.asked(rank), 0  # no rank waited for it if it was here before
         self._catch_up(rank, owner.process)
         return start.incarnation
 
@@ -121,32 +131,34 @@ class Job:
         return start.incarnation if start is not None else 0
 
     def registered(self, rank: int, process: bytes) -> int:
-        """A process is about to save: one that has asked for nothing in an older start moves along
-        to the newest. Its incarnation."""
+        """A process is about to save: one that has requested nothing in an older start moves to the
+        newest. Its incarnation."""
         start = self.starts.of(rank, process)
         if start is None:
             return 0
         return start.incarnation if start.members[rank].begun else self.follow(rank, process)
 
     def _catch_up(self, newcomer: int = -1, process: bytes = b"") -> None:
-        """A process that becomes a member of the newest start asks for what came after its
-        beginning, so that it can still bring what the others have saved by now; but for nothing
-        that was given up while nobody waited for it."""
+        """A process that joins the newest start may still save what the others have saved since
+        that start began, except checkpoints that were given up before it joined."""
         current = self.starts.current
         if current is None:
             return
-        if current.above is None:
-            current.above = self._numbers.last
+        above = current.begins_above(self._numbers.last)
         for rank, tenant in self.tenants.items():
             owner = tenant.owner
             who = process if rank == newcomer else owner.process if owner else b""
             start = self.starts.of(rank, who) if who else None
-            if start is current and tenant.asked_in != start.incarnation:
-                tenant.asked = max(tenant.asked, current.above, self._given_up)
-                tenant.asked_in = start.incarnation
+            if start is current and self._asked.get(rank, (0, 0))[1] != start.incarnation:
+                asked = max(self.asked(rank), above, self._given_up)
+                self._asked[rank] = asked, start.incarnation
+
+    def asked(self, rank: int) -> int:
+        """The newest sequence that a rank's trainer has requested, or found here."""
+        return self._asked.get(rank, (0, 0))[0]
 
     def require_no_other(self, rank: int, *, solo: bool) -> None:
-        """Raises RefusedError when another rank saves beside one that says that it saves alone."""
+        """Raises RefusedError when another rank saves beside one with solo=True."""
         for other, tenant in sorted(self.tenants.items()):
             owner = tenant.owner
             if other == rank or owner is None or not (solo or owner.solo):
@@ -178,27 +190,27 @@ class Job:
 
     # -- one checkpoint ------------------------------------------------------------------------
 
-    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
-        """Gives a checkpoint that is asked for its incarnation and sequence. Returns why not, and a
-        hint; ("", "") on success."""
-        owner, rank = tenant.owner, tenant.key.rank
+    def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> tuple[int, int]:
+        """Incarnation and sequence of a requested checkpoint. Raises RefusedError."""
+        tenant = self.tenants[rank]
+        owner = tenant.owner
         assert owner is not None
         start = self.starts.may_ask(rank, owner.process)
         if start is None:
-            return _FENCED
+            raise RefusedError(_FENCED[0], hint=_FENCED[1])
         self._catch_up()
-        checkpoint.incarnation = start.incarnation
         again = (start.incarnation, body.step, body.branch, body.repeat)
         what = again if start.world_size > 1 else object()
-        above = max(tenant.asked, tenant.volumes.last_sequence())
-        checkpoint.sequence = tenant.asked = self._numbers.take(what, above)
+        above = max(self.asked(rank), tenant.volumes.last_sequence())
+        sequence = self._numbers.take(what, above)
+        self._asked[rank] = sequence, self._asked.get(rank, (0, 0))[1]
         if start.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
-            self._asked_ns.setdefault(checkpoint.sequence, checkpoint.requested_ns)
-        return "", ""
+            self._asked_ns.setdefault(sequence, checkpoint.requested_ns)
+        return start.incarnation, sequence
 
     def waits_s(self) -> float:
-        """Since when the oldest request above the newest common checkpoint waits to become one;
-        0.0: there is none."""
+        """How long the oldest request above the newest common checkpoint has waited to become
+        common; 0.0: there is none."""
         oldest_ns = min(self._asked_ns.values(), default=0)
         return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
 
@@ -237,17 +249,17 @@ class Job:
                 for one in tenant.volumes.checkpoints()
             ),
             pending=tenant.pending(),
-            asked=tenant.asked if live else None,
+            asked=self.asked(tenant.key.rank) if live else None,
         )
 
     def moved(self) -> None:
-        """Something that the decision depends on may have changed. Decided once per turn of the
-        loop; a rank alone has nothing to decide."""
+        """Input of the decision may have changed. Decides once per turn of the loop; a single rank
+        has nothing to decide."""
         if self._due is None and self.world_size > 1:
             self._due = asyncio.get_running_loop().call_soon(self.settle)
 
     def settle(self) -> None:
-        """Decides, and has every rank obey. Waits for no disk."""
+        """Decides, and applies it to every rank. Waits for no disk."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -258,8 +270,8 @@ class Job:
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {one.sequence for known in ranks.values() for one in known.held}
-        there -= {one.sequence for one in shared}  # one whose damage was none after all
-        # What was given up stays so: a rank may have acted on it by now.
+        there -= {one.sequence for one in shared}  # one whose damage flag was removed
+        # What was given up stays given up: a rank may have acted on it.
         self.agreement = agreed._replace(given_up=agreed.given_up | before.given_up & there)
         self._given_up = max(self._given_up, *self.agreement.given_up, 0)
         self._note_common(shared)
@@ -267,7 +279,7 @@ class Job:
             tenant.obey(self.agreement)
 
     def _keep(self) -> int:
-        """Of the volumes that are there, else as configured."""
+        """Of the existing volumes, else as configured."""
         there = [t.volumes.current.info.keep for t in self.tenants.values() if t.volumes.current]
         return min(there, default=self._config.keep)
 
@@ -289,25 +301,36 @@ class Job:
     def newest_common(self) -> int:
         return self.agreement.newest
 
+    def note_late(self, why: str) -> None:
+        """Why its ranks have had no common checkpoint for long, or "": logged when it changes."""
+        if bool(why) != bool(self.late):
+            LOG.warning(
+                "job %r of uid %d: %s", self.name, self.uid,
+                why or "the ranks have a new common checkpoint again",
+                extra={"fields": {"event": "group-late" if why else "group-again"}},
+            )  # fmt: skip
+        self.late = why
+
     def needs(self, sequence: int) -> bool:
         """Whether a durable checkpoint must not go with its volume."""
         agreed = self.agreement
         return self.world_size > 1 and sequence >= agreed.oldest and sequence not in agreed.given_up
 
-    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
+    def pins(self, rank: int, owner: Owner) -> set[int]:
         """What a trainer that has restored nothing newer must leave alone (P7)."""
+        tenant = self.tenants[rank]
         current = tenant.volumes.current
         if current is None:
             return set()
         return group.pins(
-            self.ranks(), tenant.key.rank, self.incarnation(tenant.key.rank, owner),
+            self.ranks(), rank, self.incarnation(rank, owner),
             pinned=tenant.retention.inherited, after=owner.restored or 0,
             slots=current.info.slots - len(current.pinned),
         )  # fmt: skip
 
     def wants_slot(self, rank: int) -> str:
-        """A rank of a group has no slot for its next checkpoint: what can be given up is. Names the
-        ranks that are waited for although they have asked for nothing; "" otherwise."""
+        """A rank of a group has no slot for its next checkpoint: gives up what it can. Names the
+        ranks that are waited for although they have requested nothing; "" otherwise."""
         self._short.add(rank)
         try:
             self.settle()
@@ -319,8 +342,8 @@ class Job:
     # -- recovery ------------------------------------------------------------------------------
 
     async def settled(self) -> Writing | None:
-        """Waits, for some seconds, until every checkpoint that any rank has asked for so far has
-        ended. Returns what is left otherwise."""
+        """Waits some seconds until every checkpoint requested so far, by any rank, has ended.
+        Returns what is left otherwise."""
         last, deadline = self._numbers.last, time.monotonic() + SETTLE_LIMIT_S
         for tenant in list(self.tenants.values()):
             if not await tenant.ledger.settled(max(0.0, deadline - time.monotonic()), last):

@@ -1,25 +1,24 @@
 """Who has how much of the DRAM budget.
 
-A session that copies or loads makes a claim: how many bytes it wants. `shares.fair` turns the
-claims into shares, and this module moves memory until each session has its share. These are all
-its rules:
+A session that copies or loads claims the bytes that it wants. `shares.fair` turns the claims into
+shares, and this module moves memory until each session has its share, by these rules:
 
 1. While the budget holds what all sessions want, nothing is taken back.
-2. A session needs two chunks at least. When there are not two for each session, they are dealt out
-   in rounds, to one session of each user in each round. A session that has memory and gets none in
-   that deal ends. Of one user's sessions the newest goes first; one that saves or loads goes after
-   those that do not. When it connects again it is refused, with the numbers, until there is room.
-3. Else tenants without a trainer give memory back, the one whose trainer ended first before the
-   others: what they have is a cache. A trainer that ended less than LEFT_ALONE_S ago may come back
-   and recover from the cache, so it stays, unless a session that never had its share needs room.
-4. Then live sessions give back what they have above their share, the largest excess first.
-5. What is free goes to sessions below their share, first to those that have less than two chunks.
+2. A session needs at least two chunks. When there are not two for each session, they are assigned
+   in rounds, to one session of each user per round. A session that has memory and is assigned none
+   ends. Of one user's sessions the newest ends first; one that saves or loads ends after those that
+   do not. A session that reconnects is refused, with the numbers, until there is room.
+3. Else tenants without a trainer give memory back, in the order in which their trainers ended:
+   their memory is a cache. A trainer that ended less than LEFT_ALONE_S ago may return and recover
+   from the cache, so the cache stays, unless a session that never had its share needs room.
+4. Then live sessions give back what exceeds their share, the largest excess first.
+5. Free memory goes to sessions below their share, first to those with less than two chunks.
 
 So the sessions of one user, however many, leave a session of another user two chunks, as long as
-there are two chunks for each user. What is above two chunks is shared by users as `fair` says.
+there are two chunks for each user. Users share the rest as `fair` computes.
 
-Shares change only when a session comes, goes or wants more. Rules 3 to 5 take no session below its
-share and bring none above it, so nothing moves while the same sessions are there."""
+Shares change only when a session begins, ends or wants more. Rules 3 to 5 take no session below
+its share and bring none above it, so no memory moves while the sessions stay the same."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from pccheckd.tenancy.tenant import Tenant
 from .shares import Wish, fair
 
 LEFT_ALONE_S = 60.0
-#: A trainer's Register has its own deadline, half a minute; it is told before that.
+#: A trainer's Register has a deadline of half a minute; it gets its answer before that.
 CLAIM_LIMIT_S = 15.0
 PAUSE_S = 1.0
 _RETRY_S = 0.05
@@ -54,9 +53,9 @@ class Claimant:
     uid: int
     who: str
     port: Port
-    stuck: Callable[[], None]  # it does not give memory back
+    stuck: Callable[[], None]  # it does not return memory
     is_busy: Callable[[], bool]  # it saves or loads
-    end: Callable[[], None]  # there are not two chunks for it
+    end: Callable[[], None]  # there are no two chunks for it
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +96,7 @@ class Memory(Background):
         self._tenants = tenants
         self._claims: dict[int, Claim] = {}  # by session
         self._releasing: dict[Port, asyncio.Task[None]] = {}
-        self._ending: set[Port] = set()  # of sessions that end so that others have two chunks
+        self._ending: set[Port] = set()  # of sessions that end so that others get two chunks
         self._changed = asyncio.Event()
         self._stale = True  # something has changed since the last balance
         self._balanced_s = 0.0
@@ -105,8 +104,8 @@ class Memory(Background):
     # -- who wants what ------------------------------------------------------------------------
 
     async def claim(self, by: Claimant, wanted_bytes: int) -> int:
-        """Two chunks at least, when this returns; more follows in the background. What there is
-        now. Raises RefusedError with the numbers."""
+        """At least two chunks when this returns; more follows in the background. Returns the
+        present amount. Raises RefusedError with the numbers."""
         claim = self.enter(by, wanted_bytes)
         claim.settled = claim.settled and wanted_bytes <= claim.wanted_bytes
         claim.wanted_bytes = max(wanted_bytes, by.port.least_bytes)
@@ -118,13 +117,13 @@ class Memory(Background):
             self._changed.clear()
             if self._claims.get(by.session) is not claim:
                 raise RefusedError("the session has ended")
-            # However many wait: once for all of them.
+            # Once for all that wait.
             if self._stale or time.monotonic() - self._balanced_s >= _RETRY_S:
                 self.balance()
             if not claim.starves:
                 return by.port.granted_bytes
             self._require_room(claim)
-            if time.monotonic() > deadline:  # and the claim stays: room is made for the next try
+            if time.monotonic() > deadline:  # the claim stays, so that the next try finds room
                 raise self._too_late(by)
             try:
                 await asyncio.wait_for(self._changed.wait(), _RETRY_S)
@@ -132,7 +131,7 @@ class Memory(Background):
                 continue
 
     def enter(self, by: Claimant, wanted_bytes: int) -> Claim:
-        """The claim of a session; of one that is new, to what it has, or wants."""
+        """The claim of a session; of a new one, to what it has or wants."""
         claim = self._claims.get(by.session)
         if claim is None:
             wanted = max(by.port.least_bytes, wanted_bytes)
@@ -140,7 +139,7 @@ class Memory(Background):
         return claim
 
     def gone(self, session: int) -> None:
-        """The session has ended: what it had is a cache now, or was given back."""
+        """The session has ended: its memory is a cache now, or was given back."""
         claim = self._claims.pop(session, None)
         if claim is not None:
             self._ending.discard(claim.port)
@@ -172,7 +171,7 @@ class Memory(Background):
             self.balance()
 
     def balance(self) -> None:
-        """Decides, and begins what follows from it."""
+        """Decides, and starts to move memory."""
         self._stale, self._balanced_s = False, time.monotonic()
         if self._claims:
             self._divide()
@@ -193,8 +192,8 @@ class Memory(Background):
             claim.share_bytes = share
 
     def _turn(self, claim: Claim) -> int:
-        """Of one user's sessions the lower turns are dealt their two chunks first: whoever comes
-        ends no session of its own user, and who has been told to end is not told twice."""
+        """Of one user's sessions the lower turns get their two chunks first: a new session ends no
+        other session of its user, and a session is not ended twice."""
         if claim.port in self._ending:
             return 3
         if not claim.port.granted_bytes:
@@ -202,7 +201,7 @@ class Memory(Background):
         return 0 if claim.by.is_busy() else 1
 
     def _end_surplus(self) -> None:
-        """Rule 2. Without a newcomer of another user, or a lower limit, this ends nothing: what
+        """Rule 2. Without a new session of another user, or a lower limit, this ends none: what the
         sessions have fits into the budget."""
         for claim in self._claims.values():
             port = claim.port
@@ -210,7 +209,7 @@ class Memory(Background):
                 continue
             LOG.warning(
                 "%s: session ended: DRAM has no two chunks for each of %d sessions, and its user "
-                "has the most sessions or exceeds --max-dram-per-user. The client connects again "
+                "has the most sessions or exceeds --max-dram-per-user. The client reconnects "
                 "when memory is free; raise --dram or lower --chunk",
                 claim.by.who, len(self._claims),
             )  # fmt: skip
@@ -218,7 +217,7 @@ class Memory(Background):
             claim.by.end()
 
     def _renew(self) -> None:
-        """Memory that a process of a session before may still write to becomes other memory."""
+        """Replaces memory that a process of an earlier session may still write to."""
         for claim in self._claims.values():
             if claim.port.left and claim.port not in self._ending:
                 self._resize(claim, claim.port.aim_bytes)
@@ -236,7 +235,7 @@ class Memory(Background):
         self._take(claims, will + sum(claim.lacks_bytes for claim in claims) - budget, None)
 
     def _take(self, claims: list[Claim], short: int, uid: int | None) -> None:
-        """Has that much given back, by one user or by all."""
+        """Has that much memory given back, by one user or by all."""
         now_ns = time.monotonic_ns()
         urgent = uid is not None or any(c.lacks_bytes and not c.settled for c in claims)
         for tenant in sorted(self._without_trainer(uid), key=lambda t: t.last_used_ns):
@@ -253,12 +252,12 @@ class Memory(Background):
             back = min(claim.excess_bytes, short)
             if back <= 0:
                 return
-            LOG.info("%s: gives %d bytes of DRAM back for others", claim.by.who, back)
+            LOG.info("%s: returns %d bytes of DRAM for others", claim.by.who, back)
             self._resize(claim, claim.port.aim_bytes - back)
             short -= back
 
     def _hand_out(self) -> None:
-        """Rule 5. What is growing has been promised already."""
+        """Rule 5. Memory of sessions that are growing has been promised already."""
         budget, used = self._engine.pool.usage()
         limit = self._config.max_dram_per_user_bytes
         promised: Counter[int] = Counter()
@@ -284,11 +283,11 @@ class Memory(Background):
     # -- small ---------------------------------------------------------------------------------
 
     def _will_bytes(self, port: Port) -> int:
-        """What it has when all that was begun is over."""
+        """What it has when the present resizes have ended."""
         return 0 if port in self._releasing or port in self._ending else port.aim_bytes
 
     def _without_trainer(self, uid: int | None = None) -> list[Tenant]:
-        """Tenants that can give something back: what is cached, what is written."""
+        """Tenants that can give memory back: caches, and written checkpoints."""
         claimed = {claim.port for claim in self._claims.values()}
         found = []
         for tenant in self._tenants():
@@ -301,7 +300,7 @@ class Memory(Background):
         return found
 
     def _bound_bytes(self) -> int:
-        """What cannot be had before a disk has ended its writes."""
+        """Memory that is in use until a disk has ended its writes."""
         claimed = {claim.port for claim in self._claims.values()}
         return sum(
             max(tenant.port.least_bytes, tenant.port.floor_bytes)
@@ -310,23 +309,23 @@ class Memory(Background):
         )
 
     async def _release(self, tenant: Tenant, port: Port) -> None:
-        """Has a tenant without a trainer give back everything."""
+        """Makes a tenant without a trainer give back all its memory."""
         try:
             async with tenant.lock:
-                ours = tenant.owner is None and tenant.port is port  # nobody came meanwhile
+                ours = tenant.owner is None and tenant.port is port  # no trainer came meanwhile
                 if ours and await port.release_memory():
-                    LOG.info("%s: its cached chunks made room for others", tenant.key)
+                    LOG.info("%s: its cache was released for others", tenant.key)
         finally:
             del self._releasing[port]
             self._moved()
 
     def _moved(self) -> None:
-        """There is more or less than there was."""
+        """The amount of memory has changed."""
         self._stale = True
         self._changed.set()
 
     def _ports(self) -> Iterator[tuple[int, Port]]:
-        """Whatever has memory, and whose it is."""
+        """Every port with memory, and its user."""
         seen = set()
         for claim in self._claims.values():
             seen.add(claim.port)
@@ -336,47 +335,47 @@ class Memory(Background):
                 yield tenant.key.uid, tenant.port
 
     def _require_room(self, claim: Claim) -> None:
-        """Raises RefusedError when there are not two chunks for it: no waiting helps."""
+        """Raises RefusedError when there are no two chunks for it: waiting does not help."""
         by, least = claim.by, claim.port.least_bytes
         limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
         mine = [one for one in self._claims.values() if one.by.uid == by.uid]
         needs = f"{by.who} needs at least two chunks ({least} bytes) of DRAM"
-        told = None
+        refusal = None
         if limit and sum(one.port.least_bytes for one in mine) > limit:
             used = [f"{c.by.who} has {c.port.granted_bytes}" for c in mine if c is not claim]
-            told = RefusedError(
-                f"{needs}, and uid {by.uid} may have {limit} (--max-dram-per-user) in all: "
+            refusal = RefusedError(
+                f"{needs}, and the limit of uid {by.uid} is {limit} (--max-dram-per-user): "
                 f"{', '.join(used[:8]) or 'nothing is used'}",
-                hint="end one of these jobs (pccheckctl drop frees what an ended one has cached), "
-                "or have --max-dram-per-user raised", retryable=True,
+                hint="end one of these jobs (pccheckctl drop frees the cache of an ended one), or "
+                "raise --max-dram-per-user", retryable=True,
             )  # fmt: skip
         elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
-            told = RefusedError(
-                f"{needs}, and {budget} are less than two for each of {len(self._claims)} "
-                f"sessions, {len(mine)} of them of uid {by.uid}",
+            refusal = RefusedError(
+                f"{needs}, and {budget} bytes are less than two chunks for each of "
+                f"{len(self._claims)} sessions, {len(mine)} of them of uid {by.uid}",
                 hint="end some of these sessions, raise --dram, or lower --chunk",
                 retryable=True,
             )  # fmt: skip
-        if told is not None and claim.share_bytes < least:
+        if refusal is not None and claim.share_bytes < least:
             self.gone(by.session)
-            raise told
+            raise refusal
 
     def _too_late(self, by: Claimant) -> RefusedError:
         budget, used = self._engine.pool.usage()
         back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
         return RefusedError(
             f"{by.who} needs at least two chunks ({by.port.least_bytes} bytes) of DRAM: {used} of "
-            f"{budget} are used, {back} of them are on their way back, which took longer than "
+            f"{budget} are used; {back} of them are being returned, which took longer than "
             f"{CLAIM_LIMIT_S:g} s",
-            hint="try again; else look whether the disk is slow or a trainer is stopped: "
+            hint="try again; if it fails again, check for a slow disk or a stopped trainer: "
             "pccheckctl status", retryable=True,
         )  # fmt: skip
 
 
 def _least(tenant: Tenant, port: Port) -> int:
-    """What a tenant without a trainer keeps: nothing, once its checkpoints are written."""
+    """What a tenant without a trainer keeps: nothing once its checkpoints are written."""
     return 0 if tenant.quiet else max(port.least_bytes, port.floor_bytes)
 
 
 def _nobody() -> None:
-    """There is no trainer to complain about."""
+    """There is no trainer that could be stuck."""

@@ -18,7 +18,7 @@ SLOTS_BESIDE_MIN = 3
 
 async def pin(session: Session, body: Pin) -> None:
     """Raises NoCheckpointError when no such checkpoint is durable, RefusedError with the numbers
-    when too few slots would be left. What is so already stays so: every rank may ask."""
+    when too few slots would be left. Pinning twice is no error: every rank may ask."""
     job, own = session.job, session.tenant
     assert job is not None and own is not None
     async with job.joining:  # meanwhile nothing is protected for a run that begins
@@ -42,8 +42,8 @@ async def pin(session: Session, body: Pin) -> None:
 
 
 async def _undo_halves(tenants: list[Tenant]) -> None:
-    """What was pinned, or unpinned, on some ranks only, because the daemon was killed in between,
-    is unpinned: the caller was told of no success."""
+    """Unpins what is pinned on some ranks only, because the daemon was killed in between: the
+    caller got no success."""
     for tenant in tenants:
         for item in tenant.volumes.open:
             for sequence in item.pinned:
@@ -53,8 +53,8 @@ async def _undo_halves(tenants: list[Tenant]) -> None:
 
 
 def _holders(tenants: list[Tenant], own: Tenant, sequence: int) -> list[Tenant]:
-    """Who has a part of the checkpoint that `own`, or else another rank, has under this number.
-    What a rank saved alone is its own: others may have used the number for something else."""
+    """The ranks with a part of the checkpoint that `own`, or else another rank, has under this
+    number. What a rank saved alone is its own: others may have used the number otherwise."""
     ranks = {one: found for one in (own, *tenants) if (found := _checkpoint(one, sequence))}
     if not ranks:
         return []
@@ -118,9 +118,9 @@ def _require_room(tenant: Tenant, sequence: int) -> None:
     if len(wanted) > slots - beside:
         raise RefusedError(
             f"{tenant.key}: {slots} slots have room for {max(0, slots - beside)} pinned "
-            f"checkpoints, since {beside} are for those that come and go; pinned steps: {steps}",
-            hint="unpin one, or start pccheckd with more --slots: a state that outgrows its slots, "
-            "or a new job, gets them",
+            f"checkpoints, since {beside} are needed for new ones; pinned steps: {steps}",
+            hint="unpin one, or start pccheckd with more --slots, which new jobs and "
+            "larger states get",
         )
     if len(wanted | protected) > slots - 2:
         raise RefusedError(

@@ -23,16 +23,16 @@ MAX_SEQUENCE = 2**63
 async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writing:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
     one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
-    when what is chosen depends on checkpoints that are on their way.
+    when the choice depends on checkpoints that are still being written.
 
-    Raises NoCheckpointError when there are some but none that will do.
+    Raises NoCheckpointError when there are some but none is suitable.
     """
     job, tenant = _place(session)
     skipped: list[Skipped] = []
     await job.look()
     if session.role is Role.TRAINER:
-        if body.step is None:  # else it only looks, and does not count as restored
-            session.incarnation = job.follow(session.rank, session.process)
+        if body.step is None:  # else it only reads, and does not count as restored
+            session.follow()
         if (writing := await job.settled()) is not None:
             return writing
         skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
@@ -54,7 +54,7 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writ
 
 
 def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
-    """Where the other ranks' payloads of the same checkpoint are."""
+    """The other ranks' payloads of the same checkpoint."""
     if chosen.world_size < 2:
         return []
     return [
@@ -90,7 +90,7 @@ def _of_job(
 def _newest(
     tenant: Tenant, body: Open, skipped: list[Skipped], found: list[catalog.Checkpoint]
 ) -> catalog.Checkpoint | None:
-    """Newest first; damaged ones are passed over and named in `skipped`."""
+    """Newest first; damaged ones are skipped, and named in `skipped`."""
     for item in found:
         if body.before is not None and item.sequence >= body.before:
             continue
@@ -111,9 +111,9 @@ def _newest(
 
 
 def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog.Checkpoint | None:
-    """This rank's copy of what the group has in common. Never mixes steps: one that is damaged, or
-    could not be read, fails."""
-    again = "restart all ranks; they will restore the step before"
+    """This rank's copy of the common checkpoint. Never mixes steps: fails when it is damaged or
+    could not be read."""
+    again = "restart all ranks; they will restore the previous step"
     job.asks_again(session.rank)
     if body.before is not None and session.world_size > 1:
         raise DamagedError(
@@ -127,7 +127,7 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
     if common is None:
         return None
     LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
-    # A rank that was not there when it was saved takes what rank 0, or who saved alone, has.
+    # A rank that did not exist when it was saved takes the copy of rank 0, or of the only saver.
     for holder in (tenant, *(other for _, other in sorted(job.tenants.items()))):
         for item in holder.volumes.checkpoints():
             if item.sequence == common.sequence and holder.is_usable(item):
@@ -149,7 +149,7 @@ async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint)
 
 
 async def read(session: Session, sessions: Sessions, body: Read) -> None:
-    """Starts sending payload through the page; its END says how it went."""
+    """Starts to send payload through the page; its END carries the result."""
     job, own = _place(session)
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
     if tenant is None:
@@ -164,8 +164,7 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
         )
     if body.load in session.loads:
         raise UsageError(f"load {body.load} is in progress")
-    session.loads[body.load] = tenant, body.sequence
-    tenant.reading += 1
+    session.begin_load(body.load, tenant, body.sequence)
     try:
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
@@ -174,8 +173,7 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )
     except BaseException as error:
-        if session.loads.pop(body.load, None) is not None:
-            tenant.reading -= 1
+        session.end_load(body.load)
         if isinstance(error, DamagedError):
             await tenant.retention.damaged(body.sequence)
         raise
@@ -183,5 +181,5 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
 
 def _place(session: Session) -> tuple[Job, Tenant]:
     if session.job is None or session.tenant is None:
-        raise RefusedError("an observer cannot recover")
+        raise RefusedError("an observer session cannot recover")
     return session.job, session.tenant

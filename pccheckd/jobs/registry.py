@@ -31,7 +31,18 @@ class Registry:
         self.inherited = Summary()  # from the daemon before
         self.jobs: dict[tuple[int, str], Job] = {}
         self.memory = Memory(config, engine, self.tenants)
-        self._locks: dict[int, asyncio.Lock] = {}  # by uid: nobody waits for another's disk
+        self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
+
+    def took_over(self, summary: Summary) -> None:
+        self.inherited = summary
+
+    async def close(self) -> None:
+        """Drains and closes every tenant. Raises the first failure, after all have ended."""
+        results = await asyncio.gather(
+            *(tenant.close() for tenant in self.tenants()), return_exceptions=True
+        )
+        for failed in filter(lambda result: isinstance(result, BaseException), results):
+            raise failed  # type: ignore[misc]
 
     def tenants(self) -> Iterator[Tenant]:
         for job in self.jobs.values():
@@ -83,36 +94,30 @@ class Registry:
             async with self._lock(job.uid):
                 if job.idle and self.jobs.pop((job.uid, job.name), None) is job:
                     excess -= len(job.tenants)
-                    for tenant in job.tenants.values():
-                        tenant.closed = True
-                    for tenant in job.tenants.values():
-                        await tenant.close()
+                    await job.close()
 
     @contextlib.asynccontextmanager
     async def unloaded(self, uid: int, name: str) -> AsyncIterator[None]:
-        """Closes a job and keeps it closed, so that its files may go. Raises RefusedError while
-        somebody is connected to it or its checkpoints are on their way."""
+        """Closes a job and keeps it closed, so that its files can be deleted. Raises RefusedError
+        while a process is connected to it or its checkpoints are on their way."""
         await self._hung_up(uid, name)
         async with self._lock(uid):
             self._require_unused(uid, name)
             job = self.jobs.get((uid, name))
             if job is not None:
                 del self.jobs[uid, name]
-                for tenant in job.tenants.values():
-                    tenant.closed = True  # all at once: nobody attaches to the last ones meanwhile
-                for tenant in job.tenants.values():
-                    await tenant.close()
+                await job.close()
             yield
 
     async def require_unused(self, uid: int, name: str) -> None:
-        """Raises RefusedError while somebody is connected to a job or its checkpoints are on their
-        way. Nothing is closed: it keeps what it has in DRAM."""
+        """Raises RefusedError while a process is connected to a job or its checkpoints are on their
+        way. Closes nothing: the job keeps its cache in DRAM."""
         await self._hung_up(uid, name)
         self._require_unused(uid, name)
 
     async def _hung_up(self, uid: int, name: str) -> None:
-        """A trainer that has just ended is waited for: until it is drained once that has begun,
-        else for a moment, in which the loop looks for its hang-up again and again."""
+        """Waits for a trainer that has just ended: until it is drained if that has begun, else for
+        a moment, in which the loop may notice its hang-up."""
         looks = round(GRACE_S / STEP_S)
         limit = round(DETACH_LIMIT_S / STEP_S)
         while (job := self.used(uid, name)) is not None:
@@ -130,12 +135,12 @@ class Registry:
             )  # fmt: skip
 
     def used(self, uid: int, name: str) -> Job | None:
-        """The job, while somebody is connected to it or its checkpoints are on their way."""
+        """The job, while a process is connected to it or its checkpoints are on their way."""
         job = self.jobs.get((uid, name))
         return job if job is not None and not job.idle else None
 
     async def _job(self, uid: int, name: str) -> Job:
-        """With the lock held: a job is loaded and closed under it."""
+        """With the lock held, under which jobs are loaded and closed."""
         job = self.jobs.get((uid, name))
         if job is None:
             job = Job(uid, name, self.config)
@@ -146,7 +151,7 @@ class Registry:
                 await self._load(job, rank)
             self.jobs[uid, name] = job
             for tenant in job.tenants.values():
-                tenant.volumes.limit()  # it may have changed while the later ones were opened
+                tenant.volumes.limit()  # it may have changed meanwhile
         return job
 
     def limit(self) -> None:
@@ -164,12 +169,12 @@ class Registry:
 
 
 def _users(job: Job) -> str:
-    """Who has it, in words."""
+    """Who uses it, in words."""
     found = []
     for rank, tenant in sorted(job.tenants.items()):
         if tenant.owner is not None:
-            found.append(f"pid {tenant.owner.pid} is its rank {rank}")
-        if tenant.readers or tenant.reading:
+            found.append(f"rank {rank} is pid {tenant.owner.pid}")
+        if tenant.readers or tenant.is_read:
             found.append(f"rank {rank} is being read")
         if tenant.ledger.live():
             found.append(f"checkpoints of rank {rank} are on their way")

@@ -1,4 +1,5 @@
-"""Sessions: who is connected, as what, and what that gives him. A session ends with its peer."""
+"""Sessions: the connected processes, their roles and what they own. A session ends with its
+peer."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from pccheckd import VERSION
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine
+from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.gpus import Offer
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
@@ -38,12 +39,12 @@ READER_CHUNKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the kernel says about the other end."""
+    """The other end, according to the kernel."""
 
     uid: int
     gid: int
     pid: int
-    gone: Callable[[], bool] = lambda: False  # whether it has hung up before it was answered
+    gone: Callable[[], bool] = lambda: False  # whether it has hung up before the answer
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +54,7 @@ class Session:
     role: Role
     uid: int
     pid: int
-    kernel_pid: int  # 0 when it lives outside of our PID namespace; then `pid` is its own word
+    kernel_pid: int  # 0 when it is in another PID namespace; `pid` is then its own claim
     connected_ns: int
     job_name: str = ""
     rank: int = 0
@@ -62,7 +63,7 @@ class Session:
     process: bytes = b""
     incarnation: int = 0
     storage: str = ""  # which directory its volumes are in
-    #: How its tensors come here, and why so: what it said last.
+    #: How its tensors are transferred, and why: its latest report.
     transfer: str = ""
     transfer_reason: str = ""
     exposing: Exposing = field(default_factory=Exposing)
@@ -81,22 +82,42 @@ class Session:
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
+    def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
+        """A checkpoint is read: its volumes stay open until `end_load`."""
+        self.loads[load] = tenant, sequence
+        tenant.begin_read()
+
+    def end_load(self, load: int) -> None:
+        """Does nothing for a load that has ended."""
+        tenant, _ = self.loads.pop(load, (None, 0))
+        if tenant is not None:
+            tenant.end_read()
+
+    def chose(self, transfer: str, reason: str) -> None:
+        """How its tensors are transferred, and why."""
+        self.transfer, self.transfer_reason = transfer, reason
+
+    def follow(self) -> None:
+        """It restores: it belongs to the newest start of its job."""
+        if self.job is not None:
+            self.incarnation = self.job.follow(self.rank, self.process)
+
     def give_way(self) -> None:
         self.gives_way = True
         self.broken.set()
 
     def keeps_memory(self) -> None:
-        """It does not give back what it was asked for: others wait for that."""
+        """It does not return the DRAM that it was asked for, and others wait for it."""
         LOG.warning(
-            "session %d (pid %d) has not given back DRAM for %g s and ends; its process is stopped "
-            "or its GPU hangs, and connects again at a later checkpoint",
+            "session %d (pid %d) ended: it has not returned DRAM for %g s, since its process is "
+            "stopped or its GPU hangs; the client reconnects at a later checkpoint",
             self.number, self.pid, BACK_LIMIT_S,
         )  # fmt: skip
         self.broken.set()
 
 
 class Sessions:
-    """Opens and ends them; finds them by token."""
+    """Opens, ends and finds them."""
 
     def __init__(
         self, config: Config, engine: Engine, registry: Registry, control: ControlServer
@@ -106,7 +127,6 @@ class Sessions:
         self.registry = registry
         self.control = control
         self.draining = False
-        control.interrupted = self._interrupted
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
@@ -115,7 +135,7 @@ class Sessions:
         return list(self._sessions.values())
 
     def room_bytes(self, session: Session) -> int:
-        """What the exposure of a session may hold until it is whole: users share one limit."""
+        """The limit for a session's incomplete exposure: the sessions of a user share one limit."""
         others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
         return UNFINISHED_BYTES_MAX - sum(other.exposing.held_bytes for other in others)
 
@@ -125,16 +145,16 @@ class Sessions:
         if session.role is not Role.TRAINER or port is None:
             return Offer(session.transfer, session.transfer_reason)
         if offer.transfer == "pull" and session.uid != os.geteuid():
-            # The driver's own check does not hold root back, and a handle is only a number: one
-            # user could have another's memory read through us.
-            return Offer("push", f"the daemon runs as uid {os.geteuid()}, not as this trainer's")
+            # The driver's own check does not stop root, and a handle is only a number: one user
+            # could read another's memory through the daemon.
+            return Offer("push", f"the daemon runs as uid {os.geteuid()}, not as the trainer's uid")
         if offer.transfer == "pull" and not session.kernel_pid:
             return Offer("push", "the daemon cannot see this process: another PID namespace")
         return offer
 
     async def claim(self, session: Session, wanted_bytes: int) -> int:
-        """DRAM for a session: at least two chunks when this returns, then more, up to its fair
-        share. What it has now. Raises RefusedError."""
+        """DRAM for a session: at least two chunks when this returns, more later, up to its fair
+        share. Returns the present amount. Raises RefusedError."""
         return await self.registry.memory.claim(self._claimant(session), wanted_bytes)
 
     def _claimant(self, session: Session) -> Claimant:
@@ -154,7 +174,7 @@ class Sessions:
         raise RefusedError("no such session: it has ended, or the token is wrong")
 
     async def open(self, hello: Hello, peer: Peer) -> tuple[Session, Welcome, list[int]]:
-        """A session and what to answer, with the descriptors to send and close.
+        """A session and the answer, with the descriptors to send and close.
 
         Raises PccheckError when the peer may not have it.
         """
@@ -185,7 +205,7 @@ class Sessions:
         return session, self._welcome(session), descriptors
 
     async def end(self, session: Session) -> None:
-        """The peer is gone, or has to go: drains what it handed over."""
+        """The peer has gone, or has to: drains what it handed over."""
         session.ending = True
         session.exposing.drop()
         try:
@@ -196,16 +216,17 @@ class Sessions:
                 await session.port.close()
         finally:
             self.registry.memory.gone(session.number)
-            if session.tenant is not None:
-                session.tenant.readers -= session.role is Role.READER
-            for tenant, _ in session.loads.values():
-                tenant.reading -= 1
-            session.loads.clear()
+            if session.tenant is not None and session.role is Role.READER:
+                session.tenant.add_reader(-1)
+            for load in list(session.loads):
+                session.end_load(load)
             self._sessions.pop(session.number, None)
             if session.endpoint:
                 self.control.leave(session.uid)
         if session.role is not Role.OBSERVER and not self.draining:
-            self._work.spawn(self.registry.trim())  # of other users; nobody waits for their disks
+            self._work.spawn(
+                self.registry.trim()
+            )  # in the background: of other users, on other disks
 
     async def _detach(self, session: Session, tenant: Tenant) -> None:
         owner = tenant.owner
@@ -235,7 +256,7 @@ class Sessions:
         session.storage = await self.engine.call(session.uid, storage.identity, self.config.storage)
         await self._wait_for_predecessor(tenant, peer)
         await tenant.prepare()
-        async with job.joining:  # other ranks wait for this one
+        async with job.joining:  # other ranks wait meanwhile
             _require_there(peer)
             session.job, session.tenant = job, tenant
             owner = Owner(
@@ -243,7 +264,8 @@ class Sessions:
                 world_size=session.world_size, local_world_size=hello.local_world_size,
                 fresh=hello.fresh, process=session.process, solo=hello.solo,
                 restored=hello.restored,
-                on_event=lambda event: self._hear(session, event), kernel_pid=session.kernel_pid,
+                on_event=lambda event: self._on_event(session, event),
+                kernel_pid=session.kernel_pid,
             )  # fmt: skip
             joins = tenant.owner is None  # else attach() refuses
             if joins:
@@ -264,8 +286,8 @@ class Sessions:
             job.moved()
             await job.release()
         session.port = tenant.port
-        session.transfer, session.transfer_reason = "push", "CPU tensors"
-        if tenant.port is not None and tenant.port.granted_bytes:  # it is not a cache any more
+        session.chose("push", "CPU tensors")
+        if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
             self.registry.memory.enter(self._claimant(session), tenant.port.granted_bytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
@@ -274,8 +296,8 @@ class Sessions:
         return [page_fd, theirs.detach()]
 
     async def _wait_for_predecessor(self, tenant: Tenant, peer: Peer) -> None:
-        """A trainer that is known to be gone is waited for until it is drained; one whose hang-up
-        may be on its way, for a moment."""
+        """Waits until a trainer that has gone is drained; or for a moment, when its hang-up may be
+        on its way."""
         began = time.monotonic()
         while tenant.owner is not None:
             before = self._sessions.get(tenant.owner.session)
@@ -293,14 +315,14 @@ class Sessions:
         session.job, tenant = await self.registry.existing(key)
         await tenant.look()
         session.tenant = tenant
-        tenant.readers += 1  # it stays loaded
+        tenant.add_reader()
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
+        shape = Shape(chunk, block, READER_CHUNKS, lanes=1, writers=1)
         session.port = await Port.opened(
-            self.engine, session.uid, lambda event: self._hear(session, event), chunk_bytes=chunk,
-            block_bytes=block, chunk_capacity=READER_CHUNKS, lanes=1, writers=1,
-        )  # fmt: skip
-        session.transfer, session.transfer_reason = "push", "a reader"
+            self.engine, session.uid, lambda event: self._on_event(session, event), shape
+        )
+        session.chose("push", "a reader")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             try:
@@ -311,18 +333,22 @@ class Sessions:
                 raise
         return [page_fd, theirs.detach()]
 
-    def _hear(self, session: Session, event: _core.Event) -> None:
+    def _on_event(self, session: Session, event: _core.Event) -> None:
         """Events of a session's page, on the loop."""
         if event.kind == "bad_peer":
-            LOG.warning("session %d (pid %d) broke the protocol", session.number, session.pid)
+            LOG.warning("session %d (pid %d) violated the protocol", session.number, session.pid)
             session.broken.set()
         if event.kind != "load_ended" or event.id not in session.loads:
             return
         tenant, sequence = session.loads.pop(event.id)
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
 
-    def _interrupted(self, uid: int) -> None:
-        """Requests of this uid may have been lost on their way here."""
+    def drain(self) -> None:
+        """The daemon stops: no session and no checkpoint begins from now on."""
+        self.draining = True
+
+    def interrupted(self, uid: int) -> None:
+        """Requests of this uid may have been lost on their way."""
         for session in self._sessions.values():
             if session.uid == uid and session.role is Role.TRAINER and session.tenant is not None:
                 session.tenant.refuse_lost()
@@ -335,9 +361,9 @@ class Sessions:
             foreign = tenant is not session.tenant or session.role is Role.READER
             if foreign and session.port is not None and item is not None:
                 with contextlib.suppress(ValueError):  # it has ended
-                    await session.port.unbind(item.volume, 0)  # it could not be reopened else
+                    await session.port.unbind(item.volume, 0)  # otherwise it could not be reopened
         finally:
-            tenant.reading -= 1
+            tenant.end_read()
         if problem == "DAMAGED":
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":
@@ -345,22 +371,24 @@ class Sessions:
 
 
 def _require_there(peer: Peer) -> None:
-    """Raises RefusedError, which nobody reads: its place is not for somebody who has hung up."""
+    """Raises RefusedError for a peer that has hung up: it must not take a rank's place."""
     if peer.gone():
-        raise RefusedError("the process has hung up during its handshake")
+        raise RefusedError("the process hung up during its handshake")
 
 
 def _check_names(hello: Hello) -> None:
     """Raises UsageError: names and numbers become file names and sizes."""
     if not re.fullmatch(JOB_PATTERN, hello.job):
         raise UsageError(
-            f"{hello.job[:140]!r} cannot be a job's name",
+            f"{hello.job[:140]!r} is not a valid job name",
             hint="use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'",
         )
     if hello.rank >= hello.world_size:
-        raise UsageError(f"rank {hello.rank} is not below the world size {hello.world_size}")
+        raise UsageError(
+            f"rank must be less than world_size (got {hello.rank} and {hello.world_size})"
+        )
     if hello.local_world_size > hello.world_size:
-        raise UsageError("the local world size is larger than the world size")
+        raise UsageError("local_world_size must not exceed world_size")
     if hello.role is Role.TRAINER and hello.local_world_size < hello.world_size and not hello.solo:
         raise RefusedError(
             f"{hello.local_world_size} of the job's {hello.world_size} ranks are on this node; "

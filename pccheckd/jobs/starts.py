@@ -37,12 +37,18 @@ class Start:
     launch: str
     world_size: int
     members: dict[int, Member] = field(default_factory=dict)
-    #: Every rank has joined, or nobody knows who had (the daemon was restarted).
+    #: Every rank has joined, or the daemon was restarted and does not know which had.
     closed: bool = False
-    #: The job's newest sequence when it began: its members ask for what comes after.
+    #: The job's newest sequence when it began: its members request what comes after.
     above: int | None = None
-    #: What its members call it, when they met an earlier daemon that did not see newer runs.
+    #: The number its members use, from an earlier daemon that did not see newer runs.
     known_as: int = 0
+
+    def begins_above(self, sequence: int) -> int:
+        """Its `above`, which is `sequence` when it had none."""
+        if self.above is None:
+            self.above = sequence
+        return self.above
 
     @property
     def is_live(self) -> bool:
@@ -50,7 +56,7 @@ class Start:
 
     @property
     def counts(self) -> bool:
-        """A start whose processes have all ended without a checkpoint never was."""
+        """False for a start whose processes have all ended without a checkpoint."""
         return any(member.live or member.begun for member in self.members.values())
 
     def missing(self) -> list[int]:
@@ -65,7 +71,7 @@ class Start:
 
 
 class Starts:
-    """The starts of one job that this daemon has met, oldest first."""
+    """The starts of one job that this daemon has seen, oldest first."""
 
     def __init__(self) -> None:
         self._starts: list[Start] = []
@@ -159,13 +165,13 @@ class Starts:
         return current
 
     def before(self, rank: int, process: bytes) -> int | None:
-        """The incarnation whose checkpoints are no past of this process: others of its start made
-        them, since they began before it. None for one that has asked for checkpoints itself."""
+        """The incarnation whose checkpoints this process must not restore: other members of its own
+        start made them. None for a process that has requested checkpoints itself."""
         start = self.of(rank, process)
         return None if start is None or start.members[rank].begun else start.incarnation
 
     def _gather(self) -> None:
-        """Processes that have asked for nothing move along to the newest start of their launch."""
+        """Moves processes that have requested nothing to the newest start of their launch."""
         current = self.current
         for start in list(self._starts):
             for rank, member in list(start.members.items()):
@@ -195,14 +201,14 @@ class Starts:
         return self._add(Start(max(newest, known) + 1, launch, world_size))
 
     def _rejoined(self, was: int, launch: str, world_size: int, known: int) -> Start:
-        """A process that an earlier daemon has served."""
+        """The start of a process that an earlier daemon served."""
         for start in reversed(self._starts):
             if was in (start.incarnation, start.known_as) and start.world_size == world_size:
                 return start
         newer = [start for start in self._starts if start.incarnation > was and start.counts]
         if newer or was >= known:
             return self._add(Start(was, launch, world_size, closed=True))
-        # The volumes have newer runs that no daemon of its time saw: it comes after them.
+        # The volumes have newer runs than that daemon saw: this start comes after them.
         start = self._begin(launch, world_size, known)
         start.closed, start.known_as = True, was
         return start

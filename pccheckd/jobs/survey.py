@@ -1,5 +1,5 @@
-"""Before READY: the commit records of every volume are read once, so that a disk or a volume that
-cannot be read is known at the start and not when a job wants to resume."""
+"""Before READY, the commit records of every volume are read once, so that an unreadable disk or
+volume is reported at the start, and not when a job resumes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 
-#: A disk that is slower than this does not hold the service up any longer.
+#: A slower disk does not delay the start any longer.
 LIMIT_S = 10.0
 NAMED_MAX = 8  # unreadable volumes with a line each in the log
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found; `complete` is False when the limit came first."""
+    """The result; `complete` is False when the limit came first."""
 
     volumes: int = 0
     checkpoints: int = 0
@@ -40,7 +40,7 @@ async def take(config: Config, engine: Engine, *, limit_s: float = LIMIT_S) -> S
     if not done:
         scan.add_done_callback(_looked_at)
         LOG.error(
-            "%s has not shown its volumes within %g s: is the disk all right? (dmesg)",
+            "the volumes in %s could not be listed within %g s: check the disk (dmesg)",
             config.storage, limit_s,
         )  # fmt: skip
         return Survey(complete=False)
@@ -57,6 +57,6 @@ async def take(config: Config, engine: Engine, *, limit_s: float = LIMIT_S) -> S
 
 
 def _looked_at(task: asyncio.Task[catalog.Catalog]) -> None:
-    """It came too late; nobody awaits it any more."""
+    """It came too late: its result is dropped."""
     if not task.cancelled():
         task.exception()

@@ -1,5 +1,5 @@
-"""Goes on, when the daemon starts, with the checkpoints that the one before had copied: they are
-admitted at once, so that nothing overtakes them, and checked and written beside everything else."""
+"""Continues, at the daemon's start, the checkpoints that the previous daemon had copied: they are
+admitted first, so that no other checkpoint overtakes them, and written beside everything else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 
 from pccheck_native import _core
 from pccheck_wire.errors import PccheckError, RefusedError
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
 from pccheckd.tenancy import inherited
 from pccheckd.tenancy.checkpoint import Checkpoint
@@ -20,17 +21,17 @@ from pccheckd.tenancy.volumes import Key
 
 from .registry import Registry
 
-#: Why a copied checkpoint does not go on, by the core's code; others are its own words.
+#: Why a copied checkpoint cannot continue, by the core's code; other codes stand for themselves.
 _WHY = {
-    "EALREADY": "",  # it or a newer one is durable: as it should be
+    "EALREADY": "",  # it or a newer one is durable
     "ENODATA": "a part of it is neither in memory nor on the disk",
-    "NO_LANE": "there is no room for it among those in flight",
-    "NO_SLOT": "there is no free slot for it",
+    "NO_LANE": "too many checkpoints are in flight",
+    "NO_SLOT": "no slot is free",
 }
 
 
 async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -> Summary:
-    """Takes over what is left, and closes what is of no use. Never raises for what it finds."""
+    """Takes over what is usable, and closes the rest. Never raises for what it finds."""
     summary = Summary(descriptors=len(found))
     left, useless = inherited.sort(found)
     for key, one in left.items():
@@ -38,18 +39,18 @@ async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -
             _, tenant = await registry.existing(key)
             await _take_over(tenant, one, engine, summary)
         except (OSError, PccheckError, _core.NativeError) as error:
-            told = translated(error, f"what was left of {key}")
-            LOG.error("%s: what was copied cannot be taken over: %s", key, told)
-            summary.dropped.append((key, told.message))
+            why = translated(error, f"the memory of {key}")
+            LOG.error("%s: copied checkpoints are lost: %s", key, why)
+            summary.dropped.append((key, why.message))
         except Exception as error:  # the edge of this tenant: a daemon that cannot start loses all
-            LOG.exception("%s: what was copied cannot be taken over", key)
-            summary.dropped.append((key, f"an error of ours: {type(error).__name__}"))
+            LOG.exception("%s: copied checkpoints are lost", key)
+            summary.dropped.append((key, f"an internal error: {type(error).__name__}"))
         useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
     for item in useless:
         await engine.call(os.getuid(), inherited.close, item, engine.pool)
     if found:
         LOG.info(
-            "of %d stored descriptors %d segments (%d bytes) are taken over, with %d checkpoints "
+            "%d stored descriptors found; %d segments (%d bytes) taken over, with %d checkpoints "
             "that were copied and not durable", len(found), summary.segments, summary.nbytes,
             summary.checkpoints,
         )  # fmt: skip
@@ -57,12 +58,11 @@ async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -
 
 
 async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summary) -> None:
-    """What it takes over is no longer in `left`."""
+    """Removes from `left` what it takes over."""
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
         like = left.states[-1].says  # chunks as they are, with the lanes that they were in
-        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
-        tenant.port = port
+        port = await tenant.adopt(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant, engine)
@@ -79,7 +79,7 @@ async def _adopt(port: Port, number: int, left: Left, tenant: Tenant, engine: En
     try:
         await engine.call(tenant.key.uid, port.channel.adopt, left.segments[number].fd, number)
     except (OSError, _core.NativeError) as error:
-        LOG.warning("%s: a segment is not taken over: %s", tenant.key, _refused(error))
+        LOG.warning("%s: a segment cannot be taken over: %s", tenant.key, _refused(error))
         return False
     del left.segments[number]
     return True
@@ -89,10 +89,10 @@ async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> N
     try:
         outcomes = await _go_on(state, tenant)
     except (OSError, PccheckError, _core.NativeError) as error:
-        told = translated(error, "its record").message
+        why = translated(error, "its record").message
         for sequence, _ in state.says.copied:
-            summary.dropped.append((tenant.key, f"checkpoint {sequence}: {told}"))
-        LOG.error("%s: what was copied is lost: %s", tenant.key, told)
+            summary.dropped.append((tenant.key, f"checkpoint {sequence}: {why}"))
+        LOG.error("%s: copied checkpoints are lost: %s", tenant.key, why)
         return
     left.states.remove(state)
     os.close(state.descriptor.fd)  # it is mapped, and in the store
@@ -101,20 +101,20 @@ async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> N
 
 
 async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
-    """Begins what a state memfd says was copied: (sequence, step, why not). Raises when its volume
-    is gone, or another one."""
+    """Begins the copied checkpoints that a state memfd lists: (sequence, step, why not). Raises
+    when their volume is gone or was replaced."""
     port, ledger = tenant.port, tenant.ledger
     volumes = (item for item in tenant.volumes.open if item.info.uuid == state.says.uuid)
     item = next(volumes, None)
     if item is None or port is None:
-        raise RefusedError("its volume is not there any more")
+        raise RefusedError("its volume no longer exists")
     outcomes = []
     for found in await tenant.engine.call(
         tenant.key.uid, port.channel.bind, item.volume, state.descriptor.fd, state.id
     ):
         sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
         outcomes.append((sequence, step, why))
-        ledger.last_sequence = max(ledger.last_sequence, sequence)
+        ledger.passed(sequence)
         tenant.group.passed(sequence)
         if why:
             continue
@@ -128,11 +128,9 @@ async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
 
 
 async def _settle(tenant: Tenant, port: Port) -> None:
-    """What was copied is checked and written from now on, and new checkpoints go to the current
-    volume again."""
+    """Copied checkpoints are checked and written from now on; new ones go to the current volume."""
     if not tenant.ledger.live():
-        tenant.port = None
-        await port.close()
+        await tenant.abandon_port()
         return
     tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
     if tenant.volumes.current is not None:
@@ -142,15 +140,15 @@ async def _settle(tenant: Tenant, port: Port) -> None:
 def _tell(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:
     if not why:
         summary.checkpoints += 1
-        LOG.info("%s: goes on with step %d (checkpoint %d)", key, step, sequence)
+        LOG.info("%s: continues to save step %d (checkpoint %d)", key, step, sequence)
     elif reason := _WHY.get(why, why):
         summary.dropped.append((key, f"step {step}: {reason}"))
-        LOG.error("%s: step %d was copied and is lost: %s", key, step, reason)
+        LOG.error("%s: copied checkpoint of step %d is lost: %s", key, step, reason)
 
 
 def _refused(error: BaseException) -> str:
     if isinstance(error, _core.NativeError) and error.code_name == "NO_MEMORY":
         return "the DRAM budget is smaller than before"
     if isinstance(error, OSError) and error.errno == errno.EINVAL:
-        return "it is none of ours"
+        return "pccheckd did not create it"
     return str(error)

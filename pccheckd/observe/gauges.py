@@ -1,4 +1,4 @@
-"""What is read when metrics are asked for. Runs on the loop, and asks no disk."""
+"""What is read when metrics are scraped. Runs on the loop, and reads no disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from pccheckd.jobs import group_state
 from pccheckd.jobs.job import Job
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
-from pccheckd.storage.space import Room
 from pccheckd.tenancy.tenant import Tenant
-from pccheckd.tenancy.volumes import OpenVolume
 from pccheckd.upkeep.scrub import Scrubber
 
 from .health import Health
-from .report import gpu_uuid, troubles
+from .report import chunks, gpu_uuid, pinned_bytes, troubles
 
+#: Not "job": Prometheus gives that label to every target, and would rename ours.
 RANK = ("uid", "job_name", "rank")
-_CHUNKS = ("free", "granted", "full", "cached", "lent", "left")
 
 Sample = tuple[Sequence[str], float]
 
@@ -52,12 +50,9 @@ def read(
     ranks = list(registry.tenants())
     warnings = len(troubles(engine, ranks, registry.jobs.values()))
     return [
-        *_daemon(config, engine.io.running, health, warnings),
-        *_memory(engine, ranks),
-        _users(registry),
-        *_storage(engine.room),
+        *_daemon(config, engine, registry, health, warnings),
         *_gpus(engine.driver.info()),
-        *_sessions(sessions.all()),
+        _sessions(sessions.all()),
         *_fronts(sessions.control),
         *_groups(registry.jobs.values(), config.stall_limit_s),
         *_ranks(ranks),
@@ -69,69 +64,52 @@ def _one(name: str, text: str, value: float, *, counts: bool = False) -> Family:
     return Family(name, text, [((), value)], counts=counts)
 
 
-def _daemon(config: Config, io: str, health: Health, warnings: int) -> Iterator[Family]:
-    facts = VERSION, str(config.slots), str(config.keep), io
+def _daemon(
+    config: Config, engine: Engine, registry: Registry, health: Health, warnings: int
+) -> Iterator[Family]:
+    facts = VERSION, str(config.slots), str(config.keep), engine.io.running
     yield Family("info", "Always 1", [(facts, 1)], ("version", "slots", "keep", "engine"))
-    yield _one("degraded", "1 when pccheckctl status says degraded", float(warnings > 0))
-    yield _one("warnings", "Warnings that pccheckctl status has", warnings)
+    yield _one("degraded", "1 when pccheckctl status shows degraded", float(warnings > 0))
+    yield _one("warnings", "Warnings that pccheckctl status shows", warnings)
     yield _one("stalled", "Ranks whose disk makes no progress", len(health.stalled()))
     yield _one("event_loop_lag_seconds", "How late the last heartbeat was", health.lag_s)
-    yield _one(
-        "log_lines_dropped", "Log lines lost because nobody read them", logs.dropped(), counts=True
-    )
-
-
-def _memory(engine: Engine, ranks: Iterable[Tenant]) -> Iterator[Family]:
+    dropped = logs.dropped()
+    yield _one("log_lines_dropped", "Log lines lost: the reader is too slow", dropped, counts=True)
     budget, used = engine.pool.usage()
-    pinned = sum(u.pinned_bytes for t in ranks if t.port is not None and (u := t.port.usage()))
     yield _one("pool_bytes", "DRAM that chunks may take (--dram)", budget)
     yield _one("pool_used_bytes", "DRAM that chunks take", used)
-    yield _one("pool_pinned_bytes", "DRAM that is pinned for GPUs", pinned)
-
-
-def _users(registry: Registry) -> Family:
-    used = registry.memory.used_bytes()
-    return Family(
-        "user_dram_bytes", "DRAM that chunks of a user's jobs take",
-        [((str(uid),), nbytes) for uid, nbytes in sorted(used.items())], ("uid",),
-    )  # fmt: skip
-
-
-def _storage(room: Room) -> Iterator[Family]:
-    total, free = room.disk
-    if total is None or free is None:  # it is not there, which `degraded` tells
-        return
-    yield _one("storage_bytes", "Size of the file system with the volumes", total)
-    yield _one("storage_free_bytes", "Free on that file system", free)
-
-
-def _gpus(found: Iterable[_core.GpuInfo]) -> Iterator[Family]:
-    gpus = [((gpu_uuid(gpu.uuid), gpu.name), gpu) for gpu in found]
-    labels = ("gpu", "name")
-
-    def family(name: str, text: str, values: list[float], *, counts: bool = True) -> Family:
-        samples = [(key, value) for (key, _), value in zip(gpus, values, strict=True)]
-        return Family(name, text, list(samples), labels, counts)
-
-    yield family("gpu_copied_bytes", "Copied from this GPU", [g.copied_bytes for _, g in gpus])
-    yield family("gpu_copies", "Copies from this GPU", [g.copies for _, g in gpus])
-    yield family("gpu_failures", "Copies that failed", [g.failures for _, g in gpus])
-    yield family("gpu_lost", "1 when lost to the daemon", [g.lost for _, g in gpus], counts=False)
-
-
-def _sessions(sessions: Iterable[Session]) -> Iterator[Family]:
-    count = Counter((one.role.value, one.transfer) for one in sessions)
+    yield _one("pool_pinned_bytes", "DRAM that is pinned for GPUs", pinned_bytes(registry))
+    users = sorted(registry.memory.used_bytes().items())
     yield Family(
-        "sessions", "Connected processes", [(key, n) for key, n in count.items()],
-        ("role", "transfer"),
+        "user_dram_bytes", "DRAM that chunks of a user's jobs take",
+        [((str(uid),), nbytes) for uid, nbytes in users], ("uid",),
     )  # fmt: skip
+    total, free = engine.room.disk
+    if total is not None and free is not None:  # else `degraded` reports it
+        yield _one("storage_bytes", "Size of the file system with the volumes", total)
+        yield _one("storage_free_bytes", "Free on that file system", free)
+
+
+def _gpus(found: list[_core.GpuInfo]) -> Iterator[Family]:
+    for name, text, field in (
+        ("copied_bytes", "Copied from this GPU", "copied_bytes"),
+        ("copies", "Copies from this GPU", "copies"),
+        ("failures", "Copies that failed", "failures"),
+        ("lost", "1 when lost to the daemon", "lost"),
+    ):
+        samples = [((gpu_uuid(gpu.uuid), gpu.name), getattr(gpu, field)) for gpu in found]
+        yield Family(f"gpu_{name}", text, list(samples), ("gpu", "name"), name != "lost")
+
+
+def _sessions(sessions: Iterable[Session]) -> Family:
+    count = Counter((one.role.value, one.transfer) for one in sessions)
+    return Family("sessions", "Connected processes", list(count.items()), ("role", "transfer"))
 
 
 def _fronts(control: ControlServer) -> Iterator[Family]:
-    yield _one("fronts", "Processes that take users' requests, one per user", control.fronts)
-    yield _one(
-        "front_restarts", "Times that one of them ended by itself", control.restarts, counts=True
-    )
+    yield _one("fronts", "Processes that receive users' requests, one per user", control.fronts)
+    text = "How often one of them ended unexpectedly"
+    yield _one("front_restarts", text, control.restarts, counts=True)
 
 
 def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
@@ -165,9 +143,12 @@ def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
 
 
 def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
-    """Of what is loaded: ranks with a trainer, and those that went last."""
-    rows = [((str(t.key.uid), t.key.job, str(t.key.rank)), t) for t in ranks]
-    rows = [(key, t) for key, t in rows if t.owner is not None or t.volumes.open]
+    """Of what is loaded: ranks with a trainer, and those whose trainers ended last."""
+    rows = [
+        ((str(t.key.uid), t.key.job, str(t.key.rank)), t)
+        for t in ranks
+        if t.owner is not None or t.volumes.open
+    ]
     newest = [(key, found[0]) for key, t in rows if (found := t.volumes.checkpoints())]
 
     def family(name: str, text: str, samples: Iterable[Sample], *more: str) -> Family:
@@ -195,9 +176,11 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
         "request_interval_seconds", "Between the last requests of a trainer, on average",
         ((k, s) for k, t in rows if t.owner and (s := t.ledger.interval_s())),
     )  # fmt: skip
+    now_s, now_ns = time.time(), time.monotonic_ns()
     yield family(
-        "last_request_timestamp_seconds", "When its trainer last asked, by the wall clock",
-        ((k, s) for k, t in rows if t.owner and (s := _asked(t))),
+        "last_request_timestamp_seconds", "Last request of its trainer, by the wall clock",
+        ((k, now_s - (now_ns - last_ns) / 1e9) for k, t in rows
+         if t.owner and (last_ns := t.ledger.last_request_ns)),
     )  # fmt: skip
     yield family(
         "volume_bytes", "Size of its volumes",
@@ -208,52 +191,28 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
         ((k, sum(found.is_damaged for found in t.volumes.checkpoints())) for k, t in rows),
     )  # fmt: skip
     yield family(
-        "unreadable_checkpoints", "Kept ones that the disk could not read when last tried",
-        ((k, len(_unreadable(t))) for k, t in rows),
+        "unreadable_checkpoints", "Kept ones that the disk could not read at the last try",
+        ((k, sum(found.sequence in t.retention.unreadable for found in t.volumes.checkpoints()))
+         for k, t in rows),
     )  # fmt: skip
-    yield family("slots", "Of its volumes, by state", _slots(rows), "state")
-    yield family("chunks", "Of its DRAM, by state", _chunks(rows), "state")
+    states = ((key, state, count) for key, t in rows for state, count in _slots(t).items())
+    yield family("slots", "Of its volumes, by state", (((*k, s), n) for k, s, n in states), "state")
+    states = ((k, s, n) for k, t in rows for s, n in (chunks(t) or {}).items() if s != "bytes")
+    yield family("chunks", "Of its DRAM, by state", (((*k, s), n) for k, s, n in states), "state")
 
 
-def _unreadable(tenant: Tenant) -> set[int]:
-    return tenant.retention.unreadable & {one.sequence for one in tenant.volumes.checkpoints()}
-
-
-def _asked(tenant: Tenant) -> float:
-    """Wall time of the last request; 0 before the first."""
-    last_ns = tenant.ledger.last_request_ns
-    return time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
-
-
-def _slots(rows: Iterable[tuple[tuple[str, ...], Tenant]]) -> Iterator[Sample]:
-    for key, tenant in rows:
-        total: Counter[str] = Counter()
-        for item in tenant.volumes.open:
-            total.update(slot_states(item))
-        for state, count in total.items():
-            yield (*key, state), count
-
-
-def slot_states(item: OpenVolume) -> dict[str, int]:
+def _slots(tenant: Tenant) -> Counter[str]:
     """As last read: after the newest durable checkpoint."""
-    damaged = sum(found.is_damaged for found in item.checkpoints)
-    kept = len(item.checkpoints) - damaged
-    busy = item.info.slots - item.info.free_slots - item.quarantined - kept - damaged
-    return {
-        "free": item.info.free_slots,
-        "kept": kept,
-        "damaged": damaged,
-        "quarantined": item.quarantined,
-        "in_flight": max(0, busy),
-    }
-
-
-def _chunks(rows: Iterable[tuple[tuple[str, ...], Tenant]]) -> Iterator[Sample]:
-    for key, tenant in rows:
-        usage = tenant.port.usage() if tenant.port is not None else None
-        if usage is not None:
-            for state in _CHUNKS:
-                yield (*key, state), getattr(usage, f"{state}_chunks")
+    total: Counter[str] = Counter()
+    for item in tenant.volumes.open:
+        damaged = sum(found.is_damaged for found in item.checkpoints)
+        free, all_kept = item.info.free_slots, len(item.checkpoints)
+        total["free"] += free
+        total["kept"] += all_kept - damaged
+        total["damaged"] += damaged
+        total["quarantined"] += item.quarantined
+        total["in_flight"] += max(0, item.info.slots - free - item.quarantined - all_kept)
+    return total
 
 
 def _scrub(scrubber: Scrubber) -> Iterator[Family]:
@@ -264,10 +223,10 @@ def _scrub(scrubber: Scrubber) -> Iterator[Family]:
         ("result",), counts=True,
     )  # fmt: skip
     yield _one("scrub_bytes", "Read and checked so far", scrubber.bytes_read, counts=True)
-    yield _one("scrub_passes", "Passes that came to their end", scrubber.passes, counts=True)
+    yield _one("scrub_passes", "Completed passes", scrubber.passes, counts=True)
     yield _one("scrub_running", "1 during a pass", float(now is not None))
     yield _one("scrub_paused", "1 while a pass waits for saves", float(scrubber.paused))
-    yield _one("scrub_pass_ratio", "How far the pass is", now.ratio if now else 0.0)
+    yield _one("scrub_pass_ratio", "Progress of the pass", now.ratio if now else 0.0)
     yield _one("scrub_damaged", "Found damaged by the last or present pass", scrubber.damaged)
     yield _one("scrub_unreadable", "What that pass could not read", scrubber.unreadable)
     yield Family(

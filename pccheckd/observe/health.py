@@ -1,7 +1,7 @@
-"""Is this process well? Once a second the loop and the native core are asked.
+"""The health of this process: once a second the loop and the native core must answer.
 
-A fault means that the process is sick and had better be started anew. A disk that hangs is none:
-what is copied lives in this process's memory, and a restart would not mend the disk."""
+A fault means that the process must be restarted. A disk that hangs is no fault: copied checkpoints
+are in this process's memory, and a restart would not repair the disk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pccheckd.core.port import Port
 from pccheckd.jobs.registry import Registry
 
 BEAT_S = 1.0
-#: The pool and every channel answer in microseconds unless a thread died with their lock; a
-#: machine that swaps or was suspended gets some time.
+#: The pool and every channel answer in microseconds unless a thread ended with their lock; a
+#: machine that swaps or was suspended needs some time.
 ANSWER_LIMIT_S = 20.0
 
 
@@ -47,12 +47,12 @@ class Health(Background):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def stalled(self) -> list[str]:
-        """Disks that stand still, as Progress found: they degrade the daemon, no more."""
+        """Disks without progress, as `Progress` found: the daemon is degraded, and goes on."""
         found = [self._engine.stalled] if self._engine.stalled else []
         return found + [f"{t.key}: {t.stalled}" for t in self._registry.tenants() if t.stalled]
 
     def ask(self) -> None:
-        """Asks the native core again, or takes note that it still owes an answer."""
+        """Asks the native core again, or notes that its answer is late."""
         self._engine.room.look()
         if self._asked is None or self._asked.done():
             ports = [t.port for t in self._registry.tenants() if t.port is not None]
@@ -61,7 +61,7 @@ class Health(Background):
         waited_s = self._clock() - self._asked_at
         late = waited_s >= ANSWER_LIMIT_S
         if late and not self.faults:
-            LOG.error("the native core does not answer: this process has to be started anew")
+            LOG.error("the native core does not answer: pccheckd must be restarted")
         self.faults = [f"the native core has not answered for {waited_s:.0f} s"] if late else []
 
     async def _run(self) -> None:
@@ -73,7 +73,7 @@ class Health(Background):
 
 
 def _native(engine: Engine, ports: list[Port]) -> None:
-    """In a thread: takes every lock that saves take, and gives it back."""
+    """In a thread: takes and releases every lock that saves take."""
     engine.pool.usage()
     for port in ports:
         port.usage()

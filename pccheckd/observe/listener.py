@@ -1,7 +1,7 @@
-"""A small HTTP server for one reader or two: metrics and health.
+"""A small HTTP server for a few readers: metrics and health.
 
-It has a thread and a loop of its own. A scraper that is slow costs nothing but its connection, and
-when the daemon's loop hangs this one can still say so."""
+It has its own thread and loop. A slow scraper costs only its connection, and the server can report
+when the daemon's loop hangs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HEAD_BYTES_MAX = 8192
 HEAD_LIMIT_S = 5.0
 #: For a reader to take the whole answer.
 BODY_LIMIT_S = 30.0
-#: The one connected longest goes for the one too many: to refuse that would let any user of the
-#: node fail the probe of /healthz, after which the daemon is started anew.
+#: One more connection closes the oldest. To refuse it instead would let any user of the node fail
+#: the probe of /healthz, after which the daemon is restarted.
 CONNECTIONS_MAX = 16
 STOP_LIMIT_S = 5.0
 TEXT = "text/plain; charset=utf-8"
@@ -80,7 +80,7 @@ class Listener:
         try:
             self._loop.run_until_complete(self._serve())
         except Exception:
-            LOG.exception("metrics and health are not served any more")
+            LOG.exception("metrics and health are no longer served")
         finally:
             self._loop.close()
 
@@ -110,15 +110,15 @@ class Listener:
                 writer.write(_response(answer, head=head))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError):
-            pass  # it went away, or is too slow
+            pass  # it has gone, or is too slow
         except asyncio.CancelledError:
-            pass  # it has to go; Python 3.11 logs each task that ends as cancelled
+            pass  # Python 3.11 would log each task that ends as cancelled
         except Exception:  # the edge of this connection
             LOG.exception("a request for metrics failed")
         finally:
             self._serving.pop(task, None)
             if writer.transport.get_write_buffer_size():
-                writer.transport.abort()  # it does not read: nothing is kept for it
+                writer.transport.abort()  # it does not read
             else:
                 writer.close()
 
@@ -136,11 +136,11 @@ class Listener:
             return Answer(503, b"the daemon's event loop does not answer\n")
         except Exception:
             LOG.exception("the page %s failed", path[:40])
-            return Answer(500, b"the daemon's log says why\n")
+            return Answer(500, b"see the daemon's log\n")
 
 
 async def _request(reader: asyncio.StreamReader) -> tuple[str, str]:
-    """Method and path; two empty ones for what is no request. Raises EOFError, OSError."""
+    """Method and path, both empty for an invalid request. Raises EOFError, OSError."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what is counted as it happens, and what is read when somebody asks.
+"""Prometheus metrics: events that are counted, and values that are read at each scrape.
 
 The only module that imports prometheus_client, an extra; import it when metrics are wanted."""
 
@@ -20,27 +20,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.phases import Phases
-from pccheckd.tenancy.volumes import Key
+from pccheckd.tenancy.checkpoint import Record
 
-from .gauges import Family
+from .gauges import RANK, Family
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Ranks with series of their own; users choose the names of jobs, so there has to be a limit.
 SERIES_MAX = 256
-#: Not "job": that label is Prometheus' own, of every target, and ours would be renamed.
-RANK = ("uid", "job_name", "rank")
-JOB = ("uid", "job_name")
+JOB = RANK[:2]
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
 )  # fmt: skip
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each one, that hardly anybody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series each, rarely read
+
+_Rank = tuple[str, str, str]  # the values of RANK
 
 
 class Metrics:
-    """Told on the loop, rendered in another thread."""
+    """Counts on the loop, rendered in another thread."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -48,7 +46,7 @@ class Metrics:
         self.registry.register(self)
         self._families: tuple[Family, ...] = ()
         self._rendering = threading.Lock()
-        self._known: OrderedDict[Key, None] = OrderedDict()
+        self._known: OrderedDict[_Rank, None] = OrderedDict()
         self._requests = self._counter("requests", "Checkpoints that trainers asked for", RANK)
         self._checkpoints = self._counter(
             "checkpoints", "Checkpoints that ended, by result", (*RANK, "result")
@@ -61,7 +59,7 @@ class Metrics:
             "rehomed", "Moves of checkpoints to another slot after a write error", RANK
         )
         self._stall = self._counter(
-            "stall_seconds", "Time for which the gate held trainers, as they say", RANK
+            "stall_seconds", "Time for which the gate held trainers, as they report", RANK
         )
         self._histograms = {
             "waited": self._histogram("admission_wait", "From request to a free lane and slot"),
@@ -72,32 +70,30 @@ class Metrics:
             "durable": self._histogram("persist", "From request to durable"),
         }
 
-    # -- told on the loop ----------------------------------------------------------------------
+    # -- counted on the loop -------------------------------------------------------------------
 
-    def requested(self, key: Key, item: Checkpoint) -> None:
-        self._admit(key)
-        self._requests.labels(*_rank(key)).inc()
-        if item.held_ns:
-            self._stall.labels(*_rank(key)).inc(item.held_ns / 1e9)
+    def requested(self, item: Record) -> None:
+        rank = self._admit(item)
+        self._requests.labels(*rank).inc()
+        if item.held:
+            self._stall.labels(*rank).inc(item.held / 1e9)
 
-    def ended(self, key: Key, item: Checkpoint, took: Phases) -> None:
-        self._admit(key)
-        rank, result = _rank(key), item.state.name.lower()
-        self._checkpoints.labels(*rank, result).inc()
-        if result == "failed":
+    def ended(self, item: Record) -> None:
+        rank = self._admit(item)
+        self._checkpoints.labels(*rank, item.state).inc()
+        if item.state == "failed":
             self._failures.labels(*rank, item.stage or "admission", item.error or "OTHER").inc()
         if item.rehomed:
             self._rehomed.labels(*rank).inc(item.rehomed)
-        if result == "durable":
+        if item.state == "durable":
             self._bytes.labels(*rank).inc(item.payload_bytes)
-            for name, seconds in took._asdict().items():
-                if seconds is not None:
-                    self._histograms[name].labels(*_job(key)).observe(seconds)
+            for name, seconds in item.seconds().items():
+                self._histograms[name].labels(*rank[:2]).observe(seconds)
 
     # -- rendered in another thread ------------------------------------------------------------
 
     def render(self, families: Iterable[Family]) -> bytes:
-        """The text that Prometheus reads; `families` is what was read on the loop just now."""
+        """The text that Prometheus reads; `families` was read on the loop just now."""
         with self._rendering:
             self._families = tuple(families)
             return bytes(generate_latest(self.registry))
@@ -112,7 +108,7 @@ class Metrics:
             yield made
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: what is there is only known when it is asked for."""
+        """Nothing: the families are known only when they are collected."""
         return iter(())
 
     # -- small ---------------------------------------------------------------------------------
@@ -126,27 +122,23 @@ class Metrics:
             buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
 
-    def _admit(self, key: Key) -> None:
-        """Makes room for a rank: the one longest quiet goes, of the user who has most."""
-        self._known[key] = None
-        self._known.move_to_end(key)
-        if len(self._known) <= SERIES_MAX:
-            return
-        most = Count(known.uid for known in self._known).most_common(1)[0][0]
-        gone = next(known for known in self._known if known.uid == most)
+    def _admit(self, item: Record) -> _Rank:
+        """The labels of a rank, which gets series. Beyond SERIES_MAX, the least recently active
+        rank of the user with the most series loses its own."""
+        rank = str(item.uid), item.job, str(item.rank)
+        self._known[rank] = None
+        self._known.move_to_end(rank)
+        if len(self._known) > SERIES_MAX:
+            most = Count(uid for uid, _, _ in self._known).most_common(1)[0][0]
+            self._remove(next(known for known in self._known if known[0] == most))
+        return rank
+
+    def _remove(self, gone: _Rank) -> None:
         del self._known[gone]
-        named = dict(zip(RANK, _rank(gone), strict=True))
+        named = dict(zip(RANK, gone, strict=True))
         for metric in (self._requests, self._checkpoints, self._failures, self._bytes,
                        self._rehomed, self._stall):  # fmt: skip
             metric.remove_by_labels(named)
-        if all(_job(known) != _job(gone) for known in self._known):
+        if all(known[:2] != gone[:2] for known in self._known):
             for histogram in self._histograms.values():
-                histogram.remove_by_labels(dict(zip(JOB, _job(gone), strict=True)))
-
-
-def _rank(key: Key) -> tuple[str, str, str]:
-    return str(key.uid), key.job, str(key.rank)
-
-
-def _job(key: Key) -> tuple[str, str]:
-    return str(key.uid), key.job
+                histogram.remove_by_labels(dict(zip(JOB, gone[:2], strict=True)))

@@ -1,6 +1,6 @@
-"""The documents that observers get: status, list (verification.py has that of verify). Each
-carries "schema"; a user sees only what is his own, root sees all. All times that end in _s are
-seconds ago or long; wall_ns is for display."""
+"""The documents that observers get: status, list, trace (control/verification.py makes that of
+verify). Each carries "schema"; a user sees only its own jobs, root sees all. Times that end in _s
+are seconds ago, or durations; wall_ns is for display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pccheck_native import _core, catalog
@@ -26,8 +26,8 @@ from pccheckd.jobs.sessions import Session
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.tenant import Tenant
-from pccheckd.tenancy.trace import Taken, record, take
-from pccheckd.tenancy.volumes import OpenVolume
+from pccheckd.tenancy.trace import Taken, take
+from pccheckd.tenancy.volumes import Key, OpenVolume
 
 SCHEMA = 1
 RECENT = 32
@@ -50,8 +50,8 @@ async def status(
     started_ns: int,
     scrub: Document | None = None,
 ) -> Document:
-    """What `pccheckctl status --json` prints. Waits a moment for one statvfs, in a
-    thread. The loop has other work in between: hundreds of checkpoints are described."""
+    """What `pccheckctl status --json` prints. Waits a moment for one statvfs, in a thread. Yields
+    to the loop between rows: there may be hundreds of checkpoints."""
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
     seen = [s for s in sessions if s.role is not Role.OBSERVER and may_see(asker_uid, s.uid)]
     rows = [await _aside(_session, session) for session in seen]
@@ -59,15 +59,28 @@ async def status(
     ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
     jobs = [job for job in registry.jobs.values() if may_see(asker_uid, job.uid)]
     warnings = troubles(engine, tenants, jobs)
-    kept = _kept(asker_uid, engine, registry)
+    stored, limit, refused = engine.pool.stored()
+    left = registry.inherited
+    dropped = [f"{key}: {why}" for key, why in left.dropped if may_see(asker_uid, key.uid)]
+    budget, used = engine.pool.usage()
     return {
         "schema": SCHEMA,
         "daemon": _daemon(config, engine, started_ns, degraded=bool(warnings)),
-        "pool": _pool(engine, registry),
-        "kept": kept,
+        "pool": {
+            "budget_bytes": budget, "used_bytes": used, "pinned_bytes": pinned_bytes(registry),
+        },
+        "kept": {
+            "stored": stored, "limit": limit, "refused": refused,
+            "adopted_segments": left.segments, "adopted_bytes": left.nbytes,
+            "adopted_checkpoints": left.checkpoints, "dropped": dropped,
+        },
         "gpus": [_gpu(gpu) for gpu in engine.driver.info()],
         "storage": _storage(config, await engine.room.fresh()),
-        "users": _users(asker_uid, config, registry),
+        "users": [
+            {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
+            for uid, nbytes in sorted(registry.memory.used_bytes().items())
+            if may_see(asker_uid, uid)
+        ],
         "scrub": scrub,
         "sessions": rows,
         "groups": [
@@ -79,12 +92,14 @@ async def status(
         "warnings": warnings,
         "notices": [
             *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
-            *_kept_notices(kept),
+            *([_store_full(limit, refused)] if refused else []),
+            *(f"not recovered from the previous pccheckd: {text}" for text in dropped),
         ],
-    }
+    }  # fmt: skip
 
 
 def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) -> Document:
+    names = ("slots", "keep", "in_flight", "writers", "chunk_bytes")
     return {
         "version": VERSION,
         "pid": os.getpid(),
@@ -92,24 +107,16 @@ def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) 
         "state": "degraded" if degraded else "ok",
         "socket": str(config.socket),
         **engine.io.document(),
-        "slots": config.slots,
-        "keep": config.keep,
-        "in_flight": config.in_flight,
-        "writers": config.writers,
-        "chunk_bytes": config.chunk_bytes,
+        **{name: getattr(config, name) for name in names},
         "transfer": engine.driver.offer.transfer,
         "transfer_reason": engine.driver.offer.reason,
     }
 
 
-def _pool(engine: Engine, registry: Registry) -> Document:
-    budget, used = engine.pool.usage()
-    ports = [t.port for t in registry.tenants() if t.port is not None]
-    return {
-        "budget_bytes": budget,
-        "used_bytes": used,
-        "pinned_bytes": sum(usage.pinned_bytes for p in ports if (usage := p.usage())),
-    }
+def pinned_bytes(registry: Registry) -> int:
+    """DRAM that is pinned for GPUs."""
+    ports = [tenant.port for tenant in registry.tenants() if tenant.port is not None]
+    return sum(usage.pinned_bytes for port in ports if (usage := port.usage()))
 
 
 def _storage(config: Config, disk: Disk) -> Document:
@@ -122,26 +129,18 @@ def _storage(config: Config, disk: Disk) -> Document:
     }
 
 
-def _users(asker_uid: int, config: Config, registry: Registry) -> list[Document]:
-    return [
-        {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
-        for uid, nbytes in sorted(registry.memory.used_bytes().items())
-        if may_see(asker_uid, uid)
-    ]
-
-
 async def _aside(describe: Callable[[_T], Document], what: _T) -> Document:
-    """One row, and a turn for everybody else."""
+    """One row, after a turn of the loop for others."""
     await asyncio.sleep(0)
     return describe(what)
 
 
 def trace(asker_uid: int, registry: Registry, last_s: float) -> Taken:
-    """What `pccheckctl trace` asks for: what ended in the last seconds, or has not."""
+    """What `pccheckctl trace` shows: checkpoints that ended in the last seconds, or are live."""
     now_ns = time.monotonic_ns()
     since_ns = max(0, now_ns - int(last_s * 1e9))
     live = [
-        record(tenant.key, item)
+        item.record(tenant.key)
         for tenant in registry.tenants()
         if may_see(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
@@ -169,32 +168,11 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
     }
 
 
-def _kept(asker_uid: int, engine: Engine, registry: Registry) -> Document:
-    """What would outlive this daemon, and what has outlived the one before."""
-    stored, limit, refused = engine.pool.stored()
-    left = registry.inherited
-    return {
-        "stored": stored,
-        "limit": limit,
-        "refused": refused,
-        "adopted_segments": left.segments,
-        "adopted_bytes": left.nbytes,
-        "adopted_checkpoints": left.checkpoints,
-        "dropped": [f"{key}: {why}" for key, why in left.dropped if may_see(asker_uid, key.uid)],
-    }
-
-
-def _kept_notices(kept: Document) -> list[str]:
-    found = []
-    if kept["refused"]:
-        found.append(
-            f"the descriptor store ({kept['limit']} descriptors) had no room {kept['refused']} "
-            "times: a restart of pccheckd loses what is copied there and not durable; raise "
-            "FileDescriptorStoreMax="
-        )
-    if isinstance(dropped := kept["dropped"], list):
-        found += [f"not taken over from the pccheckd before: {text}" for text in dropped]
-    return found
+def _store_full(limit: int, refused: int) -> str:
+    return (
+        f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
+        "restarts, copied checkpoints that are not durable are lost; raise FileDescriptorStoreMax="
+    )
 
 
 def _worth_showing(tenant: Tenant) -> bool:
@@ -203,19 +181,16 @@ def _worth_showing(tenant: Tenant) -> bool:
 
 def _gpu(gpu: _core.GpuInfo) -> Document:
     """A GPU that trainers have exposed memory of; counted since the daemon started."""
+    names = ("name", "lost", "copied_bytes", "copies", "failures")
     return {
         "uuid": gpu_uuid(gpu.uuid),
-        "name": gpu.name,
         "numa_node": None if gpu.numa_node < 0 else gpu.numa_node,
-        "lost": gpu.lost,
-        "copied_bytes": gpu.copied_bytes,
-        "copies": gpu.copies,
-        "failures": gpu.failures,
+        **{name: getattr(gpu, name) for name in names},
     }
 
 
 def gpu_uuid(raw: bytes) -> str:
-    """As nvidia-smi writes it."""
+    """In the format of nvidia-smi."""
     text = raw.hex()
     return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
@@ -223,43 +198,32 @@ def gpu_uuid(raw: bytes) -> str:
 def _lost(gpu: _core.GpuInfo) -> str:
     return (
         f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
-        "pccheckd is started anew"
+        "pccheckd is restarted"
     )
 
 
 def _session(session: Session) -> Document:
     usage = session.port.usage() if session.port is not None else None
+    tenant = session.tenant
+    is_owner = tenant and tenant.owner and tenant.owner.session == session.number
+    names = ("uid", "pid", "rank", "world_size", "transfer", "transfer_reason")
+    recent = tenant.ledger.recent(RECENT, session.number) if tenant else []
     return {
         "session": session.number,
         "role": session.role.value,
-        "uid": session.uid,
-        "pid": session.pid,
         "job": session.job_name,
-        "rank": session.rank,
-        "world_size": session.world_size,
-        "incarnation": _incarnation(session),
-        "transfer": session.transfer,
-        "transfer_reason": session.transfer_reason,
+        **{name: getattr(session, name) for name in names},
+        "incarnation": tenant.incarnation if tenant and is_owner else session.incarnation,
         "exposed_bytes": usage.exposed_bytes if usage else 0,
         "mappings": usage.mappings if usage else 0,
         "connected_s": _ago(session.connected_ns),
-        "checkpoints": [
-            _state(item)
-            for item in (
-                session.tenant.ledger.recent(RECENT, session.number) if session.tenant else ()
-            )
-        ],
+        "checkpoints": [_state(item, tenant.key) for item in recent] if tenant else [],
     }
 
 
-def _incarnation(session: Session) -> int:
-    tenant = session.tenant
-    is_owner = tenant and tenant.owner and tenant.owner.session == session.number
-    return tenant.incarnation if tenant and is_owner else session.incarnation
-
-
 def _rank(tenant: Tenant, memory: Memory) -> Document:
-    owner, current = tenant.owner, tenant.volumes.current
+    owner, current, why = tenant.owner, tenant.volumes.current, tenant.refused
+    usage = tenant.port.usage() if tenant.port is not None else None
     return {
         "uid": tenant.key.uid,
         "job": tenant.key.job,
@@ -273,27 +237,21 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
             name: tenant.ledger.counters[name]
             for name in ("durable", "superseded", "skipped", "failed")
         },
-        "refused": _refused(tenant),
+        "refused": None if why is None else {"message": why.message, "hint": why.hint},
         "failing": tenant.ledger.failing,
         "last_failure": tenant.ledger.last_failure,
         "in_flight": len(tenant.ledger.live()),
         "waiting": len(tenant.queue),
-        "chunks": _chunks(tenant),
-        "numa_node": _numa_node(tenant),
+        "chunks": chunks(tenant),
+        "numa_node": usage.numa_node if usage and usage.numa_node >= 0 else None,
         "dram": {
             "bytes": tenant.port.granted_bytes if tenant.port else 0,
             "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,
         },
         "volume": _open_volume(current) if current else None,
-        "checkpoints": [_state(item) for item in tenant.ledger.recent(RECENT)],
+        "checkpoints": [_state(item, tenant.key) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),
     }
-
-
-def _refused(tenant: Tenant) -> Document | None:
-    """Why its trainer gets no room to save, and what to do about it."""
-    why = tenant.refused
-    return None if why is None else {"message": why.message, "hint": why.hint}
 
 
 def _newest(tenant: Tenant) -> Document | None:
@@ -310,25 +268,13 @@ def _newest(tenant: Tenant) -> Document | None:
     return {"sequence": sequence, "step": step, "wall_ns": wall[0] if wall else None}
 
 
-def _chunks(tenant: Tenant) -> Document | None:
+def chunks(tenant: Tenant) -> dict[str, int] | None:
+    """Its DRAM in bytes, and how many chunks of it are in which state."""
     usage = tenant.port.usage() if tenant.port is not None else None
     if usage is None:
         return None
-    return {
-        "bytes": usage.bytes,
-        "free": usage.free_chunks,
-        "granted": usage.granted_chunks,
-        "full": usage.full_chunks,
-        "cached": usage.cached_chunks,
-        "lent": usage.lent_chunks,
-        "left": usage.left_chunks,
-    }
-
-
-def _numa_node(tenant: Tenant) -> int | None:
-    """That its memory and its writers are near; None where there is no choice, or none was made."""
-    usage = tenant.port.usage() if tenant.port is not None else None
-    return None if usage is None or usage.numa_node < 0 else usage.numa_node
+    states = ("free", "granted", "full", "cached", "lent", "left")
+    return {"bytes": usage.bytes} | {one: getattr(usage, f"{one}_chunks") for one in states}
 
 
 def _open_volume(item: OpenVolume) -> Document:
@@ -339,26 +285,25 @@ def _open_volume(item: OpenVolume) -> Document:
     }
 
 
-def _state(item: Checkpoint) -> Document:
-    """One recent checkpoint: where it is, and how long each part took (None: not reached)."""
-    at: Mapping[State, int] = item.at_ns
-    ended_ns = 0 if item.live else max(at.values(), default=0)
+def _state(item: Checkpoint, key: Key) -> Document:
+    """One recent checkpoint: its state, and how long each part took (None: not reached)."""
+    record = item.record(key)
+    names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes", "state",
+             "reason", "rehomed")  # fmt: skip
+    reached = {
+        "waited_s": item.at_ns.get(State.COPYING),
+        "copied_s": item.at_ns.get(State.COPIED),
+        "first_write_s": item.first_write_ns,
+        "durable_s": item.at_ns.get(State.DURABLE),
+        "ended_s": record.ended,
+    }
     return {
-        "session": item.session,
-        "snapshot": item.snapshot,
-        "sequence": item.sequence,
-        "step": item.step,
-        "incarnation": item.incarnation,
-        "payload_bytes": item.payload_bytes,
-        "state": item.state.name.lower(),
-        "reason": item.reason,
-        "requested_s": _ago(item.requested_ns),
-        "waited_s": _between(item.requested_ns, at.get(State.COPYING)),
-        "copied_s": _between(item.requested_ns, at.get(State.COPIED)),
-        "first_write_s": _between(item.requested_ns, item.first_write_ns),
-        "durable_s": _between(item.requested_ns, at.get(State.DURABLE)),
-        "ended_s": _between(item.requested_ns, ended_ns),
-        "rehomed": item.rehomed,
+        **{name: getattr(record, name) for name in names},
+        "requested_s": _ago(record.requested),
+        **{
+            name: round((at_ns - record.requested) / 1e9, 4) if at_ns else None
+            for name, at_ns in reached.items()
+        },
         "times": item.times_ns,
     }
 
@@ -372,7 +317,7 @@ def _group(job: Job, found: Standing) -> Document:
 
 
 def troubles(engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job]) -> list[str]:
-    """What makes this daemon `degraded`, as far as the users of these may know."""
+    """What makes this daemon `degraded`, as far as these tenants and jobs are concerned."""
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
     found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
     found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
@@ -383,16 +328,16 @@ def _warnings(tenant: Tenant) -> list[str]:
     found = [str(error) for error in tenant.volumes.unreadable.values()]
     if tenant.owner is not None:
         if tenant.refused is not None:
-            found.insert(0, f"gets NO checkpoints: {tenant.refused}")
+            found.insert(0, f"checkpoints are NOT saved: {tenant.refused}")
         elif count := tenant.ledger.failing:
             last = "last checkpoint" if count == 1 else f"last {count} checkpoints"
             why = tenant.ledger.last_failure
             found.insert(0, f"the {last} failed" + (f": {why}" if why else ""))
-        found += tenant.volumes.losses.values()  # who removes files of a job that is over meant it
+        found += tenant.volumes.losses.values()  # of an ended job they were removed on purpose
     if tenant.stalled:
         found.append(tenant.stalled)
     if tenant.stopped:
-        found.append("a commit record could not be written; the volume is reopened before use")
+        found.append("a commit record could not be written; the next save reopens the volume")
     for item in tenant.volumes.open:
         if item.quarantined:
             found.append(f"{item.quarantined} slots of {item.path} are quarantined")
@@ -408,13 +353,13 @@ def _warnings(tenant: Tenant) -> list[str]:
 
 
 def _notices(tenant: Tenant) -> list[str]:
-    """Worth knowing, but nothing is wrong."""
+    """Information; nothing is wrong."""
     found = list(tenant.volumes.remembered)
     if tenant.owner is None:
         return found + list(tenant.volumes.losses.values())
     if protected := sorted(tenant.retention.protected):
         found.append(
-            f"checkpoints {protected} of the run before are kept until restore(), adopt() or "
+            f"checkpoints {protected} of the previous run are kept until restore(), adopt() or "
             "fresh=True"
         )
     return found
@@ -422,7 +367,3 @@ def _notices(tenant: Tenant) -> list[str]:
 
 def _ago(since_ns: int) -> float:
     return round((time.monotonic_ns() - since_ns) / 1e9, 4)
-
-
-def _between(since_ns: int, until_ns: int | None) -> float | None:
-    return round((until_ns - since_ns) / 1e9, 4) if until_ns else None

@@ -1,4 +1,4 @@
-"""Metrics and health, served: what runs on the daemon's loop meets what runs beside it."""
+"""Serves metrics and health: connects the daemon's loop with the listener's thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 
 
 class Observing:
-    """Health, the background check, and what `--metrics` asks for. Started and stopped on the
-    loop, by the daemon's start and stop."""
+    """Health, and the metrics of `--metrics`, within `async with`: the last part to stop, since
+    probes ask until the end. Owns the background check, which others start and stop."""
 
     def __init__(
         self, config: Config, engine: Engine, registry: Registry, sessions: Sessions
@@ -51,21 +51,15 @@ class Observing:
         self._listener: Listener | None = None
         self._file: _File | None = None
 
-    def start(self) -> None:
-        """Raises UsageError when the address is taken, or the extra is missing."""
+    async def __aenter__(self) -> Self:
+        """Raises UsageError when the address is in use, or the extra is missing."""
         if self._config.metrics:
             require(self._config.metrics)
             self._serve(parse(self._config.metrics))
         self.health.start()
-        self.scrubber.start()
+        return self
 
-    async def settle(self) -> None:
-        """Before the drain: no more reading in the background."""
-        await self.scrubber.close()
-
-    async def close(self) -> None:
-        """The last thing to stop: probes ask until the end."""
-        await self.scrubber.close()
+    async def __aexit__(self, *_: object) -> None:
         await self.health.close()
         if self._listener is not None:
             await asyncio.to_thread(self._listener.stop)
@@ -76,7 +70,8 @@ class Observing:
         from .metrics import Metrics
 
         self._loop = asyncio.get_running_loop()
-        self._metrics = self._registry.chronicle.metrics = Metrics()
+        self._metrics = Metrics()
+        self._registry.chronicle.count_with(self._metrics)
         if place.file is not None:
             self._file = _File(place.file, self._text)
             self._file.start()
@@ -90,8 +85,8 @@ class Observing:
         LOG.info("metrics at %s/metrics; /healthz and /readyz beside them", here)
         if not place.is_local:
             LOG.warning(
-                "metrics at %s can be read by everybody who reaches this address, and name all "
-                "users' jobs", here,
+                "everybody who reaches %s can read the metrics, which name the jobs of all users",
+                here,
             )  # fmt: skip
 
     # -- pages, on the listener's loop ---------------------------------------------------------
@@ -105,8 +100,8 @@ class Observing:
         return Answer(200, text, CONTENT_TYPE)
 
     async def _healthz(self) -> Answer:
-        """Alive: the loop answers, and so does the native core. A disk that hangs is told, but a
-        restart would lose what is in memory and mend nothing."""
+        """Alive: the loop and the native core answer. A disk that hangs is reported but is no
+        failure: a restart would lose the checkpoints in memory, and not help the disk."""
         faults, stalled = await self._ask(
             lambda: (list(self.health.faults), len(self.health.stalled()))
         )
@@ -115,7 +110,7 @@ class Observing:
         return _text(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
 
     async def _readyz(self) -> Answer:
-        """Takes new sessions."""
+        """Accepts new sessions."""
         draining = await self._ask(lambda: self._sessions.draining)
         return _text(503, "stopping") if draining else _text(200, "ready")
 
@@ -126,7 +121,7 @@ class Observing:
 
         def run() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # nobody waits any more
+                return  # the listener has given up
             try:
                 answer.set_result(question())
             except BaseException as error:
@@ -150,7 +145,7 @@ class Observing:
 
 
 class _File(Background):
-    """Replaces a file again and again; it goes with the daemon, for old figures mislead."""
+    """Replaces a file periodically, and removes it at the end: old figures mislead."""
 
     def __init__(self, path: Path, text: Callable[[], Awaitable[bytes]]) -> None:
         self._path = path

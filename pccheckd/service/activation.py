@@ -11,7 +11,7 @@ from pathlib import Path
 from pccheck_wire.errors import UsageError
 
 FIRST = 3
-#: Its name in pccheckd.socket; a manager that does not name descriptors says "unknown".
+#: Its name in pccheckd.socket; a manager that does not name descriptors uses "unknown".
 ATTACH_NAMES = ("attach", "pccheckd.socket", "unknown", "")
 
 
@@ -30,8 +30,8 @@ def take(environ: MutableMapping[str, str] = os.environ) -> list[tuple[str, int]
 
 
 def attach_socket(given: list[tuple[str, int]], path: Path) -> socket.socket | None:
-    """The listening socket among them; it is taken out of `given`, and belongs to the manager, who
-    made its directory, mode and owner. Raises UsageError when it is not what `path` says."""
+    """Takes the listening socket out of `given`. It belongs to the manager, which made its
+    directory, mode and owner. Raises UsageError when it is not at `path`."""
     for name, number in given:
         if name not in ATTACH_NAMES:
             continue
@@ -47,8 +47,8 @@ def attach_socket(given: list[tuple[str, int]], path: Path) -> socket.socket | N
         if where != path:
             made.detach()
             raise UsageError(
-                f"the service manager listens at {where}, the configuration says {path}",
-                hint="change ListenSequentialPacket= of pccheckd.socket, or socket, to the same",
+                f"the service manager listens at {where}, but the configuration names {path}",
+                hint="use one path for ListenSequentialPacket= of pccheckd.socket and for socket",
             )
         given.remove((name, number))
         made.setblocking(False)

@@ -1,8 +1,8 @@
-"""What the service manager hears while the daemon runs: STATUS, and WATCHDOG from the event loop.
+"""Reports to the service manager while the daemon runs: STATUS, and WATCHDOG from the event loop.
 
-The watchdog follows the loop and the native core's locks (asking for usage takes them): when either
-hangs, nothing works any more and a restart helps. A disk that hangs stops neither: the daemon may
-hold the only copy of what trainers handed over, so that is `degraded` in STATUS."""
+The watchdog depends on the loop and on the native core's locks (reading the usage takes them): when
+either hangs, nothing works and a restart helps. A hanging disk stops neither: the daemon may hold
+the only copy of checkpoints, so STATUS says `degraded` and the daemon goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pccheckd.observe import report
 from pccheckd.upkeep.stalls import Progress
 
 PERIOD_S = 5.0
-#: While starting or stopping, the manager is told at every step that it takes at most so long.
+#: While starting or stopping, each step extends the manager's limit to this.
 EXTENSION_S = 30.0
 DRAIN_STEP_S = 1.0
 
@@ -38,12 +38,13 @@ class Supervisor(Background):
         engine: Engine,
         registry: Registry,
         sessions: Sessions,
+        survey: Survey,
         *,
         faults: Callable[[], list[str]] = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`faults` says why the process itself is sick: the watchdog is then left to bite."""
-        self.survey = Survey()
+        """`faults` returns why the process itself fails: the watchdog then ends it."""
+        self._survey = survey
         self._faults = faults
         self._notifier = notifier
         self._config = config
@@ -55,24 +56,24 @@ class Supervisor(Background):
 
     @property
     def period_s(self) -> float:
-        """Three chances before a watchdog's patience ends."""
+        """A third of the watchdog's limit at most."""
         shortest = min(PERIOD_S, max(self._config.stall_limit_s / 2, 0.05))
         watchdog_s = self._notifier.watchdog_s
         return min(shortest, watchdog_s / 3) if watchdog_s else shortest
 
     def beat(self) -> None:
-        """One look at everything, and what there is to say."""
+        """One check of everything, and its report."""
         self._progress.look()
         self._notifier.status(self.line(), *self._heartbeat())
 
     def line(self) -> str:
-        """For `systemctl status`: troubles first."""
+        """For `systemctl status`: warnings first."""
         warnings = [
             *self._faults(),
             *report.troubles(self._engine, self._registry.tenants(), self._registry.jobs.values()),
         ]
-        if self.survey.unreadable or not self.survey.complete:
-            warnings.append(f"at the start: {self.survey}")
+        if self._survey.unreadable or not self._survey.complete:
+            warnings.append(f"at the start: {self._survey}")
         trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)
         moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
@@ -87,19 +88,19 @@ class Supervisor(Background):
         return f"degraded: {warnings[0]}{more}; {work}; see: pccheckctl status"
 
     async def while_draining(self, limit_s: float) -> None:
-        """Says how far the stop is, and that it goes on; ends when it is cancelled."""
+        """Reports the progress of the stop, until it is cancelled or the limit is reached."""
         until = self._clock() + limit_s
         while (left_s := until - self._clock()) > 0:
             with self._guarded():
-                self._tell_drain(left_s)
+                self._report_drain(left_s)
             await asyncio.sleep(min(DRAIN_STEP_S, self.period_s))
 
-    def _tell_drain(self, left_s: float) -> None:
+    def _report_drain(self, left_s: float) -> None:
         self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
         moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         self._notifier.status(
-            f"stopping: {_count(moving, 'checkpoint')} to be made durable, at most "
-            f"{left_s:.0f} s more",
+            f"stopping: {_count(moving, 'checkpoint')} not durable yet, "
+            f"at most {left_s:.0f} s more",
             *self._heartbeat(),
         )
         self._progress.look()
@@ -109,7 +110,7 @@ class Supervisor(Background):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A fault in a look must not look like a stuck loop, nor end a drain."""
+        """An error in a check must not look like a stuck loop, nor end a drain."""
         try:
             yield
         except Exception:

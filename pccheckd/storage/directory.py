@@ -1,5 +1,6 @@
 """The storage directory under its name. It may be removed, moved, unmounted or mounted over while
-the daemon runs; nothing is stored in what is there instead, unless it is a directory made anew."""
+the daemon runs; nothing is stored in its replacement, unless that is a new directory on the same
+disk."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ _HINT = "restore or remount the directory; checkpoints then resume by themselves
 
 
 class StorageDirectory:
-    """Owns the lock on the storage directory. The lock's file tells whether a directory is the one
+    """Owns the lock on the storage directory. The lock file shows whether a directory is the one
     that was locked."""
 
     def __init__(self, directory: Path, *, private_socket: Path | None = None) -> None:
         """`private_socket`: where a private daemon listens, for a note in the directory by which
-        clients find it. Raises PccheckError when another daemon has the directory, or it cannot be
-        locked."""
+        clients find it. Raises PccheckError when the directory cannot be locked, for example
+        because another daemon serves it."""
         self.directory = directory
         self._private_socket = private_socket
         self._looking = threading.Lock()
         self._lock = self._taken()
         self._device = directory.stat().st_dev
-        self.missing = ""  # why nothing can be stored, as last looked
+        self.missing = ""  # why nothing can be stored, as of the last look
 
     def close(self) -> None:
         if self._private_socket is not None and not self.look():
@@ -38,16 +39,18 @@ class StorageDirectory:
         os.close(self._lock)
 
     def look(self) -> str:
-        """Looks again; "" or why nothing can be stored. Blocks on the disk."""
+        """Checks again; "" or why nothing can be stored. Blocks on the disk."""
         with self._looking:
             why = self._why()
             if bool(why) != bool(self.missing):
-                LOG.warning("%s", why or f"the storage directory {self.directory} is there again")
+                LOG.warning(
+                    "%s", why or f"the storage directory {self.directory} is available again"
+                )
             self.missing = why
             return why
 
     def require(self) -> None:
-        """Raises NoStoreError when the last look found no storage directory."""
+        """Raises NoStoreError when the last check found no storage directory."""
         if self.missing:
             raise NoStoreError(self.missing, hint=_HINT, retryable=True)
 
@@ -69,14 +72,14 @@ class StorageDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return f"{named} is not there: it was removed, moved, or its disk was unmounted"
         except OSError as error:
-            return f"{named} cannot be looked at: {error.strerror}"
+            return f"{named} cannot be read: {error.strerror}"
         if found.st_dev != self._device:
             return f"another file system is mounted at {named}, or its own was unmounted"
         return self._adopt()
 
     def _adopt(self) -> str:
-        """A directory that was made anew on the same disk, as rm -rf and mkdir do: it is empty, or
-        what is in it was put there on purpose."""
+        """Locks a new directory on the same disk, as after rm -rf and mkdir: it is empty, or was
+        filled on purpose."""
         try:
             storage.require_ours(self.directory)
             lock = self._taken()
@@ -85,7 +88,7 @@ class StorageDirectory:
         before, self._lock = self._lock, lock
         os.close(before)
         LOG.warning(
-            "the storage directory %s, or its lock file, was removed and made again while pccheckd "
-            "was running; pccheckd uses what is there now", self.directory,
+            "the storage directory %s, or its lock file, was removed and created again while "
+            "pccheckd was running; pccheckd uses the new one", self.directory,
         )  # fmt: skip
         return ""

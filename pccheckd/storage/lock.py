@@ -1,4 +1,4 @@
-"""The storage directory: is it one that can keep promises, and is it ours alone."""
+"""Checks of the storage directory, and its lock."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pathlib import Path
 
 from pccheck_native import layout, mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
-from pccheckd.base import shortage
+from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
 
 
 def check(config: Config, *, make: bool = False) -> None:
     """Raises NoStoreError that names the fix when `config.storage` cannot hold volumes. With `make`
-    it is made when it is not there; not its parents: they may be a disk that is not mounted yet."""
+    creates it when it is missing, but not its parents: they may be a disk that is not mounted."""
     place = config.storage
     if make:
-        with contextlib.suppress(OSError):  # told below
+        with contextlib.suppress(OSError):  # reported below
             place.mkdir()
-            LOG.info("made the storage directory %s", place)
+            LOG.info("created the storage directory %s", place)
     try:
         found = place.stat()
     except OSError as error:
         raise NoStoreError(
             f"the storage directory {place} cannot be used: {error.strerror}",
-            hint=_fix(error, f"let uid {os.geteuid()} into the directories above it")
-            if error.errno != errno.ENOENT else f"make it: mkdir -p {place}",
+            hint=_fix(error, f"allow uid {os.geteuid()} to enter the directories above it")
+            if error.errno != errno.ENOENT else f"create it: mkdir -p {place}",
         ) from error  # fmt: skip
     if not stat.S_ISDIR(found.st_mode):
         raise NoStoreError(f"{place} is not a directory", hint="--storage takes a directory")
@@ -45,12 +45,12 @@ def check(config: Config, *, make: bool = False) -> None:
     why = mounts.unfit(kind)
     if why and not config.allow_any_filesystem:
         raise NoStoreError(
-            f"{place} lies on {kind}, which {why}",
+            f"{place} is on {kind}, which {why}",
             hint="use a directory on a local ext4 or xfs disk; "
             "--allow-any-filesystem overrides this for tests",
         )
     if why:
-        LOG.warning("%s lies on %s, which %s: durable means less here", place, kind, why)
+        LOG.warning("%s is on %s, which %s: durable checkpoints may be lost", place, kind, why)
 
 
 def require_ours(place: Path) -> None:
@@ -64,8 +64,8 @@ def require_ours(place: Path) -> None:
         )
     if found.st_mode & stat.S_IWOTH:
         LOG.warning(
-            "everybody may write to %s and could replace the checkpoints in it: chmod o-w, or use "
-            "a directory in it", place,
+            "%s is writable for everybody, so any user could replace the checkpoints: chmod o-w, "
+            "or use a directory in it", place,
         )  # fmt: skip
 
 
@@ -74,9 +74,9 @@ def _read_only(place: Path) -> bool:
 
 
 def lock(path: Path, purpose: str) -> int:
-    """Takes the flock at `path` and writes our pid into it; the descriptor is the lock.
+    """Takes the flock at `path` and writes this pid into it; the descriptor is the lock.
 
-    Raises StoreLockedError that names the pid of who has it.
+    Raises StoreLockedError that names the pid of its holder.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -88,49 +88,49 @@ def lock(path: Path, purpose: str) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        said = os.pread(descriptor, 32, 0).strip()  # in a directory of others, by anybody
-        holder = said.decode() if said.isdigit() else "unknown"
+        note = os.pread(descriptor, 32, 0).strip()  # others may have written to it
+        holder = note.decode() if note.isdigit() else "unknown"
         os.close(descriptor)
         raise StoreLockedError(
             f"another pccheckd (pid {holder}) {purpose}",
             hint=f"use that one, or stop it first: kill {holder}",
         ) from error
-    with contextlib.suppress(OSError):  # a full disk: the lock counts, the note is a courtesy
+    with contextlib.suppress(OSError):  # a full disk: only the lock is needed
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
 
 
 def identity(place: Path) -> str:
-    """What tells this directory from another one that is mounted in its place: equal for as long as
-    a training process can live, since that ends with the boot."""
+    """Differs for another directory that is mounted in its place. Stable until the next boot, which
+    ends every training process."""
     found = place.stat()
     return f"{found.st_dev}:{found.st_ino}"
 
 
 def sweep(place: Path) -> int:
-    """Removes what an interrupted creation left; how many files. Needs the lock. Raises
-    NoStoreError when the directory cannot be read."""
+    """Removes the files of an interrupted creation; how many. Needs the lock. Raises NoStoreError
+    when the directory cannot be read."""
     try:
         left = layout.list_temporary(place)
         for path in left:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise NoStoreError(
-            f"what is in the storage directory {place} cannot be listed: {error.strerror}",
-            hint=_fix(error, "give all of it to the user that runs pccheckd"),
+            f"the files in the storage directory {place} cannot be listed: {error.strerror}",
+            hint=_fix(error, "give all of them to the user that runs pccheckd"),
         ) from error
     return len(left)
 
 
 def _fix(error: OSError, of_rights: str) -> str:
-    """What to do about an error, `of_rights` where a right is missing."""
+    """What to do about an error: `of_rights` when a permission is missing."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return of_rights
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some room on that disk"
+        return "free space on that disk"
     if error.errno == errno.ENOTDIR:
-        return "choose another place: a file is in its way"
-    if error.errno == errno.ENOENT:  # the directory is there: /proc and the like
-        return "choose a directory on a local disk: no file can be made in this one"
-    return shortage.HINT if shortage.told(error) else "look at the disk: dmesg"
+        return "choose another directory: a file is in its path"
+    if error.errno == errno.ENOENT:  # the directory exists: /proc and the like
+        return "choose a directory on a local disk: no file can be created in this one"
+    return SHORTAGE_HINT if shortage(error) else "check the disk: dmesg"

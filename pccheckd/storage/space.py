@@ -1,4 +1,4 @@
-"""Room on the storage's file system: what is free, and what volumes under way will take."""
+"""Space on the storage's file system: free, and reserved for volumes that are being made."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from pccheckd.base.threads import Threads
 
-#: How long somebody waits for the file system before the figures of a moment ago have to do.
+#: How long a caller waits for the file system before it gets the previous figures.
 FRESH_LIMIT_S = 1.0
 
 
 class Disk(NamedTuple):
-    """None while the storage directory is not there."""
+    """None while the storage directory is missing."""
 
     total_bytes: int | None = None
     free_bytes: int | None = None
@@ -26,7 +26,7 @@ class Disk(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room that a volume will take; `over` when it has taken it, or has failed."""
+    """Space for a volume; `over` when the volume has been made, or has failed."""
 
     uid: int
     nbytes: int
@@ -34,7 +34,7 @@ class Reservation:
 
 
 class Room:
-    """Owned by the engine; only the loop touches it. A file system that hangs keeps one thread."""
+    """Owned by the engine; only the loop touches it. A hanging file system blocks one thread."""
 
     def __init__(self, storage: Path) -> None:
         self.disk = Disk()  # as last seen
@@ -51,13 +51,13 @@ class Room:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def look(self) -> Future[None]:
-        """Looks at the file system again, unless a look is under way."""
+        """Starts to read the figures again, unless that is in progress."""
         if self._asked is None or self._asked.done():
             self._asked = self._thread.submit(self._see)
         return self._asked
 
     async def fresh(self) -> Disk:
-        """As it is now; where the file system hangs, as it was when last seen."""
+        """The present figures; the previous ones when the file system hangs."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FRESH_LIMIT_S):
                 await asyncio.shield(asyncio.wrap_future(self.look()))
@@ -73,8 +73,8 @@ class Room:
 
     @contextlib.contextmanager
     def reserved(self, uid: int, nbytes: int) -> Iterator[list[Reservation]]:
-        """Room for a volume that is about to be made. Yields what was reserved before and is not
-        over: two volumes must not both count on the last room, and none waits for another."""
+        """Reserves space for a volume that is about to be made. Yields the earlier reservations
+        that are not over: two volumes must not both count on the same space."""
         mine = Reservation(uid, nbytes)
         before = list(self._reserved)
         self._reserved.append(mine)

@@ -1,92 +1,201 @@
-"""Beginning a tenant's checkpoints in the native core, and what its refusals mean."""
+"""Admission: requested checkpoints wait here, first come first served, for a lane and a slot of
+their volume. The client bounds the wait: it abandons a checkpoint at its stall limit."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import Protocol
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import translated
 
-from .checkpoint import GIVEN_UP, Checkpoint
-from .scheduler import BUSY, End
+from .checkpoint import GIVEN_UP, Checkpoint, End
+from .group import Group
+from .ledger import Ledger
+from .retention import Retention
+from .volumes import VolumeSet
 
-if TYPE_CHECKING:
-    from .tenant import Tenant
-
-#: How long a group's full volume waits for a rank that has asked for nothing: a request that is on
-#: its way takes milliseconds, one that never comes must not hold training up at every checkpoint.
+PENDING_MAX = 64  # PCC_SNAPSHOTS: no honest client has more outstanding
+#: A slot is freed a moment after the event that announces it, so waiting ones try again by time.
+RETRY_S = 0.004
+RETRY_MAX_S = 0.032  # many that wait long must not keep the threads busy
+#: How long a full volume of a group waits for a rank that has requested nothing: a request that is
+#: on its way takes milliseconds; one that never comes must not hold training up each time.
 LAG_LIMIT_S = 2.0
 
-#: Reason and hint, by the code, of what is not the volume's fault.
+#: Codes of the core that may change by waiting.
+BUSY = frozenset({"NO_LANE", "NO_SLOT"})
+ENDED_BEFORE = "the trainer ended before it was admitted"
+#: Reason and hint, by the code, of refusals that are not the volume's fault.
 _REFUSED = {
-    "ABORTED": ("the trainer let it go before it began", ""),
+    "ABORTED": ("the trainer abandoned it before it began", ""),
     "BAD_HANDLE": (
-        "the GPU memory that it names is not what the trainer shares now",
-        "the next checkpoint shares it anew, or is pushed",
+        "the trainer no longer shares the GPU memory that it names",
+        "the next checkpoint shares the memory again, or is pushed",
     ),
     "DEVICE_LOST": (
-        "the daemon has lost the GPU", "its tensors are pushed until pccheckd is started anew"
+        "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
     ),
 }  # fmt: skip
 
 
-class Admission:
-    """Owned by its tenant; the scheduler's queue asks it, one checkpoint at a time."""
+class Queue:
+    """The queue. What an attempt is, and how a checkpoint is refused, say the subclasses."""
 
-    def __init__(self, tenant: Tenant) -> None:
-        self.lock = asyncio.Lock()  # held while a sequence is taken
+    def __init__(self) -> None:
+        self._pending: deque[Checkpoint] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def submit(self, checkpoint: Checkpoint) -> None:
+        """Queues one; it is admitted, skipped or refused later."""
+        if len(self._pending) >= PENDING_MAX:
+            self.refuse(checkpoint, End(State.FAILED, f"more than {PENDING_MAX} snapshots wait"))
+            return
+        self._pending.append(checkpoint)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def drop(self, session: int) -> None:
+        """Ends the waiting checkpoints of a session that has ended."""
+        for checkpoint in [c for c in self._pending if c.session == session]:
+            self._pending.remove(checkpoint)
+            self.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+
+    async def close(self) -> None:
+        self._pending.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def attempt(self, checkpoint: Checkpoint) -> str:
+        """Tries to begin one: "" when it has begun or ended, else why it waits (BUSY)."""
+        raise NotImplementedError
+
+    async def hopeless(self) -> End | None:
+        """How a checkpoint ends for which no slot becomes free by waiting; None when one may."""
+        raise NotImplementedError
+
+    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
+        raise NotImplementedError
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _run(self) -> None:
+        """Processes the queue in order; ends when it is empty."""
+        pause_s = RETRY_S
+        while self._pending:
+            checkpoint = self._pending[0]
+            try:
+                waits = await self._settle(checkpoint)
+            except Exception:  # the edge of this checkpoint: those behind it go on
+                LOG.exception("the checkpoint of step %d could not begin", checkpoint.step)
+                end = End(State.FAILED, "an internal error of the daemon", "see the daemon's log")
+                self._end_first(checkpoint, end)
+                continue
+            if waits:
+                await self.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MAX_S) if waits else RETRY_S
+
+    async def _settle(self, checkpoint: Checkpoint) -> bool:
+        """Tries to begin the first one, or ends it; True when it has to wait."""
+        answer = await self.attempt(checkpoint)
+        if not self._pending or self._pending[0] is not checkpoint:
+            return False  # dropped meanwhile
+        if answer not in BUSY:
+            self._pending.popleft()
+            return False
+        end = await self.hopeless() if answer == "NO_SLOT" else None
+        if end is None and checkpoint.skip_when_busy:
+            end = End(State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
+        if end is not None:
+            self._end_first(checkpoint, end)
+        return end is None
+
+    def _end_first(self, checkpoint: Checkpoint, end: End) -> None:
+        if self._pending and self._pending[0] is checkpoint:
+            self._pending.popleft()
+            self.refuse(checkpoint, end)
+
+
+class Rank(Protocol):
+    """What admission needs of its tenant."""
+
+    async def begin_save(self, checkpoint: Checkpoint) -> int:
+        """Begins one in the core. The sequence; 0 when its session has ended. Raises what the core
+        answers."""
+
+    def refuse(self, checkpoint: Checkpoint, end: End) -> None: ...
+
+    @property
+    def is_read(self) -> bool: ...
+
+    @property
+    def is_grouped(self) -> bool:
+        """Its trainer is one of several ranks."""
+
+
+class Admission(Queue):
+    """The queue of one tenant, in front of the native core. Owned by the tenant."""
+
+    def __init__(
+        self, tenant: Rank, volumes: VolumeSet, ledger: Ledger, retention: Retention, group: Group
+    ) -> None:
+        super().__init__()
         self._tenant = tenant
-        self._late = ""  # ranks that are waited for although they have asked for nothing ...
+        self._volumes = volumes
+        self._ledger = ledger
+        self._retention = retention
+        self._group = group
+        self._late = ""  # ranks that are waited for although they have requested nothing ...
         self._late_since_s = 0.0  # ... and since when (time.monotonic)
 
     async def attempt(self, checkpoint: Checkpoint) -> str:
-        """Tries to begin one; "" when it was begun or has ended, else why it has to wait."""
-        tenant = self._tenant
-        if tenant.port is None or checkpoint.state is not State.REQUESTED:
+        if checkpoint.state is not State.REQUESTED:
             return ""
-        if tenant.group.gives_up(checkpoint.sequence):
-            checkpoint.error = GIVEN_UP
-            why = tenant.group.why_given_up(checkpoint.sequence)
-            tenant.refuse(checkpoint, State.SKIPPED, why, "")
+        if self._group.gives_up(checkpoint.sequence):
+            reason = self._group.why_given_up(checkpoint.sequence)
+            self.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
             return ""
-        reopened = tenant.stopped or tenant.volume_lost
+        what = f"the volume of {self._volumes.key}"
         try:
-            if reopened:
-                await tenant.reopen()
-            sequence = await self._begin(checkpoint)
+            sequence = await self._tenant.begin_save(checkpoint)
         except _core.NativeError as error:
-            if error.code_name == "NO_SLOT" and await self._recycled():
+            code = error.code_name
+            if code == "NO_SLOT" and await self._recycled():
                 return await self.attempt(checkpoint)
-            return self._refused(checkpoint, error, reopened)
+            if code in BUSY:
+                return code
+            why = translated(error, what)
+            reason, hint = _REFUSED.get(code, (why.message, why.hint))
+            self.refuse(checkpoint, End(State.FAILED, reason, hint, code))
+            return ""
         except Exception as error:  # the edge of this checkpoint: it fails, the others go on
-            told = translated(error, f"the volume of {tenant.key}")
-            checkpoint.error = told.code
-            tenant.refuse(checkpoint, State.FAILED, told.message, told.hint)
+            why = translated(error, what)
+            self.refuse(checkpoint, End(State.FAILED, why.message, why.hint, why.code))
             if not isinstance(error, OSError):
-                LOG.warning("%s: cannot begin", tenant.key, exc_info=error)
+                LOG.warning("%s: cannot begin", self._volumes.key, exc_info=error)
             return ""
         if not sequence:
-            reason = "the trainer ended before it was admitted"
-            tenant.refuse(checkpoint, State.FAILED, reason, "")
+            self.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
             return ""
         self._late = ""
         if checkpoint.state is State.REQUESTED:  # its events may have come first
             checkpoint.advance(State.COPYING, time.monotonic_ns())
         return ""
 
-    @property
-    def _grouped(self) -> bool:
-        owner = self._tenant.owner
-        return owner is not None and owner.world_size > 1
+    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
+        self._tenant.refuse(checkpoint, end)
 
     async def hopeless(self) -> End | None:
-        """How a checkpoint ends for which no slot comes free by waiting; None when one may."""
-        tenant = self._tenant
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
             return End(
                 State.SKIPPED,
@@ -95,23 +204,23 @@ class Admission:
                 "call checkpoint() for the same steps on every rank; if only one rank saves, make "
                 "its client with solo=True",
             )
-        if tenant.ledger.in_flight or tenant.reading:  # a reader holds the slot that it reads
+        if self._ledger.in_flight or self._tenant.is_read:  # a reader holds the slot it reads
             return None
-        await tenant.volumes.refresh()
-        current = tenant.volumes.current
+        await self._volumes.refresh()
+        current = self._volumes.current
         if current is None or current.info.free_slots:
             return None
         with contextlib.suppress(ValueError):  # it is being reopened
             if current.volume.has_expendable():  # since a moment ago
                 return None
-        newest = tenant.group.newest_common
-        if any(found.sequence > newest for found in current.checkpoints) and self._grouped:
+        newest = self._group.newest_common
+        if self._tenant.is_grouped and any(one.sequence > newest for one in current.checkpoints):
             return None  # until the other ranks have caught up
-        protected = sorted(tenant.retention.protected)
+        protected = sorted(self._retention.protected)
         if protected:
             return End(
                 State.FAILED,
-                f"the slots left hold checkpoints of the run before: {protected}",
+                f"the remaining slots hold checkpoints of the previous run: {protected}",
                 "call restore() or adopt() first, or start with fresh=True",
             )
         return End(
@@ -120,57 +229,14 @@ class Admission:
             "check the disk",
         )
 
-    async def _begin(self, checkpoint: Checkpoint) -> int:
-        """The sequence; 0 when the page is another session's now."""
-        tenant = self._tenant
-        async with self.lock:
-            port, owner = tenant.port, tenant.owner
-            if port is None or owner is None or owner.session != checkpoint.session:
-                return 0
-            sequence = await tenant.engine.call(
-                tenant.key.uid, port.channel.begin, checkpoint.snapshot, map=checkpoint.map,
-                sequence=checkpoint.sequence, step=checkpoint.step,
-                incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
-                payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
-                tree_bytes=checkpoint.tree_bytes,
-            )  # fmt: skip
-            tenant.ledger.last_sequence = max(tenant.ledger.last_sequence, sequence)
-            return sequence
-
-    def _refused(self, checkpoint: Checkpoint, error: _core.NativeError, reopened: bool) -> str:
-        """What the core's answer means: one of BUSY, or the end of this checkpoint."""
-        tenant = self._tenant
-        if error.code_name in BUSY:
-            return error.code_name
-        if error.code_name == "STOPPED" and not reopened:
-            tenant.stopped = True
-            return "NO_LANE"
-        checkpoint.error = error.code_name
-        if error.code_name in _REFUSED:
-            tenant.refuse(checkpoint, State.FAILED, *_REFUSED[error.code_name])
-        else:
-            told = translated(error, f"the volume of {tenant.key}")
-            tenant.refuse(checkpoint, State.FAILED, told.message, told.hint)
-        return ""
-
     async def _recycled(self) -> bool:
-        """No slot is free: what is no longer kept goes now, instead of with the next record.
-        Whether anything went."""
-        tenant = self._tenant
-        current = tenant.volumes.current
-        if current is None:
+        """No slot is free: recycles what is no longer kept now, instead of with the next record.
+        Whether a slot became free."""
+        if self._volumes.current is None:
             return False
-        if self._grouped:
-            late, before = tenant.group.wants_slot(tenant.key.rank), self._late
+        if self._tenant.is_grouped:
+            late, before = self._group.wants_slot(self._volumes.key.rank), self._late
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late
-        try:
-            if not current.volume.has_expendable():
-                return False
-            await tenant.engine.call(tenant.key.uid, current.volume.recycle)
-            await tenant.engine.call(tenant.key.uid, current.read)
-        except (OSError, ValueError, _core.NativeError) as error:
-            LOG.warning("%s: cannot recycle: %s", tenant.key, error)
-            return False
-        return current.info.free_slots > 0
+        return await self._volumes.recycle()

@@ -1,13 +1,18 @@
-"""The states of one checkpoint and the moves between them. A move that is not listed raises."""
+"""One checkpoint: its states, the moves between them, and the one description of it (`Record`) that
+status, metrics, trace and log render. A move that is not listed raises."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
 
+from .volumes import Key
+
 #: From each state to those that may follow. Writing starts while the copy goes on (chunks are
-#: pipelined), but WRITING as a state comes after COPIED: it says that only the disk is waited for.
+#: pipelined), but WRITING as a state comes after COPIED: only the disk is waited for.
 MOVES: dict[State, frozenset[State]] = {
     State.REQUESTED: frozenset({State.COPYING, State.SKIPPED, State.FAILED}),
     State.COPYING: frozenset({State.COPIED, State.SUPERSEDED, State.SKIPPED, State.FAILED}),
@@ -27,10 +32,69 @@ LIVE = frozenset({State.REQUESTED, State.COPYING, State.COPIED, State.WRITING})
 GIVEN_UP = "GIVEN_UP"
 
 _PATH = (State.REQUESTED, State.COPYING, State.COPIED, State.WRITING, State.DURABLE)
+#: The parts of a checkpoint's time: from which moment of its `Record` until which.
+_PARTS = {
+    "waited": ("requested", "begin"),  # until it had a lane and a slot
+    "copied": ("begin", "sealed"),  # until the snapshot was complete in the daemon's memory
+    "written": ("first_write", "written"),  # overlaps the copy: chunks are pipelined
+    "flushed": ("written", "flushed"),
+    "published": ("flushed", "durable"),  # the commit record
+    "durable": ("requested", "durable"),
+}
 
 
 class UnlistedMoveError(RuntimeError):
-    """A fault of ours: a state was followed by one that cannot follow it."""
+    """An internal error: a state was followed by one that cannot follow it."""
+
+
+class End(NamedTuple):
+    """How a checkpoint ends that was never admitted."""
+
+    to: State
+    reason: str
+    hint: str = ""
+    error: str = ""
+
+
+class Record(NamedTuple):
+    """All that is known of one checkpoint at one moment. Times are CLOCK_MONOTONIC ns; 0 = not
+    reached."""
+
+    uid: int
+    job: str
+    rank: int
+    session: int
+    snapshot: int
+    incarnation: int
+    step: int
+    sequence: int
+    slot: int | None
+    payload_bytes: int
+    pulled: bool
+    state: str
+    reason: str
+    hint: str
+    stage: str  # of a failure: admission, copy, write, flush, publish ...
+    error: str  # ... and the core's name for it: "EIO", "NO_SLOT"
+    rehomed: int
+    held_at: int  # when the gate last held the trainer before this request ...
+    held: int  # ... and for how long since the previous request, as reported by the trainer
+    requested: int
+    ended: int
+    begin: int
+    first_write: int
+    sealed: int
+    written: int
+    flushed: int
+    durable: int
+
+    def seconds(self) -> dict[str, float]:
+        """How long each part took; parts that were not reached are absent."""
+        times = {name: (getattr(self, a), getattr(self, b)) for name, (a, b) in _PARTS.items()}
+        return {name: max(b - a, 0) / 1e9 for name, (a, b) in times.items() if a and b}
+
+
+_TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 
 
 @dataclass(slots=True)
@@ -48,15 +112,15 @@ class Checkpoint:
     world_size: int
     requested_ns: int  # CLOCK_MONOTONIC
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
-    held_at_ns: int = 0  # when the gate last held the trainer, as the trainer says ...
-    held_ns: int = 0  # ... and how long it did since the request before
+    held_at_ns: int = 0
+    held_ns: int = 0
     sequence: int = 0  # the same on every rank of a group, from the request on
     slot: int | None = None
     state: State = State.REQUESTED
     reason: str = ""
     hint: str = ""
-    stage: str = ""  # of a failure: admission, copy, write, flush, publish ...
-    error: str = ""  # ... and the core's name for it: "EIO", "NO_SLOT"
+    stage: str = ""
+    error: str = ""
     newer_sequence: int = 0
     newer_step: int | None = None
     rehomed: int = 0
@@ -69,6 +133,20 @@ class Checkpoint:
     @property
     def live(self) -> bool:
         return self.state in LIVE
+
+    @property
+    def ended_ns(self) -> int:
+        """0 while it is live."""
+        return 0 if self.live else max(self.at_ns.values(), default=0)
+
+    def record(self, key: Key) -> Record:
+        return Record(
+            key.uid, key.job, key.rank, self.session, self.snapshot, self.incarnation, self.step,
+            self.sequence, self.slot, self.payload_bytes, bool(self.map), self.state.name.lower(),
+            self.reason, self.hint, self.stage, self.error, self.rehomed, self.held_at_ns,
+            self.held_ns, self.requested_ns, self.ended_ns,
+            *(self.times_ns.get(name, 0) for name in _TIMES),
+        )  # fmt: skip
 
     def move(self, to: State, now_ns: int) -> None:
         """One listed move. Raises UnlistedMoveError."""
@@ -96,3 +174,18 @@ class Checkpoint:
         """The move into SKIPPED, FAILED or SUPERSEDED, with why."""
         self.move(to, now_ns)
         self.reason, self.hint = reason, hint
+
+    def replaced(self, now_ns: int, how: str, sequence: int, step: int | None) -> None:
+        """A newer checkpoint became durable, or global, first."""
+        self.end(State.SUPERSEDED, now_ns, f"a newer checkpoint became {how} first")
+        self.newer_sequence, self.newer_step = sequence, step
+
+    def note(self, event: _core.Event, now_ns: int) -> None:
+        """What an event of the core says about its save, beside its state."""
+        self.sequence = event.sequence or self.sequence
+        self.rehomed = event.rehomed
+        self.times_ns = event.times._asdict()
+        if event.kind in ("durable", "superseded", "given_up", "failed"):
+            self.slot, self.stage, self.error = event.slot, event.stage, event.error_name
+        elif event.kind == "writing":
+            self.first_write_ns = now_ns

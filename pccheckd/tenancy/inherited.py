@@ -1,5 +1,5 @@
-"""What outlives the daemon: the service manager's descriptor store, and taking back from it what a
-daemon that was killed had copied and not written (systemd: FileDescriptorStoreMax=)."""
+"""What outlives the daemon: the service manager's descriptor store, and recovering from it what a
+killed daemon had copied and not written (systemd: FileDescriptorStoreMax=)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _NAME = re.compile(r"(pccheck-[0-9a-f]{16})-(segment|state)-([0-9a-f]{16})")
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """One that came back. The C core made up its name (pcc_pool.h)."""
+    """A stored descriptor. The C core chose its name (pcc_pool.h)."""
 
     fd: int
     name: str
 
     @property
     def parts(self) -> tuple[str, str, int]:
-        """Label, kind and id; empty when the name is none of ours."""
+        """Label, kind and id; empty for a name of another kind."""
         found = _NAME.fullmatch(self.name)
         return (found[1], found[2], int(found[3], 16)) if found else ("", "", 0)
 
 
 @dataclass(slots=True)
 class State:
-    """A state memfd, and what it says."""
+    """A state memfd and its contents."""
 
     descriptor: Descriptor
     id: int
@@ -51,8 +51,8 @@ class Left:
     segments: dict[int, Descriptor] = field(default_factory=dict)
 
     def segments_by_need(self) -> list[int]:
-        """Those that hold a copied checkpoint; of the newest one first: the budget may have been
-        made smaller. In the others there is nothing, and a trainer may still write to them."""
+        """Segments that hold a copied checkpoint, those of the newest one first, since the budget
+        may be smaller now. The others hold nothing, and a trainer may still write to them."""
         copied = sorted((one for state in self.states for one in state.says.copied), reverse=True,
                         key=lambda one: one[0])  # fmt: skip
         needed = [number for _, numbers in copied for number in sorted(numbers)]
@@ -71,29 +71,29 @@ class Summary:
 
 
 def label_of(key: Key) -> str:
-    """What the memory of a tenant is called in the store, where names are short and public."""
+    """The name of a tenant's memory in the store, where names are short and public."""
     text = f"{key.uid}/{key.job}/{key.rank}".encode()
     return "pccheck-" + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def take(given: list[tuple[str, int]]) -> list[Descriptor]:
-    """What the service manager handed over and nobody else has taken (activation.py); it is ours
-    from now on, of use or not."""
+    """Takes the descriptors from the service manager that activation.py left: usable or not, this
+    process owns them from now on."""
     found = [Descriptor(number, name) for name, number in given]
     given.clear()
     return found
 
 
 def store_of(environ: MutableMapping[str, str], found: list[Descriptor]) -> tuple[str, int]:
-    """The notify socket and how many descriptors it takes; ("", 0) without a store. A manager that
-    gave some back has a store, even if it is too old to say how large ($FDSTORE: systemd 254)."""
+    """The notify socket and the store's capacity; ("", 0) without a store. A manager that returned
+    descriptors has a store, even if it is too old to set $FDSTORE (systemd 254)."""
     address, limit = environ.get("NOTIFY_SOCKET", ""), environ.get("FDSTORE", "")
     most = int(limit) if limit.isdecimal() else len(found)
     return (address, min(most, FDS_MAX)) if address and most else ("", 0)
 
 
 def sort(found: list[Descriptor]) -> tuple[dict[Key, Left], list[Descriptor]]:
-    """What belongs to which tenant, and what nobody can use. Blocks: maps the state memfds."""
+    """The descriptors of each tenant, and those of no use. Blocks: maps the state memfds."""
     labels: dict[str, Key] = {}
     left: dict[Key, Left] = {}
     useless: list[Descriptor] = []
@@ -124,7 +124,7 @@ def sort(found: list[Descriptor]) -> tuple[dict[Key, Left], list[Descriptor]]:
 
 
 def close(item: Descriptor, pool: _core.Pool) -> None:
-    """Closes what nobody uses, here and in the store."""
+    """Closes an unused descriptor, here and in the store."""
     with contextlib.suppress(OSError):
         os.close(item.fd)
     if item.name.isprintable() and item.name.isascii() and 0 < len(item.name) <= 255:

@@ -11,25 +11,25 @@ from itertools import islice
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
 
-from .checkpoint import GIVEN_UP, Checkpoint
+from .checkpoint import GIVEN_UP, Checkpoint, End
 
 HISTORY = 256
 COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
-_NOT_COMPLETE = ("its copy was not complete when the trainer ended or let go", "")
+_NOT_COMPLETE = ("the trainer ended or abandoned it before its copy was complete", "")
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {
     "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
     "DEVICE_LOST": (
-        "the daemon has lost the GPU", "its tensors are pushed until pccheckd is started anew"
+        "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
     ),
     "DAMAGED": (
-        "its memory was changed after it had been copied, before a new pccheckd could write it",
+        "its memory changed after it was copied, before a new pccheckd could write it",
         "look for a process that writes where it should not",
     ),
     "BAD_HANDLE": (
-        "GPU memory that it was to be read from is not shared any more",
-        "the next checkpoint shares it anew",
+        "the trainer no longer shares the GPU memory that it was to be read from",
+        "the next checkpoint shares the memory again",
     ),
 }  # fmt: skip
 _RESET_HINT = (
@@ -39,9 +39,8 @@ _RESET_HINT = (
 _FILE_GONE = {
     "REMOVED": "the volume's file was removed or moved away, so what is saved there would be lost",
     "REPLACED": "the volume's file was replaced by another one, so what is saved would be lost",
-    "TRUNCATED": "the volume's file was cut, so what was saved there is lost",
+    "TRUNCATED": "the volume's file was truncated, so what was saved there is lost",
 }
-_ENDED = ("durable", "superseded", "given_up", "failed")
 _WAIT_STEP_S = 0.25
 
 
@@ -51,18 +50,18 @@ class Ledger:
     def __init__(self) -> None:
         self.checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
         self.counters: Counter[str] = Counter()
-        self._moving: list[Checkpoint] = []  # not ended when last looked at, oldest first
-        self.last_sequence = 0  # that was handed out since the daemon started
+        self._moving: list[Checkpoint] = []  # not ended when last checked, oldest first
+        self.last_sequence = 0  # that this daemon has used
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
         self.failing = 0  # in a row: that failed since one became durable ...
         self.last_failure = ""  # ... and why the last of them did
-        #: (session, snapshot) of requests that did not arrive; one that does later is too late.
+        #: (session, snapshot) of requests that did not arrive; one that arrives later is refused.
         self.lost: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
         self._waiters: set[asyncio.Event] = set()
 
     def add(self, checkpoint: Checkpoint) -> bool:
-        """False when this snapshot of this session is there already, or was given up as lost."""
+        """False when this snapshot of this session is known, or was given up as lost."""
         key = (checkpoint.session, checkpoint.snapshot)
         if key in self.checkpoints or key in self.lost:
             return False
@@ -74,7 +73,7 @@ class Ledger:
         return True
 
     def lose(self, session: int, snapshot: int) -> bool:
-        """Gives up one that was asked for; False when its request has arrived."""
+        """Gives up a requested checkpoint; False when its request has arrived."""
         key = (session, snapshot)
         if key in self.checkpoints:
             return False
@@ -85,17 +84,17 @@ class Ledger:
         return True
 
     def failed(self, count: int, reason: str = "") -> None:
-        """Counts failures; without a reason those that the client has told of, which may lie."""
+        """Counts failures; without a reason those that the client reports, which may be false."""
         self.counters["failed"] = min(self.counters["failed"] + count, COUNT_MAX)
         self.failing = min(self.failing + count, COUNT_MAX)
         self.last_failure = reason or self.last_failure
 
     def starts_again(self) -> None:
-        """Another trainer: it has not failed at anything."""
+        """A new trainer, or a durable checkpoint: no failures in a row."""
         self.failing, self.last_failure = 0, ""
 
     def inherit(self, checkpoint: Checkpoint) -> None:
-        """One that a daemon before us had copied."""
+        """One that the previous daemon had copied."""
         checkpoint.advance(State.COPIED, time.monotonic_ns())
         self.add(checkpoint)
 
@@ -123,13 +122,13 @@ class Ledger:
         return self.checkpoints.get((session, snapshot))
 
     def of_sequence(self, sequence: int) -> Checkpoint | None:
-        """The one that was asked for last with this sequence, if it is remembered."""
+        """The one requested last with this sequence, if it is remembered."""
         every = reversed(self.checkpoints.values())
         return next((found for found in every if found.sequence == sequence), None)
 
     def live(self) -> list[Checkpoint]:
-        """Checkpoints that have not ended. Asked often, of many ranks: what has ended is not
-        looked at."""
+        """Checkpoints that have not ended. Called often, for many ranks, so those that have ended
+        are not visited again."""
         self._moving = [checkpoint for checkpoint in self._moving if checkpoint.live]
         return list(self._moving)
 
@@ -145,7 +144,7 @@ class Ledger:
         )
 
     async def until(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Waits for a condition, looked at after every event; False at the limit."""
+        """Waits for a condition, checked after every event; False at the limit."""
         deadline = time.monotonic() + limit_s
         moved = asyncio.Event()
         self._waiters.add(moved)
@@ -162,19 +161,23 @@ class Ledger:
         finally:
             self._waiters.discard(moved)
 
+    def passed(self, sequence: int) -> None:
+        """A sequence is in use."""
+        self.last_sequence = max(self.last_sequence, sequence)
+
     def give_up(self, checkpoint: Checkpoint, reason: str) -> None:
         """Another rank of the job will never have it."""
-        checkpoint.error = GIVEN_UP
-        self.refuse(checkpoint, State.SKIPPED, reason, "")
+        self.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
 
-    def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
+    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
         """The end of one that was never admitted."""
-        checkpoint.end(to, time.monotonic_ns(), reason, hint)
-        if to is State.FAILED:
-            self.failed(1, reason)
+        checkpoint.end(end.to, time.monotonic_ns(), end.reason, end.hint)
+        checkpoint.error = end.error or checkpoint.error
+        if end.to is State.FAILED:
+            self.failed(1, end.reason)
         else:
-            self.counters[to.name.lower()] += 1
-        self._tell()
+            self.counters[end.to.name.lower()] += 1
+        self._notify()
 
     def apply(self, event: _core.Event, why_given_up: Callable[[int], str]) -> Checkpoint | None:
         """Moves the checkpoint that an event is about; None when it has ended or is not known."""
@@ -182,14 +185,8 @@ class Ledger:
         if checkpoint is None or not checkpoint.live:
             return None
         now_ns = time.monotonic_ns()
-        checkpoint.sequence = event.sequence or checkpoint.sequence
-        checkpoint.rehomed = event.rehomed
-        checkpoint.times_ns = event.times._asdict()
-        if event.kind in _ENDED:
-            checkpoint.slot = event.slot
-            checkpoint.stage, checkpoint.error = event.stage, event.error_name
+        checkpoint.note(event, now_ns)
         if event.kind == "writing":
-            checkpoint.first_write_ns = now_ns
             if checkpoint.state is State.COPIED:
                 checkpoint.advance(State.WRITING, now_ns)
         elif event.kind == "copied":
@@ -202,15 +199,14 @@ class Ledger:
             self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)
-            checkpoint.end(State.SUPERSEDED, now_ns, "a newer checkpoint became durable first")
-            checkpoint.newer_sequence, checkpoint.newer_step = self.newest or (0, None)
+            checkpoint.replaced(now_ns, "durable", *(self.newest or (0, None)))
             self.counters["superseded"] += 1
         elif event.kind == "given_up":
             self.give_up(checkpoint, why_given_up(checkpoint.sequence))
         elif event.kind == "failed":
             checkpoint.end(State.FAILED, now_ns, *failure_text(event))
             self.failed(1, checkpoint.reason)
-        self._tell()
+        self._notify()
         return checkpoint
 
     def became_global(self, newest: int, common: Collection[int]) -> list[Checkpoint]:
@@ -225,13 +221,12 @@ class Ledger:
         for found in moved:
             if found.sequence in common:
                 found.move(State.GLOBAL, now_ns)
-                continue
-            found.end(State.SUPERSEDED, now_ns, "a newer checkpoint became global first")
-            newer = self.of_sequence(newest)
-            found.newer_sequence, found.newer_step = newest, newer.step if newer else None
+            else:
+                newer = self.of_sequence(newest)
+                found.replaced(now_ns, "global", newest, newer.step if newer else None)
         return moved
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for waiter in self._waiters:
             waiter.set()
 
@@ -243,5 +238,5 @@ def failure_text(event: _core.Event) -> tuple[str, str]:
     if event.error_name in _FILE_GONE:
         return _FILE_GONE[event.error_name], _RESET_HINT
     if event.error_name == "ENOSPC":
-        return f"{event.stage}: the disk is full", "free some room"
+        return f"{event.stage}: the disk is full", "free space on the disk"
     return f"{event.stage}: {event.error_name}", "check the disk and the kernel's log"

@@ -1,6 +1,6 @@
-"""What became of every checkpoint, told once, to all that want to know: log, trace and metrics.
+"""How each checkpoint ended, reported once, to log, trace and metrics.
 
-Nothing in here may end a checkpoint: trouble of its own is logged and forgotten."""
+Nothing in here may end a checkpoint: its own errors are logged and dropped."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pccheck_wire.basics import size_text
-from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 
-from .checkpoint import Checkpoint
-from .phases import Phases, phases
-from .trace import Ring, record
+from .checkpoint import Checkpoint, Record
+from .trace import Ring
 from .volumes import Key
+
+#: Fields of a line in the log, for machines; those that are not known are left out.
+_FIELDS = ("uid", "job", "rank", "step", "session", "snapshot", "payload_bytes")
+_IF_ANY = ("sequence", "rehomed", "stage", "error", "reason", "hint")
 
 
 class Counting(Protocol):
-    """What metrics are told."""
+    """What counts checkpoints: the metrics."""
 
-    def requested(self, key: Key, item: Checkpoint) -> None: ...
-    def ended(self, key: Key, item: Checkpoint, took: Phases) -> None: ...
+    def requested(self, item: Record) -> None: ...
+    def ended(self, item: Record) -> None: ...
 
 
 class Chronicle:
@@ -30,76 +32,63 @@ class Chronicle:
 
     def __init__(self, *, enabled: Callable[[], bool] = lambda: True) -> None:
         self.ring = Ring()
-        self.metrics: Counting | None = None
+        self._metrics: Counting | None = None
         self._enabled = enabled
 
+    def count_with(self, metrics: Counting) -> None:
+        """From now on `metrics` counts, too."""
+        self._metrics = metrics
+
     def requested(self, key: Key, item: Checkpoint) -> None:
-        metrics = self.metrics
+        metrics = self._metrics
         if metrics is not None and self._enabled():
-            self._guard(lambda: metrics.requested(key, item))
+            self._guard(lambda: metrics.requested(item.record(key)))
 
     def ended(self, key: Key, item: Checkpoint) -> None:
         """It is durable, superseded, skipped, or has failed."""
         if self._enabled():
-            self._guard(lambda: self._ended(key, item))
+            self._guard(lambda: self._ended(key, item.record(key)))
 
-    def _ended(self, key: Key, item: Checkpoint) -> None:
-        took = phases(item)
-        self.ring.add(record(key, item))
+    def _ended(self, key: Key, item: Record) -> None:
+        self.ring.add(item)
         LOG.log(
-            logging.WARNING if item.state is State.FAILED else logging.INFO,
-            "%s: step %d %s", key, item.step, told(item, took),
-            # Every durable one has its line; the others may be a loop's.
-            extra={"fields": fields(key, item, took), "always": item.state is State.DURABLE},
+            logging.WARNING if item.state == "failed" else logging.INFO,
+            "%s: step %d %s", key, item.step, sentence(item),
+            # Each durable checkpoint has its line; of the others a loop may make thousands.
+            extra={"fields": fields(item), "always": item.state == "durable"},
         )  # fmt: skip
-        if self.metrics is not None:
-            self.metrics.ended(key, item, took)
+        if self._metrics is not None:
+            self._metrics.ended(item)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception:
-            LOG.exception("a checkpoint could not be recorded; it is not affected")
+            LOG.exception("a checkpoint could not be recorded; the checkpoint is not affected")
 
 
-def told(item: Checkpoint, took: Phases) -> str:
+def sentence(item: Record) -> str:
     """The end of one checkpoint, for people."""
-    name = item.state.name.lower()
-    if item.state is not State.DURABLE:
+    if item.state != "durable":
         hint = f"; {item.hint}" if item.hint else ""
-        return f"{name}: {item.reason}{hint}" if name == "failed" else f"was {name}: {item.reason}"
+        failed = item.state == "failed"
+        return f"failed: {item.reason}{hint}" if failed else f"was {item.state}: {item.reason}"
     moved = f", moved {item.rehomed} times" if item.rehomed else ""
-    parts = ", ".join(
-        f"{word} {seconds:.3f}"
-        for word, seconds in zip(Phases._fields[:-1], took[:-1], strict=True)
-        if seconds is not None
-    )
+    took = item.seconds()
+    total = took.pop("durable", 0.0)
+    parts = ", ".join(f"{word} {seconds:.3f}" for word, seconds in took.items())
     return (
-        f"is durable {took.durable or 0:.3f} s after its request: {parts} s "
+        f"is durable {total:.3f} s after its request: {parts} s "
         f"({size_text(item.payload_bytes)}, sequence {item.sequence}, slot {item.slot}{moved})"
     )
 
 
-def fields(key: Key, item: Checkpoint, took: Phases) -> dict[str, object]:
-    """The same for machines; what is not known is left out."""
-    known: dict[str, object | None] = {
-        "event": item.state.name.lower(),
-        "uid": key.uid,
-        "job": key.job,
-        "rank": key.rank,
-        "run": item.incarnation,
-        "step": item.step,
-        "sequence": item.sequence or None,
-        "slot": item.slot,
-        "session": item.session,
-        "snapshot": item.snapshot,
-        "payload_bytes": item.payload_bytes,
-        "transfer": "pull" if item.map else "push",
-        "rehomed": item.rehomed or None,
-        "stage": item.stage or None,
-        "error": item.error or None,
-        "reason": item.reason or None,
-        "hint": item.hint or None,
-    }
-    known |= {f"{word}_s": seconds for word, seconds in took._asdict().items()}
-    return {name: value for name, value in known.items() if value is not None}
+def fields(item: Record) -> dict[str, object]:
+    """The same for machines."""
+    found: dict[str, object] = {"event": item.state, "run": item.incarnation}
+    found |= {name: getattr(item, name) for name in _FIELDS}
+    found |= {name: value for name in _IF_ANY if (value := getattr(item, name))}
+    if item.slot is not None:
+        found["slot"] = item.slot
+    found["transfer"] = "pull" if item.pulled else "push"
+    return found | {f"{word}_s": seconds for word, seconds in item.seconds().items()}

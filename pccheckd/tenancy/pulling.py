@@ -8,21 +8,21 @@ from pccheck_native import _core
 
 from .checkpoint import Checkpoint
 
-#: So many copies of one session fail at the driver, one after the other, before it has to push.
+#: Copies of one session in a row that fail at the driver before it has to push.
 FAILURES_MAX = 3
 _AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE"})
 
 
 @dataclass(slots=True)
 class Pulling:
-    """How the latest copies out of a trainer's GPU memory have ended. A disk that fails under a
-    copy, or a trainer that lets go, says nothing about the next one."""
+    """How the latest copies out of a trainer's GPU memory ended. A disk that fails under a copy, or
+    a trainer that abandons it, says nothing about the next one."""
 
     _session: int = 0
     _failures: int = 0
 
     def note(self, checkpoint: Checkpoint, event: _core.Event) -> None:
-        """Of any checkpoint; only copies of pulled ones count."""
+        """An event of any checkpoint; only copies of pulled ones count."""
         if not checkpoint.map:
             return
         if event.kind == "copied":

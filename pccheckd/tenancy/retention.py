@@ -1,7 +1,7 @@
-"""What one tenant's volumes keep for a reason: the flags that say so, set and taken away again.
+"""The flags of one tenant's checkpoints: which are kept for the next run, pinned or damaged.
 
-A flag is staged and reaches the media with the next record, so what the media say of flags may be
-older than what is meant."""
+A flag is staged and reaches the disk with the next record, so the flags on the disk may be older
+than those here."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Retention:
         self._volumes = volumes
         self._engine = engine
         self.protected: set[int] = set()  # sequences pinned until Restored or fresh (P7)
-        self.unrestored = False  # the trainer has neither restored nor said fresh
-        #: What the disk could not read when it was last tried. Not on the disk: it may heal.
+        self.unrestored = False  # the trainer has neither restored nor used fresh=True
+        #: Unreadable at the last try. Not flagged on the disk, since it may become readable.
         self.unreadable: set[int] = set()
         self._released: set[int] = set()  # flagged on the disk until the next record
         self.reports = 0  # of damage, by readers
-        self._judging = asyncio.Lock()  # damage is flagged, or the flag taken away
-        self._protecting = asyncio.Lock()  # what is protected changes
-        #: What was flagged when the trainer came, for a run that had not restored either.
+        self._judging = asyncio.Lock()  # held while damage is flagged or unflagged
+        self._protecting = asyncio.Lock()  # held while what is protected changes
+        #: Flagged when the trainer came, for a previous run that had not restored either.
         self.inherited: set[int] = set()
 
     @property
     def flagged(self) -> set[int]:
-        """What is flagged as protected, or is to be."""
+        """Flagged as protected, or about to be."""
         there = {one.sequence for one in self._volumes.checkpoints() if one.is_protected}
         return there - self._released | self.protected
 
     async def flag(
         self, sequence: int, *, set_: int = 0, clear: int = 0, now: bool = False
     ) -> bool:
-        """Flags a durable checkpoint; False when it is not there (any more) or cannot be."""
+        """Flags a durable checkpoint; False when it does not exist (now) or cannot be flagged."""
         item = self._volumes.find(sequence)
         if item is None:
             return False
@@ -58,23 +58,23 @@ class Retention:
         return True
 
     async def damaged(self, sequence: int) -> None:
-        """A reader found it damaged: recovery passes it over from now on, after a restart too."""
-        LOG.error("%s: checkpoint %d is damaged", self._volumes.key, sequence)
+        """A reader found it damaged: recovery skips it from now on, also after a restart."""
+        LOG.error("%s: checkpoint %d is damaged; recovery skips it", self._volumes.key, sequence)
         self.reports += 1
         self.unreadable.discard(sequence)
         async with self._judging:
             await self.flag(sequence, set_=DAMAGED, now=True)
 
     def not_read(self, sequence: int) -> None:
-        """A reader met an error of the disk, which says nothing of the data: no flag."""
+        """The disk failed to read it. The data may be intact, so there is no flag."""
         LOG.error("%s: checkpoint %d could not be read", self._volumes.key, sequence)
         there = {one.sequence for one in self._volumes.checkpoints()}
         self.unreadable = (self.unreadable | {sequence}) & there
 
     async def found_whole(self, sequence: int, *, reports: int) -> bool:
-        """A reader read all of it from the disk, and every checksum was right: a flag that says
-        otherwise goes, with a record of its own; whether it did. `reports` is as it was before the
-        reading: whoever found damage meanwhile is right."""
+        """A reader read all of it from the disk, and every checksum was right: removes a damage
+        flag, with a record of its own; whether it did. `reports` is the count before the reading:
+        damage that was reported meanwhile stays."""
         self.unreadable.discard(sequence)
         async with self._judging:
             known = {one.sequence for one in self._volumes.checkpoints() if one.is_damaged}
@@ -83,19 +83,24 @@ class Retention:
             if not await self.flag(sequence, clear=DAMAGED, now=True):
                 return False
         LOG.warning(
-            "%s: checkpoint %d reads well again, all of it: it is no longer flagged as damaged",
+            "%s: checkpoint %d is readable and intact again: its damage flag was removed",
             self._volumes.key, sequence, extra={"fields": {"event": "cleared"}},
         )  # fmt: skip
         return True
 
+    def note_inherited(self) -> None:
+        """A trainer comes: what is flagged now was flagged for a previous run."""
+        self.inherited = self.flagged
+
     async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
-        """P7: `wanted` is kept until the job's ranks have restored, or say `fresh`."""
+        """P7: keeps `wanted` until the job's ranks have restored, or start with fresh=True."""
         async with self._protecting:
             await self._protect(wanted)
             self.unrestored = unrestored
 
     async def protect_instead(self, wanted: set[int]) -> None:
-        """More of the run before has become durable; unless the trainer has restored meanwhile."""
+        """More of the previous run has become durable; unless the trainer has restored
+        meanwhile."""
         async with self._protecting:
             if self.unrestored:
                 await self._protect(wanted)
@@ -109,23 +114,24 @@ class Retention:
         self.protected = wanted
 
     def restored_to(self, sequence: int) -> None:
-        """The trainer has taken over `sequence`. One that found nothing, because its disk was away
-        for example, does not count as having read what is there now."""
+        """The trainer has restored `sequence`. A trainer that found nothing, for example because
+        its disk was missing, does not count as having restored what is there now."""
         if not self.protected or max(self.protected) <= sequence:
             self.unrestored = False
 
     async def release(self) -> None:
-        """The job's ranks have restored: what they restored from may be recycled."""
+        """The job's ranks have restored: the previous run's checkpoints may be recycled."""
         async with self._protecting:
             await self._protect(set())
 
     async def unprotect(self, sequence: int) -> None:
-        """One may be recycled again. The disk has its flag until the next record."""
+        """It may be recycled again. The disk has its flag until the next record."""
         self._released.add(sequence)
         await self.flag(sequence, clear=PROTECTED)
 
     async def stage_again(self) -> None:
-        """After a volume was read from the media again: what was staged only is gone."""
+        """After a volume was read from the disk again: staged flags are lost, so stages them
+        again."""
         for sequence in self._released & {one.sequence for one in self._volumes.checkpoints()}:
             await self.flag(sequence, clear=PROTECTED)
         for sequence in self.protected:

@@ -4,9 +4,9 @@ volumes, its channel with the cached chunks, and the states of its checkpoints."
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Iterator
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
@@ -14,64 +14,32 @@ from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.port import Owner, Port
 
 from . import inherited
 from .admission import Admission
-from .checkpoint import GIVEN_UP, Checkpoint
+from .checkpoint import Checkpoint, End
+from .group import Group
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
 from .retention import Retention
-from .scheduler import Scheduler
 from .volumes import Key, OpenVolume, VolumeSet
 
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
 BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
-FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or cut
-INHERITED = 0  # the session of checkpoints that a daemon before us had copied
-
-
-class Group(Protocol):
-    """What a rank asks of its job (jobs.py)."""
-
-    def incarnation(self, rank: int, owner: Owner) -> int:
-        """Of the start that the rank's process belongs to now."""
-
-    def number(self, tenant: Tenant, checkpoint: Checkpoint, body: Begin) -> tuple[str, str]:
-        """Gives it incarnation and sequence; why not, and a hint, or ("", "")."""
-
-    @property
-    def newest_common(self) -> int:
-        """The newest sequence that all ranks have; 0: there is none."""
-
-    def moved(self) -> None:
-        """What the job decides on has changed."""
-
-    def passed(self, sequence: int) -> None:
-        """A sequence was given out by a daemon before this one."""
-
-    def gives_up(self, sequence: int) -> bool:
-        """Whether another rank will never have it."""
-
-    def why_given_up(self, sequence: int) -> str:
-        """Which rank will never have it, and why, in words."""
-
-    def wants_slot(self, rank: int) -> str:
-        """Makes room if it can; the ranks that are waited for although they asked for nothing."""
-
-    def needs(self, sequence: int) -> bool:
-        """Whether a durable checkpoint must not go with its volume."""
-
-    def pins(self, tenant: Tenant, owner: Owner) -> set[int]:
-        """Which checkpoints a new trainer must leave alone until it restores (P7)."""
+FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or truncated
+INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 
 
 class Tenant:
+    """Others call its methods and read its attributes; only its own methods change them."""
+
     def __init__(
         self,
         key: Key,
@@ -87,27 +55,25 @@ class Tenant:
         self.port: Port | None = None
         self.owner: Owner | None = None
         self.group = group
-        self.asked = 0  # the newest sequence that its trainer has asked for, or found here ...
-        self.asked_in = 0  # ... as a member of the start with this incarnation
         self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
-        self.reading = 0  # loads in progress: their volumes stay open
+        self.queue = Admission(self, self.volumes, self.ledger, self.retention, group)
         self.readers = 0  # sessions that may load
         self.closed = False
         self.leaving = False  # the trainer has ended, and what it handed over is being drained
-        self.finished = False  # its trainer said that the job is done
-        self.stalled = ""  # why its disk seems to hang; set by Progress
+        self.finished = False  # the trainer reported the job as done
+        self.stalled = ""  # why its disk seems to hang
         self.stopped = False  # a commit record failed; reopened before the next save
-        self.volume_lost = False  # its volume's file is gone; another is made before the next save
+        self.volume_lost = False  # its volume's file is gone; the next save makes another
         self.refused: PccheckError | None = None  # why its trainer gets no room to save
-        self._room_bytes = 0  # that its trainer has registered
-        self._away = False  # the storage directory was, when its volumes were looked for
-        self._looking = asyncio.Lock()
-        self.registered_in = -1  # incarnation whose beginning is on the disk
         self.last_used_ns = time.monotonic_ns()
-        self.admission = Admission(self)
-        self.queue = Scheduler(self.admission.attempt, self.refuse, self.admission.hopeless)
+        self._reading = 0  # loads and checks in progress: their volumes stay open
+        self._room_bytes = 0  # that its trainer has registered
+        self._away = False  # the storage directory was missing at the last look for volumes
+        self._looking = asyncio.Lock()
+        self._beginning = asyncio.Lock()  # held while a sequence is taken
+        self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
         self._appearing: set[int] = set()  # durable, and not yet read from the volume
         self._chronicle = chronicle
@@ -132,14 +98,14 @@ class Tenant:
                     f"{owner.pid}",
                     hint="end that process, or use another job name"
                     if self.owner.pid != owner.pid
-                    else "that is an earlier client of this process: close() it",
+                    else "this process has an earlier client: close() it",
                 )
             self._require_open()
             self.volumes.require_readable(fresh=owner.fresh)
             if self.port is None:
                 await self._open_port()
             assert self.port is not None
-            self.retention.inherited = self.retention.flagged
+            self.retention.note_inherited()
             await self.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
@@ -150,7 +116,7 @@ class Tenant:
             return page_fd
 
     async def prepare(self) -> None:
-        """What may take long of an attach, before other ranks of the job wait for it."""
+        """The slow part of an attach, before other ranks of the job wait for it."""
         async with self.lock:
             self._require_open()
             if self.port is None:
@@ -161,32 +127,30 @@ class Tenant:
             raise RefusedError("it was just unloaded", hint="try again", retryable=True)
 
     async def protect(self, owner: Owner) -> None:
-        """P7: a trainer that neither restored nor said fresh overwrites nothing of before."""
-        wanted = set() if owner.fresh else self.group.pins(self, owner)
+        """P7: a trainer that neither restored nor said fresh overwrites no earlier checkpoint."""
+        wanted = set() if owner.fresh else self.group.pins(self.key.rank, owner)
         unread = owner.restored is None and not owner.fresh
         await self.retention.protect(wanted, unrestored=unread or bool(wanted))
 
     async def protect_late(self) -> None:
-        """What the run before had in flight when the trainer came is durable."""
+        """A checkpoint that the previous run had in flight when the trainer came is durable."""
         owner = self.owner
         if owner is not None and self.retention.unrestored:
-            await self.retention.protect_instead(self.group.pins(self, owner))
+            await self.retention.protect_instead(self.group.pins(self.key.rank, owner))
 
     def protected_step(self) -> int | None:
         """The newest step that is kept for a trainer that has not restored."""
         if not self.retention.unrestored:
             return None
-        there = (
-            one for one in self.volumes.checkpoints() if one.sequence in self.retention.protected
-        )
-        return next((one.step for one in there), None)
+        kept = self.retention.protected
+        return next((c.step for c in self.volumes.checkpoints() if c.sequence in kept), None)
 
     async def detach(self, session: int, *, give_way: bool = False) -> None:
         """The trainer is gone: what was copied goes on, the rest fails. `give_way`: its memory goes
         back before the trainer can attach again."""
         if self.owner is None or self.owner.session != session:
             return
-        self.queue.drop(session, "the trainer ended before it was admitted")
+        self.queue.drop(session)
         self.leaving = True
         try:
             async with self.lock:
@@ -198,6 +162,10 @@ class Tenant:
                 self.last_used_ns = time.monotonic_ns()
         finally:
             self.leaving = False
+
+    def stop_attaches(self) -> None:
+        """It is about to be closed: no trainer attaches any more."""
+        self.closed = True
 
     async def close(self) -> None:
         """Drains sealed saves, then closes channel and volumes."""
@@ -224,15 +192,51 @@ class Tenant:
 
     @property
     def idle(self) -> bool:
-        """Quiet, and nobody who may read: it may be closed."""
-        return self.quiet and not self.reading and not self.readers
+        """Quiet, and no session may read: it may be closed."""
+        return self.quiet and not self._reading and not self.readers
+
+    @property
+    def is_read(self) -> bool:
+        """A load or a check is in progress."""
+        return self._reading > 0
+
+    def begin_read(self) -> None:
+        """The volumes stay open until `end_read`."""
+        self._reading += 1
+
+    def end_read(self) -> None:
+        self._reading -= 1
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """The volumes stay open meanwhile."""
+        self.begin_read()
+        try:
+            yield
+        finally:
+            self.end_read()
+
+    def add_reader(self, number: int = 1) -> None:
+        """A session that may load has come, or (-1) gone: meanwhile the tenant stays loaded."""
+        self.readers += number
+
+    @property
+    def is_grouped(self) -> bool:
+        """Its trainer is one of several ranks."""
+        return self.owner is not None and self.owner.world_size > 1
+
+    def note_stall(self, why: str) -> None:
+        """Why the disk seems to hang, or "": logged when that changes."""
+        if bool(why) != bool(self.stalled):
+            LOG.warning("%s: %s", self.key, why or "the disk makes progress again")
+        self.stalled = why
 
     def is_usable(self, found: catalog.Checkpoint) -> bool:
         """Neither flagged nor, when it was last tried, unreadable."""
         return not found.is_damaged and found.sequence not in self.retention.unreadable
 
     def pending(self) -> frozenset[int]:
-        """Sequences that were asked for and are neither durable, as the volume says, nor over."""
+        """Requested sequences that have not ended and that the volume does not list as durable."""
         return frozenset(found.sequence for found in self.ledger.live()) | self._appearing
 
     def obey(self, agreement: Agreement) -> None:
@@ -242,13 +246,13 @@ class Tenant:
     # -- room ----------------------------------------------------------------------------------
 
     async def look(self, *, listing: bool = True) -> None:
-        """Whether the files of its volumes are still at their paths. What is not is let go, and
-        what is there instead is opened; with `listing` also what has appeared beside it."""
+        """Checks that the files of its volumes are still at their paths. Closes those that are not,
+        and opens what is there instead; with `listing` also files that have appeared beside it."""
         async with self._looking:
             lost = await self.volumes.look()
             if lost:
                 self.volume_lost = True
-                self.registered_in = -1
+                self._registered_in = -1
             if not (lost or listing or self._away or self.volumes.gone):
                 return
             async with self.lock:
@@ -259,7 +263,7 @@ class Tenant:
         """Opens what is on the disk now, and begins again from that."""
         for item in list(self.volumes.gone):
             unused = self.port is None or await self.port.unbind(item.volume, 0)
-            if unused and not self.reading:
+            if unused and not self._reading:
                 await self.volumes.close_lost(item)
         before = list(self.volumes.open)
         try:
@@ -291,26 +295,29 @@ class Tenant:
             current = self.volumes.current
             too_small = current is None or payload_bytes > current.info.payload_capacity
             if current is None or too_small or self.volumes.is_followed:
-                async with self.admission.lock:  # no sequence is taken from the old one meanwhile
+                async with self._beginning:  # no sequence is taken from the old one meanwhile
                     current = await self.volumes.make(
                         payload_bytes, incarnation=incarnation,
                         world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
                     )  # fmt: skip
                     await self._move_to(port, current)
-            elif self.registered_in != incarnation:
+            elif self._registered_in != incarnation:
                 await self._begin_incarnation(current, incarnation, owner.world_size)
-            self.registered_in = incarnation
+            self._registered_in = incarnation
             self.volume_lost = False
             return current
 
     def set_refusal(self, why: PccheckError | None) -> None:
-        """Its trainer was refused room, or has got it."""
+        """Its trainer was refused room, or (None) has got it."""
         if why is not None and self.refused is None:
             LOG.warning(
-                "%s gets NO checkpoints: %s", self.key, why, extra={"fields": {"event": "refused"}}
+                "%s: checkpoints are NOT saved: %s",
+                self.key,
+                why,
+                extra={"fields": {"event": "refused"}},
             )
         elif why is None and self.refused is not None:
-            LOG.warning("%s gets checkpoints again", self.key)
+            LOG.warning("%s: checkpoints are saved again", self.key)
         self.refused = why
 
     def wanted_bytes(self, payload_bytes: int) -> int:
@@ -338,15 +345,15 @@ class Tenant:
     # -- saving --------------------------------------------------------------------------------
 
     async def expose(self, session: int, number: int, exposure: bytes) -> str:
-        """Takes over the GPU memory that this session's trainer shares; "" or why it cannot be
-        pulled from. Under the lock: it must never become the next trainer's."""
+        """Maps the GPU memory that this session's trainer shares; "" or why it cannot be pulled
+        from. Under the lock: the memory must never become the next trainer's."""
         async with self.lock:
             owner, port = self._present()
             if owner.session != session:
                 raise RefusedError("the session has ended")
             refusal = self._pulling.take_refusal(session)
             if refusal:
-                await port.expose(number, b"")  # refused as well, in the place of the one before
+                await port.expose(number, b"")  # replaces the previous exposure
                 return refusal
             return await port.expose(number, exposure)
 
@@ -365,51 +372,79 @@ class Tenant:
             requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
-            return  # said twice: the first one counts
+            return  # requested twice: the first request counts
         self._chronicle.requested(self.key, checkpoint)
         hint = ""
         if not refused and self.volumes.current is None and not self._room_bytes:
             refused = "it was not registered"
         if not refused:
-            refused, hint = self.group.number(self, checkpoint, body)
+            try:
+                numbers = self.group.number(self.key.rank, checkpoint, body)
+                checkpoint.incarnation, checkpoint.sequence = numbers
+            except RefusedError as error:
+                refused, hint = error.message, error.hint
         if refused:
-            self.refuse(checkpoint, State.FAILED, refused, hint)
+            self.refuse(checkpoint, End(State.FAILED, refused, hint))
         else:
             self.queue.submit(checkpoint)
         self.group.moved()
 
-    def refuse(self, checkpoint: Checkpoint, to: State, reason: str, hint: str) -> None:
+    async def begin_save(self, checkpoint: Checkpoint) -> int:
+        """Begins one in the core, after reopening a volume that has stopped. The sequence; 0 when
+        its session has ended. Raises what the core answers."""
+        fresh = self.stopped or self.volume_lost
+        if fresh:
+            await self.reopen()
+        try:
+            async with self._beginning:
+                port, owner = self.port, self.owner
+                if port is None or owner is None or owner.session != checkpoint.session:
+                    return 0
+                sequence = await self.engine.call(
+                    self.key.uid, port.channel.begin, checkpoint.snapshot, map=checkpoint.map,
+                    sequence=checkpoint.sequence, step=checkpoint.step,
+                    incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
+                    payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
+                    tree_bytes=checkpoint.tree_bytes,
+                )  # fmt: skip
+        except _core.NativeError as error:
+            if error.code_name != "STOPPED" or fresh:
+                raise
+            self.stopped = True
+            return await self.begin_save(checkpoint)
+        self.ledger.passed(sequence)
+        return sequence
+
+    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
         """Ends a checkpoint that was never admitted, on the page and in the table."""
         if checkpoint.state is not State.REQUESTED:
             return
-        if checkpoint.error == GIVEN_UP:
-            self.ledger.give_up(checkpoint, reason)
-        else:
-            self.ledger.refuse(checkpoint, to, reason, hint)
+        self.ledger.refuse(checkpoint, end)
         self.group.moved()
         owner, port = self.owner, self.port
         if port is not None and owner is not None and owner.session == checkpoint.session:
-            port.channel.refuse(checkpoint.snapshot, int(to))
+            port.channel.refuse(checkpoint.snapshot, int(end.to))
         self._chronicle.ended(self.key, checkpoint)
 
-    def fail_request(self, session: int, snapshot: int, told: Failure) -> None:
-        """A fault met the request for a checkpoint: it ends, so that its trainer does not wait."""
+    def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
+        """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
         found, owner, port = self.ledger.find(session, snapshot), self.owner, self.port
         if found is not None:
-            self.refuse(found, State.FAILED, told.message, told.hint)
+            self.refuse(found, End(State.FAILED, why.message, why.hint))
         elif owner is not None and owner.session == session and port is not None:
             self.ledger.lose(session, snapshot)
             port.channel.refuse(snapshot, int(State.FAILED))
 
     def refuse_lost(self) -> None:
-        """The way by which its trainer asks was interrupted: what he asked for and is not known
-        here fails now, so that he does not wait for it. If it was only late, it is refused then."""
+        """The path of its trainer's requests was interrupted: requested checkpoints that have not
+        arrived fail now, so that the trainer does not wait. A request that is only late is refused
+        when it arrives."""
         owner, port = self.owner, self.port
         if owner is None or port is None:
             return
         for snapshot in port.channel.requested():
             if self.ledger.lose(owner.session, snapshot):
-                LOG.warning("%s: a request was lost: its checkpoint has failed", self.key)
+                LOG.warning("%s: a request was lost, so its checkpoint failed", self.key)
                 port.channel.refuse(snapshot, int(State.FAILED))
 
     # -- events --------------------------------------------------------------------------------
@@ -439,7 +474,7 @@ class Tenant:
             self.spawn(self._retire())
 
     def became_global(self, newest: int, common: Collection[int]) -> None:
-        """Every rank has the sequences `common`, up to `newest`: says so on the page."""
+        """Every rank has the sequences `common`, up to `newest`: writes that to the page."""
         owner, port = self.owner, self.port
         for found in self.ledger.became_global(newest, common):
             if port is not None and owner is not None and owner.session == found.session:
@@ -460,8 +495,8 @@ class Tenant:
             await self.protect_late()
 
     async def _after_inherited(self) -> None:
-        """What a daemon before us had copied is durable, pinned by its record: of several the
-        newest stands for all, until the trainer restores."""
+        """A checkpoint that the previous daemon had copied is durable, and pinned by its record. Of
+        several the newest keeps its pin until the trainer restores."""
         there = {found.sequence for found in self.volumes.checkpoints()}
         inherited = sorted(self.ledger.sequences(INHERITED) & there)
         restored = self.owner is not None and not self.retention.unrestored
@@ -481,15 +516,15 @@ class Tenant:
         good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
         follower = max((index for index, has in enumerate(good) if has), default=0)
         for item in volumes[:follower]:
-            if self.reading or self._needs(item):
+            if self._reading or self._needs(item):
                 continue
             if self.port is not None and not await self.port.unbind(item.volume, 0):
-                continue  # looked at again when its last save has ended
-            if not self.reading:  # nobody began to meanwhile
+                continue  # tried again when its last save has ended
+            if not self._reading:  # no read began meanwhile
                 await self.volumes.drop(item)
 
     def _needs(self, item: OpenVolume) -> bool:
-        """Whether a volume has what must not go with it."""
+        """Whether a volume holds a checkpoint that must stay."""
         held = {found.sequence for found in item.checkpoints}
         return bool(item.pinned or held & self.retention.protected) or any(
             map(self.group.needs, held)
@@ -511,14 +546,23 @@ class Tenant:
         if current is not None:
             await self.bind(self.port, current)
 
+    async def adopt(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
+        """A channel for chunks that the previous daemon has left."""
+        self.port = await self.make_port(chunk_bytes, block_bytes, lanes)
+        return self.port
+
+    async def abandon_port(self) -> None:
+        """Closes a channel that has adopted nothing."""
+        port, self.port = self.port, None
+        if port is not None:
+            await port.close()
+
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         config = self.config
-        return await Port.opened(
-            self.engine, self.key.uid, self.on_event, chunk_bytes=chunk_bytes,
-            block_bytes=block_bytes, lanes=lanes, writers=config.writers,
-            chunk_capacity=max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX)),
-            gpus=await self.engine.driver.ready(), label=inherited.label_of(self.key),
-        )  # fmt: skip
+        capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
+        gpus, label = await self.engine.driver.ready(), inherited.label_of(self.key)
+        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
+        return await Port.opened(self.engine, self.key.uid, self.on_event, shape)
 
     async def bind(self, port: Port, item: OpenVolume) -> None:
         try:
@@ -527,8 +571,8 @@ class Tenant:
             raise translated(error, f"the volume {item.path}") from error
 
     async def _move_to(self, port: Port, made: OpenVolume) -> None:
-        """New saves go to a volume that was just made. Outgrown ones need no binding to be read,
-        and none of them stays that holds nothing."""
+        """New saves go to a volume that was just made. Outgrown volumes need no binding to be read;
+        those that hold nothing are dropped."""
         busy = []
         try:
             for item in self.volumes.open[:-1]:
@@ -557,14 +601,14 @@ class Tenant:
             raise translated(error, f"the volume {item.path}") from error
 
     async def reopen(self) -> None:
-        """A stopped volume is closed and read from the media again; in the place of one whose file
-        is gone another is made. Raises when that fails."""
+        """Closes a stopped volume and reads it from the media again; makes another one when its
+        file is gone. Raises when that fails."""
         if self.volume_lost:
             await self.register(self._room_bytes)
             self.stopped = False
             await self.retention.stage_again()
             return
-        if not await self.ledger.until(lambda: not self.reading, UNBIND_LIMIT_S):
+        if not await self.ledger.until(lambda: not self._reading, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume is still being read")
         port, current = self.port, self.volumes.current
         if port is None or current is None:
@@ -581,6 +625,7 @@ class Tenant:
 
 
 def _held(body: Begin, now_ns: int) -> tuple[int, int]:
-    """When and how long the gate held the trainer: his own word, so only what can be."""
+    """When and how long the gate held the trainer: reported by the trainer, so implausible values
+    count as none."""
     fits = 0 < body.held_at_ns <= now_ns and body.held_ns <= now_ns - body.held_at_ns
     return (body.held_at_ns, body.held_ns) if fits else (0, 0)

@@ -1,4 +1,4 @@
-"""The last checkpoints of every user with their times, for `pccheckctl trace`: a bounded ring."""
+"""The last checkpoints of every user, for `pccheckctl trace`: a bounded ring."""
 
 from __future__ import annotations
 
@@ -7,64 +7,20 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from .checkpoint import Checkpoint
-from .volumes import Key
+from .checkpoint import Record
 
 SCHEMA = 1
 #: Of one user: minutes at ten checkpoints a second, about 2.5 MiB when full.
 RECORDS_PER_UID = 4096
 UIDS_MAX = 64
-#: In one answer, newest ones first: some 4 MiB of the 16 that a reply may have.
+#: In one answer, newest ones first: some 5 MiB of the 16 that a reply may have.
 RECORDS_PER_ANSWER = 8192
 
 Document = dict[str, object]
 
 
-class Record(NamedTuple):
-    """One checkpoint. Times are CLOCK_MONOTONIC ns; 0 = not reached."""
-
-    uid: int
-    job: str
-    rank: int
-    session: int
-    incarnation: int
-    step: int
-    sequence: int
-    slot: int | None
-    payload_bytes: int
-    pulled: bool
-    state: str
-    reason: str
-    rehomed: int
-    held_at: int  # when the gate last held the trainer before this request ...
-    held: int  # ... and for how long it did so since the request before, as the trainer says
-    requested: int
-    ended: int
-    begin: int
-    first_write: int
-    sealed: int
-    written: int
-    flushed: int
-    durable: int
-
-
-def record(key: Key, item: Checkpoint) -> Record:
-    times = item.times_ns
-    return Record(
-        uid=key.uid, job=key.job, rank=key.rank, session=item.session,
-        incarnation=item.incarnation, step=item.step, sequence=item.sequence, slot=item.slot,
-        payload_bytes=item.payload_bytes, pulled=bool(item.map), state=item.state.name.lower(),
-        reason=item.reason, rehomed=item.rehomed, held_at=item.held_at_ns, held=item.held_ns,
-        requested=item.requested_ns,
-        ended=0 if item.live else max(item.at_ns.values(), default=0),
-        begin=times.get("begin", 0), first_write=times.get("first_write", 0),
-        sealed=times.get("sealed", 0), written=times.get("written", 0),
-        flushed=times.get("flushed", 0), durable=times.get("durable", 0),
-    )  # fmt: skip
-
-
 class Ring:
-    """Checkpoints that have ended, the newest ones of each user: nobody's pushes another's out."""
+    """Ended checkpoints, the newest ones of each user: no user displaces those of another."""
 
     def __init__(self, *, per_uid: int = RECORDS_PER_UID, uids: int = UIDS_MAX) -> None:
         self._per_uid = per_uid
@@ -79,7 +35,7 @@ class Ring:
             self._kept.popitem(last=False)
 
     def newest(self, asker_uid: int, since_ns: int) -> Iterator[Record]:
-        """Newest first, of what the asker may see: his own, root all; that ended after `since`."""
+        """Newest first, of what the asker may see (its own; root sees all), ended after `since`."""
         for uid, kept in self._kept.items():
             if asker_uid in (0, uid):
                 for item in reversed(kept):

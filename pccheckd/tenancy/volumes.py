@@ -1,8 +1,8 @@
 """The volume files of one (uid, job, rank): found, opened, made, outgrown, reopened, dropped.
 
-The last one takes new checkpoints. One that was outgrown stays until its follower has what is
-needed for recovery. What opens, makes or drops files is called with the tenant's lock held; `look`
-may let go of a file at any other await."""
+The last one receives new checkpoints. An outgrown one stays until its successor has what recovery
+needs. Calls that open, make or drop files need the tenant's lock; `look` may give up a file at any
+await."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from pccheck_native import _core, catalog, dropping, layout
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.core.io_engine import PWRITE
 from pccheckd.storage.space import Reservation
 
 PROTECTED, PINNED = _core.SLOT_PROTECTED, _core.SLOT_PINNED  # for the next run; by the user
 QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
 PAYLOAD_BYTES_MAX = 1 << 50
-#: How long a volume waits for others that are being made, where they leave no room for it.
+#: How long a volume waits for others that are being made and leave no room for it.
 MAKING_LIMIT_S = 10.0
 SEQUENCE_BITS = 32  # more than any volume gives out
 LOSSES_TOLD = 4
@@ -58,7 +59,7 @@ class OpenVolume:
     generation: int
     volume: _core.Volume
     info: _core.VolumeInfo
-    engine: str = ""  # what reads and writes it
+    engine: str = ""  # reads and writes it
     #: As last read, newest first.
     checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
     quarantined: int = 0
@@ -83,7 +84,7 @@ class OpenVolume:
 
 
 def _close(volume: _core.Volume) -> bool:
-    """Whether it was the file at its path: another one there is not ours to remove."""
+    """Whether it was the file at its path; another file there must not be removed."""
     try:
         volume.require_in_place()
     except (OSError, ValueError, _core.NativeError):
@@ -94,7 +95,7 @@ def _close(volume: _core.Volume) -> bool:
 
 
 def _mark(path: Path) -> tuple[int, ...]:
-    """Another one when the file has changed; () when it is gone."""
+    """Changes when the file changes; () when it does not exist."""
     with contextlib.suppress(OSError):
         found = path.lstat()
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -106,7 +107,7 @@ def _marks(paths: list[Path]) -> dict[Path, tuple[int, ...]]:
 
 
 def _size(path: Path) -> int:
-    """0 for a file that was dropped while we looked."""
+    """0 for a file that was dropped meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
@@ -122,12 +123,12 @@ class VolumeSet:
         #: Files that could not be opened, and why.
         self.unreadable: dict[Path, PccheckError] = {}
         self._tried: dict[Path, tuple[int, ...]] = {}  # what they were then
-        #: Opened, but no longer at their path: closed as soon as nobody uses them.
+        #: Opened, but no longer at their path: closed as soon as they are unused.
         self.gone: list[OpenVolume] = []
         #: What happened to files while they were open, until a checkpoint is durable elsewhere, ...
         self.losses: dict[Path, str] = {}
         self.remembered: deque[str] = deque(maxlen=LOSSES_TOLD)  # ... and from then on
-        self._known: set[Path] = set()  # was open here, so its sequences are known ...
+        self._known: set[Path] = set()  # were open here, so their sequences are known ...
         self._passed = 0  # ... of those that are gone
 
     @property
@@ -151,12 +152,12 @@ class VolumeSet:
         return max((*(item.info.incarnation for item in self.open), *saved), default=0)
 
     def last_sequence(self) -> int:
-        """What comes next is above it, in every file."""
+        """The next sequence is above it, in every file."""
         return max((item.info.next_sequence - 1 for item in self.open), default=self._passed)
 
     def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
-        """What the ranks of the job have agreed on, for every open file; `pending` is what this
-        rank has in flight. Waits for no disk."""
+        """Applies the agreement of the job's ranks to every open file; `pending` is what this rank
+        has in flight. Waits for no disk."""
         self._agreement = agreement
         for item in self.open:
             self._instruct(item, pending)
@@ -171,8 +172,8 @@ class VolumeSet:
             )  # fmt: skip
 
     async def load(self) -> None:
-        """Opens what is on the disk and not open yet. Files that cannot be opened go to
-        `unreadable`; they are tried again when they have changed."""
+        """Opens the files on the disk that are not open yet. Those that cannot be opened go to
+        `unreadable`, and are tried again when they have changed."""
         files = await self._engine.call(self.key.uid, self._files)
         held = {item.path for item in (*self.open, *self.gone)}
         marks = await self._engine.call(self.key.uid, _marks, [file.path for file in files])
@@ -192,13 +193,13 @@ class VolumeSet:
         self.open.sort(key=lambda item: item.generation)
 
     async def look(self) -> bool:
-        """Whether open files turned out to be no longer at their path, or cut. What is in them is
-        not recovered any more, and no checkpoint goes there."""
+        """Whether open files were found missing from their path, or truncated. They are no longer
+        used, neither for recovery nor for saving."""
         found = False
         for item in list(self.open):
             try:
                 await self._engine.call(self.key.uid, item.volume.require_in_place)
-            except (OSError, ValueError):  # a disk that does not answer; or it is being reopened
+            except (OSError, ValueError):  # the disk does not answer, or it is being reopened
                 continue
             except _core.NativeError as error:
                 if item in self.open:
@@ -219,20 +220,20 @@ class VolumeSet:
         )
 
     def settled(self) -> None:
-        """A checkpoint is durable: what was lost before is over."""
+        """A checkpoint is durable: earlier losses are history."""
         self.remembered.extend(self.losses.values())
         self.losses.clear()
 
     async def close_lost(self, item: OpenVolume) -> None:
-        """Closes one that is gone; the file that may be at its path is not ours to remove."""
+        """Closes a missing one; another file at its path must not be removed."""
         self.gone.remove(item)
         with contextlib.suppress(OSError, _core.NativeError):
             await self._engine.call(self.key.uid, item.volume.close)
 
     @property
     def is_followed(self) -> bool:
-        """A later file than the current one is there but cannot be read: to go on in the current
-        one would give its sequences out again."""
+        """A later file than the current one exists but cannot be read: saving to the current one
+        would use its sequences again."""
         current = self.current
         return current is not None and any(
             layout.parse_volume_path(self._config.storage, path).generation > current.generation
@@ -240,8 +241,8 @@ class VolumeSet:
         )
 
     def require_readable(self, *, fresh: bool) -> None:
-        """Raises why no volume can be read, unless one can, there is none, or `fresh` says to go
-        on without: a job must not begin at step 0 over checkpoints by accident."""
+        """Raises why no volume can be read, unless one can, there is none, or `fresh`: a job must
+        not begin at step 0 over existing checkpoints by accident."""
         if self.unreadable and not fresh and not self.checkpoints():
             error = next(iter(self.unreadable.values()))
             raise type(error)(
@@ -253,6 +254,19 @@ class VolumeSet:
         for item in list(self.open):
             with contextlib.suppress(ValueError):  # dropped or reopened meanwhile
                 await self._engine.call(self.key.uid, item.read)
+
+    async def recycle(self) -> bool:
+        """Frees slots of the current file that are no longer kept; whether one is free now."""
+        current = self.current
+        try:
+            if current is None or not current.volume.has_expendable():
+                return False
+            await self._engine.call(self.key.uid, current.volume.recycle)
+            await self._engine.call(self.key.uid, current.read)
+        except (OSError, ValueError, _core.NativeError) as error:
+            LOG.warning("%s: cannot recycle slots: %s", self.key, error)
+            return False
+        return current.info.free_slots > 0
 
     async def make(
         self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
@@ -280,7 +294,9 @@ class VolumeSet:
         path = layout.volume_path(config.storage, key.uid, key.job, key.rank, generation)
         await self.refresh()
         sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
-        if self.unreadable.keys() - self._known:  # above what they hold, should it be read one day
+        if (
+            self.unreadable.keys() - self._known
+        ):  # above what they hold, in case they can be read later
             sequence = max(sequence, generation << SEQUENCE_BITS)
 
         def create() -> None:
@@ -298,18 +314,18 @@ class VolumeSet:
                 await self._engine.call(key.uid, create)
             made = await self._opened(path, generation)
         except (OSError, _core.NativeError) as error:
-            told = translated(error, f"a volume of {size_text(needed)} for {key}")
-            if isinstance(told, StorageFullError) and not told.hint:
+            why = translated(error, f"a volume of {size_text(needed)} for {key}")
+            if isinstance(why, StorageFullError) and not why.hint:
                 hint = await self._engine.call(key.uid, self._droppable, needed)
-                told = StorageFullError(told.message, hint=hint)
-            raise told from error
+                why = StorageFullError(why.message, hint=hint)
+            raise why from error
         self.open.append(made)
-        LOG.info("%s: made %s, %d slots, %s", key, path, config.slots, size_text(needed))
+        LOG.info("%s: created %s, %d slots, %s", key, path, config.slots, size_text(needed))
         return made
 
     async def reopen(self, item: OpenVolume) -> None:
-        """Closes a stopped volume and reads it from the media again. When it cannot be written to
-        any more, what is in it can still be read."""
+        """Closes a stopped volume and reads it from the disk again, read-only when it can no longer
+        be written."""
         await self._engine.call(self.key.uid, item.volume.close)
         try:
             fresh = await self._opened(item.path, item.generation)
@@ -329,10 +345,10 @@ class VolumeSet:
         self.open.remove(item)
         if await self._engine.call(self.key.uid, _close, item.volume):
             await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
-            LOG.info("%s: dropped the outgrown %s", self.key, item.path)
+            LOG.info("%s: deleted the outgrown volume %s", self.key, item.path)
 
     def limit(self) -> None:
-        """--max-bandwidth as it is now, for every open file; waits for no disk."""
+        """Applies --max-bandwidth to every open file; waits for no disk."""
         for item in self.open:
             with contextlib.suppress(ValueError):  # closed, and about to be reopened
                 item.volume.limit(self._config.max_bandwidth_bytes)
@@ -374,7 +390,7 @@ class VolumeSet:
                 raise
 
         item = await self._engine.call(self.key.uid, open_it)
-        # On the loop, as every change of it: none can be missed from here to `open`.
+        # On the loop, like every change of the limit: none is missed from here to `open`.
         item.volume.limit(config.max_bandwidth_bytes)
         self._instruct(item)
         if writable:
@@ -382,8 +398,8 @@ class VolumeSet:
         return item
 
     async def _require_room(self, needed: int, before: list[Reservation]) -> None:
-        """Volumes that were asked for before are counted as made. Where they leave no room, they
-        are waited for, a moment: they may fail, or be counted twice while they are being made."""
+        """Counts volumes that were requested before as made. When they leave no room, waits for
+        them a moment: they may fail, or be counted twice while they are being made."""
         going = before
         if before:
             with contextlib.suppress(StorageFullError):
@@ -423,7 +439,7 @@ class VolumeSet:
         return StorageFullError(
             f"a volume for {self.key} takes {size_text(needed)} ({self._config.slots} slots), but "
             f"{but}",
-            hint=f"raise {larger_than}, or use fewer --slots: dropping other jobs is not enough"
+            hint=f"raise {larger_than}, or use fewer --slots; dropping other jobs is not enough"
             if larger_than else self._droppable(lacking),
         )  # fmt: skip
 
@@ -439,11 +455,11 @@ class VolumeSet:
         count = next((at for at, freed_bytes in enumerate(freed, 1) if freed_bytes >= lacking), 0)
         if not 0 < count <= NAMED_MAX:
             return (
-                f"{size_text(lacking)} are lacking: free some room, use fewer --slots, or another "
-                "--storage"
+                f"{size_text(lacking)} more are needed: free space on the disk, use fewer "
+                "--slots, or another --storage"
             )
         named = ", ".join(
             f"pccheckctl drop {job.job} ({size_text(job.bytes)}{', finished' if job.done else ''})"
             for job in others[:count]
         )
-        return f"make room by dropping jobs that are over: {named}"
+        return f"make room by dropping jobs that have ended: {named}"

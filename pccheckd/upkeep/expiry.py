@@ -1,6 +1,5 @@
-"""Volumes that are not wanted any more: dropped when their owner asks, or when their job said that
-it had finished and was left alone since (`--expire-finished`). Never under a session, never
-half."""
+"""Drops volumes: when their owner requests it, or when their job has finished and was unused since
+(`--expire-finished`). Never under a session, and never a part of a job."""
 
 from __future__ import annotations
 
@@ -15,26 +14,27 @@ from pccheck_wire.errors import PccheckError, RefusedError, UsageError
 from pccheck_wire.messages import Drop
 from pccheck_wire.owners import owner_of
 from pccheckd.base.background import Background
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine, translated
+from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 
 from .finished import NAME, Idle
 
 Document = dict[str, object]
 
-#: Between two looks for finished jobs: an eighth of the age, at most this.
+#: Between two checks for finished jobs: an eighth of the age, at most this.
 PAUSE_S_MAX = 3600.0
-#: Of one look: a fault that makes everything look old has to be noticed before everything is gone.
+#: Per check: an error that makes all jobs look old must be noticed before all are deleted.
 DROPS_MAX = 16
 
 
 async def drop(
     config: Config, engine: Engine, registry: Registry, asker_uid: int, body: Drop
 ) -> Document:
-    """The volumes of a job that are, or with `dry_run` would be, dropped. Only their owner and
-    root may ask. Raises RefusedError while the job is in use."""
+    """Drops the volumes of a job, or with `dry_run` lists them. Only their owner and root may do
+    so. Raises RefusedError while the job is in use."""
     if body.uid >= 0 and asker_uid not in (0, body.uid):
         raise RefusedError(f"uid {asker_uid} may not drop jobs of uid {body.uid}")
     try:
@@ -61,14 +61,14 @@ async def drop(
 
 
 async def _clear(engine: Engine, config: Config) -> None:
-    """The room that a drop before could not give back."""
+    """Frees space that an earlier drop could not free."""
     try:
         count = await engine.look(os.geteuid(), dropping.clear, config.storage)
     except OSError as error:
-        LOG.warning("the room of dropped volumes cannot be given back: %s; later again", error)
+        LOG.warning("the space of dropped volumes cannot be freed: %s; pccheckd tries again", error)
         return
     if count:
-        LOG.info("gave back the room of %d volumes that were dropped before", count)
+        LOG.info("freed the space of %d volumes that were dropped before", count)
 
 
 async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> None:
@@ -83,8 +83,8 @@ async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> Non
 
 
 class Expiry(Background):
-    """Drops finished jobs that have been left alone for `config.expire_finished_s`; `Idle` says
-    what time counts. What is due is said at one look and dropped at a later one, a few at once."""
+    """Drops finished jobs that were unused for `config.expire_finished_s`, as `Idle` counts it. A
+    due job is announced at one check and dropped at a later one, a few at once."""
 
     def __init__(
         self,
@@ -104,37 +104,37 @@ class Expiry(Background):
         self._announced: set[dropping.JobUse] = set()
 
     def wake(self) -> None:
-        """The age may have changed."""
+        """The option may have changed."""
         self._changed.set()
 
     async def look(self) -> list[dropping.JobUse]:
-        """Counts, says what is due, and drops what was said to be; which jobs that were. One that
-        is in use is left alone."""
+        """Announces due jobs, and drops those announced before, except jobs in use. Returns the
+        dropped jobs."""
         age_s = self._config.expire_finished_s
         await _clear(self._engine, self._config)
         due = [job for job in await self._observed() if self._idle.idle_s(job) >= age_s]
-        said, self._announced = self._announced & set(due), set(due)
+        announced, self._announced = self._announced & set(due), set(due)
         for job in due:
-            if job not in said:
+            if job not in announced:
                 LOG.warning(
-                    "job %r of uid %d has finished and been left alone for --expire-finished: its "
-                    "%d bytes are dropped in %g s, unless it is started anew",
+                    "job %r of uid %d finished and was unused for --expire-finished: its %d bytes "
+                    "are deleted in %g s, unless the job starts again",
                     job.job, job.uid, job.bytes, self._pause_s(age_s),
                 )  # fmt: skip
         gone = []
-        for job in [job for job in due if job in said][:DROPS_MAX]:
+        for job in [job for job in due if job in announced][:DROPS_MAX]:
             try:
                 if await self._expire(job):
                     gone.append(job)
             except RefusedError:
-                pass  # somebody reads it, or has started it anew
+                pass  # it is read, or was started again
             except (OSError, PccheckError, _core.NativeError) as error:
-                # The others go all the same.
+                # The others are dropped anyway.
                 LOG.warning("job %r of uid %d cannot be dropped: %s", job.job, job.uid, error)
         return gone
 
     async def _observed(self) -> list[dropping.JobUse]:
-        """The finished jobs that nobody uses, with their time counted and remembered."""
+        """The finished, unused jobs, with their time counted and stored."""
         uid, storage = os.geteuid(), self._config.storage
         if self._looked_s is None:
             await self._engine.look(uid, self._idle.load, storage)
@@ -151,15 +151,15 @@ class Expiry(Background):
 
     async def _expire(self, job: dropping.JobUse) -> bool:
         async with self._registry.unloaded(job.uid, job.job):
-            # No scan: a verify of hours may go on, and the user's trainers wait for us.
+            # Not by `look`: the user's trainers wait for the lock that is held here.
             files = await self._engine.call(
                 job.uid, dropping.victims, self._config.storage, uid=job.uid, job=job.job
             )
             if max((v.last_write_s for v in files), default=0.0) != job.last_write_s:
-                return False  # it was started anew since we looked
+                return False  # it was started again meanwhile
             await _remove(self._engine, job.uid, files)
         LOG.info(
-            "job %r of uid %d has finished and expired: %d files, %d bytes dropped",
+            "job %r of uid %d finished and expired: %d files, %d bytes deleted",
             job.job, job.uid, len(files), sum(victim.bytes for victim in files),
         )  # fmt: skip
         return True
@@ -172,9 +172,9 @@ class Expiry(Background):
                 try:
                     await self.look()
                 except (OSError, PccheckError, _core.NativeError) as error:
-                    LOG.warning("finished jobs cannot be looked for: %s", error)
+                    LOG.warning("cannot check for finished jobs: %s", error)
             else:
-                self._looked_s = None  # what passes now is not watched
+                self._looked_s = None  # this time does not count
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     self._changed.wait(), self._pause_s(age_s) if age_s > 0 else None

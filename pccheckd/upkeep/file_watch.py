@@ -1,5 +1,5 @@
-"""Once a second: are the storage directory and the volumes' files where they were? What was removed
-is noticed before the next checkpoint then, and also where nobody saves."""
+"""Checks once a second that the storage directory and the volumes' files are where they were, so
+that a removal is noticed before the next checkpoint, and also when no rank saves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ PERIOD_S = 1.0
 
 
 class FileWatch(Background):
-    """Started and stopped by the daemon's start and stop. A disk that does not answer keeps one
-    look of each rank waiting, and nobody else."""
+    """A disk that does not answer blocks one check of each rank, and nothing else."""
 
     def __init__(self, engine: Engine, registry: Registry) -> None:
         self._engine = engine

@@ -1,9 +1,9 @@
-"""How long finished jobs have been left alone, in time that daemons have watched them.
+"""How long finished jobs have been unused, in time that daemons have watched them.
 
-No wall clock is asked: one that jumps (no NTP at boot, a bad RTC) would make every job old at
-once. What counts is time that has passed on a running daemon's monotonic clock, kept over restarts
-in a small file; time in which no daemon ran does not count, and losing the file begins anew. Either
-way a job stays longer, never shorter."""
+The wall clock is not used: one that jumps (no NTP at boot, a bad RTC) would make every job old at
+once. Only time on a running daemon's monotonic clock counts, kept over restarts in a small file.
+Time without a daemon does not count, and losing the file restarts the count: a job may stay longer,
+never shorter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass(slots=True)
 class _Seen:
-    last_write_s: float  # that it is still the same: only compared
+    last_write_s: float  # only compared, to notice new writes
     idle_s: float
 
 
@@ -31,8 +31,8 @@ class Idle:
         self._seen: dict[tuple[int, str], _Seen] = {}
 
     def observe(self, finished: Iterable[JobUse], elapsed_s: float) -> None:
-        """These are finished and not in use now, `elapsed_s` after the look before. Any other one,
-        and one that was written to since, begins anew."""
+        """These are finished and not in use now, `elapsed_s` after the previous call. The count of
+        any other job, and of one that was written to, restarts."""
         before, self._seen = self._seen, {}
         for job in finished:
             known = before.get((job.uid, job.job))
@@ -45,7 +45,7 @@ class Idle:
         return known.idle_s if known is not None else 0.0
 
     def load(self, storage: Path) -> None:
-        """What was stored; a row that makes no sense is left out."""
+        """Loads the stored counts; invalid rows are skipped."""
         rows = state_file.load(storage / NAME, SCHEMA).get("jobs")
         for row in rows if isinstance(rows, list) else []:
             match row:

@@ -1,5 +1,5 @@
-"""Gives back GPUs that no trainer shares memory of any more: a context takes hundreds of megabytes
-of each, and keeps its clocks up."""
+"""Releases GPUs whose memory no trainer shares: a context takes hundreds of megabytes of the GPU,
+and keeps its clocks up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 
-#: Between two looks, at most; a short `gpu_release_s` is looked at more often.
+#: Between two checks, at most; fewer with a short `gpu_release_s`.
 LOOK_S = 10.0
 
 
@@ -33,8 +33,8 @@ class GpuRelease(Background):
                 continue
             try:
                 await tenant.port.rest(after_s)
-            except Exception:  # the others' memory is given back all the same
-                LOG.exception("%s: its memory could not be unpinned", tenant.key)
+            except Exception:  # the others' memory is released anyway
+                LOG.exception("%s: DRAM could not be unpinned", tenant.key)
         await self._engine.drive(os.getuid(), gpus.rest, after_s)
 
     async def _run(self) -> None:

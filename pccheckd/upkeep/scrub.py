@@ -1,23 +1,30 @@
 """The background check: every kept checkpoint of every volume is read and verified now and then,
 so that rot is found while an older checkpoint can still take its place.
 
-One checkpoint at a time, at a limited rate, in pieces; between two pieces saves and restores go
-first. A slot is held for one piece only, so that no save ever waits for the check."""
+It reads one checkpoint at a time, at a limited rate, in pieces. Between two pieces it waits for
+saves and restores. It holds a slot for one piece only, so that no save ever waits for the check."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Literal, TypeVar
+
+import psutil
 
 from pccheck_native import _core, catalog, layout
+from pccheck_native.subset import Pieces
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import NoCheckpointError, PccheckError
+from pccheck_wire.units import MIB
+from pccheckd.base import state_file
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
@@ -26,18 +33,10 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key, OpenVolume
 
-from . import scrub_state
-from .scrub_reading import (
-    PIECE_BYTES,
-    Result,
-    check,
-    open_volume,
-    payload_of,
-    result_of,
-    stand_back,
-)
-
-#: A node may have saves in flight at every moment: after so long one piece is read all the same.
+#: Read at once. Larger pieces burden the disk for longer; smaller ones read the manifest (8 bytes
+#: per MiB of payload) more often.
+PIECE_BYTES = 16 * MIB
+#: A node may have saves in flight at every moment: after this long one piece is read anyway.
 PATIENCE_S = 10.0
 LOOK_S = 0.25
 #: A disk that was away for a moment has lost nothing: what cannot be read is read again.
@@ -46,11 +45,36 @@ CONFIRM_S = 5.0
 WAIT_STEP_S = 60.0
 PIECE_S_MAX = 60.0  # between two pieces, however low the rate
 INTERVAL_MIN_S = 1.0
+#: "recycled": a newer checkpoint took the slot, or the volume was closed.
+Result = Literal["ok", "damaged", "unreadable", "recycled"]
 RESULTS: tuple[Result, ...] = ("ok", "damaged", "unreadable", "recycled")
 BAD = {"damaged": "is damaged", "unreadable": "cannot be read"}
+#: Remembers the progress over a restart of the daemon. Losing the file costs one more pass.
+STATE_NAME, STATE_SCHEMA = ".pccheckd.scrub.json", 1
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+@dataclass(slots=True)
+class State:
+    """Times are wall clock seconds: they must survive a reboot."""
+
+    since_s: float = 0.0  # when the first pass could have begun: the daemon's first start here
+    began_s: float = 0.0  # of the pass in progress, or of the last one; 0: none ever began
+    ended_s: float = 0.0  # of the last complete pass
+    after: str = ""  # the volume that the pass in progress has finished last; "" between passes
+    running: bool = False
+    damaged: int = 0  # found by the last or present pass
+    unreadable: int = 0
+    checked: int = 0
+
+    @classmethod
+    def load(cls, storage: Path) -> State:
+        return state_file.load_into(cls(), storage / STATE_NAME, STATE_SCHEMA)
+
+    def store(self, storage: Path) -> None:
+        """Raises OSError."""
+        state_file.store(storage / STATE_NAME, STATE_SCHEMA, asdict(self))
 
 
 @dataclass(slots=True)
@@ -58,7 +82,7 @@ class Pass:
     """One reading of everything, from the list of files that was made at its beginning."""
 
     volumes: int
-    bytes: int  # of payload in all of them, as far as their records tell
+    bytes: int  # of payload in all of them, according to their records
     began_ns: int
     volumes_done: int = 0
     bytes_done: int = 0
@@ -71,7 +95,7 @@ class Pass:
 
 
 class TurnedOffError(Exception):
-    """In the middle of a volume, which is read from its beginning when it is wanted again."""
+    """The check was turned off within a volume; the next pass reads that volume again."""
 
 
 class Scrubber(Background):
@@ -88,13 +112,13 @@ class Scrubber(Background):
         self.bytes_read = 0
         self.passes = 0
         self._storage = config.storage
-        self._buffered = config.allow_any_filesystem
         self._config = config
         self._registry = registry
         self._wall = wall
-        self._state = scrub_state.State()
+        self._state = State()
         self._changed = asyncio.Event()
-        self._thread = Threads(1, "scrub", initializer=stand_back)
+        self._thread = Threads(1, "scrub", initializer=_yield_disk)
+        self._pieces = Pieces(PIECE_BYTES, threads=0)  # used in that thread
 
     def start(self) -> None:
         self._thread.begin()
@@ -124,23 +148,21 @@ class Scrubber(Background):
 
     @property
     def last_ended_s(self) -> float:
-        """Wall time; 0 when none has come to its end."""
+        """Wall time; 0 before the first complete pass."""
         return self._state.ended_s
 
     def document(self) -> dict[str, object]:
-        """For `status`: what it does, and what came of it."""
+        """For `status`: its state and results."""
         now, state = self.progress, self._state
         doing = "paused" if self.paused else "reading" if now else "waiting"
+        names = ("volumes", "volumes_done", "bytes", "bytes_done")
         return {
             "state": doing if self.enabled else "off",
             "rate_bytes": self._config.scrub_rate_bytes,
             "interval_s": self._config.scrub_interval_s,
             "next_s": round(self._due_in_s(), 1) if self.enabled and now is None else None,
             "progress": round(now.ratio, 4) if now else None,
-            "volumes": now.volumes if now else None,
-            "volumes_done": now.volumes_done if now else None,
-            "bytes": now.bytes if now else None,
-            "bytes_done": now.bytes_done if now else None,
+            **{name: getattr(now, name) if now else None for name in names},
             "last_ended_wall_ns": int(state.ended_s * 1e9) or None,
             "checked": state.checked,
             "damaged": state.damaged,
@@ -150,16 +172,18 @@ class Scrubber(Background):
     # -- passes --------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._state = await self._read(scrub_state.load, self._storage)
+        self._state = await self._read(State.load, self._storage)
         if not self._state.since_s:
             self._state.since_s = self._wall()
             await self._remember()
         while True:
             try:
-                await self._until_due()
+                while not self.enabled or self._due_in_s() > 0:
+                    due_s = self._due_in_s() if self.enabled else WAIT_STEP_S
+                    await self._pause(min(due_s, WAIT_STEP_S))
                 await self._pass()
             except (OSError, PccheckError, _core.NativeError) as error:
-                LOG.warning("the background check cannot go on: %s; it tries again", error)
+                LOG.warning("background check interrupted: %s; pccheckd tries again", error)
                 await self._pause(WAIT_STEP_S)
 
     def _due_in_s(self) -> float:
@@ -170,38 +194,34 @@ class Scrubber(Background):
         before = min(max(self._state.began_s, self._state.since_s), now)  # a clock was set back
         return max(0.0, before + max(self._config.scrub_interval_s, INTERVAL_MIN_S) - now)
 
-    async def _until_due(self) -> None:
-        while not self.enabled or self._due_in_s() > 0:
-            await self._pause(min(self._due_in_s(), WAIT_STEP_S) if self.enabled else WAIT_STEP_S)
-
     async def _pause(self, limit_s: float) -> None:
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), limit_s)
 
     async def _pass(self) -> None:
-        """Reads every volume, or goes on behind the one that was finished last before a restart."""
+        """Reads every volume, or continues behind the one that was finished before a restart."""
         state, files = self._state, await self._read(layout.list_volumes, self._storage)
         if not state.running:
-            self._state = state = scrub_state.State(
+            self._state = state = State(
                 since_s=state.since_s, began_s=self._wall(), ended_s=state.ended_s, running=True
             )
         left = sorted((file for file in files if self._name(file) > state.after), key=self._name)
-        payload = await self._read(payload_of, left, self._buffered)
-        now = Pass(len(left), payload, time.monotonic_ns())
-        self.progress = now
+        self.progress = now = Pass(
+            len(left), await self._read(self._payload_of, left), time.monotonic_ns()
+        )
         try:
             for file in left:
                 if not self.enabled:
-                    return  # goes on here when it is wanted again
+                    return  # continues here when it is enabled again
                 try:
                     await self._volume(file)
                 except TurnedOffError:
                     return
-                except NoCheckpointError:
-                    pass  # dropped meanwhile
+                except (NoCheckpointError, FileNotFoundError):
+                    pass  # dropped or outgrown meanwhile
                 except (OSError, PccheckError, _core.NativeError) as error:
-                    self._count("unreadable")  # the others are read all the same
+                    self._count("unreadable")  # the others are read anyway
                     LOG.error("background check: %s cannot be checked: %s", file.path, error)
                 now.volumes_done += 1
                 state.after = self._name(file)
@@ -211,24 +231,20 @@ class Scrubber(Background):
         state.running, state.after, state.ended_s = False, "", self._wall()
         self.passes += 1
         await self._remember()
-        self._tell(now)
-
-    def _tell(self, done: Pass) -> None:
-        took_s = (time.monotonic_ns() - done.began_ns) / 1e9
-        bad = [f"{done.results[one]} {one}" for one in BAD if done.results[one]]
-        log = LOG.error if bad else LOG.info
-        log(
+        bad = [f"{now.results[one]} {one}" for one in BAD if now.results[one]]
+        (LOG.error if bad else LOG.info)(
             "background check: %d checkpoints, %s in %.0f s: %s",
-            done.results["ok"] + done.results["damaged"], size_text(done.bytes_done), took_s,
-            f"{', '.join(bad)}, see: pccheckctl status" if bad else "all whole",
-            extra={"fields": {"event": "scrubbed", **done.results}},
+            now.results["ok"] + now.results["damaged"], size_text(now.bytes_done),
+            (time.monotonic_ns() - now.began_ns) / 1e9,
+            f"{', '.join(bad)}, see: pccheckctl status" if bad else "no damage",
+            extra={"fields": {"event": "scrubbed", **now.results}},
         )  # fmt: skip
 
     async def _remember(self) -> None:
         try:
-            await self._read(scrub_state.store, self._storage, self._state)
+            await self._read(self._state.store, self._storage)
         except OSError as error:
-            LOG.warning("%s cannot be written: %s", self._storage / scrub_state.NAME, error)
+            LOG.warning("%s cannot be written: %s", self._storage / STATE_NAME, error)
 
     def _name(self, file: layout.VolumeFile) -> str:
         return str(file.path.relative_to(self._storage))
@@ -237,29 +253,22 @@ class Scrubber(Background):
 
     async def _volume(self, file: layout.VolumeFile) -> None:
         key = Key(file.uid, file.job, file.rank)
-        item = self._loaded(key, file.path)
-        if item is not None:
-            for found in list(item.checkpoints):
-                await self._checkpoint(key, found, item.volume)
-            return
+        item = _item(self._registry.loaded(key), file.path)
+        volume = item.volume if item is not None else await self._read(self._opened, file.path)
         try:
-            volume = await self._read(open_volume, file.path, self._buffered)
-        except FileNotFoundError:
-            return  # dropped or outgrown meanwhile
-        except (OSError, _core.NativeError) as error:
-            self._count("unreadable")
-            LOG.error("background check: the volume %s cannot be read: %s", file.path, error)
-            return
-        try:
-            for found in await self._read(catalog.checkpoints_of, volume, file.path):
+            if item is not None:
+                there = list(item.checkpoints)
+            else:
+                there = await self._read(catalog.checkpoints_of, volume, file.path)
+            for found in there:
                 await self._checkpoint(key, found, volume)
         finally:
-            await self._read(volume.close)
+            if item is None:
+                await self._read(volume.close)
 
     async def _checkpoint(self, key: Key, found: catalog.Checkpoint, volume: _core.Volume) -> None:
-        """Reads one to its end. Nothing bad is believed that a second reading, of the loaded
-        volume, does not confirm: a trainer may have come and written to it, or the disk was away.
-        """
+        """Reads one to its end. Damage counts only when a second reading, of the loaded volume,
+        confirms it: a trainer may have written to the volume meanwhile, or the disk was away."""
         if found.is_damaged:
             await self._flagged(key, found)
             return
@@ -279,7 +288,7 @@ class Scrubber(Background):
             loaded.retention.unreadable.discard(found.sequence)
 
     async def _bad(self, key: Key, found: catalog.Checkpoint, result: Result, at: int) -> None:
-        """Twice: only damage stays, the disk may read it another time."""
+        """Confirmed. Only damage is flagged on the disk: an unreadable one may become readable."""
         LOG.error(
             "background check: %s: checkpoint %d of step %d %s near byte %d of %s",
             key, found.sequence, found.step, BAD[result], at, found.volume_path,
@@ -294,7 +303,7 @@ class Scrubber(Background):
             tenant.retention.not_read(found.sequence)
 
     async def _flagged(self, key: Key, found: catalog.Checkpoint) -> None:
-        """Known to be damaged, and told then. Whole again, it loses the flag."""
+        """Known to be damaged, and reported before. Whole again, it loses the flag."""
         _, tenant = await self._registry.existing(key)
         item, reports = _item(tenant, found.volume_path), tenant.retention.reports
         if item is None:
@@ -308,8 +317,7 @@ class Scrubber(Background):
     async def _first_problem(
         self, key: Key, found: catalog.Checkpoint, volume: _core.Volume, offset: int
     ) -> tuple[Result, int]:
-        """What comes of reading it from there to its end, and where the first piece is that is not
-        as it was written."""
+        """The result of reading from `offset` to the end, and where the first bad piece is."""
         while offset < found.payload_bytes:
             if not self.enabled:
                 raise TurnedOffError
@@ -317,32 +325,23 @@ class Scrubber(Background):
             due = time.monotonic() + min(piece_s, PIECE_S_MAX)
             await self._give_way()
             length = min(PIECE_BYTES, found.payload_bytes - offset)
-            tenant = self._tenant(key, volume)
+            tenant = self._registry.loaded(key)
+            if tenant is not None and all(one.volume is not volume for one in tenant.volumes.open):
+                tenant = None  # it has opened the file by itself
             try:
-                await self._held(tenant, volume, found.sequence, offset, length)
+                with tenant.read() if tenant is not None else contextlib.nullcontext():
+                    await self._read(self._pieces.check, volume, found.sequence, offset, length)
             except (ValueError, OSError, _core.NativeError) as error:
-                return result_of(error), offset
+                return _result_of(error), offset
             offset += length
             self.bytes_read += length
             if self.progress is not None:
                 self.progress.bytes_done += length
-            await self._pause(max(0.0, due - time.monotonic()))  # a new rate counts at once
+            await self._pause(max(0.0, due - time.monotonic()))  # a new rate applies at once
         return "ok", offset
 
-    async def _held(
-        self, tenant: Tenant | None, volume: _core.Volume, sequence: int, offset: int, length: int
-    ) -> None:
-        """Reads one piece; a loaded volume stays open meanwhile."""
-        if tenant is not None:
-            tenant.reading += 1
-        try:
-            await self._read(check, volume, sequence, offset, length)
-        finally:
-            if tenant is not None:
-                tenant.reading -= 1
-
     async def _give_way(self) -> None:
-        """Until nothing is saved or restored, but not for ever."""
+        """Waits until nothing is saved or restored, up to PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
         while self._busy() and time.monotonic() < deadline:
             self.paused = True
@@ -350,35 +349,54 @@ class Scrubber(Background):
         self.paused = False
 
     def _busy(self) -> bool:
-        return any(t.reading or t.ledger.live() for t in self._registry.tenants())
+        return any(t.is_read or t.ledger.live() for t in self._registry.tenants())
 
     def _count(self, result: Result) -> None:
         self.results[result] += 1
         if self.progress is not None:
             self.progress.results[result] += 1
-        if result in ("ok", "damaged"):
-            self._state.checked += 1
-        elif result == "unreadable":
-            self._state.unreadable += 1
-        if result == "damaged":
-            self._state.damaged += 1
+        self._state.checked += result in ("ok", "damaged")
+        self._state.unreadable += result == "unreadable"
+        self._state.damaged += result == "damaged"
 
-    # -- who has it open -----------------------------------------------------------------------
+    # -- in the thread -------------------------------------------------------------------------
 
-    def _loaded(self, key: Key, path: Path) -> OpenVolume | None:
-        tenant = self._registry.loaded(key)
-        return _item(tenant, path) if tenant is not None else None
-
-    def _tenant(self, key: Key, volume: _core.Volume) -> Tenant | None:
-        """The tenant whose own volume this is."""
-        tenant = self._registry.loaded(key)
-        mine = tenant is not None and any(item.volume is volume for item in tenant.volumes.open)
-        return tenant if mine else None
-
-    async def _read(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    async def _read(self, function: Callable[..., _R], *arguments: object) -> _R:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+    def _opened(self, path: Path) -> _core.Volume:
+        buffered = self._config.allow_any_filesystem
+        return _core.Volume(str(path), writable=False, allow_buffered=buffered)
+
+    def _payload_of(self, files: list[layout.VolumeFile]) -> int:
+        """Bytes of all checkpoints in these volumes."""
+        total = 0
+        for file in files:
+            with (
+                contextlib.suppress(OSError, _core.NativeError),
+                contextlib.closing(self._opened(file.path)) as volume,
+            ):
+                total += sum(entry.payload_bytes for entry in volume.table() if entry.sequence)
+        return total
 
 
-def _item(tenant: Tenant, path: Path) -> OpenVolume | None:
-    return next((item for item in tenant.volumes.open if item.path == path), None)
+def _item(tenant: Tenant | None, path: Path) -> OpenVolume | None:
+    every = tenant.volumes.open if tenant is not None else []
+    return next((item for item in every if item.path == path), None)
+
+
+def _result_of(error: BaseException) -> Result:
+    """What a failed read says about the checkpoint; lack of memory says nothing."""
+    if isinstance(error, _core.NativeError):
+        found: dict[str, Result] = {"DAMAGED": "damaged", "UNREADABLE": "unreadable"}
+        return found.get(error.code_name, "recycled")
+    if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOMEM):
+        return "unreadable"
+    return "recycled"
+
+
+def _yield_disk() -> None:
+    """Reads of this thread come after all others, where the disk's scheduler knows priorities."""
+    with contextlib.suppress(OSError, psutil.Error):
+        psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_IDLE)

@@ -24,7 +24,7 @@ from typing import Any
 
 from pccheck_native import catalog
 from pccheck_wire.errors import PccheckError
-from pccheckctl.reading import FileReader
+from pccheckctl.source.readers import FileReader
 from tests.support.daemon import PATIENCE, Daemon
 from tests.support.members import (
     COPIED,

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pccheckctl import bench, checks_kernel, cli, disk
+from pccheckctl import cli
+from pccheckctl.doctor import machine
+from pccheckctl.measure import bench, disk
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
@@ -45,7 +47,7 @@ def test_doctor_finds_the_daemon_and_its_disk(ask: Ctl, daemon: Daemon) -> None:
     assert str(daemon.pid) in found["daemon"]["found"]
     assert found["daemon"]["level"] == "ok"
     assert found["socket"]["level"] == "ok"
-    assert "used of 64.0 MiB" in found["pool"]["found"]
+    assert "used of 64.0 MiB" in found["daemon"]["found"]
     assert ran.code == (1 if ran.json["counts"]["problem"] else ran.code)
     assert list(daemon.storage.rglob("*.tmp")) == []
 
@@ -98,7 +100,7 @@ def test_a_trainer_takes_as_many_files_as_doctor_says(
         for _ in range(3):
             trainer.step()
             trainer.wait_durable(trainer.checkpoint())
-        least = checks_kernel.FILES_OF_A_USER + trainers * checks_kernel.FILES_OF_A_TRAINER
+        least = machine.FILES_OF_A_USER + trainers * machine.FILES_OF_A_TRAINER
         allowed = range(least - 1, least + 2)  # one may come or go at any time
         deadline = time.monotonic() + LIMIT_S
         while files() - before not in allowed:  # memory still comes, and a hang-up is on its way
@@ -118,7 +120,7 @@ def test_bench_measures_and_leaves_nothing(ask: Ctl, daemon: Daemon) -> None:
     assert {"pwrite", "mmap"} <= set(document["engine_bytes_per_s"])
     assert list(daemon.storage.glob("*pccheckctl*")) == []
     text = ask("bench", "--size", "8MiB", "--chunk", "1MiB", "--writers", 2).out
-    assert "written and durable in" in text
+    assert "durable after" in text
     assert "--writers 2" in text
 
 
@@ -144,7 +146,7 @@ def test_a_directory_without_direct_io_is_measured_all_the_same(
     monkeypatch.setattr(disk.Scratch, "_open", buffered)
     ran = ctl(tmp_path, "bench", "--size", "8MiB", "--chunk", "1MiB")
     assert ran.code == 0
-    assert "O_DIRECT is refused" in ran.out
+    assert "direct I/O is refused" in ran.out
 
 
 @pytest.mark.usefixtures("_quick")

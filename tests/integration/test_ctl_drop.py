@@ -97,7 +97,7 @@ def test_a_job_in_use_is_not_dropped_and_can_begin_anew_afterwards(
     trainer.wait_durable(trainer.checkpoint())
     code, _, err = ctl(daemon, "drop", "job", "--yes")
     assert code == 1
-    assert f"in use: pid {trainer.pid} is its rank 0" in err
+    assert f"in use: rank 0 is pid {trainer.pid}" in err
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
     trainer.close()
@@ -261,11 +261,11 @@ def test_finished_jobs_expire_and_others_do_not(
     assert set(watched(daemon)) == {"over"}
     restart_later(daemon, HOUR_S)
     eventually(lambda: "'over' of uid" in daemon.log.read_text())
-    assert "are dropped in 450 s, unless it is started anew" in daemon.log.read_text()
+    assert "are deleted in 450 s, unless the job starts again" in daemon.log.read_text()
     assert jobs_of(daemon) == {"running", "over"}
     looks(daemon)
     eventually(lambda: jobs_of(daemon) == {"running"})
-    eventually(lambda: "has finished and expired" in daemon.log.read_text())
+    eventually(lambda: "finished and expired" in daemon.log.read_text())
 
 
 def test_a_wall_clock_that_jumps_makes_no_job_old(
@@ -293,7 +293,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
     finish(start_trainer(daemon))
     looks(daemon)
     restart_later(daemon, HOUR_S)
-    eventually(lambda: "are dropped in" in daemon.log.read_text())
+    eventually(lambda: "are deleted in" in daemon.log.read_text())
     again = start_trainer(daemon)
     assert again.restore()["found"]
     looks(daemon)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from pccheckctl import export, output_file, torch_file
-from pccheckctl.progress import Watched
-from pccheckctl.reading import FileReader
+from pccheckctl.export import command, files, torch_file
+from pccheckctl.source.readers import FileReader, Watched
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, floats, make, mapping, numbers, scribble
 
@@ -210,16 +209,15 @@ def test_a_list_is_no_directory(ctl: Ctl, tmp_path: Path) -> None:
 def test_a_state_larger_than_memory_lies_beside_the_file(
     ctl: Ctl, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    spill = pytest.importorskip("pccheckctl.spill")
     reserved: list[int] = []
 
     def reserve(descriptor: int, nbytes: int, where: Path) -> None:
         reserved.append(nbytes)
         assert where == tmp_path
-        output_file.reserve(descriptor, nbytes, where)
+        files.reserve(descriptor, nbytes, where)
 
-    monkeypatch.setattr(spill, "available", lambda: (1000, "a test"))
-    monkeypatch.setattr(spill, "reserve", reserve)
+    monkeypatch.setattr(torch_file, "available", lambda: (1000, "a test"))
+    monkeypatch.setattr(torch_file, "reserve", reserve)
     assert ctl(storage, "export", "job", "-o", tmp_path / "a", "--format", kind).code == 0
     (nbytes,) = reserved
     assert nbytes >= 4 * WIDE
@@ -284,7 +282,7 @@ def test_the_bar_is_about_what_is_read(
             bars.append(self._bar)
             super().close()
 
-    monkeypatch.setattr(export, "Watched", Kept)
+    monkeypatch.setattr(command, "Watched", Kept)
     ctl(storage, "export", "job", "-o", tmp_path / "a.pt", "--only", "array")
     (bar,) = bars
     assert bar.total < 4 * WIDE

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.tree import Sequence, Tag
-from pccheckctl import cli, listing, offline, show, status, verify  # noqa: F401
+from pccheckctl import cli
+from pccheckctl.commands import listing, show, status, verify  # noqa: F401
+from pccheckctl.source import directory  # noqa: F401
 from tests.support.ctl import Ctl
 from tests.support.volumes import Rank, make, mapping, scribble
 
@@ -166,7 +168,7 @@ def test_anothers_volumes_are_refused_with_a_hint(
     _, ended = os.waitpid(pid, 0)
     told = (tmp_path / "out").read_text()
     assert os.waitstatus_to_exitcode(ended) == 1, told
-    assert "may not be read by uid 65534" in told
+    assert "uid 65534 may not read" in told
     assert "hint: " in told
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pccheckctl import export
+from pccheckctl.export import command
 from tests.support import volumes
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, make, numbers, scribble
@@ -142,7 +142,7 @@ def group(tmp_path: Path) -> Path:
 def test_recovering_a_group_asks_which_rank(ctl: Ctl, group: Path, tmp_path: Path) -> None:
     ran = ctl(group, "recover", "job", "-o", tmp_path / "x.pt")
     assert ran.code == 2
-    assert "ranks 0, 1; the newest step of all is 20" in ran.err
+    assert "ranks 0, 1; the newest step that all have is 20" in ran.err
 
 
 def test_all_ranks_get_the_newest_common_step(ctl: Ctl, group: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
     storage: Path, ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the choice and the reading a writer goes once around its slots."""
-    original = export.write
+    original = command.write
     rounds = []
 
     def late(*arguments: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
                     writer.put(step)
         return original(*arguments)
 
-    monkeypatch.setattr(export, "write", late)
+    monkeypatch.setattr(command, "write", late)
     ran = ctl(storage, "recover", "job", "-o", tmp_path / "a.safetensors", "--json")
     assert ran.code == 0, ran.out
     assert ran.json["written"][0]["checkpoint"]["step"] == 90

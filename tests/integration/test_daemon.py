@@ -305,7 +305,7 @@ def test_memory_of_ranks_that_are_gone_makes_room(start_daemon: Start) -> None:
     daemon = start_daemon("--dram", "12MiB")
     for number in range(6):
         saved(daemon, 1, job=f"job-{number}")
-    assert "made room" in daemon.log.read_text()
+    assert "was released for others" in daemon.log.read_text()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")

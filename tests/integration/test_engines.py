@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pccheck_wire.errors import PccheckError
-from pccheckctl.online import Observer
+from pccheckctl.source.observer import Observer
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 

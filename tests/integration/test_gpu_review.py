@@ -51,7 +51,7 @@ def test_memory_that_the_daemon_cannot_pin(start_node: Start) -> None:
     node.faults.fail_register()
     trainer = node.connect(PARTS, job="other", stall_limit_s=3)
     trainer.step()
-    with pytest.raises(RemoteError, match="shares it anew"):
+    with pytest.raises(RemoteError, match="shares the memory again"):
         trainer.wait_durable(trainer.checkpoint())  # memory came after it was exposed
     trainer.step()
     durable_and_right(trainer, trainer.checkpoint(), 2)

@@ -23,7 +23,7 @@ def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer
         assert saved(big)[0] == "failed"
     told = pccheckctl(daemon, "status")
     assert told.code == 3
-    first = told.out.index("gets NO checkpoints")
+    first = told.out.index("checkpoints are NOT saved")
     assert first < told.out.index("fits")
     assert "30.0 MiB" in told.out
     assert "REFUSED" in next(line for line in told.out.splitlines() if line.startswith("big"))
@@ -32,7 +32,7 @@ def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer
     assert "takes" in ranks["big"]["refused"]["message"]
     assert ranks["fits"]["refused"] is None
     assert "job 'big' rank 0 of uid" in daemon.log.read_text()
-    assert "gets NO checkpoints" in daemon.log.read_text()
+    assert "checkpoints are NOT saved" in daemon.log.read_text()
 
 
 def test_a_hint_names_jobs_only_if_they_make_room(

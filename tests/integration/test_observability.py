@@ -17,8 +17,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from pccheckctl import cli
-from pccheckctl.online import Observer
-from pccheckctl.output import rows, whole
+from pccheckctl.output.documents import rows, whole
+from pccheckctl.source.observer import Observer
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import make, scribble

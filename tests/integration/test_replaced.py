@@ -13,9 +13,9 @@ from pccheck import PCcheckClient
 from pccheck.restoring.reading import Payload, read_newest
 from pccheck.restoring.rebuild import state_of_tree
 from pccheck_wire import tree
-from pccheckctl import verify
-from pccheckctl.reading import RecycledError
-from pccheckctl.remote import DaemonStore
+from pccheckctl.commands import verify
+from pccheckctl.source.readers import RecycledError
+from pccheckctl.source.remote import DaemonStore
 from tests.support.daemon import Daemon
 
 

@@ -21,7 +21,7 @@ from tests.support.trainer import Trainer
 MIB = 1 << 20
 NOBODY = 4321
 GROUPS = Path("/sys/fs/cgroup/memory")
-REFUSALS = ("the machine refuses the daemon", "needs at least two chunks")
+REFUSALS = ("limit reached", "needs at least two chunks")
 LIMITED = """
 import os, resource, sys
 name, limit = sys.argv[1], int(sys.argv[2])
@@ -75,7 +75,7 @@ def test_a_refused_thread_is_told_in_words() -> None:
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert ran.returncode == 1
-    assert "the machine refuses the daemon a thread (raise its limits" in ran.stderr
+    assert "cannot start a thread: process limit reached (raise its limits" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

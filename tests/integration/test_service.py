@@ -14,7 +14,7 @@ import pytest
 
 from pccheck_wire.messages import CheckpointState as State
 from pccheckctl import cli
-from pccheckctl.online import Observer
+from pccheckctl.source.observer import Observer
 from tests.integration.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at
@@ -91,7 +91,7 @@ def test_a_wedged_disk_is_degraded_and_no_reason_to_die(
     with Observer(str(service.socket)) as observer:
         document = observer.status()
     assert document["daemon"]["state"] == "degraded"  # type: ignore[index]
-    assert "safe in memory" in str(document["warnings"])
+    assert "stay in memory" in str(document["warnings"])
 
 
 def test_a_stop_says_how_long_it_still_takes(make: Start, start_trainer: StartTrainer) -> None:
@@ -102,7 +102,7 @@ def test_a_stop_says_how_long_it_still_takes(make: Start, start_trainer: StartTr
     service.wait_for(lambda said: said.startswith("STATUS=1 trainer, 1 checkpoint in flight"))
     service.drain()
     service.kill(signal.SIGTERM)
-    service.wait_for(lambda said: said.startswith("STATUS=stopping: 1 checkpoint to be made dur"))
+    service.wait_for(lambda said: said.startswith("STATUS=stopping: 1 checkpoint not dur"))
     assert "STOPPING=1" in service.heard
     assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in service.heard)
     assert service.wait_end() == 1
@@ -116,7 +116,7 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
     service.wait_for(lambda said: said == "READY=1")
     assert "RELOADING=1" in service.heard
     assert any(said.startswith("MONOTONIC_USEC=") for said in service.heard)
-    service.wait_log("not taken over, these need a restart: slots 4 -> 9")
+    service.wait_log("reload: these options need a restart: slots 4 -> 9")
     with (
         Rank(service.socket) as rank,
         pytest.raises(Exception, match=r"--max-storage 1.00 MiB are used"),
@@ -125,7 +125,7 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
     service.file.write_text("slots = nine")
     service.kill(signal.SIGHUP)
     service.wait_for(lambda said: said == "READY=1")
-    assert "reload: nothing was changed" in service.log.read_text()
+    assert "reload failed, no option changed" in service.log.read_text()
     with Observer(str(service.socket)) as observer:
         rows = {row["name"]: row for row in observer.config()["options"]}  # type: ignore[attr-defined]
     assert rows["max-storage"]["value"] == 1 << 20
@@ -213,7 +213,9 @@ def test_the_managers_socket_is_served_and_left_to_him(make: Start) -> None:
 def test_a_manager_that_listens_elsewhere_is_told(make: Start) -> None:
     service = make()
     with listen_at(service.root / "run" / "other.sock") as listener:
-        with pytest.raises(AssertionError, match=r"listens at .*other\.sock, the configuration"):
+        with pytest.raises(
+            AssertionError, match=r"listens at .*other\.sock, but the configuration"
+        ):
             service.start(listener=listener)
         assert service.wait_end() == 2
 

@@ -181,7 +181,7 @@ def test_two_chunks_for_everybody(start_daemon: Start) -> None:
         for rank in ranks[:2]:
             rank.register(3 * MIB)
         has(daemon, job0=3, job1=2)
-        with pytest.raises(RefusedError, match=r"two for each of 3 sessions") as refused:
+        with pytest.raises(RefusedError, match=r"two chunks for each of 3 sessions") as refused:
             ranks[2].register(3 * MIB)
         assert "5242880" in refused.value.message and "--dram" in refused.value.hint
         for index, rank in enumerate(ranks[:2]):
@@ -235,7 +235,7 @@ def test_a_stopped_trainer_keeps_only_what_it_holds(
     has(daemon, first=16)
     first.signal(signal.SIGSTOP)
     with Rank(daemon.socket, job="second") as second:
-        with pytest.raises(RefusedError, match="on their way back") as refused:
+        with pytest.raises(RefusedError, match="being returned") as refused:
             second.register(2 * MIB)
         assert refused.value.retryable
         first.signal(signal.SIGCONT)

@@ -21,7 +21,7 @@ CHECKPOINTS = 700
 #: Lines of one checkpoint, times that many, are more than a pipe of one page and the queue hold.
 LOUD = ("--log-level", "debug")
 _UNDER_JOURNAL = (
-    "import sys; from pccheckd import journal; from tests.support import loopcheck; "
+    "import sys; from pccheckd.base import journal; from tests.support import loopcheck; "
     "journal.SOCKET = sys.argv.pop(1); sys.exit(loopcheck.main(sys.argv[1:]))"
 )
 

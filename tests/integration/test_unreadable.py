@@ -14,8 +14,8 @@ import pytest
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
-from pccheckctl.online import Observer
-from pccheckctl.remote import DaemonStore
+from pccheckctl.source.observer import Observer
+from pccheckctl.source.remote import DaemonStore
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -207,7 +207,7 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
     assert flagged(damaged.storage) == [3]
     assert result(*served) == (0, "ok")
     assert flagged(damaged.storage) == []
-    assert "checkpoint 3 reads well again" in damaged.log.read_text()
+    assert "checkpoint 3 is readable and intact again" in damaged.log.read_text()
     assert status(damaged)["warnings"] == []
     damaged.kill()
     damaged.start()

@@ -2,8 +2,8 @@
  * may let a stream go. And what the daemon is told: the exposure. */
 #include <pthread.h>
 
-#include "client_fixture.h"
 #include "client/pcc_client_private.h"
+#include "client_fixture.h"
 
 #include <sys/wait.h>
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 def _import_all(package: str) -> None:
     found = importlib.import_module(package)
-    for module in pkgutil.iter_modules(found.__path__, package + "."):
+    for module in pkgutil.walk_packages(found.__path__, package + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 

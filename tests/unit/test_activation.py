@@ -43,7 +43,7 @@ def test_the_attach_socket_is_found_by_name(listener: socket.socket, tmp_path: P
 
 
 def test_a_socket_of_another_place_is_refused(listener: socket.socket, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"listens at .*attach.sock, the configuration says"):
+    with pytest.raises(UsageError, match=r"listens at .*attach.sock, but the configuration names"):
         activation.attach_socket([("attach", listener.fileno())], tmp_path / "other.sock")
 
 

@@ -52,7 +52,7 @@ def test_what_fails_is_told_with_its_traceback_and_begun_anew(
 
     asyncio.run(work())
     told = [record for record in log.records if record.levelno == logging.ERROR]
-    assert [record.getMessage() for record in told] == ["Failing failed; it begins anew"] * 3
+    assert [record.getMessage() for record in told] == ["Failing failed and restarts"] * 3
     assert [str(record.exc_info[1]) for record in told if record.exc_info] == [
         "fault 1", "fault 2", "fault 3",
     ]  # fmt: skip

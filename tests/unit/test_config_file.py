@@ -59,7 +59,7 @@ def test_values_are_written_as_toml_has_them(file: Path) -> None:
         ("zebra = 4", r"unknown key 'zebra' \("),
         ("slots = 4\n[pool]\ndram = 1", r"unknown table \[pool\] .*no tables"),
         ("slots = [4]", r"slots takes one value"),
-        ("slots = 33", r"pccheckd.toml: slots: 33 cannot be \(use 2 to 32\)"),
+        ("slots = 33", r"pccheckd.toml: slots must be 2 to 32 \(got 33\)"),
         ("slots = true", r"pccheckd.toml: slots: 'yes' is not a whole number"),
         ('engine = "mmapp"', r"engine: 'mmapp' is not one of"),
         ("slots = ", r"is not TOML: Invalid value"),
@@ -87,7 +87,7 @@ def test_a_named_file_has_to_be_there_the_default_one_not(tmp_path: Path) -> Non
                   Sources(flags, {"PCCHECK_CONFIG": str(absent)})):  # fmt: skip
         with pytest.raises(UsageError, match=r"absent.toml cannot be read: No such file") as raised:
             given.load()
-        assert raised.value.hint.startswith("name a file that is there")
+        assert raised.value.hint.startswith("name an existing file")
     absent.write_text("slots = 5")
     assert Sources(flags, {}, absent).load().slots == 5
 
@@ -98,12 +98,12 @@ def test_check_config_says_what_would_be_used(
     load(file, f'slots = 6\nmax-bandwidth = "1GiB"\n# {tmp_path}')
     assert cli.main(["--config", str(file), "--check-config"]) == 0
     told = capsys.readouterr()
-    assert f"the configuration is good; file: {file}" in told.out
+    assert f"the configuration is valid; file: {file}" in told.out
     assert any(line.split() == ["slots", "6", str(file)] for line in told.out.splitlines())
     assert any(line.split() == ["writers", "2", "default"] for line in told.out.splitlines())
-    assert "it would not start: the storage directory /srv/x" in told.err
+    assert "would not start on this machine: the storage directory /srv/x" in told.err
     assert cli.main(["--config", str(file), "--check-config", "--keep", "9"]) == 2
-    assert "--keep: 9 with 6 slots" in capsys.readouterr().err
+    assert "--keep must be less than --slots (got 9 and 6)" in capsys.readouterr().err
 
 
 def test_check_config_as_a_document(

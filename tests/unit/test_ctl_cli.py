@@ -84,7 +84,7 @@ def test_config_of_nobody_is_twelve(
     monkeypatch.setenv("PCCHECK_CONFIG", os.devnull)
     assert cli.main(["config", "show"]) == 12
     told = capsys.readouterr().err
-    assert "no daemon listens at" in told and "would refuse: --storage is missing" in told
+    assert "no daemon listens at" in told and "none would start: --storage is missing" in told
     monkeypatch.setenv("PCCHECK_STORAGE", str(tmp_path))
     monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/nobody")
     assert cli.main(["config", "show"]) == 0
@@ -162,6 +162,12 @@ def test_starts_without_the_heavy_modules(flags: list[str]) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_room_has_more_than_a_dozen_modules() -> None:
+    place = Path(cli.__file__).parent
+    for room in [place, *(path for path in place.iterdir() if path.is_dir())]:
+        assert len(list(room.glob("*.py"))) <= 12, room
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import mounts
-from pccheckctl import checks_daemon, checks_disk, checks_kernel, checks_memory, cli, disk, doctor
-from pccheckctl.findings import OK, PROBLEM, WARNING, Finding, guarded, ok, problem, warning
+from pccheckctl import cli
+from pccheckctl.doctor import command, daemon, gpu, machine, storage
+from pccheckctl.doctor.finding import OK, PROBLEM, WARNING, Finding, guarded, ok, problem, warning
+from pccheckctl.measure import disk
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +33,16 @@ BROKEN = problem("d", "broken", costs="all", mend="repair")
     [([FINE], 0), ([FINE, SLOW], 0), ([SLOW, WEAK], 3), ([WEAK, BROKEN], 1)],
 )
 def test_the_exit_code_is_what_the_worst_comes_to(found: list[Finding], code: int) -> None:
-    assert doctor.exit_code(found) == code
+    assert command.exit_code(found) == code
 
 
 def test_the_text_says_costs_and_mend() -> None:
-    text = doctor.as_text(Path("/x"), [FINE, WEAK])
-    assert "costs: data\n" in text
-    assert "mend: mend\n" in text
-    assert text.endswith("0 problems, 1 warning; weakened: durable")
-    assert doctor.as_text(Path("/x"), [FINE]).endswith("all is well")
-    assert "--storage DIR" in doctor.as_text(None, [FINE])
+    text = command.as_text(Path("/x"), [FINE, WEAK])
+    assert "effect: data\n" in text
+    assert "fix: mend\n" in text
+    assert text.endswith("0 problems, 1 warning; weakened promises: durable")
+    assert command.as_text(Path("/x"), [FINE]).endswith("everything is fine")
+    assert "--storage DIR" in command.as_text(None, [FINE])
 
 
 def test_a_check_that_fails_says_so_and_stops_no_other() -> None:
@@ -54,8 +56,7 @@ def test_a_check_that_fails_says_so_and_stops_no_other() -> None:
 
 
 @pytest.mark.parametrize("check", [
-    checks_kernel.kernel, checks_kernel.limits, checks_kernel.clocks,
-    checks_memory.huge_pages, lambda: checks_memory.shared_memory(0),
+    machine.kernel, machine.limits, machine.clock, machine.huge_pages, lambda: machine.memory(0),
 ])  # fmt: skip
 def test_every_check_runs_here_and_says_what_its_finding_costs(check: object) -> None:
     found = list(check())  # type: ignore[operator]
@@ -66,7 +67,7 @@ def test_every_check_runs_here_and_says_what_its_finding_costs(check: object) ->
 
 
 def test_more_memory_than_there_is_costs_a_promise() -> None:
-    (found,) = checks_memory.shared_memory(1 << 60)
+    (found,) = machine.memory(1 << 60)
     assert (found.level, found.promise) == (WARNING, "copied")
 
 
@@ -86,7 +87,7 @@ def test_file_systems(
 ) -> None:  # fmt: skip
     found = mounts.Mount("0:0", "/mnt", kind, options)
     monkeypatch.setattr(mounts, "mount_of", lambda path, table: found)
-    (finding,) = checks_disk.file_system(tmp_path)
+    (finding,) = storage.file_system(tmp_path)
     assert finding.level == level
     assert told in finding.found
 
@@ -95,7 +96,7 @@ def test_a_disk_that_returns_other_bytes_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "reads_back", lambda fd, size: False)
-    (found,) = checks_disk.direct_io(tmp_path)
+    (found,) = storage.direct_io(tmp_path)
     assert (found.level, found.check) == (PROBLEM, "disk")
 
 
@@ -104,34 +105,20 @@ def test_a_disk_that_fails_names_the_error(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(disk, "reads_back", broken)
-    (found,) = checks_disk.direct_io(tmp_path)
+    (found,) = storage.direct_io(tmp_path)
     assert found.level == PROBLEM
     assert "EIO" in found.found
 
 
 def test_a_slow_flush_is_a_warning() -> None:
-    (found,) = checks_disk._judged(True, [0.1, 0.2, 0.3], disk.Alignment(512, 4096))
+    found = storage._judged(True, [0.1, 0.2, 0.3])
     assert found.level == WARNING
     assert "200 ms" in found.found
-    assert "4096 bytes on disk" in found.found
 
 
 def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
-    list(checks_disk.direct_io(tmp_path))
+    list(storage.direct_io(tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_numa_nodes_are_counted_with_what_is_placed(tmp_path: Path) -> None:
-    for name, cpus in (("node0", "0-7\n"), ("node1", "\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpulist").write_text(cpus)
-    (one,) = checks_memory.numa(str(tmp_path))  # node1 is memory alone
-    (tmp_path / "node1" / "cpulist").write_text("8-15\n")
-    (two,) = checks_memory.numa(str(tmp_path))
-    assert (one.level, two.level) == (OK, OK)
-    assert "one node" in one.found
-    assert "2 nodes" in two.found
-    assert "--cpunodebind" in two.found
 
 
 def test_without_a_daemon_the_disk_alone_is_looked_at(
@@ -148,7 +135,6 @@ def test_without_a_daemon_the_disk_alone_is_looked_at(
     assert {
         "kernel",
         "huge pages",
-        "numa",
         "clock",
         "file system",
         "daemon",
@@ -165,37 +151,35 @@ def test_no_daemon_is_a_problem_when_it_is_the_question(
     assert "pccheckd --storage DIR" in out
 
 
-def answer(**daemon: object) -> checks_daemon.Answer:
-    made = checks_daemon.Answer.__new__(checks_daemon.Answer)
+def answer(**changed: object) -> daemon.Answer:
+    made = daemon.Answer.__new__(daemon.Answer)
     made.path, made.error = Path("/nonexistent/attach.sock"), None
     values = {"version": "0.1.0", "pid": 1, "uptime_s": 5, "keep": 2, "transfer": "pull",
               "transfer_reason": "CUDA IPC"}  # fmt: skip
-    made.status = {"daemon": values | daemon, "warnings": [], "sessions": []}
+    made.status = {"daemon": values | changed, "warnings": [], "sessions": []}
     return made
 
 
 def test_another_version_and_a_single_kept_checkpoint_are_told() -> None:
-    (fine,) = checks_daemon.reachable(answer())
+    (fine,) = daemon.reachable(answer())
     assert fine.level == OK
-    (version,) = checks_daemon.reachable(answer(version="9.9.9"))
+    (version,) = daemon.reachable(answer(version="9.9.9"))
     assert "9.9.9" in version.found
-    _, keep = checks_daemon.reachable(answer(keep=1))
+    _, keep = daemon.reachable(answer(keep=1))
     assert keep.promise == "newest wins"
 
 
 def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_daemon, "_has_driver", lambda: True)
-    monkeypatch.setattr(checks_daemon, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpu, "_has_driver", lambda: True)
+    monkeypatch.setattr(gpu, "DEVICES", tmp_path)
     (tmp_path / "nvidiactl").touch()
-    found, files = checks_daemon.cuda(answer(transfer="push", transfer_reason="no driver: MIG"))
+    (found,) = gpu.cuda(answer(transfer="push", transfer_reason="no driver: MIG").status, None)
     assert "no driver: MIG" in found.found
-    assert files.found == f"{tmp_path}/nvidia-uvm not there"
-    monkeypatch.setattr(checks_daemon.Answer, "uid", 4711)
-    (found,) = checks_daemon.cuda(answer())
+    assert f"{tmp_path}/nvidia-uvm is missing" in found.found
+    (found,) = gpu.cuda(answer().status, 4711)
     assert "uid 4711" in found.found
     assert "another user's GPU memory" in found.costs
-    monkeypatch.setattr(checks_daemon.Answer, "uid", 0)
-    (found,) = checks_daemon.cuda(answer())
+    (found,) = gpu.cuda(answer().status, 0)
     assert found.level == OK
 
 
@@ -203,15 +187,13 @@ def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.Monkey
     ("release", "told"), [("6.10.9", 0), ("6.11.0-9-generic", 1), ("6.13", 1), ("6.14.1", 0)]
 )
 def test_kernels_that_pin_badly_are_told(release: str, told: int) -> None:
-    assert len(list(checks_daemon._pinning(release))) == told
+    assert len(list(gpu._pinning(release))) == told
 
 
 def test_a_socket_that_others_can_replace_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    asked = answer()
-    asked.path = tmp_path / "attach.sock"
-    (found,) = checks_daemon.socket_access(asked)
+    (found,) = daemon.socket_access(tmp_path / "attach.sock")
     assert found.promise == "apart"
     tmp_path.chmod(0o750)
-    (found,) = checks_daemon.socket_access(asked)
+    (found,) = daemon.socket_access(tmp_path / "attach.sock")
     assert found.level == OK

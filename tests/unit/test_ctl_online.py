@@ -32,7 +32,8 @@ from pccheck_wire.messages import (
     Verify,
     Welcome,
 )
-from pccheckctl import online
+from pccheckctl.output.documents import rows
+from pccheckctl.source import observer
 
 TOKEN = b"t" * 16
 WELCOME = codec.encode(Welcome(1, "0.1.0", 1, TOKEN, "", 42))
@@ -76,7 +77,7 @@ def reply(document: dict[str, object]) -> list[bytes]:
 
 
 def test_hello_is_the_wire_s() -> None:
-    message = codec.decode(online.msgpack.packb(online.hello()), Hello)
+    message = codec.decode(observer.msgpack.packb(observer.hello()), Hello)
     assert message.role is Role.OBSERVER
     assert message.protocol == PROTOCOL_VERSION
 
@@ -93,11 +94,11 @@ def test_hello_is_the_wire_s() -> None:
     ],
 )
 def test_requests_are_the_wire_s(
-    daemon: FakeDaemon, ask: Callable[[online.Observer], dict[str, object]], body: object
+    daemon: FakeDaemon, ask: Callable[[observer.Observer], dict[str, object]], body: object
 ) -> None:
     daemon.answers = [[WELCOME], reply({"schema": 1})]
-    with online.Observer(str(daemon.path)) as observer:
-        assert ask(observer)["schema"] == 1
+    with observer.Observer(str(daemon.path)) as opened:
+        assert ask(opened)["schema"] == 1
     daemon.close()
     assert codec.decode(daemon.heard[1], Request) == Request(1, TOKEN, body)  # type: ignore[arg-type]
 
@@ -107,39 +108,39 @@ def test_a_long_reply_comes_in_several_packets(daemon: FakeDaemon) -> None:
     packets = reply(document)
     assert len(packets) > 1
     daemon.answers = [[WELCOME], packets]
-    with online.Observer(str(daemon.path)) as observer:
-        assert observer.listing() == document
+    with observer.Observer(str(daemon.path)) as opened:
+        assert opened.listing() == document
 
 
 def test_a_failure_keeps_code_and_hint(daemon: FakeDaemon) -> None:
     failure = codec.encode(Failure("REFUSED", "not you", "be another"))
     daemon.answers = [[failure]]
     with pytest.raises(RefusedError, match="not you") as caught:
-        online.Observer(str(daemon.path))
+        observer.Observer(str(daemon.path))
     assert caught.value.hint == "be another"
 
 
 def test_a_failure_in_a_reply_is_raised(daemon: FakeDaemon) -> None:
     daemon.answers = [[WELCOME], [codec.encode(Reply(1, Failure("STRANGE", "what?")))]]
-    with online.Observer(str(daemon.path)) as observer, pytest.raises(PccheckError, match="what"):
-        observer.status()
+    with observer.Observer(str(daemon.path)) as opened, pytest.raises(PccheckError, match="what"):
+        opened.status()
 
 
 def test_nobody_there(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnreachableError, match="no daemon listens"):
-        online.Observer(str(tmp_path / "nothing"))
+        observer.Observer(str(tmp_path / "nothing"))
 
 
 def test_a_daemon_that_hangs_up(daemon: FakeDaemon) -> None:
     daemon.answers = [[]]
     with pytest.raises(DaemonUnreachableError, match="hung up"):
-        online.Observer(str(daemon.path))
+        observer.Observer(str(daemon.path))
 
 
 def test_somebody_else_listens(daemon: FakeDaemon) -> None:
     daemon.answers = [[b"\xc1"]]
     with pytest.raises(ProtocolError, match="does not speak"):
-        online.Observer(str(daemon.path))
+        observer.Observer(str(daemon.path))
 
 
 def test_a_stream_socket_is_not_ours(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_stream_socket_is_not_ours(tmp_path: Path) -> None:
         other.bind(str(tmp_path / "s"))
         other.listen()
         with pytest.raises(ProtocolError, match="not the socket"):
-            online.Observer(str(tmp_path / "s"))
+            observer.Observer(str(tmp_path / "s"))
 
 
 def test_a_silent_daemon_is_given_up(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_silent_daemon_is_given_up(tmp_path: Path) -> None:
         silent.bind(str(tmp_path / "s"))
         silent.listen()
         with pytest.raises(WaitTimeoutError, match="did not answer"):
-            online.Observer(str(tmp_path / "s"), timeout_s=0.05)
+            observer.Observer(str(tmp_path / "s"), timeout_s=0.05)
 
 
 def test_status_is_completed_with_ranks_that_nobody_connected_to(daemon: FakeDaemon) -> None:
@@ -168,8 +169,8 @@ def test_status_is_completed_with_ranks_that_nobody_connected_to(daemon: FakeDae
     ]
     listed = Reply(2, Report({"volumes": volumes, "checkpoints": checkpoints}))
     daemon.answers = [[WELCOME], reply({"ranks": [known]}), [codec.encode(listed)]]
-    with online.Observer(str(daemon.path)) as observer:
-        first, second = online.rows(observer.status(), "ranks")
+    with observer.Observer(str(daemon.path)) as opened:
+        first, second = rows(opened.status(), "ranks")
     assert first == known
     assert (second["job"], second["connected"]) == ("b", False)
     assert second["newest"] == {"sequence": 2, "step": 8, "wall_ns": None}
@@ -177,7 +178,18 @@ def test_status_is_completed_with_ranks_that_nobody_connected_to(daemon: FakeDae
     assert codec.decode(daemon.heard[1], Request) == Request(1, TOKEN, Status())
 
 
+def test_the_late_answer_of_an_earlier_request_is_not_taken_for_the_next(
+    daemon: FakeDaemon,
+) -> None:
+    late = codec.encode(Reply(1, Report({"late": True})))
+    daemon.answers = [[WELCOME], [], [late, codec.encode(Reply(2, Report({"late": False})))]]
+    with observer.Observer(str(daemon.path)) as opened:
+        with pytest.raises(WaitTimeoutError):
+            opened.listing(timeout_s=0.05)
+        assert opened.config() == {"late": False}
+
+
 def test_status_does_not_fail_with_the_list(daemon: FakeDaemon) -> None:
     daemon.answers = [[WELCOME], reply({"ranks": []})]
-    with online.Observer(str(daemon.path)) as observer:
-        assert observer.status() == {"ranks": []}
+    with observer.Observer(str(daemon.path)) as opened:
+        assert opened.status() == {"ranks": []}

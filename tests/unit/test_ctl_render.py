@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pccheckctl import listing, render, status
-from pccheckctl.output import Document
+from pccheckctl.commands import listing, status
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document
 
 GIB = 1 << 30
 

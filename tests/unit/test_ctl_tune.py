@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.units import GIB
-from pccheckctl import cli, tune, tuning
-from pccheckctl.tuning import Rates, Wish
+from pccheckctl import cli
+from pccheckctl.measure import tune
+from pccheckctl.measure.tune import Rates, Wish
 
 #: 2 GiB/s, one checkpoint alone as fast, flushes for nothing, copies at 10 GiB/s.
 PLAIN = Rates(2 * GIB, 2 * GIB, 0.0, 2, 10 * GIB, "a test")
@@ -21,21 +22,21 @@ def wish(**changes: object) -> Wish:
 
 def test_the_interval_is_the_papers() -> None:
     """T_w(2) = 2 x 10 / 2 = 10 s; f* = ceil(10 / (2 x 1 x 2)) = 3."""
-    advice = tuning.advise(PLAIN, wish())
+    advice = tune.advise(PLAIN, wish())
     assert (advice.in_flight, advice.persist_s, advice.interval) == (2, 10.0, 3)
     assert advice.dram_bytes == 20 * GIB
     assert advice.stall_s == 0
-    assert tuning.advise(PLAIN, wish(slowdown=1.25)).interval == 2  # 10 / (2 x 1.25 x 2)
+    assert tune.advise(PLAIN, wish(slowdown=1.25)).interval == 2  # 10 / (2 x 1.25 x 2)
 
 
 def test_an_interval_that_fits_exactly_is_not_rounded_up() -> None:
-    assert tuning.advise(PLAIN, wish(step_s=2.5)).disk_interval == 2
-    assert tuning.advise(PLAIN, wish(step_s=0.1)).disk_interval == 50
+    assert tune.advise(PLAIN, wish(step_s=2.5)).disk_interval == 2
+    assert tune.advise(PLAIN, wish(step_s=0.1)).disk_interval == 50
 
 
 def test_less_memory_than_a_checkpoint_is_said_in_numbers() -> None:
     """M = m / 4: N is about 1.25, T_w = 6.25 s, and the copy takes 0.25 s + 7.5 GiB at 2 GiB/s."""
-    advice = tuning.advise(PLAIN, wish(dram_bytes=5 * GIB // 2, slowdown=1.05))
+    advice = tune.advise(PLAIN, wish(dram_bytes=5 * GIB // 2, slowdown=1.05))
     assert advice.effective == 1.25
     assert advice.persist_s == 6.25
     assert advice.copy_s == 4.0
@@ -48,15 +49,15 @@ def test_less_memory_than_a_checkpoint_is_said_in_numbers() -> None:
 
 def test_more_in_flight_is_worth_it_where_flushes_are_dear() -> None:
     dear = PLAIN._replace(flush_s=20.0)
-    assert tuning.best_in_flight(dear, 10 * GIB) > 2
+    assert tune.best_in_flight(dear, 10 * GIB) > 2
     slow_alone = PLAIN._replace(one_bytes_per_s=GIB / 2)
-    assert tuning.best_in_flight(slow_alone, 10 * GIB) == 4
+    assert tune.best_in_flight(slow_alone, 10 * GIB) == 4
 
 
 def test_more_in_flight_never_asks_for_longer_intervals() -> None:
     for slots in range(3, 10):
         fewer, more = (
-            tuning.advise(PLAIN._replace(flush_s=1.0), wish(slots=n, dram_bytes=100 * GIB))
+            tune.advise(PLAIN._replace(flush_s=1.0), wish(slots=n, dram_bytes=100 * GIB))
             for n in (slots, slots + 1)
         )
         assert more.disk_interval <= fewer.disk_interval
@@ -64,8 +65,8 @@ def test_more_in_flight_never_asks_for_longer_intervals() -> None:
 
 def test_with_no_slowdown_allowed_a_long_copy_is_told() -> None:
     slow = PLAIN._replace(copy_bytes_per_s=GIB)
-    advice = tuning.advise(slow, wish())
-    assert "no interval slows nothing down" in tune.as_text(slow, wish(), advice)
+    advice = tune.advise(slow, wish())
+    assert "every interval slows training down" in tune.as_text(slow, wish(), advice)
 
 
 def checkpoint(payload: int, seconds: float, **more: object) -> dict[str, object]:

@@ -12,8 +12,8 @@ from pccheck_wire.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from pccheckctl import wait
-from pccheckctl.wait import Seen
+from pccheckctl.commands import wait
+from pccheckctl.commands.wait import Seen
 
 NOTHING = Seen([], [])
 
@@ -71,7 +71,8 @@ def test_it_polls_until_it_is_there(
 def test_it_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = looks(monkeypatch, NOTHING)
     with pytest.raises(
-        WaitTimeoutError, match=r"neither step 5 nor a later one durable after 10 s"
+        WaitTimeoutError,
+        match=r"timeout after 10 s: step 5 of job 'job' rank 0, or a later one, is not durable yet",
     ):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)
     assert clock.now == pytest.approx(10.0)
@@ -99,7 +100,7 @@ def test_the_newest_is_settled_at_the_first_look_that_has_one(
 
 def test_without_any_checkpoint_the_newest_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = looks(monkeypatch, NOTHING)
-    with pytest.raises(WaitTimeoutError, match="has begun no checkpoint"):
+    with pytest.raises(WaitTimeoutError, match="has requested no checkpoint yet"):
         wait.run(waiting(step=None, newest=True), clock=clock, sleep=clock.sleep)
 
 
@@ -164,7 +165,9 @@ def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
     told = capsys.readouterr()
     assert told.out == "step 5 is durable\n"
     (line,) = told.err.splitlines()
-    assert "job 'job' rank 0 has not come to this daemon yet (it shows you gpt, bert)" in line
+    assert (
+        "the daemon does not know job 'job' rank 0 yet (jobs that it shows you: gpt, bert)" in line
+    )
     clock = looks(monkeypatch, unknown)
-    with pytest.raises(WaitTimeoutError, match="did not come to this daemon within 10 s"):
+    with pytest.raises(WaitTimeoutError, match="timeout after 10 s: the daemon does not know"):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)

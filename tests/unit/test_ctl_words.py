@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pccheckctl import cli, completion
-from pccheckctl.commands import COMMANDS
+from pccheckctl import cli
+from pccheckctl.arguments import COMMANDS
+from pccheckctl.commands import completion
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +26,11 @@ def test_the_quick_parser_is_the_whole_one_for_its_command() -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_and_flag_is_in_the_script(shell: str) -> None:
     script = completion.script(shell)
-    for one in completion.words(cli.parser()):
-        assert one.name in script
-        for option in one.options:
-            for flag in option.flags:
-                assert (flag if shell != "fish" else flag.lstrip("-")) in script
-    assert {one.name for one in completion.words(cli.parser())} == {"", *(c.name for c in COMMANDS)}
+    for command in COMMANDS:
+        assert command.name in script
+    for action in cli.actions(cli.parser()):
+        for flag in action.option_strings:
+            assert (flag if shell != "fish" else flag.lstrip("-")) in script
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -51,7 +51,7 @@ def test_the_shell_takes_the_script(shell: str, tmp_path: Path) -> None:
         ("--storage /mnt ver", "verify"),
         ("--json --uid 5 wai", "wait"),
         ("wait job --for ", "copied durable global"),
-        ("wait job --for = gl", "global"),
+        ("wait job --for gl", "global"),
         ("recover job --fo", "--force"),
         ("export job --fo", "--force --format"),
         ("export job --format sa", "safetensors"),
@@ -65,7 +65,7 @@ def test_bash_completes(typed: str, offered: str, tmp_path: Path) -> None:
     words = " ".join(f"'{word}'" for word in ["pccheckctl", *typed.split(" ")])
     ask = (
         f"source {script}; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
-        '_pccheckctl; echo "${COMPREPLY[*]}"'
+        '_shtab_pccheckctl; echo "${COMPREPLY[*]}"'
     )
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == offered

@@ -136,9 +136,9 @@ def test_a_job_in_use_or_written_to_begins_anew(
         await place.finish("read", "written")
         assert await place.look() == []
         tenant = place.registry.jobs[UID, "read"].tenants[0]
-        tenant.readers += 1
+        tenant.add_reader()
         assert await place.look(after_s=AGE_S) == []
-        tenant.readers -= 1
+        tenant.add_reader(-1)
         (written,) = layout.list_volumes(tmp_path, job="written")
         os.utime(written.path)
         for _ in range(2):

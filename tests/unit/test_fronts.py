@@ -45,7 +45,8 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run(work: Work, *, idle_s: float = LIMIT_S) -> None:
         async def all_of_it() -> None:
-            server = ControlServer(place, echo, idle_s=idle_s)
+            server = ControlServer(place, idle_s=idle_s)
+            server.serve(echo)
             try:
                 async with asyncio.timeout(LIMIT_S):
                     await work(server)
@@ -100,11 +101,11 @@ def request(address: str, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (f"{READY}; os.write(3, b'\\xff' * 5); time.sleep(99)", "no request: a message of"),
-        (f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)", "a request of nobody"),
+        (f"{READY}; os.write(3, b'\\xff' * 5); time.sleep(99)", "invalid request: a message of"),
+        (f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)", "a request without identity"),
         ("os.write(3, b'garbage, not READY'); time.sleep(99)", "did not begin with READY"),
         (f"{READY}; os.close(3); time.sleep(99)", "killed by SIGKILL"),
-        (f"{READY}; raise MemoryError", "its memory limit"),
+        (f"{READY}; raise MemoryError", "filled its memory up to the limit"),
         (f"{READY}; os.write(2, b'\\x1b[31mred'); os._exit(3)", "exit code 3; ?[31mred"),
     ],
 )
@@ -148,7 +149,7 @@ def test_a_front_that_takes_nothing_is_ended(
     with caplog.at_level(logging.WARNING):
         run(work)
     assert "an answer is lost" in caplog.text
-    assert "did not take answers" in caplog.text
+    assert "did not accept answers" in caplog.text
 
 
 def test_requests_wait_in_the_front_while_the_daemon_is_busy(
@@ -166,7 +167,8 @@ def test_requests_wait_in_the_front_while_the_daemon_is_busy(
         return None
 
     async def work() -> None:
-        server = ControlServer(place, busy)
+        server = ControlServer(place)
+        server.serve(busy)
         await server.join(UID, GID)
         await until(lambda: taken == children.REQUESTS_IN_PROGRESS_MAX)
         for _ in range(100):
@@ -263,7 +265,8 @@ def test_a_session_does_not_wait_for_a_slow_start(
     monkeypatch.setattr(children, "READY_WAIT_S", 0)
 
     async def work() -> None:
-        server = ControlServer(place, echo)
+        server = ControlServer(place)
+        server.serve(echo)
         address = await server.join(UID, GID)
         assert server.fronts == 0
         assert await asyncio.to_thread(request, address, b"early") == b"early"

@@ -35,7 +35,7 @@ from pccheck_wire.messages import (
     Status,
 )
 from pccheck_wire.messages import CheckpointState as State
-from pccheckctl.output import part, rows
+from pccheckctl.output.documents import part, rows
 from pccheckd.config.sources import Config
 from pccheckd.control.handlers import Handlers
 from pccheckd.core.engine import Engine
@@ -99,12 +99,7 @@ class Place:
         self.engine = Engine(config)
         self.registry = Registry(config, self.engine)
 
-        async def nobody(_uid: int, _data: bytes) -> bytes | None:
-            return None
-
-        self.sessions = Sessions(
-            config, self.engine, self.registry, ControlServer(config.socket, nobody)
-        )
+        self.sessions = Sessions(config, self.engine, self.registry, ControlServer(config.socket))
         self.handlers = Handlers(config, self.engine, self.registry, self.sessions)
         self.channel = FakeChannel()
 
@@ -136,7 +131,9 @@ class Place:
         self, body: Expose | Chose | Begin | Status, session: Session | None = None
     ) -> object:
         chosen = session or self.session
-        data = await self.handlers.by_session(chosen, codec.encode(Request(1, chosen.token, body)))
+        data = await self.handlers.answer(
+            chosen.uid, codec.encode(Request(1, chosen.token, body)), chosen
+        )
         return codec.decode(data, Reply).body if data is not None else None
 
 
@@ -256,7 +253,7 @@ def test_only_trainers_share_memory(run: Callable[[Work], None], role: Role) -> 
     async def work(place: Place) -> None:
         session = place.join(2, role)
         for body in (Expose(1, [b"x"]), Chose("pull", "")):
-            refused(await place.ask(body, session), "may not")
+            refused(await place.ask(body, session), "requires a trainer")
         assert not place.channel.exposed
 
     run(work)
@@ -339,8 +336,8 @@ def test_a_stale_map_fails_the_checkpoint_at_once(
 
 @pytest.mark.parametrize(
     ("error_name", "reason"),
-    [("DEVICE", "driver failed"), ("DEVICE_LOST", "lost the GPU"), ("BAD_HANDLE", "not shared"),
-     ("ABORTED", "not complete")],
+    [("DEVICE", "driver failed"), ("DEVICE_LOST", "lost the GPU"),
+     ("BAD_HANDLE", "no longer shares"), ("ABORTED", "before its copy was complete")],
 )  # fmt: skip
 def test_failed_copies_say_why(error_name: str, reason: str) -> None:
     event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", 0, SaveTimes(0, 0, 0, 0, 0, 0))

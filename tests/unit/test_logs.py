@@ -154,7 +154,7 @@ def test_trouble_with_the_record_does_not_reach_the_checkpoint(
 
         ended = requested
 
-    chronicle.metrics = Broken()
+    chronicle.count_with(Broken())
     chronicle.requested(KEY, checkpoint())
     chronicle.ended(KEY, checkpoint())
     assert written(capfd).err.count("could not be recorded") == 2

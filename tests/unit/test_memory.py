@@ -214,7 +214,7 @@ def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPa
         await node.claim(1, first, 8)
         await node.settled(8, 0)
         first.port.channel.keeps = True
-        with pytest.raises(RefusedError, match="on their way back") as refused:
+        with pytest.raises(RefusedError, match="being returned") as refused:
             await node.claim(2, second, 8)
         assert refused.value.retryable and "80 of 80 are used" in refused.value.message
         assert node.stuck and set(node.stuck) == {1}
@@ -240,7 +240,7 @@ def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
         await node.claim(1, first, 8)
         await node.settled(8, 0)
         first.port.channel.keeps = True
-        with pytest.raises(RefusedError, match="on their way back"):
+        with pytest.raises(RefusedError, match="being returned"):
             await node.claim(2, second, 8)
         paused_s = 1000.0
         await asyncio.sleep(10 * port_module._RETRY_S)
@@ -340,7 +340,7 @@ def test_two_chunks_each_or_a_reason() -> None:
         tenants = [node.tenant() for _ in range(3)]
         await node.claim(1, tenants[0], 5)
         await node.claim(2, tenants[1], 5)
-        with pytest.raises(RefusedError, match="two for each of 3 sessions"):
+        with pytest.raises(RefusedError, match="two chunks for each of 3 sessions"):
             await node.claim(3, tenants[2], 5)
         await node.settled(3, 2, 0)  # the refused one is not waited for
 

@@ -368,13 +368,13 @@ WORDS: dict[str, str] = {
     ),
     "no daemon, raised": ("no daemon listens at DIR/none (start it with: pccheckd --storage DIR)"),
     "silent daemon": (
-        "pccheckd at DIR/s did not answer within 0.05 s (see in its log whether it is "
+        "the daemon at DIR/s did not answer within 0.05 s (see its log: it may be "
         "stopped or overloaded)"
     ),
     "not a socket": ("no daemon listens at DIR/file (start it with: pccheckd --storage DIR)"),
     "long socket path": (
-        "the socket path DIR/LONG is longer than 107 bytes (choose a shorter --socket for "
-        "pccheckd, and the same socket= here)"
+        "the socket path DIR/LONG is longer than 107 bytes (start pccheckd with a shorter "
+        "--socket, and connect to that)"
     ),
     "stranger's daemon": (
         "the process at DIR/s runs as uid 1234, which is neither yours (1000) nor root: it "
@@ -612,12 +612,12 @@ WORDS: dict[str, str] = {
         "rank 0: PCcheckClient(solo=True))"
     ),
     "name at the daemon": (
-        "'../x' cannot be a job's name (use letters, digits, '.', '_' and '-', at most 128, "
+        "'../x' is not a valid job name (use letters, digits, '.', '_' and '-', at most 128, "
         "not starting with '.' or '-')"
     ),
     "pccheckctl status": (
         "pccheckctl: no daemon listens at DIR/none\nhint: start it with: pccheckd --storage "
-        "DIR; or without one, with the files: pccheckctl --storage DIR ..."
+        "DIR; or read the files without a daemon: pccheckctl --storage DIR ..."
     ),
 }
 

@@ -51,7 +51,10 @@ def test_a_fault_in_a_request_for_a_checkpoint_is_logged_and_ends_that_checkpoin
     async def work(place: Place) -> None:
         monkeypatch.setattr(place.tenant.ledger, "add", fail)
         body = Begin(1, 5, 100, 90, 10, "wait")
-        assert await place.handlers.by_session(place.session, one_way(place, body)) is None
+        assert (
+            await place.handlers.answer(place.session.uid, one_way(place, body), place.session)
+            is None
+        )
         assert place.channel.refused == [1]  # the trainer is not held for it
 
     run(work)
@@ -65,10 +68,13 @@ def test_a_fault_behind_the_ledger_ends_that_checkpoint_with_a_reason(
         monkeypatch.setattr(place.tenant.volumes, "open", [object()])
         monkeypatch.setattr(place.job, "number", fail)
         body = Begin(1, 5, 100, 90, 10, "wait")
-        assert await place.handlers.by_session(place.session, one_way(place, body)) is None
+        assert (
+            await place.handlers.answer(place.session.uid, one_way(place, body), place.session)
+            is None
+        )
         found = place.tenant.ledger.find(1, 1)
         assert found is not None and found.state is State.FAILED
-        assert found.hint == "the daemon's log has it"
+        assert found.hint == "see the daemon's log"
         assert place.channel.refused == [1]
         monkeypatch.setattr(place.tenant.volumes, "open", [])
 
@@ -82,14 +88,14 @@ def test_a_fault_in_what_needs_no_answer_is_logged(
     async def work(place: Place) -> None:
         monkeypatch.setattr(place.job, "restored", fail)
         message = one_way(place, Restored(7))
-        assert await place.handlers.by_session(place.session, message) is None
+        assert await place.handlers.answer(place.session.uid, message, place.session) is None
         refused = codec.encode(Request(0, place.session.token, Begin(1, 5, 100, 90, 10, "wait")))
         place.session.role = next(r for r in type(place.session.role) if r.value == "reader")
-        assert await place.handlers.by_session(place.session, refused) is None
+        assert await place.handlers.answer(place.session.uid, refused, place.session) is None
 
     run(work)
     assert told(log) == ["of ours"]
-    assert any("may not begin" in record.getMessage() for record in log.records)
+    assert any("requires a trainer" in record.getMessage() for record in log.records)
 
 
 def test_a_fault_while_requests_are_served_is_logged_and_ends_the_session(
@@ -100,7 +106,7 @@ def test_a_fault_while_requests_are_served_is_logged_and_ends_the_session(
             ours, theirs = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
             ours.setblocking(False)
             server = AttachServer(cast(socket.socket, None), place.sessions, place.handlers)
-            monkeypatch.setattr(place.handlers, "by_session", fail)
+            monkeypatch.setattr(place.handlers, "answer", fail)
             theirs.send(b"a request")
             with pytest.raises(FaultError):
                 await asyncio.wait_for(server._until_gone(ours, place.session), 20)

@@ -74,10 +74,10 @@ def owner(*, world_size: int = 1, fresh: bool = False) -> Owner:
 def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> None:
     async def work(registry: Registry) -> None:
         _, tenant = await registry.existing(KEY)
-        tenant.readers += 1
+        tenant.add_reader()
         await registry.trim()
         assert not tenant.closed and tenant.volumes.checkpoints()
-        tenant.readers -= 1
+        tenant.add_reader(-1)
         await registry.trim()
         assert tenant.closed
 
@@ -138,10 +138,10 @@ def test_a_dry_run_closes_nothing(run: Callable[[Work], None]) -> None:
         document = await ask(Drop(KEY.job, dry_run=True))
         assert document["dropped"] is False
         assert registry.loaded(KEY) is tenant and not tenant.closed
-        tenant.readers += 1
+        tenant.add_reader()
         with pytest.raises(RefusedError, match="in use"):
             await ask(Drop(KEY.job, dry_run=True))
-        tenant.readers -= 1
+        tenant.add_reader(-1)
         assert (await ask(Drop(KEY.job)))["dropped"] is True
         assert tenant.closed and not layout.list_volumes(registry.config.storage)
 
@@ -248,11 +248,11 @@ def test_a_stopped_volume_is_not_reopened_under_a_reader(
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
         await tenant._open_port()
-        tenant.reading += 1
+        tenant.begin_read()
         with pytest.raises(RefusedError, match="still being read"):
             await tenant.reopen()
         assert tenant.volumes.checkpoints()[0].step == 3
-        tenant.reading -= 1
+        tenant.end_read()
         await tenant.reopen()
         await tenant.volumes.refresh()
         assert tenant.volumes.checkpoints()[0].step == 3

@@ -17,7 +17,7 @@ from pccheck_native import Volume
 from pccheck_wire import codec
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
-from pccheckctl.output import rows
+from pccheckctl.output.documents import rows
 from pccheckd.config.sources import Config
 from pccheckd.control import verification
 from pccheckd.control.handlers import Handlers
@@ -27,9 +27,9 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy import trace
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import Checkpoint, End, Record
 from pccheckd.tenancy.ledger import HISTORY, Ledger
-from pccheckd.tenancy.trace import Document, Record, Taken
+from pccheckd.tenancy.trace import Document, Taken
 from pccheckd.tenancy.volumes import Key
 from tests.unit.test_trace import record
 
@@ -42,19 +42,14 @@ class Place:
         self.engine = Engine(config)
         self.registry = Registry(config, self.engine)
 
-        async def nobody(_uid: int, _data: bytes) -> bytes | None:
-            return None
-
-        sessions = Sessions(
-            config, self.engine, self.registry, ControlServer(config.socket, nobody)
-        )
+        sessions = Sessions(config, self.engine, self.registry, ControlServer(config.socket))
         self.handlers = Handlers(config, self.engine, self.registry, sessions)
 
     async def ask(self, body: RequestBody, *, uid: int = 7) -> Document:
         asker = Session(
             number=1, token=b"t", role=Role.OBSERVER, uid=uid, pid=1, kernel_pid=1, connected_ns=0
         )
-        data = await self.handlers.by_session(asker, codec.encode(Request(1, b"t", body)))
+        data = await self.handlers.answer(asker.uid, codec.encode(Request(1, b"t", body)), asker)
         assert data is not None
         answer = codec.decode_any(data, Reply)
         assert isinstance(answer, Reply) and isinstance(answer.body, Report)
@@ -231,7 +226,7 @@ def test_a_restore_waits_for_what_was_asked_for_before_it() -> None:
         assert not await ledger.settled(0, 1)
         waiting = asyncio.create_task(ledger.settled(LIMIT_S, 1))
         await asyncio.sleep(0)
-        ledger.refuse(items[0], State.FAILED, "why", "")
+        ledger.refuse(items[0], End(State.FAILED, "why"))
         assert await asyncio.wait_for(waiting, LIMIT_S)
         assert ledger.of_sequence(2) is items[1] and ledger.of_sequence(3) is None
         assert not await ledger.settled(0, 2)

@@ -35,7 +35,7 @@ def test_a_link_in_the_place_of_the_socket_is_not_followed(
         path.symlink_to(target)
 
     monkeypatch.setattr(socket.socket, "bind", swapped)
-    with pytest.raises(NoStoreError, match="somebody else has put something there"):
+    with pytest.raises(NoStoreError, match="another user has created a file there"):
         attach.listen(path, "")
     assert target.stat().st_mode & 0o777 == 0o600
 

@@ -18,8 +18,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.volumes import Key
 from pccheckd.upkeep import scrub as module
-from pccheckd.upkeep import scrub_state
-from pccheckd.upkeep.scrub import Scrubber
+from pccheckd.upkeep.scrub import Pieces, Scrubber, State
 from tests.support.volumes import UID, Rank, make, scribble
 
 KEY = Key(UID, "job", 0)
@@ -48,7 +47,7 @@ class Place:
 
     async def pass_(self) -> None:
         """One pass, at once."""
-        self.scrubber._state = scrub_state.load(self.config.storage)
+        self.scrubber._state = State.load(self.config.storage)
         await self.scrubber._pass()
 
     @property
@@ -112,7 +111,7 @@ def test_damage_is_flagged_as_recovery_does(run: Callable[..., None], loaded: bo
         assert damaged(place.config.storage) == [2]
         _, tenant = await place.registry.existing(KEY)
         assert [c.step for c in tenant.volumes.checkpoints() if c.is_damaged] == [2]
-        assert not tenant.reading
+        assert not tenant.is_read
         await place.pass_()  # what is known is not told again
         assert place.results == {"ok": 4, "damaged": 1}
         assert place.scrubber.damaged == 0
@@ -140,7 +139,7 @@ def test_a_disk_that_was_away_for_a_moment_has_lost_nothing(
     async def work(place: Place) -> None:
         if loaded:
             await place.registry.existing(KEY)
-        check, asked = module.check, 0
+        check, asked = Pieces.check, 0
 
         def away(*what: Any) -> None:
             nonlocal asked
@@ -149,7 +148,7 @@ def test_a_disk_that_was_away_for_a_moment_has_lost_nothing(
                 raise OSError(errno.EIO, "away")
             check(*what)
 
-        monkeypatch.setattr(module, "check", away)
+        monkeypatch.setattr(Pieces, "check", away)
         await place.pass_()
         assert (place.results, place.scrubber.damaged) == ({"ok": 3}, 0)
         assert damaged(place.config.storage) == []
@@ -161,14 +160,14 @@ def test_what_cannot_be_read_twice_is_told_but_not_flagged(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(place: Place) -> None:
-        check, bad = module.check, 2
+        check, bad = Pieces.check, 2
 
-        def broken(volume: Volume, sequence: int, offset: int, length: int) -> None:
+        def broken(self: Pieces, volume: Volume, sequence: int, offset: int, length: int) -> None:
             if sequence == bad:
                 raise OSError(errno.EIO, "bad sector")
-            check(volume, sequence, offset, length)
+            check(self, volume, sequence, offset, length)
 
-        monkeypatch.setattr(module, "check", broken)
+        monkeypatch.setattr(Pieces, "check", broken)
         await place.pass_()
         assert place.results == {"ok": 2, "unreadable": 1}
         assert (place.scrubber.damaged, place.scrubber.unreadable) == (0, 1)
@@ -191,16 +190,16 @@ def test_damage_that_cannot_be_read_again_is_not_believed(
 ) -> None:
     async def work(place: Place) -> None:
         scribble(place.config.storage, 2)
-        check, met = module.check, 0
+        check, met = Pieces.check, 0
 
-        def going(volume: Volume, sequence: int, offset: int, length: int) -> None:
+        def going(self: Pieces, volume: Volume, sequence: int, offset: int, length: int) -> None:
             nonlocal met
             met += sequence == 2
             if met > 1 and sequence == 2:
                 raise OSError(errno.EIO, "away")
-            check(volume, sequence, offset, length)
+            check(self, volume, sequence, offset, length)
 
-        monkeypatch.setattr(module, "check", going)
+        monkeypatch.setattr(Pieces, "check", going)
         await place.pass_()
         assert place.results == {"ok": 2, "unreadable": 1}
         assert damaged(place.config.storage) == []
@@ -229,7 +228,7 @@ def test_damage_that_is_gone_loses_its_flag(
         run(work)
     finally:
         LOG.removeHandler(caplog.handler)
-    assert "checkpoint 2 reads well again, all of it" in caplog.text
+    assert "checkpoint 2 is readable and intact again" in caplog.text
 
 
 def test_a_flag_set_while_it_was_read_stays(run: Callable[..., None]) -> None:
@@ -350,7 +349,7 @@ def test_a_pass_goes_on_where_a_restart_interrupted_it(run: Callable[..., None])
             await place.pass_()
         assert (seen, place.results) == (["job"], {"ok": 3})
         place.now = 2050.0
-        place.fresh()._state = scrub_state.load(place.config.storage)
+        place.fresh()._state = State.load(place.config.storage)
         assert place.scrubber._due_in_s() == 0.0  # it goes on at once
         await place.pass_()
         assert place.results == {"ok": 1}  # the other job's only
@@ -363,7 +362,7 @@ def test_a_pass_goes_on_where_a_restart_interrupted_it(run: Callable[..., None])
 def test_the_first_pass_comes_after_one_interval(run: Callable[..., None]) -> None:
     async def work(place: Place) -> None:
         place.scrubber.start()
-        while not (place.config.storage / scrub_state.NAME).exists():
+        while not (place.config.storage / module.STATE_NAME).exists():
             await asyncio.sleep(0.001)
         assert place.scrubber._due_in_s() == 100.0
         place.now = 500.0  # the clock is set back
@@ -404,7 +403,7 @@ def test_off_ends_it_in_the_middle_of_a_volume(
     run: Callable[..., None], off: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(place: Place) -> None:
-        check, before = module.check, getattr(place.config, off)
+        check, before = Pieces.check, getattr(place.config, off)
         reads = 0
 
         def once(*what: Any) -> None:
@@ -414,7 +413,7 @@ def test_off_ends_it_in_the_middle_of_a_volume(
                 setattr(place.config, off, 0)
             check(*what)
 
-        monkeypatch.setattr(module, "check", once)
+        monkeypatch.setattr(Pieces, "check", once)
         await place.pass_()
         assert (reads, place.scrubber.passes, place.scrubber._state.running) == (2, 0, True)
         setattr(place.config, off, before)
@@ -444,15 +443,15 @@ def test_another_rate_counts_at_once(
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1, "began_s": "x"}'])
 def test_what_was_stored_wrongly_is_as_good_as_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / scrub_state.NAME).write_text(text)
-    assert scrub_state.load(tmp_path) == scrub_state.State()
+    (tmp_path / module.STATE_NAME).write_text(text)
+    assert State.load(tmp_path) == State()
 
 
 def test_what_was_stored_comes_back(tmp_path: Path) -> None:
-    state = scrub_state.State(1.0, 2.0, 3.0, "7/job/rank-0.0.pcc", True, 4, 5)
-    scrub_state.store(tmp_path, state)
-    assert scrub_state.load(tmp_path) == state
-    assert (tmp_path / scrub_state.NAME).stat().st_mode & 0o077 == 0
+    state = State(1.0, 2.0, 3.0, "7/job/rank-0.0.pcc", True, 4, 5)
+    state.store(tmp_path)
+    assert State.load(tmp_path) == state
+    assert (tmp_path / module.STATE_NAME).stat().st_mode & 0o077 == 0
 
 
 def test_the_flag_is_the_one_that_readers_set(run: Callable[..., None]) -> None:

@@ -63,8 +63,8 @@ def test_a_missing_directory_names_the_command_that_makes_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("number", "fix"),
     [
-        (errno.EIO, "look at the disk: dmesg"), (errno.ENOENT, "mkdir -p"),
-        (errno.EACCES, "into the directories above it"), (errno.ENOTDIR, "a file is in its way"),
+        (errno.EIO, "check the disk: dmesg"), (errno.ENOENT, "mkdir -p"),
+        (errno.EACCES, "enter the directories above it"), (errno.ENOTDIR, "a file is in its path"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_the_directory_decides_the_fix(
@@ -136,10 +136,10 @@ def test_a_directory_that_everybody_writes_to_is_told_of(
 ) -> None:
     config = Config(tmp_path, tmp_path / "a.sock", allow_any_filesystem=True)
     storage.check(config)
-    assert "everybody may write" not in caplog.text
+    assert "writable for everybody" not in caplog.text
     tmp_path.chmod(0o1777)
     storage.check(config)
-    assert "everybody may write" in caplog.text
+    assert "writable for everybody" in caplog.text
 
 
 def test_a_lock_of_a_stranger_says_nothing_on_the_terminal(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -16,6 +17,7 @@ from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
+from pccheckd.jobs.survey import Survey
 from pccheckd.service.supervise import Supervisor
 from pccheckd.upkeep.stalls import Progress
 
@@ -47,7 +49,7 @@ class Place:
         self.notifier = Heard()
         self.supervisor = Supervisor(
             self.notifier, config, self.engine, self.registry,
-            cast(Sessions, SimpleNamespace(all=list)), faults=lambda: faults or [],
+            cast(Sessions, SimpleNamespace(all=list)), Survey(), faults=lambda: faults or [],
         )  # fmt: skip
 
 
@@ -112,9 +114,14 @@ class Usage(SimpleNamespace):
     full_chunks = cached_chunks = free_chunks = 0
 
 
-def tenant(state: State, **usage: int) -> SimpleNamespace:
+class Rank(SimpleNamespace):
+    def note_stall(self, why: str) -> None:
+        self.stalled = why
+
+
+def tenant(state: State, **usage: int) -> Rank:
     one = SimpleNamespace(sequence=5, state=state)
-    return SimpleNamespace(
+    return Rank(
         key="job", stalled="", port=SimpleNamespace(usage=lambda: Usage(**usage)),
         ledger=SimpleNamespace(live=lambda: [one]), one=one,
     )  # fmt: skip
@@ -127,8 +134,9 @@ class Clock:
         return self.now
 
 
-def progress(config: Config, clock: Clock, *tenants: SimpleNamespace) -> Progress:
-    engine = cast(Engine, SimpleNamespace(longest_call=lambda: (0, 0.0), stalled=""))
+def progress(config: Config, clock: Clock, *tenants: Rank) -> Progress:
+    engine = Engine.__new__(Engine)
+    engine._running, engine.stalled = {}, ""
     return Progress(
         config, engine, cast(Registry, SimpleNamespace(tenants=lambda: tenants, jobs={})), clock
     )
@@ -174,6 +182,6 @@ def test_a_limit_of_bandwidth_is_not_a_stall(config: Config) -> None:
 def test_a_call_that_hangs_is_seen(config: Config) -> None:
     watch = progress(config, Clock())
     engine = watch._engine
-    engine.longest_call = lambda: (7, config.stall_limit_s + 1)  # type: ignore[method-assign]
+    engine._running["a call"] = 7, time.monotonic() - config.stall_limit_s - 1
     watch.look()
     assert engine.stalled == "a call to the storage for uid 7 has not returned for 31 s"

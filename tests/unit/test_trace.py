@@ -6,9 +6,10 @@ import itertools
 import json
 from collections.abc import Iterable
 
-from pccheckctl import trace as viewer
-from pccheckctl.output import Document, rows, whole
-from pccheckd.tenancy.trace import Record, Ring, document, take
+from pccheckctl.commands import trace as viewer
+from pccheckctl.output.documents import Document, rows, whole
+from pccheckd.tenancy.checkpoint import Record
+from pccheckd.tenancy.trace import Ring, document, take
 
 MS = 1_000_000
 
@@ -16,8 +17,10 @@ MS = 1_000_000
 def record(step: int, begin: int, end: int, *, uid: int = 7, state: str = "durable") -> Record:
     """One that was asked for 2 ms before `begin` and written from 1 ms after it, all in ms."""
     return Record(
-        uid=uid, job="job", rank=0, session=1, incarnation=1, step=step, sequence=step, slot=0,
-        payload_bytes=1 << 20, pulled=False, state=state, reason="", rehomed=0,
+        uid=uid, job="job", rank=0, session=1, snapshot=step, incarnation=1, step=step,
+        sequence=step, slot=0,
+        payload_bytes=1 << 20, pulled=False, state=state, reason="", hint="", stage="",
+        error="", rehomed=0,
         held_at=begin * MS - 2 * MS, held=MS, requested=(begin - 2) * MS, ended=end * MS,
         begin=begin * MS, first_write=(begin + 1) * MS, sealed=(begin + 3) * MS,
         written=(end - 2) * MS, flushed=(end - 1) * MS,
@@ -98,4 +101,3 @@ def test_one_that_failed_ends_where_it_failed_and_one_in_flight_goes_on_until_no
 
 def test_nothing_is_a_trace_too() -> None:
     assert viewer.chrome(made([]))["traceEvents"] == []
-    assert "0 checkpoints" in viewer.summary(made([]), "x.json")

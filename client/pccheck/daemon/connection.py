@@ -18,6 +18,7 @@ from pccheck_wire.basics import START_HINT
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     WaitTimeoutError,
+    error_from_wire,
 )
 from pccheck_wire.messages import Failure, Reply, ReplyBody, Request, RequestBody
 
@@ -116,7 +117,8 @@ class Connection:
         finally:
             self._waiting.pop(number, None)
         if isinstance(answers[0], Failure):
-            raise attach.raised(answers[0])
+            found = answers[0]
+            raise error_from_wire(found.code, found.message, found.hint, found.retryable)
         return answers[0]
 
     def post(self, body: RequestBody) -> None:

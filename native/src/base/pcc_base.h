@@ -34,7 +34,7 @@ enum {
     PCC_E_TOO_LARGE,            /* the checkpoint does not fit into a slot */
     PCC_E_STOPPED,              /* a commit record could not be written: nothing is published
                                    until the volume is reopened and read from the media */
-    PCC_E_ABORTED,              /* given up on request: the trainer died or let go */
+    PCC_E_ABORTED,              /* given up on request: the trainer died or abandoned it */
     PCC_E_BAD_PEER,             /* shared memory holds what no honest client writes */
     PCC_E_NO_MEMORY,            /* the DRAM budget M is used up */
     PCC_E_SHUT_DOWN,            /* the object is being closed */

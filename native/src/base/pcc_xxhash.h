@@ -16,7 +16,7 @@
 #include <xxhash.h>
 #pragma GCC diagnostic pop
 
-#if XXH_VERSION_NUMBER < 800
+#if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #error "xxHash 0.8.0 or newer is needed: XXH3 was not final before"
 #endif
 

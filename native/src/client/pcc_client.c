@@ -387,7 +387,7 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
     if (job->snapshot == snapshot && snapshot != 0) {
         const uint64_t word = pcc_client_word(client, snapshot);
         out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
-        if (out->word == PCC_WORD_VOUCHING) /* nobody has been told yet */
+        if (out->word == PCC_WORD_VOUCHING) /* not announced yet */
             out->word = PCC_WORD_COPYING;
         out->outcome = outcome_of(client, snapshot);
         out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
@@ -429,7 +429,8 @@ static void after_fork_child(void)
 
 static void handlers_register(void)
 {
-    /* Without memory for it, children keep the socket: the daemon hears later, nothing breaks. */
+    /* Without memory for it, children keep the socket: the daemon notices a death later, and
+     * nothing breaks. */
     (void)pthread_atfork(before_fork, after_fork_parent, after_fork_child);
 }
 

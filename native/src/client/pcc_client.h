@@ -121,8 +121,8 @@ PCC_MUST_CHECK int pcc_client_expose(struct pcc_client *client,
                                      const struct pcc_device_range *ranges, uint64_t range_count,
                                      uint64_t device_bytes, uint8_t **out_bytes,
                                      uint64_t *out_length);
-/* Whether all memory of the last pcc_client_expose is still the very same: freed and allocated anew
- * it may have its old address. True when nothing was exposed. */
+/* Whether all memory of the last pcc_client_expose is still the very same: freed and allocated
+ * again it may have its old address. True when nothing was exposed. */
 bool pcc_client_exposure_holds(struct pcc_client *client);
 
 enum pcc_wait_for {
@@ -150,7 +150,7 @@ struct pcc_client_state {
     enum pcc_outcome outcome;
     uint64_t sequence;
     bool source_read;
-    int error; /* why the client itself let go of it: -ETIMEDOUT (the deadline of a hold),
+    int error; /* why the client itself abandoned it: -ETIMEDOUT (the deadline of a hold),
                   -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ECONNRESET; else 0 */
 };
 /* -ENOENT when the entry belongs to another snapshot by now. */

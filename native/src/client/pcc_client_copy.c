@@ -91,7 +91,7 @@ static void pad(uint8_t *bytes, uint64_t length_bytes)
     memset(bytes + length_bytes, 0, pcc_align_up(length_bytes, PCC_IO_ALIGN) - length_bytes);
 }
 
-/* The next chunk of the payload, of host memory. False when it was told to stop half-way. */
+/* The next chunk of the payload, of host memory. False when it was stopped half-way. */
 static bool fill(const struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
                  uint64_t length_bytes)
 {

@@ -60,7 +60,7 @@ struct pcc_job {
     bool provisional;       /* not confirmed */
     bool kept;              /* its last chunk is full, and waits for that; see `last` */
     struct pcc_message last;
-    int error;    /* why this side let go of it */
+    int error;    /* why this side abandoned it */
     void *memory; /* the sources, then inline bytes and tail */
     struct pcc_source *sources;
     uint64_t source_count;

@@ -85,7 +85,7 @@ static bool give_back(struct pcc_client *client)
     return true;
 }
 
-/* Nobody listens any more: everything outstanding ends here, and every stream is let go. */
+/* The daemon is gone: everything outstanding ends here, and every stream goes on. */
 static void hang_up(struct pcc_client *client)
 {
     (void)pthread_mutex_lock(&client->lock);

@@ -58,7 +58,7 @@ void pcc_pool_state_drop(struct pcc_pool *pool, const char *label, uint64_t id, 
                          uint64_t length_bytes);
 /* `label` is that of take or adopt. */
 void pcc_pool_return(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
-/* The same for one that the CUDA driver has not let go of: its addresses are not used again. */
+/* The same for one that the CUDA driver still has registered: its addresses are not used again. */
 void pcc_pool_retire(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
 /* A lost GPU may still write to it: stays mapped and counted until the process ends. */
 void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);

@@ -24,11 +24,11 @@
 
 enum pcc_event_kind {
     PCC_EVENT_COPIED = 1, /* the snapshot is complete in our memory and the word says COPIED */
-    PCC_EVENT_WRITING,    /* its first chunk went to the disk; told after COPIED */
+    PCC_EVENT_WRITING,    /* its first chunk went to the disk; comes after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
     PCC_EVENT_GIVEN_UP,   /* by the group of ranks */
-    PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or let go;
+    PCC_EVENT_FAILED,     /* stage and error say why; "copy"/ABORTED: trainer died or gave up;
                              "copy"/DEVICE, DEVICE_LOST: the GPU failed the copy */
     PCC_EVENT_LOAD_ENDED, /* id is the load id */
     PCC_EVENT_BAD_PEER,   /* the session broke the protocol of the page; detach it */
@@ -136,10 +136,10 @@ struct pcc_tenant_holding {
 };
 /* Takes segments back, the last ones first, until at most `bytes` are left, with a trainer or
  * without, and never below two chunks; and from the first one on that has LEFT chunks, once no save
- * is in flight or nothing else is there. Does what can be done now: their chunks are not used anew,
- * the client is asked, and what nobody uses goes. Called again and again until `lasting_bytes` is
- * all there is; until then nothing grows. What was begun is not taken back. Waits for a grow, and
- * blocks for the unmapping. */
+ * is in flight or nothing else is there. Does what can be done now: their chunks are not filled
+ * again, the client is asked, and what nobody uses goes. Called again and again until
+ * `lasting_bytes` is all there is; until then nothing grows. What was begun is not taken back.
+ * Waits for a grow, and blocks for the unmapping. */
 void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_tenant_holding *out);
 /* Detached and idle only: gives every segment back; -EBUSY otherwise. */
 PCC_MUST_CHECK int pcc_tenant_release_memory(struct pcc_tenant *tenant);

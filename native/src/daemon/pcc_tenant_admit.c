@@ -256,7 +256,7 @@ bool pcc_tenant_judge(struct pcc_tenant *tenant)
     pcc_tenant_unlock(tenant);
     if (!any)
         return false;
-    /* After the last copy of each, and before anybody hears of it. */
+    /* After the last copy of each, and before the client sees COPIED. */
     const bool lives = pcc_process_lives(&tenant->pull.trainer);
     pcc_tenant_lock(tenant);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {

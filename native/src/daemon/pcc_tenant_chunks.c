@@ -1,6 +1,6 @@
 /* Who holds which chunk: choosing, granting, taking back. Everything here runs under the tenant's
- * lock. What may be filled anew is in three lists, so that a chunk is chosen in a few steps however
- * large the table is: 512 GiB are 32,768 chunks of 16 MiB. */
+ * lock. What may be filled again is in three lists, so that a chunk is chosen in a few steps
+ * however large the table is: 512 GiB are 32,768 chunks of 16 MiB. */
 #include <string.h>
 #include <sys/socket.h>
 

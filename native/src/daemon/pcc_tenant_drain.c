@@ -80,7 +80,7 @@ void pcc_tenant_give_up(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
 
 /* Every chunk is with the saver. The word decides before anything is vouched for: when the client
  * has let its trainer go, the last pieces may hold another step (P4). And what the next daemon will
- * find is noted down before the client hears of it (P1): the seal does that. */
+ * find is noted down before the client sees it (P1): the seal does that. */
 static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
@@ -311,7 +311,7 @@ static void on_writing(void *owner, uint64_t tag)
     struct pcc_tenant_save *save = save_of_tag(tenant, tag);
     if (!save->writing) {
         save->writing = true;
-        if (save->copied) { /* else told with COPIED: states come in order */
+        if (save->copied) { /* else reported with COPIED: states come in order */
             if (of_session(tenant, save))
                 pcc_tenant_outcome(tenant, save->snapshot, PCC_OUTCOME_WRITING, save->sequence);
             save_event(tenant, save, PCC_EVENT_WRITING);

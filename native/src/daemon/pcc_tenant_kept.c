@@ -283,7 +283,7 @@ static struct pcc_tenant_save *unsettled_oldest(struct pcc_tenant *tenant)
     return oldest;
 }
 
-/* With the lock held, which is let go of meanwhile: one chunk is checked and handed over. */
+/* With the lock held, which is released meanwhile: one chunk is checked and handed over. */
 static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint32_t position,
                         void *buffer)
 {
@@ -327,7 +327,7 @@ static void settle(struct pcc_tenant *tenant, struct pcc_tenant_save *save, void
     tenant->settling = NULL;
     save->unsettled = false;
     if (save->save == NULL)
-        return; /* a write has failed, and its end was told */
+        return; /* a write has failed, and its end was reported */
     if (error == 0)
         error = pcc_save_seal(save->save);
     if (error != 0)

@@ -253,7 +253,7 @@ int pcc_tenant_segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment 
     return 0;
 }
 
-/* With growing held, and nothing under way into it. False: the driver has not let go of it. */
+/* With growing held, and nothing under way into it. False: the driver still has it registered. */
 static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
 {
     struct pcc_gpu *gpu = segment->pinned_by;

@@ -51,7 +51,7 @@ struct pcc_tenant_chunk {
     uint32_t payload_chunks; /* chunks of that whole payload */
 };
 
-/* What may be filled anew, in this order. Chunks of retiring segments are in no list. */
+/* What may be filled again, in this order. Chunks of retiring segments are in no list. */
 enum pcc_chunk_list {
     PCC_CHUNKS_FREE,   /* the one that was freed last comes first */
     PCC_CHUNKS_ENDED,  /* CACHED, its save is over; the oldest comes first */
@@ -178,7 +178,8 @@ struct pcc_tenant {
     uint32_t segment_count;
     _Atomic int32_t trainer_node; /* that the trainer who attached last is bound to */
     _Atomic int32_t numa_node;    /* of the segment that was added last: writers run near it */
-    uint32_t lasting_count; /* of them; those behind are retiring: their chunks are not used anew */
+    uint32_t
+        lasting_count; /* of them; those behind are retiring: their chunks are not filled again */
     uint32_t segment_number; /* the last one given */
 
     struct pcc_tenant_save saves[PCC_TENANT_SAVES];
@@ -229,7 +230,7 @@ void pcc_tenant_lists_clear(struct pcc_tenant *tenant);
 void pcc_tenant_chunks_add(struct pcc_tenant *tenant, uint32_t first, uint32_t count);
 /* Chunks of retiring segments leave the lists: after each change of lasting_count. */
 void pcc_tenant_chunks_retire(struct pcc_tenant *tenant);
-/* A chunk to fill anew: a free one, else the oldest cached one; -1 when there is none. It is FREE
+/* A chunk to fill: a free one, else the oldest cached one; -1 when there is none. It is FREE
  * until the caller sets another state. Content of `spare` is taken last. With `gently`, chunks
  * whose save is not durable yet are left alone. */
 int64_t pcc_tenant_pick(struct pcc_tenant *tenant, uint64_t spare, bool gently);

@@ -13,7 +13,7 @@
  *   begin    commit = 0, pieces cleared, then the request      commit 0: the place holds nothing
  *   chunk    checksums, flags, chunk number, then segment      segment 0: not in DRAM
  *   hashed   checksums, then PCC_KEPT_HASHED                   without it: no checksum yet; such a
- *            chunk was pulled by the daemon, its writer had not got to it, and it is hashed anew
+ *            chunk was pulled by the daemon, its writer had not got to it, and it is hashed again
  *   written  PCC_KEPT_WRITTEN, after the write was completed   it lies in `slot`, too
  *   re-used  segment = 0, before anybody may write the memory  it lies in `slot` only
  *   moved    every PCC_KEPT_WRITTEN cleared, then slot         (all pieces are in DRAM then)

@@ -85,7 +85,8 @@ struct pcc_save_request {
     uint64_t tree_bytes;
 };
 
-#define PCC_SAVES_PER_LANE 2u /* the next one begins while the end of the last is being told */
+/* The next one begins while the end of the last is being reported. */
+#define PCC_SAVES_PER_LANE 2u
 
 static inline struct pcc_kept_shape pcc_kept_shape_of(const struct pcc_geometry *geometry,
                                                       uint32_t lanes, uint32_t chunk_bytes)

@@ -167,7 +167,7 @@ int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, 
         return -EINVAL;
     (void)pthread_mutex_lock(&volume->lock);
     int result = find_sequence(&volume->durable, sequence, &slot);
-    /* One that the record under way lets go is no longer there to be kept. */
+    /* One that the record under way drops is no longer there to be kept. */
     if (result == 0)
         result = find_sequence(&volume->staged, sequence, &staged_slot);
     if (result == 0) {
@@ -468,7 +468,7 @@ void pcc_volume_release(struct pcc_volume *volume, uint32_t slot)
     (void)pthread_mutex_lock(&volume->lock);
     PCC_ASSERT(slot < volume->geometry.slot_count && volume->holds[slot] > 0);
     volume->holds[slot]--;
-    /* It left the table while it was held: whoever lets go last frees it. */
+    /* It left the table while it was held: the last one to release it frees it. */
     if (volume->holds[slot] == 0 && volume->free_on_release[slot]) {
         volume->free_on_release[slot] = false;
         push_free(volume, slot);

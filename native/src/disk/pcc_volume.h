@@ -49,7 +49,7 @@ PCC_MUST_CHECK int pcc_volume_open_io(struct pcc_io *io, bool writable, struct p
 /* open + flock (writable) + fsync before anything read is trusted: a descriptor for pcc_io_open,
  * whose engine is for pcc_volume_open_io. */
 PCC_MUST_CHECK int pcc_volume_open_file(const char *path, bool writable, int *fd_out);
-/* All three. From now on no record is published, and no checkpoint is told to be durable, while
+/* All three. From now on no record is published, and no checkpoint is reported durable, while
  * the file is not in its place. */
 PCC_MUST_CHECK int pcc_volume_open_at(const char *path, bool writable,
                                       const struct pcc_io_options *options,
@@ -123,7 +123,7 @@ enum pcc_published {
 };
 /* The publisher: newest wins. The data and the manifest in the slot of `entry` must be flushed. On
  * 0 *out says what came of it; when published, the record is durable in both replicas, and slots
- * that it has let go are free. Any error is sticky (the volume stops publishing), but when
+ * that it has dropped are free. Any error is sticky (the volume stops publishing), but when
  * pcc_volume_in_place() gives one before anything is written: then the slot is free again.
  * `on_durable` (may be NULL) is called between replica A and B. */
 PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,

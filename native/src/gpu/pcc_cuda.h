@@ -170,7 +170,8 @@ void pcc_gpu_leave(const struct pcc_gpu_device *device);
  * ranges fails on some drivers); all of it or nothing. Within pcc_gpu_enter/leave. */
 #define PCC_PIN_BYTES_MAX (64ull << 30)
 PCC_MUST_CHECK int pcc_gpu_pin(const struct pcc_gpu_device *device, void *bytes, uint64_t length);
-/* 0, or a code when the driver has not let go of it: its addresses must not be used again then. */
+/* 0, or a code when the driver still has it registered: its addresses must not be used again then.
+ */
 int pcc_gpu_unpin(const struct pcc_gpu_device *device, void *bytes, uint64_t length);
 
 #endif

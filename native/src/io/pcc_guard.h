@@ -1,5 +1,5 @@
 /* Stores to a mapped file that may fail. Where the kernel cannot bring in the page of a store
- * (an error of the disk, a file that was cut short, no block to be had) it sends SIGBUS, which
+ * (an error of the disk, a file that was cut short, no block left) it sends SIGBUS, which
  * would end the daemon for one bad sector of one tenant; here it becomes -EIO.
  *
  * Any thread. One handler for the process, installed with the first guard; what is not ours goes to

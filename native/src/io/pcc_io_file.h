@@ -13,7 +13,7 @@ int64_t pcc_io_file_write_durable(int fd, const void *bytes, uint64_t length, ui
 int pcc_io_file_flush(int fd);
 
 /* Engines on a prepared file. They own fd from success on; on failure it stays the caller's.
- * -PCC_E_UNSUPPORTED: not to be had here. */
+ * -PCC_E_UNSUPPORTED: not possible here. */
 PCC_MUST_CHECK int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_io **out);
 PCC_MUST_CHECK int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io **out);
 PCC_MUST_CHECK int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere,

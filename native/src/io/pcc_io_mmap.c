@@ -109,7 +109,7 @@ int pcc_mapped_start(int fd, uint64_t size_bytes, int map_flags, const struct pc
     *self = *how;
     self->io.size_bytes = size_bytes;
     self->fd = fd;
-    /* Not to be had: read-only descriptors (EACCES), files without mappings (ENODEV), no MAP_SYNC
+    /* Not possible: read-only descriptors (EACCES), files without mappings (ENODEV), no MAP_SYNC
      * (EOPNOTSUPP, EINVAL), no address space left (ENOMEM). */
     self->bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, map_flags, fd, 0);
     if (self->bytes == MAP_FAILED) {

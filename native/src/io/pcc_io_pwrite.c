@@ -114,7 +114,7 @@ static bool file_system_is_suitable(int fd)
     }
 }
 
-/* False when the kernel says that direct I/O needs more than our alignment or is not to be had. */
+/* False when the kernel says that direct I/O needs more than our alignment or is not possible. */
 static bool alignment_is_enough(int fd)
 {
 #ifdef STATX_DIOALIGN

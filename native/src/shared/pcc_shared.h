@@ -28,7 +28,7 @@
  *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
  *           REQUESTED|COPYING -> REFUSED
  * VOUCHING lasts for some instructions: the copy is complete and can no longer be abandoned, and
- * the daemon notes down for the next one that it is copied before anybody hears of it.
+ * the daemon notes down for the next one that it is copied before the client sees it.
  * so that a watchdog's release and a late daemon cannot both be right (P4). */
 enum pcc_word_state {
     PCC_WORD_IDLE = 0,

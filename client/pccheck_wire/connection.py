@@ -1,0 +1,153 @@
+"""A connection to the attach socket, and plain messages over it: what every client does, whether it
+then uses the classes of messages.py or not. Every call has a deadline; nothing here is thread-safe.
+
+A command that only asks starts fast, so nothing here imports these classes, or `pathlib`."""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+import time
+
+from .basics import START_HINT
+from .errors import (
+    DaemonUnreachableError,
+    PccheckError,
+    ProtocolError,
+    RefusedError,
+    WaitTimeoutError,
+    error_from_wire,
+)
+from .packing import PACKET_BYTES, Reassembler
+from .peer import require_trusted
+
+CONNECT_RETRY_S = 0.01
+SOCKET_PATH_BYTES_MAX = 107  # Linux: sun_path without its final NUL
+
+
+class Connection:
+    """Connected to a daemon that may be trusted; the handshake comes next."""
+
+    def __init__(self, path: str, *, timeout_s: float) -> None:
+        """Raises DaemonUnreachableError (nobody listens), RefusedError, ProtocolError,
+        WaitTimeoutError."""
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            _connect(self.socket, path, time.monotonic() + timeout_s)
+            require_trusted(self.socket, path)
+        except BaseException as error:
+            self.socket.close()
+            raise self._error(error, timeout_s) from error
+
+    def exchange(
+        self, message: bytes, timeout_s: float, *, number: int = 0, descriptors_max: int = 0
+    ) -> tuple[dict[str, object], list[int]]:
+        """Sends a message; returns the next one and its descriptors, which are the caller's. With
+        the `number` of a request, late answers to earlier requests are skipped.
+
+        Raises WaitTimeoutError at the deadline, DaemonUnreachableError when the daemon ends
+        meanwhile, ProtocolError.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            self.socket.settimeout(_left(deadline))
+            self.socket.send(message, socket.MSG_NOSIGNAL)
+            while True:
+                answer, descriptors = self._receive(deadline, descriptors_max)
+                if not number or answer.get("number") in (0, number):  # 0: not known whose it was
+                    return answer, descriptors
+        except (OSError, ProtocolError) as error:
+            raise self._error(error, timeout_s) from error
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _receive(
+        self, deadline: float, descriptors_max: int
+    ) -> tuple[dict[str, object], list[int]]:
+        """One message, which may come in several packets."""
+        parts, descriptors = Reassembler(), array.array("i")
+        plain: object | None = None
+        try:
+            while plain is None:
+                self.socket.settimeout(_left(deadline))
+                space = socket.CMSG_SPACE(descriptors_max * descriptors.itemsize)
+                packet, ancillary, _flags, _address = self.socket.recvmsg(
+                    PACKET_BYTES, space if descriptors_max else 0, socket.MSG_CMSG_CLOEXEC
+                )
+                for level, kind, data in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                if not packet:
+                    raise ConnectionResetError(errno.ECONNRESET, "the daemon hung up")
+                plain = parts.feed(packet)
+            if not isinstance(plain, dict):
+                raise ProtocolError("$: a map is expected")
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return plain, list(descriptors)
+
+    def _error(self, error: BaseException, timeout_s: float) -> BaseException:
+        if isinstance(error, ProtocolError) and error.message.startswith("$"):
+            return ProtocolError(
+                f"{self.path} does not speak the protocol of a pccheckd ({error.message})"
+            )
+        if isinstance(error, PccheckError):
+            return error
+        if isinstance(error, TimeoutError):
+            return WaitTimeoutError(
+                f"the daemon at {self.path} did not answer within {timeout_s:g} s",
+                hint="see its log: it may be stopped or overloaded",
+            )
+        if isinstance(error, OSError):
+            return DaemonUnreachableError(
+                f"the daemon at {self.path} closed the connection: {error}", hint=START_HINT
+            )
+        return error
+
+
+def raise_failure(answer: dict[str, object]) -> None:
+    """Raises what a `Failure` message says; other messages pass."""
+    if answer.get("t") == "failure":
+        code, message, hint = (str(answer.get(key, "")) for key in ("code", "message", "hint"))
+        raise error_from_wire(code, message, hint, bool(answer.get("retryable", False)))
+
+
+def _connect(connection: socket.socket, path: str, deadline: float) -> None:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise RefusedError(
+            f"the socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes",
+            hint="start pccheckd with a shorter --socket, and connect to that",
+        )
+    try:
+        while True:
+            connection.settimeout(_left(deadline))
+            try:
+                connection.connect(path)
+                return
+            except BlockingIOError:  # the daemon's queue of connections is full at the moment
+                time.sleep(CONNECT_RETRY_S)
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
+        raise DaemonUnreachableError(f"no daemon listens at {path}", hint=START_HINT) from error
+    except PermissionError as error:
+        place = os.path.dirname(path)  # noqa: PTH120 - see basics.py
+        raise RefusedError(
+            f"uid {os.getuid()} may not use the socket {path}",
+            hint=f"join the group of {place}, or start a pccheckd of your own",
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
+            raise ProtocolError(f"{path} is not the socket of a pccheckd") from error
+        raise
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("deadline passed")
+    return left

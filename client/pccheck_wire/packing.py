@@ -1,0 +1,94 @@
+"""msgpack bytes <-> plain maps and lists. Input is hostile: size and depth limits, no extension
+types, no duplicate keys. Imports neither the classes of messages.py nor `dataclasses`."""
+
+from __future__ import annotations
+
+import msgpack  # type: ignore[import-untyped]
+
+from .errors import ProtocolError
+
+REQUEST_BYTES_MAX = 64 * 1024
+REPLY_BYTES_MAX = 16 * 1024 * 1024
+#: A reply longer than this goes over the attach socket in several packets.
+PACKET_BYTES = 64 * 1024
+STRING_BYTES_MAX = 4096
+ITEMS_MAX = 65536
+
+
+def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> object:
+    """Plain msgpack within the limits, untyped. Raises ProtocolError."""
+    if len(data) > bytes_max:
+        raise ProtocolError(f"$: a message of {len(data)} bytes, the limit is {bytes_max}")
+    try:
+        plain: object = msgpack.unpackb(data, **_limits(bytes_max))
+    except ProtocolError:
+        raise
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"$: not a message: {_reason(error)}") from error
+    return plain
+
+
+class Reassembler:
+    """Puts together a reply that came in several packets; the msgpack map says where it ends."""
+
+    def __init__(self, *, bytes_max: int = REPLY_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._unpacker = msgpack.Unpacker(max_buffer_size=bytes_max, **_limits(bytes_max))
+        self._bytes = 0
+
+    def feed(self, packet: bytes) -> object | None:
+        """The plain message when this packet completes it, else None. Raises ProtocolError."""
+        self._bytes += len(packet)
+        if self._bytes > self._bytes_max:
+            raise ProtocolError(f"$: a message of more than {self._bytes_max} bytes")
+        try:
+            self._unpacker.feed(packet)
+            plain: object = self._unpacker.unpack()
+        except msgpack.OutOfData:
+            return None
+        except ProtocolError:
+            raise
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"$: not a message: {_reason(error)}") from error
+        if self._unpacker.tell() != self._bytes:
+            raise ProtocolError("$: bytes behind the end of the message")
+        return plain
+
+
+def packets(data: bytes) -> list[bytes]:
+    """A message cut for the attach socket."""
+    return [data[at : at + PACKET_BYTES] for at in range(0, len(data), PACKET_BYTES)]
+
+
+def _limits(bytes_max: int) -> dict[str, object]:
+    return {
+        "raw": False,
+        "strict_map_key": True,
+        "object_pairs_hook": _unique,
+        "max_str_len": bytes_max if bytes_max > REQUEST_BYTES_MAX else STRING_BYTES_MAX,
+        "max_bin_len": STRING_BYTES_MAX,
+        "max_array_len": ITEMS_MAX,
+        "max_map_len": ITEMS_MAX,
+        "max_ext_len": 0,
+        "ext_hook": _no_extensions,
+        "timestamp": 0,
+    }
+
+
+def _unique(pairs: list[tuple[object, object]]) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for key, value in pairs:
+        if not isinstance(key, str):
+            raise ProtocolError("$: a map key that is not a string")
+        if key in made:
+            raise ProtocolError(f"$: the key {key[:40]!r} comes twice")
+        made[key] = value
+    return made
+
+
+def _no_extensions(code: int, _data: bytes) -> object:
+    raise ProtocolError(f"$: extension type {code}")
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:120]

@@ -1,0 +1,219 @@
+"""The commands of `pccheckctl` and their arguments: one table, from which the parser, the man page
+and the completion of shells are made."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pccheck_wire.errors import UsageError
+
+WATCH_DEFAULT_S = 2.0
+WRITERS_MAX = 64
+_JOB = "its name, as status and list show it"
+
+
+class Command(NamedTuple):
+    name: str
+    module: str  # its run(arguments) returns the exit code
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+
+
+def _writers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= WRITERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WRITERS_MAX}")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    from pccheck_wire.units import parse_size  # imports re
+
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _duration(text: str) -> float:
+    from pccheck_wire.units import parse_duration
+
+    try:
+        return parse_duration(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _period(text: str) -> float:
+    """Of --watch, which may stand before a job's name."""
+    try:
+        period_s = _duration(text)
+    except argparse.ArgumentTypeError:
+        period_s = 0.0
+    if period_s <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time above 0: write --watch=2, or --watch at the end"
+        )
+    return period_s
+
+
+def _watched(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--watch", "-w", nargs="?", type=_period, const=WATCH_DEFAULT_S, metavar="SECONDS",
+        help="repeat (every 2 s) until Ctrl-C; with --json, one line each time",
+    )  # fmt: skip
+
+
+def _status(to: argparse.ArgumentParser) -> None:
+    _watched(to)
+    to.add_argument("--all", action="store_true", help="include all jobs without a trainer")
+
+
+def _list(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", nargs="?", default="", help="only this job")
+    to.add_argument("--rank", type=int, help="only this rank")
+    _watched(to)
+
+
+def _show(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help=_JOB)
+    to.add_argument("--rank", type=int, help="of this rank; default: the lowest")
+    _which(to, "the newest")
+
+
+def _which(to: argparse.ArgumentParser, default: str) -> None:
+    chosen = to.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, help=f"of this step; default: {default}")
+    chosen.add_argument("--sequence", type=int, help="with this sequence number, as list shows it")
+
+
+def _verify(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", nargs="*", default=[], help="only these jobs")
+    to.add_argument("--rank", type=int, help="only this rank")
+    _which(to, "all")
+    to.add_argument(
+        "--read-data-subset", dest="subset", metavar="PART",
+        help="a part of each checkpoint: 5%% of its pieces at random, or 2/20, the second of 20",
+    )  # fmt: skip
+    to.add_argument("--seed", type=int, metavar="N", help="to read the same random pieces again")
+
+
+def _recover(to: argparse.ArgumentParser) -> None:
+    _file(to)
+    to.set_defaults(step=None, sequence=None, only="", format=None)
+
+
+def _export(to: argparse.ArgumentParser) -> None:
+    _file(to)
+    _which(to, "the newest valid one")
+    to.add_argument(
+        "--only", default="", metavar="NAME",
+        help="a part, as show names it, such as model or model.layers.0; the names in the file "
+        "begin after it",
+    )  # fmt: skip
+    to.add_argument(
+        "--format", choices=("torch", "safetensors", "dcp"),
+        help="default: by the ending of FILE (.safetensors, else torch); with dcp FILE becomes a "
+        "directory for torch.distributed.checkpoint",
+    )  # fmt: skip
+
+
+def _file(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help=_JOB)
+    to.add_argument(
+        "--output", "-o", required=True, metavar="FILE",
+        help="the file to write: FILE.safetensors, or FILE.pt for torch.load",
+    )  # fmt: skip
+    ranks = to.add_mutually_exclusive_group()
+    ranks.add_argument("--rank", type=int, help="of one rank")
+    ranks.add_argument(
+        "--all-ranks", action="store_true",
+        help="one file per rank: FILE.rank-R.EXT, or {rank} in FILE replaced",
+    )  # fmt: skip
+    to.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def _wait(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help=_JOB)
+    to.add_argument("--rank", type=int, default=0, help="of this rank (default 0)")
+    to.add_argument(
+        "--for", dest="state", choices=("copied", "durable", "global"), default="durable",
+        help="safe when the trainer ends; on the disk (default); on the disk of every rank",
+    )  # fmt: skip
+    step = to.add_mutually_exclusive_group(required=True)
+    step.add_argument("--step", type=int, help="this step or a later one")
+    step.add_argument("--newest", action="store_true", help="the newest one requested, or the next")
+    to.add_argument("--timeout", type=_duration, default=60.0, metavar="TIME",
+                    help="such as 90s or 5min (default 60s)")  # fmt: skip
+
+
+def _drop(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help=_JOB)
+    to.add_argument("--rank", type=int, help="only the volume of this rank")
+    to.add_argument("--dry-run", action="store_true", help="show what would be removed, and stop")
+    to.add_argument("--yes", "-y", action="store_true", help="do not ask")
+
+
+def _bench(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--size", type=_size, metavar="SIZE",
+                    help="of the test file (default 2GiB, less on a small disk)")  # fmt: skip
+    to.add_argument("--chunk", type=_size, metavar="SIZE", help="of one write (default 16MiB)")
+    to.add_argument("--writers", type=_writers, metavar="P",
+                    help="only with this many threads (default 1, 2 and 4)")  # fmt: skip
+
+
+def _tune(to: argparse.ArgumentParser) -> None:
+    add = to.add_argument
+    add("--checkpoint", type=_size, required=True, metavar="SIZE", help="state of one rank (m)")
+    add("--step-time", type=_duration, required=True, metavar="TIME", help="of a step (t): 350ms")
+    add("--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)")
+    add("--dram", type=_size, metavar="SIZE", help="for this rank (M; default twice the state)")
+    add("--keep", type=int, default=2, metavar="N", help="durable checkpoints to keep (default 2)")
+    add("--slots", type=int, metavar="N", help="default: as many as are useful")
+    add("--bandwidth", type=_size, metavar="SIZE", help="what the disk writes per second")
+    add("--copy-bandwidth", type=_size, metavar="SIZE", help="what a copy to DRAM moves per second")
+
+
+def _trace(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--last", type=_duration, default=60.0, metavar="AGE",
+                    help="how far back (default 60s)")  # fmt: skip
+    to.add_argument("--output", "-o", metavar="FILE", help="default: stdout")
+    to.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def _config(to: argparse.ArgumentParser) -> None:
+    to.add_argument("action", choices=("show",), metavar="show", help="the values in use")
+    to.add_argument("--origin", action="store_true", help="show where each value comes from")
+
+
+def _completion(to: argparse.ArgumentParser) -> None:
+    to.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish",
+                    help="for this shell")  # fmt: skip
+
+
+COMMANDS = (
+    Command("status", "commands.status", "what the daemon does, or what the volumes hold", _status),
+    Command("list", "commands.listing", "the checkpoints, newest first", _list),
+    Command("show", "commands.show", "the tensors, values and metadata of one checkpoint", _show),
+    Command("recover", "export.command",
+            "after a crash: writes the newest valid state to a file (to choose, see export)",
+            _recover),
+    Command("export", "export.command",
+            "for other software: writes a checkpoint, or a part of one, to a file (after a crash, "
+            "see recover)", _export),
+    Command("verify", "commands.verify", "reads and checks every byte of the checkpoints", _verify),
+    Command("wait", "commands.wait", "returns when a step is copied, durable or global", _wait),
+    Command("drop", "commands.drop", "removes the volumes of a job that has ended", _drop),
+    Command("doctor", "doctor.command",
+            "checks this machine and the daemon; says what each finding costs, and how to fix it",
+            lambda _: None),
+    Command("bench", "measure.bench", "measures how fast a disk is with checkpoints", _bench),
+    Command("tune", "measure.tune", "computes how often to save, and with how many slots", _tune),
+    Command("trace", "commands.trace",
+            "a timeline of the last minutes, for Perfetto or chrome://tracing", _trace),
+    Command("config", "commands.config", "the daemon's options, and where each value comes from",
+            _config),
+    Command("completion", "commands.completion", "prints the completion script for a shell",
+            _completion),
+)  # fmt: skip

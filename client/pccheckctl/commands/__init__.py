@@ -1,0 +1,1 @@
+"""The commands of `pccheckctl`, a module each; `run(arguments)` returns the exit code."""

@@ -1,0 +1,83 @@
+"""`pccheckctl list`: the checkpoints of each job and rank, newest first."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
+from pccheckctl.source.choice import choose
+
+HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.watch:
+        from pccheckctl.output import watch
+
+        return watch.run(arguments, fetch, as_text)
+    document = fetch(arguments)
+    if arguments.json:
+        print_json(document)
+        return 0
+    nothing = arguments.job and not rows(document, "checkpoints")
+    say(as_text(document) + (f" of job {arguments.job!r}" if nothing else ""))
+    for item in rows(document, "unreadable"):
+        note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
+    return 0
+
+
+def fetch(arguments: argparse.Namespace) -> Document:
+    with choose(arguments) as chosen:
+        return filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
+
+
+def filtered(document: Document, rank: int | None) -> Document:
+    """Only the entries of one rank."""
+    kept = {
+        key: [item for item in rows(document, key) if rank in (None, item.get("rank"))]
+        for key in ("volumes", "checkpoints")
+    }
+    return document | kept
+
+
+def as_text(document: Document, *, now_s: float | None = None) -> str:
+    """The table; `now_s` is wall time."""
+    now_s = time.time() if now_s is None else now_s
+    checkpoints = rows(document, "checkpoints")
+    if not checkpoints:
+        return "no checkpoints"
+    checkpoints.sort(key=lambda one: (whole(one, "uid"), text(one, "job"), whole(one, "rank"),
+                                      -whole(one, "sequence")))  # fmt: skip
+    lines = [
+        (
+            job_of(one, checkpoints),
+            one.get("rank"),
+            one.get("sequence"),
+            one.get("step"),
+            render.age(age_s(one, now_s)),
+            render.size(whole(one, "payload_bytes")),
+            one.get("incarnation"),
+            flags(one),
+        )
+        for one in checkpoints
+    ]
+    return render.table(HEADINGS, lines)
+
+
+def age_s(one: Document, now_s: float) -> float | None:
+    """Seconds since it became durable, None when that is not known."""
+    wall_ns = number(one, "wall_ns")
+    return None if wall_ns is None else now_s - wall_ns / 1e9
+
+
+def job_of(one: Document, among: list[Document]) -> str:
+    """The name of its job, with the user where there are several."""
+    uids = {other.get("uid") for other in among}
+    return text(one, "job") if len(uids) == 1 else f"{one.get('uid')}/{one.get('job')}"
+
+
+def flags(one: Document) -> str:
+    shown = ("global", "pinned", "protected", "damaged")
+    return ", ".join(name for name in shown if one.get(name) is True)

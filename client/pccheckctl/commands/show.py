@@ -1,0 +1,131 @@
+"""`pccheckctl show`: what is in one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+from pccheck_native import catalog
+from pccheck_wire import tree
+from pccheck_wire.errors import DamagedError, UnreadableError
+from pccheckctl.commands.listing import age_s, flags
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
+from pccheckctl.source import directory
+from pccheckctl.source.choice import files
+from pccheckctl.source.readers import read_tree
+
+TEXT_WIDTH_MAX = 60
+RUN_MAX, SHOWN_OF_RUN = 8, 3  # items of a list with a line each; items that stand for the others
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, or 14 when damaged checkpoints were skipped in favour of the one shown."""
+    storage = files(arguments)
+    found = storage.scan(uid=arguments.uid, job=arguments.job)
+    by_rank = directory.of_job(found, arguments.job, storage.path)
+    rank = min(by_rank) if arguments.rank is None else arguments.rank
+    wanted = directory.matching(
+        by_rank.get(rank, ()), step=arguments.step, sequence=arguments.sequence
+    )
+    damaged: list[DamagedError | UnreadableError] = []
+    for one in wanted:
+        try:
+            with storage.reader(one) as reader:
+                content = read_tree(reader)
+        except (DamagedError, UnreadableError) as error:
+            damaged.append(error)
+            continue
+        document = describe(one, content)
+        if arguments.json:
+            print_json(document)
+        else:
+            for passed in damaged:
+                note(f"{passed.message}; showing the previous one")
+            say(as_text(document))
+        return DamagedError.exit_code if damaged else 0
+    if damaged:
+        raise damaged[0]
+    raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
+
+
+def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
+    """What `show --json` prints."""
+    return {
+        "schema": 1,
+        **catalog.checkpoint_document(one),
+        "attached": content.attached,
+        "metadata": as_json(tree.plain(content.metadata)),
+        "about": as_json(tree.plain(content.about)),
+        "tensors": [
+            {"path": entry.path, "dtype": entry.dtype, "shape": list(entry.shape),
+             "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry)}
+            for entry in tree.tensor_entries(content)
+        ],
+        "leaves": [leaf._asdict() for leaf in tree.leaf_entries(content)],
+    }  # fmt: skip
+
+
+def content_bytes(entry: tree.TensorEntry) -> int:
+    """Bytes of its elements: more than it takes in the payload when it is expanded."""
+    item = tree.ITEM_BYTES.get(entry.dtype)
+    return entry.nbytes if item is None else math.prod(entry.shape) * item
+
+
+def as_text(document: Document) -> str:
+    """The same for people: a head, then tensors, then leaves."""
+    tensors, leaves = document["tensors"], document["leaves"]
+    assert isinstance(tensors, list)
+    assert isinstance(leaves, list)
+    lines = [
+        f"job {document['job']} rank {document['rank']} of {document['world_size']}: "
+        f"step {document['step']}, sequence {document['sequence']}, "
+        f"run {document['incarnation']}, {render.size(whole(document, 'payload_bytes'))}, "
+        f"{render.age(age_s(document, time.time()))}"
+        + (f", {flags(document)}" if flags(document) else "")
+    ]
+    if isinstance(about := document["about"], dict):
+        lines.append(
+            f"saved by {about.get('command')}, pid {about.get('pid')} on {about.get('host')}, "
+            f"in {about.get('directory')}"
+        )
+    if document["metadata"]:
+        lines.append(render.safe(f"metadata: {document['metadata']}"))
+    if tensors:
+        cells = [
+            (t["path"] or ".", t["dtype"], render.shape(t["shape"]), render.size(t["bytes"]))
+            for t in tensors
+        ]
+        lines += ["", render.table(("tensor", "dtype", "shape", "size"), cells)]
+    if leaves:
+        lines += ["", render.table(("value", "type", "is"), _values(leaves))]
+    total = sum(t["bytes"] for t in tensors)
+    lines += ["", f"{render.plural(len(tensors), 'tensor')} of {render.size(total)}, "
+              f"{render.plural(len(leaves), 'value')}"]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _values(leaves: list[Document]) -> Iterator[tuple[str, ...]]:
+    """A line for each; a long list, like the state of a random generator, has one line. --json has
+    every item."""
+    for (parent, kind), group in itertools.groupby(leaves, _place):
+        run = list(group)
+        if parent is None or len(run) <= RUN_MAX:
+            for leaf in run:
+                yield text(leaf, "path") or ".", text(leaf, "kind"), _cut(text(leaf, "text"))
+            continue
+        first = ", ".join(text(leaf, "text") for leaf in run[:SHOWN_OF_RUN])
+        yield f"{parent}.*", f"{len(run)} x {kind}", _cut(f"{first}, ...")
+
+
+def _place(leaf: Document) -> tuple[str | None, str]:
+    """The list that the value is in, and its type."""
+    parent, _, name = text(leaf, "path").rpartition(".")
+    return (parent if parent and name.isdecimal() else None), text(leaf, "kind")
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= TEXT_WIDTH_MAX else value[: TEXT_WIDTH_MAX - 3] + "..."

@@ -1,0 +1,189 @@
+"""`pccheckctl trace`: when the last checkpoints did what, as a Chrome trace.
+
+The document opens in https://ui.perfetto.dev and chrome://tracing. A process is a rank; its tracks:
+
+    gate        the trainer waited until a copy had read its tensors
+    admission   a request waited for a lane and a slot
+    lane N      the copy to the daemon's memory; below it write, flush and publish, which overlap
+
+There are as many lanes as checkpoints were in flight at once: no two overlap on a lane.
+Times are microseconds of CLOCK_MONOTONIC."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pccheckctl.export.files import Output
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, print_json, rows, say, text, whole
+from pccheckctl.source.choice import daemon
+
+_GATE, _ADMISSION, _LANES = 1, 100, 200
+#: The limit of the daemon, which keeps less than that.
+LAST_S_MAX = 1e8
+_TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
+#: Colours that both viewers know.
+_COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, also without any checkpoint."""
+    with daemon(arguments) as observer:
+        document = observer.trace(min(arguments.last, LAST_S_MAX))
+    if arguments.uid is not None:
+        items = rows(document, "checkpoints")
+        document["checkpoints"] = [one for one in items if one.get("uid") == arguments.uid]
+    made = json.dumps(chrome(document))
+    if arguments.output in (None, "-"):
+        sys.stdout.write(made + "\n")
+        return 0
+    with Output(Path(arguments.output), force=arguments.force) as output:
+        with os.fdopen(os.dup(output.descriptor), "w") as file:
+            file.write(made)
+        output.commit()
+    if arguments.json:
+        count = len(rows(document, "checkpoints"))
+        print_json({"schema": 1, "path": arguments.output, "checkpoints": count})
+    else:
+        checkpoints = render.plural(len(rows(document, "checkpoints")), "checkpoint")
+        say(
+            f"{arguments.output}: {checkpoints}; open it in https://ui.perfetto.dev (which uploads "
+            "nothing) or chrome://tracing"
+        )
+    return 0
+
+
+def chrome(document: Document) -> Document:
+    """The trace of the daemon's document."""
+    now_ns = whole(document, "now_ns")
+    ranks: dict[tuple[int, str, int], list[Document]] = {}
+    for item in sorted(rows(document, "checkpoints"), key=lambda one: whole(one, "requested")):
+        key = whole(item, "uid"), text(item, "job"), whole(item, "rank")
+        ranks.setdefault(key, []).append(item)
+    events: list[Document] = []
+    for process, (key, mine) in enumerate(sorted(ranks.items()), start=1):
+        name = f"job {key[1]!r} rank {key[2]} (uid {key[0]})"
+        events.append(_meta(process, 0, "process_name", name=name))
+        events.append(_meta(process, 0, "process_sort_index", sort_index=process))
+        events += _rank(process, mine, now_ns)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schema": 1,
+            "clock": "CLOCK_MONOTONIC",
+            "wall_ns_at_zero": whole(document, "wall_ns") - now_ns,
+        },
+    }
+
+
+def _lane(ends_ns: list[int], begin_ns: int, end_ns: int) -> int:
+    """The lowest lane that is free at `begin_ns`; `ends_ns` has the last end of each."""
+    for lane, last_ns in enumerate(ends_ns):
+        if last_ns <= begin_ns:
+            ends_ns[lane] = end_ns
+            return lane
+    ends_ns.append(end_ns)
+    return len(ends_ns) - 1
+
+
+def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document]:
+    """Slices of one rank, and the names of the tracks that they need."""
+    waits: list[int] = []
+    lanes: list[int] = []
+    held_any = False
+    begun = []
+    for item in items:
+        asked, begin = whole(item, "requested"), whole(item, "begin")
+        held_at, held = whole(item, "held_at"), whole(item, "held")
+        if held:
+            held_any = True
+            yield _slice(process, _GATE, "held by the gate", held_at, held_at + held, {})
+        until = begin or whole(item, "ended") or now_ns
+        track = _ADMISSION + _lane(waits, asked, until)
+        yield _slice(process, track, f"wait {whole(item, 'step')}", asked, until, _facts(item))
+        if begin:
+            begun.append(item)
+    for item in sorted(begun, key=lambda one: whole(one, "begin")):
+        end_ns = whole(item, "ended") or now_ns
+        lane = _lane(lanes, whole(item, "begin"), end_ns)
+        yield from _saved(process, _LANES + 2 * lane, item, end_ns)
+    yield from _in_flight(process, begun)
+    if held_any:
+        yield from _track(process, _GATE, "gate: the trainer is held")
+    for lane in range(len(waits)):
+        yield from _track(process, _ADMISSION + lane, "admission")
+    for lane in range(len(lanes)):
+        yield from _track(process, _LANES + 2 * lane, f"lane {lane}: copy")
+        yield from _track(process, _LANES + 2 * lane + 1, f"lane {lane}: write, flush, publish")
+
+
+def _saved(process: int, track: int, item: Document, end_ns: int) -> Iterator[Document]:
+    """Copy on one track, the disk on the next."""
+    step, facts, state = whole(item, "step"), _facts(item), text(item, "state")
+    at = {name: whole(item, name) for name in _TIMES}
+    parts = [("copy", "begin", "sealed", track), ("write", "first_write", "written", track + 1),
+             ("flush", "written", "flushed", track + 1),
+             ("publish", "flushed", "durable", track + 1)]  # fmt: skip
+    for name, since, until, place in parts:
+        if at[since]:
+            yield _slice(
+                process, place, f"{name} {step}", at[since], at[until] or end_ns, facts, state
+            )
+    if at["first_write"]:
+        yield {
+            "ph": "i", "s": "t", "cat": "pccheck", "pid": process, "tid": track + 1,
+            "ts": at["first_write"] / 1000, "name": f"first write {step}",
+        }  # fmt: skip
+
+
+def _slice(
+    process: int, track: int, name: str, begin_ns: int, end_ns: int, facts: Document,
+    state: str = "",
+) -> Document:  # fmt: skip
+    made: Document = {
+        "ph": "X", "cat": "pccheck", "pid": process, "tid": track, "name": name,
+        "ts": begin_ns / 1000, "dur": max(end_ns - begin_ns, 0) / 1000, "args": facts,
+    }  # fmt: skip
+    if state in _COLOURS:
+        made["cname"] = _COLOURS[state]
+    return made
+
+
+def _track(process: int, track: int, name: str) -> Iterator[Document]:
+    yield _meta(process, track, "thread_name", name=name)
+    yield _meta(process, track, "thread_sort_index", sort_index=track)
+
+
+def _meta(process: int, track: int, kind: str, **arguments: object) -> Document:
+    return {"ph": "M", "pid": process, "tid": track, "name": kind, "args": arguments}
+
+
+def _facts(item: Document) -> Document:
+    """The details of a slice."""
+    names = ("step", "sequence", "slot", "state", "payload_bytes", "session", "rehomed", "reason")
+    facts = {name: item[name] for name in names if item.get(name) not in (None, "")}
+    facts["transfer"] = "pull" if item.get("pulled") is True else "push"
+    took_ns = whole(item, "written") - whole(item, "first_write")
+    if whole(item, "written") and took_ns > 0:
+        speed = whole(item, "payload_bytes") * 1_000_000_000 // took_ns
+        facts["write_speed"] = f"{render.size(speed)}/s"
+    return facts
+
+
+def _in_flight(process: int, items: list[Document]) -> Iterator[Document]:
+    """How many checkpoints had a lane, over time."""
+    moves = [(whole(item, "begin"), 1) for item in items]
+    moves += [(whole(item, "ended"), -1) for item in items if whole(item, "ended")]
+    count = 0
+    for at_ns, change in sorted(moves):
+        count += change
+        yield {
+            "ph": "C", "pid": process, "tid": 0, "ts": at_ns / 1000, "name": "in flight",
+            "args": {"checkpoints": count},
+        }  # fmt: skip

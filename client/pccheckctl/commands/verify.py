@@ -1,0 +1,159 @@
+"""`pccheckctl verify`: reads and checks every byte of the checkpoints, or a part of each."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from dataclasses import dataclass
+
+from pccheck_native import catalog, subset
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    UnreadableError,
+    UsageError,
+)
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, answer
+from pccheckctl.output.progress import Bar, bytes_read
+from pccheckctl.source import directory
+from pccheckctl.source.choice import files
+from pccheckctl.source.readers import RecycledError, Store, read_tree
+
+BAD = ("damaged", "unreadable")
+_Part = subset.Subset | None
+_Unreadable = list[catalog.Unreadable]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    checkpoint: catalog.Checkpoint
+    result: str  # "ok", "damaged", "unreadable", "recycled"
+    reason: str = ""
+    read_bytes: int = 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when everything is valid, 14 when something is damaged or cannot be read, 13 when there is
+    no checkpoint."""
+    storage = files(arguments)
+    step, sequence = arguments.step, arguments.sequence
+    wanted: list[catalog.Checkpoint] = []
+    unreadable: _Unreadable = []
+    for job in arguments.job or [""]:
+        stored = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
+        mine = directory.matching(stored.checkpoints, step=step, sequence=sequence)
+        if not mine and not stored.unreadable:
+            asked = {"of job": repr(job) if job else None, "of rank": arguments.rank,
+                     "of step": step, "with sequence": sequence}  # fmt: skip
+            which = "".join(
+                f" {word} {value}" for word, value in asked.items() if value is not None
+            )
+            raise NoCheckpointError(
+                f"there is no checkpoint{which} in {storage.path}", hint="see: pccheckctl list"
+            )
+        wanted += mine
+        unreadable += stored.unreadable
+    for item in unreadable:
+        if item.code_name in ("EACCES", "EPERM"):
+            raise directory.error_of(item)
+    part = chosen(arguments)
+    results = []
+    payload = sum(one.payload_bytes for one in wanted)
+    with Bar("verify", payload, show=not arguments.json, read=bytes_read) as bar:
+        for one in wanted:
+            results.append(check(storage, one, part))
+            bar.advance(one.payload_bytes)
+    found = results, unreadable, part
+    answer(arguments, document(*found), lambda: as_text(*found))
+    bad = unreadable or any(one.result in BAD for one in results)
+    return DamagedError.exit_code if bad else 0
+
+
+def chosen(arguments: argparse.Namespace) -> _Part:
+    """What --read-data-subset and --seed ask for. Raises UsageError."""
+    if arguments.subset is None:
+        return None
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    if not 0 <= seed <= subset.SEED_MAX:
+        raise UsageError(f"--seed must be from 0 to {subset.SEED_MAX} (got {seed})")
+    try:
+        return subset.parse(arguments.subset, seed)
+    except ValueError as error:
+        raise UsageError(f"--read-data-subset: {error}") from error
+
+
+def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Result:
+    """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was found
+    damaged before, and only after it has read all of the checkpoint itself."""
+    ask_daemon = one.is_damaged and part is None and storage.served
+    try:
+        if ask_daemon:
+            from pccheckctl.source.remote import verified
+
+            read_bytes, cleared = verified(storage.socket, one)
+        else:
+            with storage.reader(one) as reader:
+                read_bytes, cleared = reader.verify(part), False
+                read_tree(reader)
+    except (RecycledError, NoCheckpointError) as error:
+        return Result(one, "recycled", error.message)
+    except UnreadableError as error:
+        return Result(one, "unreadable", error.message)
+    except PccheckError as error:
+        if ask_daemon and not isinstance(error, DamagedError):
+            raise
+        return Result(one, "damaged", error.message.rpartition(" is damaged: ")[2])
+    if not one.is_damaged:
+        return Result(one, "ok", "", read_bytes)
+    if cleared:
+        reason = "an earlier read found damage; the data is valid, and the flag was removed"
+        return Result(one, "ok", reason, read_bytes)
+    reason = "an earlier read found damage; the data is valid now, but the flag stays: "
+    reason += (
+        "see the log of pccheckd"
+        if ask_daemon
+        else "only a full verify through pccheckd removes it"
+    )
+    return Result(one, "damaged", reason, read_bytes)
+
+
+def document(results: list[Result], unreadable: _Unreadable, part: _Part) -> Document:
+    """What `verify --json` prints."""
+    return {
+        "schema": 1,
+        "subset": {"text": part.text, "seed": part.seed} if part else None,
+        "read_bytes": sum(one.read_bytes for one in results),
+        "checkpoints": [
+            catalog.checkpoint_document(one.checkpoint)
+            | {"result": one.result, "reason": one.reason, "read_bytes": one.read_bytes}
+            for one in results
+        ],
+        "unreadable": [
+            {"path": str(item.file.path), "reason": directory.reason_of(item)}
+            for item in unreadable
+        ],
+    }
+
+
+def as_text(results: list[Result], unreadable: _Unreadable, part: _Part) -> str:
+    lines: list[tuple[object, ...]] = [
+        (r.checkpoint.job, r.checkpoint.rank, r.checkpoint.sequence, r.checkpoint.step,
+         render.size(r.checkpoint.payload_bytes), r.result, r.reason)
+        for r in results
+    ]  # fmt: skip
+    lines += [
+        (item.file.job, item.file.rank, "", "", "", "unreadable", directory.reason_of(item))
+        for item in unreadable
+    ]
+    table = render.table(("job", "rank", "sequence", "step", "size", "result", "reason"), lines)
+    valid, damaged, lost = (sum(r.result == name for r in results) for name in ("ok", *BAD))
+    ending = f"{valid} ok, {damaged + len(unreadable)} damaged"
+    ending += f", {lost} unreadable" if lost else ""
+    if part:
+        total = render.size(sum(one.checkpoint.payload_bytes for one in results))
+        read = render.size(sum(one.read_bytes for one in results))
+        again = f"; --seed {part.seed} reads the same again" if not part.parts else ""
+        ending += f"\nread {read} of {total} ({part.text}{again})"
+    return f"{table}\n\n{ending}"

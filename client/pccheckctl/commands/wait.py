@@ -1,0 +1,158 @@
+"""`pccheckctl wait`: returns when a step, or a later one, is copied, durable or global."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DaemonUnreachableError,
+    PccheckError,
+    WaitTimeoutError,
+)
+from pccheck_wire.owners import one_owner
+from pccheckctl.commands.listing import filtered
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, print_json, rows, say, text, whole
+from pccheckctl.source.choice import daemon
+
+NAMED_MAX = 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+#: States in which a checkpoint is safe when the trainer ends.
+COPIED = frozenset({"copied", "writing", "durable", "global"})
+_ENDED = ("failed", "skipped")
+
+
+class Seen(NamedTuple):
+    """The checkpoints of a rank, as far as the daemon knows."""
+
+    stored: list[Document]  # on the disk and valid, newest first
+    recent: list[Document]  # in the memory of the daemon, oldest first
+    known: bool = True  # the daemon knows this job and rank
+    jobs: tuple[str, ...] = ()  # all that the daemon knows
+
+    @property
+    def newest_step(self) -> int | None:
+        """The one that was requested last, and did not fail."""
+        for one in reversed(self.recent):
+            if text(one, "state") not in (*_ENDED, "superseded"):
+                return whole(one, "step")
+        return whole(self.stored[0], "step") if self.stored else None
+
+
+def run(
+    arguments: argparse.Namespace,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """0 when the step has reached the state. Raises WaitTimeoutError at the deadline,
+    CheckpointFailedError when the step failed and no later one is under way. A daemon that restarts
+    is waited for, and so is a job that the daemon does not know yet."""
+    deadline = clock() + arguments.timeout
+    pause = FIRST_PAUSE_S
+    step: int | None = arguments.step
+    seen: Seen | None = None
+    announced = False
+    while True:
+        last: PccheckError | None = None
+        try:
+            seen = look(arguments)
+            step = seen.newest_step if step is None else step
+            reached = None if step is None else judge(seen, step, arguments.state)
+        except DaemonUnreachableError as error:
+            last, reached = error, None
+        if reached is not None:
+            _tell(arguments, reached)
+            return 0
+        left = deadline - clock()
+        if left <= 0:
+            raise last or WaitTimeoutError(
+                f"timeout after {render.duration(arguments.timeout)}: "
+                f"{_missing(arguments, step, seen)}",
+                hint="see: pccheckctl status",
+            )
+        if seen is not None and not announced:
+            announced = True
+            if not seen.known or sys.stderr.isatty():  # an unknown job may be a wrong name
+                limit = render.duration(arguments.timeout)
+                note(f"{_missing(arguments, step, seen)}; waiting up to {limit}")
+        sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None) -> str:
+    """What is waited for, and what there is instead."""
+    who = f"job {arguments.job!r} rank {arguments.rank}"
+    if seen is not None and not seen.known:
+        more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
+        jobs = f"{', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "none"
+        return f"the daemon does not know {who} yet (jobs that it shows you: {jobs})"
+    if step is None:
+        return f"{who} has requested no checkpoint yet"
+    newest = ""
+    if seen is not None:
+        stored = seen.stored
+        newest = f" (newest durable step: {whole(stored[0], 'step') if stored else 'none'})"
+    return f"step {step} of {who}, or a later one, is not {arguments.state} yet{newest}"
+
+
+def look(arguments: argparse.Namespace) -> Seen:
+    """Raises UsageError when users have jobs of the same name."""
+    with daemon(arguments) as chosen:
+        listed = filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
+        document = chosen.status(uid=arguments.uid)
+    stored = [
+        one
+        for one in rows(listed, "checkpoints")
+        if text(one, "job") == arguments.job and one.get("damaged") is not True
+    ]
+    stored.sort(key=lambda one: -whole(one, "sequence"))
+    ranks = rows(document, "ranks")
+    mine = [rank for rank in ranks if text(rank, "job") == arguments.job]
+    one_owner(arguments.job, {whole(rank, "uid") for rank in mine})
+    mine = [rank for rank in mine if rank.get("rank") == arguments.rank]
+    recent = [one for rank in mine for one in rows(rank, "checkpoints")]
+    jobs = tuple(sorted({text(rank, "job") for rank in ranks}))
+    return Seen(stored, recent, bool(mine or stored), jobs)
+
+
+def judge(seen: Seen, step: int, state: str) -> Document | None:
+    """The checkpoint of the step or of a later one that has reached the state, if any. Raises
+    CheckpointFailedError when the step failed and no later one is under way."""
+    durable = [one for one in seen.stored if whole(one, "step") >= step]
+    if state == "global":
+        # A rank that saves alone is every rank.
+        durable = [
+            one for one in durable if one.get("global") is True or whole(one, "world_size", 1) == 1
+        ]
+    if durable:
+        told = "global" if state == "global" else "durable"
+        return min(durable, key=lambda one: whole(one, "step")) | {"state": told}
+    later = [one for one in seen.recent if whole(one, "step") >= step]
+    if state == "copied":
+        for one in later:
+            if text(one, "state") in COPIED:
+                return one
+    if later and all(text(one, "state") in _ENDED for one in later):
+        one = later[-1]
+        reason = text(one, "reason") or text(one, "state")
+        raise CheckpointFailedError(
+            f"step {whole(one, 'step')} failed: {reason}",
+            hint="training goes on, and saves its next checkpoint; see: pccheckctl status",
+        )
+    return None
+
+
+def _tell(arguments: argparse.Namespace, one: Document) -> None:
+    names = ("step", "sequence", "state")
+    document: Document = {"schema": 1, "job": arguments.job, "rank": arguments.rank}
+    if arguments.json:
+        print_json(document | {name: one.get(name) for name in names})
+        return
+    later = "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
+    say(f"step {one.get('step')} is {one.get('state')}{later}")

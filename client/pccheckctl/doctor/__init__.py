@@ -1,0 +1,1 @@
+"""`pccheckctl doctor`: does this machine let PCcheck keep its promises?"""

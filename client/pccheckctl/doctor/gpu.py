@@ -1,0 +1,75 @@
+"""Checks whether the daemon can copy GPU tensors by itself (pull)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, part, text
+
+from .finding import Finding, ok, warning
+
+DEVICES = Path("/dev")
+_PUSHED = "the training process copies its GPU tensors itself, which takes its CPU time"
+
+
+def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
+    """Loads the driver, and makes nothing on a GPU."""
+    devices = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
+    if not _has_driver():
+        if devices:
+            yield warning(
+                "cuda", f"found {', '.join(devices)}, but no driver (libcuda.so.1)",
+                costs="neither training nor pccheckd can use the GPUs",
+                mend="install the driver; in a container, pass it in (nvidia runtime)",
+            )  # fmt: skip
+        else:
+            yield ok("cuda", "no GPU and no driver (libcuda.so.1): only CPU tensors are saved")
+        return
+    yield from _pinning(platform.release())
+    daemon, user = part(status, "daemon"), os.geteuid()
+    reason = text(daemon, "transfer_reason")
+    if not daemon:
+        yield ok("cuda", f"driver found, {render.plural(len(devices), 'GPU')}; no daemon to check")
+        return
+    if text(daemon, "transfer") != "pull":
+        lacking = [n for n in ("nvidiactl", "nvidia-uvm") if not (DEVICES / n).exists()]
+        missing = "".join(f"; {DEVICES / name} is missing" for name in lacking)
+        yield warning(
+            "cuda", f"pccheckd does not pull: {reason or 'it gives no reason'}{missing}",
+            costs=_PUSHED,
+            mend="nvidia-modprobe -c 0 -u, as root" if lacking
+            else "give pccheckd access to the driver and to /dev/nvidia*; it tries again by itself",
+        )  # fmt: skip
+    elif daemon_uid not in (None, 0, user):
+        yield warning(
+            "cuda", f"pccheckd runs as uid {daemon_uid}, this user is uid {user}",
+            costs=f"the driver may refuse to open another user's GPU memory; then {_PUSHED}",
+            mend="run pccheckd as the training user, or as root (the unit's CUDA drop-in)",
+        )  # fmt: skip
+    else:
+        yield ok("cuda", f"pccheckd pulls: {reason}")
+
+
+def _pinning(release: str) -> Iterator[Finding]:
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if version and (6, 11) <= (int(version[1]), int(version[2])) <= (6, 13):
+        yield warning(
+            "cuda", f"Linux {release}: kernels 6.11 to 6.13 are reported to leak or refuse memory "
+            "that is pinned for GPUs",
+            costs="pccheckd may fail to pin its pool; then copies from GPUs are slow",
+            mend="run Linux 6.10 or older, or 6.14 or newer",
+        )  # fmt: skip
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

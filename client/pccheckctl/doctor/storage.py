@@ -1,0 +1,160 @@
+"""Checks of a storage directory, by using it. What lies there is only read; what is written for the
+check is removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from pccheck_native import catalog, layout, mounts
+from pccheck_wire.errors import PccheckError
+from pccheckctl.measure import disk
+from pccheckctl.output import render
+
+from .finding import Finding, ok, problem, warning
+
+PROBE_BYTES = 4 << 20
+FLUSHES, FLUSH_LIMIT_S = 32, 2.0
+SLOW_FLUSH_S = 0.05
+_NO_BARRIERS = ("nobarrier", "barrier=0")
+
+
+def file_system(place: Path) -> Iterator[Finding]:
+    mount = mounts.mount_of(place.resolve(), mounts.MOUNTINFO.read_text())
+    where = f"{place} is on {mount.kind or 'an unknown file system'}"
+    unsafe = next((option for option in mount.options if option in _NO_BARRIERS), "")
+    if why := mounts.unfit(mount.kind):
+        yield problem(
+            "file system", f"{where}, which {why}",
+            costs="pccheckd refuses it: a checkpoint there could be lost after it was durable",
+            mend="use a directory on a local ext4 or xfs disk",
+        )  # fmt: skip
+    elif "ro" in mount.options:
+        yield problem(
+            "file system", f"{where}, mounted read-only", costs="no checkpoint can be saved",
+            mend=f"mount -o remount,rw {mount.place}; the kernel remounts a disk read-only after "
+            "errors: see dmesg",
+        )  # fmt: skip
+    elif unsafe:
+        yield warning(
+            "file system", f"{where}, mounted with {unsafe}",
+            costs="flushes do not reach the disk: a power loss may destroy durable checkpoints",
+            mend=f"mount -o remount,barrier=1 {mount.place}", promise="durable",
+        )  # fmt: skip
+    else:
+        yield ok("file system", where)
+
+
+def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
+    """Whether the directory exists, and who may use it."""
+    if not place.is_dir():
+        yield problem(
+            "storage", f"there is no directory {place}", costs="pccheckd cannot start there",
+            mend=f"create it, owned by the user that runs pccheckd: mkdir -p {place}",
+        )  # fmt: skip
+        return
+    found = place.stat()
+    owner = os.geteuid() if daemon_uid is None else daemon_uid
+    if owner not in (0, found.st_uid) and not found.st_mode & 0o022:
+        yield problem(
+            "storage", f"{place} belongs to uid {found.st_uid}, but pccheckd runs as uid {owner}",
+            costs="no checkpoint can be saved", mend=f"chown {owner} {place}",
+        )  # fmt: skip
+    elif found.st_mode & 0o002 and not found.st_mode & 0o1000:
+        yield warning(
+            "storage", f"everybody may write to {place}",
+            costs="any user can replace the directory of a job with another one",
+            mend=f"chmod o-w {place}", promise="apart",
+        )  # fmt: skip
+    else:
+        yield ok("storage", f"{place}, owned by uid {found.st_uid}")
+
+
+def direct_io(place: Path) -> Iterator[Finding]:
+    """Writes, flushes, reads back; how long a flush takes."""
+    try:
+        scratch = disk.Scratch(place)
+    except PccheckError as error:
+        yield warning(
+            "disk", error.message, costs="the disk was not tested",
+            mend=error.hint or "run this as the user of pccheckd",
+        )  # fmt: skip
+        return
+    with scratch:
+        scratch.reserve(PROBE_BYTES)
+        if not scratch.direct:
+            yield problem(
+                "disk", f"{place} refuses direct I/O (O_DIRECT)",
+                costs="pccheckd refuses the directory: through the page cache it cannot tell when "
+                "data is on the disk",
+                mend="use ext4 or xfs on a local disk",
+            )  # fmt: skip
+            return
+        try:
+            same = disk.reads_back(scratch.fd, PROBE_BYTES)
+            seconds = disk.flushes(scratch.fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, "an error")
+            yield problem(
+                "disk", f"the disk fails to write, flush or read: {name} ({error.strerror})",
+                costs="every checkpoint fails", mend="see dmesg; replace the disk, or free space",
+            )  # fmt: skip
+            return
+    yield _judged(same, seconds)
+
+
+def _judged(same: bool, seconds: list[float]) -> Finding:
+    """`seconds` of the flushes, ascending."""
+    if not same:
+        return problem(
+            "disk", "the disk returned other data than was written",
+            costs="checkpoints are damaged while they are written",
+            mend="do not use this disk; see dmesg",
+        )  # fmt: skip
+    median = statistics.median(seconds)
+    found = (
+        f"data is read back as written; a flush takes {render.brief(median)} "
+        f"(slowest of {len(seconds)}: {render.brief(seconds[-1])})"
+    )
+    if median <= SLOW_FLUSH_S:
+        return ok("disk", found)
+    return warning(
+        "disk", found, costs="each checkpoint waits for two flushes before it is durable",
+        mend="use an SSD with power-loss protection; see pccheckctl bench",
+    )  # fmt: skip
+
+
+def room(place: Path, slots: int) -> Iterator[Finding]:
+    """Free space against the volumes there: a volume that becomes too small is replaced by a larger
+    one, and both exist for a while."""
+    usage = shutil.disk_usage(place)
+    free = f"{render.size(usage.free)} free of {render.size(usage.total)}"
+    try:
+        found = catalog.scan(place)
+    except OSError as error:
+        yield ok("room", f"{free}; the volumes cannot be read by this user ({error.strerror})")
+        return
+    largest = max((info.volume_bytes for info in found.volumes.values()), default=0)
+    if largest > usage.free:
+        yield warning(
+            "room", f"{free}; the largest volume takes {render.size(largest)}",
+            costs="a job of that size cannot start, or grow: its checkpoints would fail",
+            mend="pccheckctl drop JOB for jobs that have ended, a larger disk, or fewer --slots",
+            promise="durable",
+        )  # fmt: skip
+    else:
+        each = f"; a new volume takes {slots} times its checkpoint" if slots else ""
+        yield ok("room", f"{free}, {render.plural(len(found.volumes), 'volume')}{each}")
+    for item in found.unreadable:
+        yield problem(
+            "room", f"{item.file.path} cannot be read: {item.reason}",
+            costs="its job does not start, so that nothing is overwritten by accident",
+            mend="pccheckctl verify; start the job with fresh=True, or pccheckctl drop it",
+        )  # fmt: skip
+    if left := layout.list_temporary(place):
+        files = render.plural(len(left), "file")
+        yield ok("room", f"{files} of interrupted work: pccheckd removes them at its next start")

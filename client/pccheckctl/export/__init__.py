@@ -1,0 +1,1 @@
+"""`pccheckctl recover` and `export`: checkpoints as files that other software reads."""

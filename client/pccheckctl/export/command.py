@@ -1,0 +1,268 @@
+"""Chooses checkpoints, one for each rank, and writes each as a file: all or none, of one step.
+
+`recover` is an export without a choice: the whole of the newest valid state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pccheck_native import catalog
+from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, note, print_json, say
+from pccheckctl.output.progress import Bar
+from pccheckctl.source import directory
+from pccheckctl.source.choice import files
+from pccheckctl.source.readers import RecycledError, Store, Watched, WholeReader
+
+from . import parts, safetensors_file
+from .files import Output
+
+#: How often a running daemon may replace a checkpoint while it is read.
+ATTEMPTS = 8
+NAMED_MAX = 8
+TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
+
+Ranks = dict[int, list[catalog.Checkpoint]]
+Chosen = dict[int, catalog.Checkpoint]
+
+
+@dataclass(slots=True)
+class Written:
+    checkpoint: catalog.Checkpoint
+    path: Path
+    format: str
+    bytes: int = 0
+    changed: list[str] = field(default_factory=list)  # what the format cannot hold unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    checkpoint: catalog.Checkpoint
+    reason: str
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, or 14 when damaged or unreadable checkpoints were skipped in favour of the one written."""
+    if arguments.all_ranks and arguments.sequence is not None:
+        raise UsageError(
+            "--sequence numbers are different on every rank", hint="use --rank R, or --step"
+        )
+    if arguments.output.endswith("/") and arguments.format != DCP:
+        raise UsageError(
+            f"--output must name a file, not a directory (got {arguments.output})",
+            hint=f"--output {arguments.output}{arguments.job}.pt; or write a directory for "
+            "torch.distributed.checkpoint: pccheckctl export --format dcp",
+        )
+    storage = files(arguments)
+    skipped: list[Skipped] = []
+    for _ in range(ATTEMPTS):
+        found = storage.scan(uid=arguments.uid, job=arguments.job)
+        stored = directory.of_job(found, arguments.job, storage.path)
+        ranks = {
+            rank: directory.matching(mine, step=arguments.step, sequence=arguments.sequence)
+            for rank, mine in stored.items()
+        }
+        without = {key_of(one.checkpoint) for one in skipped}
+        try:
+            chosen = choose(ranks, directory.ranks_of(stored), arguments, without)
+            with _terminable():
+                written = write(storage, chosen, Path(arguments.output), arguments)
+        except RecycledError:
+            continue
+        except _DamageError as damage:
+            skipped.append(damage.skipped)
+            continue
+        except NoCheckpointError as error:
+            if not skipped:
+                raise
+            raise NoCheckpointError(
+                f"{error.message}; {render.plural(len(skipped), 'checkpoint')} found damaged or "
+                "unreadable",
+                hint=f"see: pccheckctl verify {arguments.job}",
+            ) from error
+        flagged = [
+            Skipped(one, "an earlier read found it damaged")
+            for rank, taken in chosen.items()
+            for one in ranks[rank]
+            if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in without
+        ]
+        return _report(arguments, written, [*flagged, *skipped])
+    if skipped:
+        raise DamagedError(skipped[-1].reason)
+    raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
+
+
+# -- choosing ----------------------------------------------------------------------------------
+
+
+def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
+    return one.rank, one.sequence
+
+
+def choose(
+    ranks: Ranks, world_size: int, arguments: argparse.Namespace, without: set[tuple[int, int]]
+) -> Chosen:
+    """One checkpoint for each rank that is written. Raises NoCheckpointError, UsageError."""
+    usable = {
+        rank: [one for one in found if not one.is_damaged and key_of(one) not in without]
+        for rank, found in ranks.items()
+    }
+    alone = world_size == 1 or arguments.sequence is not None
+    common = None if alone else catalog.common_step(usable, world_size)
+    if arguments.all_ranks and world_size == 1:
+        return {rank: _newest(usable, rank, arguments) for rank in ranks}
+    if arguments.all_ranks and common is None:
+        newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
+        raise NoCheckpointError(
+            f"there is no step that all {world_size} ranks of job {arguments.job!r} have a valid "
+            f"checkpoint of here; newest steps: {', '.join(newest[:NAMED_MAX]) or 'none'}",
+            hint="copy the volumes of all ranks into one directory, or choose one with --rank",
+        )
+    if arguments.all_ranks and common is not None:
+        return common.checkpoints
+    if arguments.rank is None and len(ranks) > 1:
+        named = ", ".join(map(str, ranks))
+        if len(ranks) > NAMED_MAX:
+            named = f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
+        shared = f"; the newest step that all have is {common.step}" if common else ""
+        raise UsageError(
+            f"job {arguments.job!r} has ranks {named}{shared}",
+            hint="choose one with --rank R, or all with --all-ranks",
+        )
+    rank = next(iter(ranks)) if arguments.rank is None else arguments.rank
+    if common is not None and rank in common.checkpoints:
+        return {rank: common.checkpoints[rank]}
+    if not alone:
+        note(f"not all {world_size} ranks have this step here: do not mix it with other ranks")
+    return {rank: _newest(usable, rank, arguments)}
+
+
+def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:
+    for one in usable.get(rank, ()):
+        return one
+    raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+class _DamageError(Exception):
+    def __init__(self, skipped: Skipped) -> None:
+        super().__init__(skipped.reason)
+        self.skipped = skipped
+
+
+def write(
+    storage: Store, chosen: Chosen, output: Path, arguments: argparse.Namespace
+) -> list[Written]:
+    """Writes all files, then renames them: a damaged rank leaves none behind.
+
+    Raises RecycledError, or _DamageError with the checkpoint that is damaged.
+    """
+    written = []
+    payload = sum(one.payload_bytes for one in chosen.values())
+    with ExitStack() as stack:
+        bar = stack.enter_context(Bar("read", payload, show=not arguments.json))
+        outputs: list[Output] = []
+        for rank, one in chosen.items():
+            target = _target(output, rank) if arguments.all_ranks else output
+            by_name = SAFETENSORS if target.suffix == ".safetensors" else TORCH
+            kind = arguments.format or by_name
+            made = Output(target, force=arguments.force, directory=kind == DCP)
+            outputs.append(stack.enter_context(made))
+            try:
+                written.append(_write_one(storage, one, made, kind, bar, arguments.only))
+            except (DamagedError, UnreadableError) as error:
+                raise _DamageError(Skipped(one, error.message)) from error
+        for made in outputs:
+            made.commit()
+    return written
+
+
+def _write_one(
+    storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
+) -> Written:
+    made = Written(one, output.target, kind)
+    with WholeReader(storage, storage.reader(one)) as whole, Watched(whole, bar) as reader:
+        content = whole.tree()
+        if only:
+            content = parts.only(content, only, one.job)
+            bar.spare(parts.spared_bytes(content))
+        if kind == SAFETENSORS:
+            names = ("job", "rank", "world_size", "step", "sequence")
+            about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
+            plan = safetensors_file.plan(content, about | ({"pccheck.only": only} if only else {}))
+            safetensors_file.write(reader, plan, output)
+            made.changed = [f"{path} is left out" for path in plan.left_out]
+        else:
+            from . import torch_file  # imports torch when used
+
+            made.changed = torch_file.write(reader, content, output)
+    made.bytes = output.size()
+    return made
+
+
+def _target(output: Path, rank: int) -> Path:
+    if "{rank}" in output.name:
+        return output.with_name(output.name.replace("{rank}", str(rank)))
+    return output.with_name(f"{output.stem}.rank-{rank}{output.suffix}")
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends like an error does: temporary files are removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def _report(arguments: argparse.Namespace, written: list[Written], skipped: list[Skipped]) -> int:
+    if arguments.json:
+        print_json(_document(written, skipped))
+    else:
+        for skip in skipped:
+            one = skip.checkpoint
+            note(
+                f"skipped the checkpoint of step {one.step} (sequence {one.sequence}, rank "
+                f"{one.rank}): {skip.reason}"
+            )
+        for item in written:
+            say(
+                f"{item.path}: step {item.checkpoint.step} of job {item.checkpoint.job} rank "
+                f"{item.checkpoint.rank}, {render.size(item.bytes)}, {item.format}"
+            )
+            for change in item.changed[:NAMED_MAX]:
+                note(f"{item.path.name}: {change}")
+            if len(item.changed) > NAMED_MAX:
+                note(f"{item.path.name}: {len(item.changed) - NAMED_MAX} more; --json has all")
+    return DamagedError.exit_code if skipped else 0
+
+
+def _document(written: list[Written], skipped: list[Skipped]) -> Document:
+    """What `export --json` and `recover --json` print."""
+    return {
+        "schema": 1,
+        "written": [
+            {"path": str(item.path), "format": item.format, "bytes": item.bytes,
+             "changed": item.changed, "checkpoint": catalog.checkpoint_document(item.checkpoint)}
+            for item in written
+        ],
+        "skipped": [
+            {"checkpoint": catalog.checkpoint_document(skip.checkpoint), "reason": skip.reason}
+            for skip in skipped
+        ],
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a disk does with checkpoints, and what follows from that: `bench` and `tune`."""

@@ -1,0 +1,314 @@
+"""`pccheckctl tune`: slots, DRAM, writers and interval for a training run, with the arithmetic.
+
+The paper's symbols: m checkpoint bytes; N checkpoints in flight; p writers of each; M DRAM;
+t seconds of a step; q allowed slowdown (1.03: three percent); T_S what the disk writes; T_1 what
+one checkpoint alone reaches; T_G what a copy into DRAM reaches; F flush and commit record; T_w(N)
+from the first byte to durable with N in flight.
+
+    T_w(N) = max(N m / T_S, m / T_1) + F    N checkpoints share the disk; one alone reaches T_1
+    f* = ceil(T_w(N) / (N q t))             one every f* steps, so that the disk keeps up
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from pccheck_native import _core, layout
+from pccheck_wire.errors import PccheckError, UsageError
+from pccheck_wire.units import MIB
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
+from pccheckctl.source.choice import choose
+
+from . import bench, disk
+
+HIDDEN = 2 / 3  # of a step: forward and backward, during which a copy costs nothing
+N_MIN, N_MAX = 2, 8
+WORTH_IT = 1.05  # what one more in flight has to save
+DRAM_MIN = 64 * MIB  # some chunks
+COPY_PROBE_BYTES = 128 * MIB
+FAR = 4  # times larger or smaller: fixed costs have another weight there
+HISTORY_MIN = 3  # durable checkpoints that an estimate needs
+WRITERS_DEFAULT = 2
+
+
+class Rates(NamedTuple):
+    """How fast disk and memory are, and where the figures come from."""
+
+    write_bytes_per_s: float  # T_S
+    one_bytes_per_s: float  # T_1, with `writers`
+    flush_s: float  # F
+    writers: int  # p
+    copy_bytes_per_s: float  # T_G
+    source: str
+
+
+class Wish(NamedTuple):
+    checkpoint_bytes: int  # m
+    step_s: float  # t
+    slowdown: float  # q
+    dram_bytes: int | None  # M; None: as much as is useful
+    keep: int = 2
+    slots: int | None = None
+
+
+class Advice(NamedTuple):
+    in_flight: int  # N
+    effective: float  # min(N, 1 + M/m)
+    dram_bytes: int
+    persist_s: float  # T_w at the effective N
+    copy_s: float  # until a snapshot is complete in DRAM
+    stall_s: float  # how long the next update waits for that
+    disk_interval: int  # f*, what the disk allows
+    stall_interval: int  # what the waiting allows; 0 without any
+    interval: int
+    slowdown: float  # expected at that interval
+
+
+def run(arguments: argparse.Namespace) -> int:
+    wish = Wish(
+        arguments.checkpoint, arguments.step_time, arguments.slowdown, arguments.dram,
+        arguments.keep, arguments.slots,
+    )  # fmt: skip
+    check(wish)
+    rates = rates_of(arguments)
+    advice = advise(rates, wish)
+    answer(arguments, document(rates, wish, advice), lambda: as_text(rates, wish, advice))
+    return 0
+
+
+def check(wish: Wish) -> None:
+    """Raises UsageError for impossible values."""
+    if wish.checkpoint_bytes <= 0 or wish.step_s <= 0:
+        raise UsageError("--checkpoint and --step-time must be more than 0")
+    if wish.slowdown < 1:
+        raise UsageError(
+            f"--slowdown must be at least 1 (got {wish.slowdown:g})",
+            hint="1.03 allows three percent",
+        )
+    if wish.keep < 1 or (wish.slots is not None and wish.slots <= wish.keep):
+        raise UsageError("--slots must be more than --keep, and --keep at least 1")
+
+
+# -- the arithmetic ----------------------------------------------------------------------------
+
+
+def persist_s(rates: Rates, checkpoint_bytes: int, in_flight: float) -> float:
+    """T_w(N)."""
+    shared = in_flight * checkpoint_bytes / rates.write_bytes_per_s
+    return max(shared, checkpoint_bytes / rates.one_bytes_per_s) + rates.flush_s
+
+
+def best_in_flight(rates: Rates, checkpoint_bytes: int) -> int:
+    """The fewest, from two on, beyond which one more does not save five percent of T_w(N)/N. With
+    one, a copy could not begin before the previous checkpoint is durable."""
+    for count in range(N_MIN, N_MAX):
+        now = persist_s(rates, checkpoint_bytes, count) / count
+        if now < WORTH_IT * persist_s(rates, checkpoint_bytes, count + 1) / (count + 1):
+            return count
+    return N_MAX
+
+
+def advise(rates: Rates, wish: Wish) -> Advice:
+    m, t, q = wish.checkpoint_bytes, wish.step_s, wish.slowdown
+    count = best_in_flight(rates, m) if wish.slots is None else wish.slots - wish.keep
+    dram = max(2 * m, DRAM_MIN) if wish.dram_bytes is None else wish.dram_bytes
+    effective = min(float(count), 1 + dram / m)
+    whole_s = persist_s(rates, m, effective)
+    first = min(m, dram)  # the rest is copied as fast as chunks are written
+    copy_s = first / rates.copy_bytes_per_s + (m - first) / rates.write_bytes_per_s
+    stall_s = max(0.0, copy_s - HIDDEN * t)
+    disk_interval = max(1, math.ceil(round(whole_s / (effective * q * t), 9)))
+    stall = 0
+    if stall_s > 0:
+        stall = math.ceil(round(stall_s / ((q - 1) * t), 9)) if q > 1 else disk_interval
+    interval = max(disk_interval, stall)
+    return Advice(
+        count, effective, dram, whole_s, copy_s, stall_s, disk_interval, stall, interval,
+        1 + stall_s / (interval * t),
+    )  # fmt: skip
+
+
+# -- where the figures come from ---------------------------------------------------------------
+
+
+def rates_of(arguments: argparse.Namespace) -> Rates:
+    """As given, else as measured on the directory given, else as the daemon has seen them."""
+    copy = arguments.copy_bandwidth or copy_rate()
+    if arguments.bandwidth:
+        return Rates(
+            arguments.bandwidth, arguments.bandwidth, 0.0, WRITERS_DEFAULT, copy,
+            "--bandwidth, without flushes",
+        )  # fmt: skip
+    if arguments.storage:
+        return measured(Path(arguments.storage).absolute(), copy, quiet=arguments.json)
+    with choose(arguments) as chosen:
+        status = chosen.status()
+    if not part(status, "daemon"):  # PCCHECK_STORAGE, without a daemon
+        place = Path(text(part(status, "storage"), "path"))
+        return measured(place, copy, quiet=arguments.json)
+    found = seen(status, arguments.checkpoint, copy, copy_given=bool(arguments.copy_bandwidth))
+    if found is None:
+        raise PccheckError(
+            f"the daemon has made fewer than {HISTORY_MIN} checkpoints durable since it started: "
+            "too few for an estimate",
+            hint="measure the disk: --storage DIR; or give its bandwidth: --bandwidth 2GiB",
+            retryable=True,
+        )
+    return found
+
+
+def measured(place: Path, copy: float, *, quiet: bool) -> Rates:
+    figures = bench.measure(place, size=None, chunk=bench.CHUNK_DEFAULT, quiet=quiet)
+    one = figures.write_bytes_per_s[figures.writers]
+    return Rates(
+        figures.best_bytes_per_s, one, 2 * figures.flush_s, figures.writers, copy,
+        f"measured now on {place}",
+    )  # fmt: skip
+
+
+def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bool) -> Rates | None:
+    """From the daemon's recent checkpoints, those nearest in size; None when there are too few."""
+    found = [
+        (whole(one, "payload_bytes"), one)
+        for rank in rows(status, "ranks")
+        for one in rows(rank, "checkpoints")
+        if text(one, "state") in ("durable", "global")
+        and _between(one, "first_write", "written") > 0
+        and whole(one, "payload_bytes")
+    ]
+    found.sort(key=lambda sized: abs(math.log(sized[0] / checkpoint_bytes)))
+    near = found[: max(HISTORY_MIN, len(found) // 2)]
+    if len(near) < HISTORY_MIN:
+        return None
+    median = statistics.median
+    writing = median(nbytes / _between(one, "first_write", "written") for nbytes, one in near)
+    flush = median(_between(one, "written", "durable") for _, one in near)
+    copying = [
+        nbytes / taken for nbytes, one in near if (taken := _between(one, "begin", "sealed")) > 0
+    ]
+    middle = round(median(nbytes for nbytes, _ in near))
+    ratio = max(middle, checkpoint_bytes) / min(middle, checkpoint_bytes)
+    far = "; far from yours: --storage measures" if ratio > FAR else ""
+    return Rates(
+        writing, writing, flush, whole(part(status, "daemon"), "writers", WRITERS_DEFAULT),
+        median(copying) if copying and not copy_given else copy,
+        f"the daemon's last {len(near)} checkpoints, of about {render.size(middle)}{far}",
+    )  # fmt: skip
+
+
+def _between(one: Document, since: str, until: str) -> float:
+    """Seconds between two of a checkpoint's times; 0 when it did not reach one."""
+    times = part(one, "times")
+    began, ended = number(times, since) or 0, number(times, until) or 0
+    return (ended - began) / 1e9 if began and ended > began else 0.0
+
+
+def copy_rate() -> float:
+    """Bytes per second of a plain copy in memory, here and now."""
+    source, target = disk.noise(COPY_PROBE_BYTES), disk.noise(COPY_PROBE_BYTES)
+    with memoryview(source) as given, memoryview(target) as taken:
+        began = time.perf_counter()
+        taken[:] = given
+        return COPY_PROBE_BYTES / max(time.perf_counter() - began, 1e-9)
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def storage_bytes(wish: Wish, slots: int) -> int:
+    """What the volume takes on the disk."""
+    capacity = layout.capacity_for(wish.checkpoint_bytes)
+    try:
+        return _core.volume_bytes_for(capacity, slots)
+    except OSError as error:
+        raise PccheckError(
+            f"a volume cannot have {slots} slots of {render.size(capacity)}", hint="fewer --slots"
+        ) from error
+
+
+def document(rates: Rates, wish: Wish, advice: Advice) -> Document:
+    """What `tune --json` prints."""
+    slots = advice.in_flight + wish.keep
+    return {
+        "schema": 1,
+        "slots": slots,
+        "keep": wish.keep,
+        "in_flight": advice.in_flight,
+        "effective_in_flight": round(advice.effective, 2),
+        "writers": rates.writers,
+        "dram_bytes": advice.dram_bytes,
+        "storage_bytes": storage_bytes(wish, slots),
+        "interval_steps": advice.interval,
+        "disk_interval_steps": advice.disk_interval,
+        "expected_slowdown": round(advice.slowdown, 4),
+        "persist_s": round(advice.persist_s, 4),
+        "copy_s": round(advice.copy_s, 4),
+        "stall_s": round(advice.stall_s, 4),
+        "rates": rates._asdict(),
+    }
+
+
+def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
+    m, t = wish.checkpoint_bytes, wish.step_s
+    size, brief, steps = render.size, render.brief, render.plural(advice.interval, "step")
+    slots = advice.in_flight + wish.keep
+    lost = advice.interval + math.ceil(advice.persist_s / t)
+    limit = "the disk" if advice.disk_interval >= advice.stall_interval else "the copy"
+    lines = [
+        f"save every {steps} ({brief(advice.interval * t * advice.slowdown)}), with",
+        f"    pccheckd --slots {slots} --keep {wish.keep} --writers {rates.writers} "
+        f"--dram {-(-advice.dram_bytes // MIB)}MiB",
+        "",
+        f"in flight   {advice.in_flight} (N), and {wish.keep} kept: {slots} slots",
+        f"storage     {size(storage_bytes(wish, slots))} per rank, twice that while a state "
+        "outgrows its slots",
+        f"DRAM        {size(advice.dram_bytes)} per rank",
+        f"slowdown    {advice.slowdown:.3f} expected, {wish.slowdown:g} allowed; {limit} sets the "
+        "interval",
+        f"lost work   at most {steps} when the trainer crashes, {lost} when the node does",
+        "",
+        *_arithmetic(rates, wish, advice),
+    ]
+    if advice.effective < advice.in_flight:
+        lines += [
+            "",
+            f"note: with {size(advice.dram_bytes)} of DRAM for {size(m)} a copy waits for writes: "
+            f"about 1 + M/m = {1 + advice.dram_bytes / m:.2f} checkpoints are in flight, not "
+            f"{advice.in_flight}; {size(2 * m)} would be enough",
+        ]
+    if wish.slowdown == 1 and advice.stall_s > 0:
+        lines += ["", "note: every interval slows training down: a copy takes longer than a step"]
+    return "\n".join(lines)
+
+
+def _arithmetic(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
+    m, n, q, t = wish.checkpoint_bytes, advice.effective, wish.slowdown, wish.step_s
+    size, brief = render.size, render.brief
+    shared, alone = brief(n * m / rates.write_bytes_per_s), brief(m / rates.one_bytes_per_s)
+    shown = [
+        f"m    = {size(m)}",
+        f"t    = {brief(t)}, q = {q:g}",
+        f"T_S  = {render.rate(rates.write_bytes_per_s)}: {rates.source}",
+        f"T_G  = {render.rate(rates.copy_bytes_per_s)}, F = {brief(rates.flush_s)}, "
+        f"p = {rates.writers}",
+        f"N    = min({advice.in_flight}, 1 + M/m = 1 + {size(advice.dram_bytes)}/{size(m)}) "
+        f"= {n:.2f}",
+        f"T_w  = max(N m/T_S, m/T_1) + F = max({shared}, {alone}) + {brief(rates.flush_s)} "
+        f"= {brief(advice.persist_s)}",
+        f"f*   = ceil(T_w/(N q t)) = ceil({advice.persist_s:.4g}/({n:.2f} x {q:g} x {t:.4g})) "
+        f"= {advice.disk_interval}",
+        f"copy = {brief(advice.copy_s)}; forward and backward (2/3 of a step) hide "
+        f"{brief(HIDDEN * t)} of it: the next update waits {brief(advice.stall_s)}",
+    ]
+    if advice.stall_interval and q > 1:
+        shown.append(
+            f"f    >= waiting/((q - 1) t) = {advice.stall_s:.4g}/({q - 1:.4g} x {t:.4g}): "
+            f"{advice.stall_interval}"
+        )
+    return ["computed from:", *(f"    {line}" for line in shown)]

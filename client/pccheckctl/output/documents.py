@@ -1,0 +1,89 @@
+"""Documents: how they are printed, and how values are taken from one that a daemon sent."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+
+Document = dict[str, object]
+
+
+def answer(arguments: Namespace, document: Document, as_text: Callable[[], str]) -> None:
+    """Prints a result: the document with --json, else its text."""
+    if arguments.json:
+        print_json(document)
+    else:
+        say(as_text())
+
+
+def print_json(document: Document) -> None:
+    import json  # most answers are text
+
+    print(json.dumps(document, indent=2))
+
+
+def say(text: str) -> None:
+    """A result for people. Line breaks in names of other users were escaped before."""
+    print(lines_of(text), flush=True)
+
+
+def lines_of(text: str) -> str:
+    """The same text, safe for a terminal."""
+    from pccheckctl.output.render import safe
+
+    return "\n".join(safe(line) for line in text.split("\n"))
+
+
+def note(text: str) -> None:
+    """A remark for people, on stderr; stdout is for results."""
+    from pccheckctl.output.render import safe
+
+    print(f"pccheckctl: {safe(text)}", file=sys.stderr)
+
+
+def as_json(value: object) -> object:
+    """Metadata as JSON; what JSON lacks becomes its repr, and an int that is too long for Python's
+    decimals becomes hexadecimal."""
+    from pccheck_wire.tree import is_long, shown
+
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else shown(k): as_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    exact = value is None or isinstance(value, (bool, str))
+    exact = exact or (isinstance(value, int) and not is_long(value))
+    exact = exact or (isinstance(value, float) and math.isfinite(value))
+    return value if exact else shown(value)
+
+
+def rows(document: Document, key: str) -> list[Document]:
+    """The list of maps under `key`; other items are left out."""
+    value = document.get(key)
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def part(document: Document, key: str) -> Document:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def number(document: Document, key: str) -> float | None:
+    value = document.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def whole(document: Document, key: str, default: int = 0) -> int:
+    value = number(document, key)
+    return default if value is None else int(value)
+
+
+def text(document: Document, key: str) -> str:
+    value = document.get(key)
+    return "" if value is None else str(value)
+
+
+def texts(document: Document, key: str) -> list[str]:
+    value = document.get(key)
+    return [str(item) for item in value] if isinstance(value, list) else []

@@ -1,0 +1,1 @@
+"""Where checkpoints are read from: a running daemon, or a storage directory."""

@@ -1,0 +1,268 @@
+"""A storage directory, read without a daemon, or beside a running one: without locks. Damage is
+reported, never repaired or flagged; only `drop` changes anything."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pccheck_native import catalog, dropping, group, layout
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    NoStoreError,
+    PccheckError,
+    RefusedError,
+    StoreLockedError,
+    UsageError,
+)
+from pccheck_wire.owners import one_owner, owner_of
+from pccheckctl.output.documents import Document
+
+from .ranks import add_stored
+
+if TYPE_CHECKING:
+    from pccheckctl.source.readers import FileReader
+
+_WHY = {
+    "NOT_A_VOLUME": "it has no valid commit record",
+    "DAMAGED": "its commit records are damaged",
+    "TRUNCATED": "the file is shorter than its records require",
+    "NEWER_FORMAT": "a newer version wrote it: upgrade pccheck",
+    "EACCES": "permission denied",
+}
+
+
+class Storage:
+    """The volumes below one directory."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises NoStoreError when there is no such directory."""
+        self.path = Path(path).absolute()
+        self.served = False
+        self.socket: str | None = None
+        if not self.path.is_dir():
+            raise NoStoreError(
+                f"there is no storage directory {self.path}",
+                hint="use the directory that pccheckd was started with (--storage)",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def scan(
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+    ) -> catalog.Catalog:
+        """All matching volumes and checkpoints. Raises RefusedError, NoStoreError."""
+        try:
+            if job:
+                layout.check_job(job)
+            found = catalog.scan(self.path, uid=uid, job=job or None, rank=rank)
+            known = layout.lock_path(self.path).exists() or layout.list_volumes(self.path)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        except PermissionError as error:
+            raise denied(error.filename or self.path) from error
+        except OSError as error:
+            raise NoStoreError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if not known:
+            raise NoStoreError(
+                f"{self.path} has no volumes of pccheckd",
+                hint="use the directory that pccheckd was started with (--storage)",
+            )
+        return found
+
+    def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
+        from pccheckctl.source.readers import (
+            FileReader,  # the tree's classes are not needed to list
+        )
+
+        return FileReader(checkpoint)
+
+    def listing(self, job: str = "", *, uid: int | None = None) -> Document:
+        """What `list --json` prints; the daemon's document has the same keys."""
+        return self._listing(self.scan(uid=uid, job=job))
+
+    def _listing(self, found: catalog.Catalog) -> Document:
+        return {
+            "schema": 1,
+            "storage": str(self.path),
+            "volumes": [
+                catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
+            ],
+            "checkpoints": catalog.checkpoint_documents(found.checkpoints),
+            "unreadable": [
+                {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
+                for item in found.unreadable
+            ],
+        }
+
+    def status(self, *, uid: int | None = None) -> Document:
+        """What `status --json` prints without a daemon: as much of the daemon's document as the
+        volumes hold."""
+        found = self.scan(uid=uid)
+        warnings = [f"{item.file.path}: {reason_of(item)}" for item in found.unreadable]
+        warnings += [
+            f"{one.volume_path}: the checkpoint of step {one.step} is damaged"
+            for one in found.checkpoints
+            if one.is_damaged
+        ]
+        disk = os.statvfs(self.path)
+        status: Document = {
+            "schema": 1,
+            "daemon": None,
+            "storage": {
+                "path": str(self.path),
+                "total_bytes": disk.f_blocks * disk.f_frsize,
+                "free_bytes": disk.f_bavail * disk.f_frsize,
+            },
+            "sessions": [],
+            "groups": _groups(found),
+            "ranks": [],
+            "warnings": warnings,
+        }
+        add_stored(status, self._listing(found))
+        return status
+
+    def drop(
+        self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
+    ) -> Document:
+        """What `drop --json` prints. Without `dry_run` it takes the locks of a daemon and of its
+        writers: nothing else here changes a directory. Raises StoreLockedError, RefusedError."""
+        self.scan(uid=uid, job=job, rank=rank)  # for its errors
+        with contextlib.ExitStack() as held:
+            if not dry_run:
+                held.enter_context(_no_daemon(self.path))
+            try:
+                files = dropping.victims(self.path, uid=uid, job=job, rank=rank)
+                owner_of(job, rank, (victim.file.uid for victim in files))
+                if not dry_run:
+                    with contextlib.suppress(OSError):  # of earlier drops; a daemon does it, too
+                        dropping.clear(self.path)
+                    dropping.drop([victim.file.path for victim in files])
+            except dropping.InUseError as error:
+                raise RefusedError(
+                    f"{error}; nothing was dropped", hint="end that process, then try again"
+                ) from error
+            except PermissionError as error:
+                raise denied(error.filename or self.path) from error
+        return dropping.document(self.path, files, dropped=not dry_run)
+
+
+@contextlib.contextmanager
+def _no_daemon(storage: Path) -> Iterator[None]:
+    """Holds the daemon's lock. It is never created here: a file of another user would keep the
+    daemon out. Where there is none, no daemon has ever run."""
+    try:
+        descriptor = os.open(layout.lock_path(storage), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StoreLockedError(
+                f"a pccheckd (pid {pid}) serves {storage}",
+                hint=f"ask it to drop the job: pccheckctl --socket {socket} drop"
+                if (socket := layout.noted_socket(storage))
+                else "ask it to drop the job: pccheckctl drop without --storage",
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def denied(place: object) -> PccheckError:
+    return RefusedError(
+        f"uid {os.geteuid()} may not read {place}",
+        hint="volumes belong to the user that runs pccheckd: run this as that user or as root, or "
+        "ask the daemon (without --storage)",
+    )
+
+
+def reason_of(item: catalog.Unreadable) -> str:
+    return _WHY.get(item.code_name, item.reason)
+
+
+def error_of(item: catalog.Unreadable) -> PccheckError:
+    """The error when a job has only this volume, which cannot be read."""
+    if item.code_name in ("EACCES", "EPERM"):
+        return denied(item.file.path)
+    kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
+    return (kind or PccheckError)(
+        f"the volume {item.file.path} cannot be read: {reason_of(item)}",
+        hint="its job gets no checkpoints until this is solved, or until it starts with fresh=True",
+    )
+
+
+def _groups(found: catalog.Catalog) -> list[Document]:
+    """One entry per job of several ranks, with the newest checkpoint that all of them have."""
+    jobs: dict[tuple[int, str], list[catalog.Checkpoint]] = {}
+    for one in found.checkpoints:
+        jobs.setdefault((one.uid, one.job), []).append(one)
+    documents: list[Document] = []
+    for (uid, job), checkpoints in sorted(jobs.items()):
+        by_rank = catalog.by_rank(checkpoints)
+        world_size = ranks_of(by_rank)
+        if world_size < 2:
+            continue
+        shared = catalog.common_step(by_rank, world_size)
+        behind = group.behind(catalog.ranks_of(by_rank), world_size)
+        mine = list(shared.checkpoints.values()) if shared else []
+        newest_ns = max((one.wall_ns for one in mine), default=0)
+        common = (mine[0].sequence, mine[0].step, newest_ns) if mine else None
+        documents.append(catalog.group_document(uid, job, world_size, common, behind=behind))
+    return documents
+
+
+# -- choosing ----------------------------------------------------------------------------------
+
+
+def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
+    """The checkpoints of a job by rank, newest first. Raises an error that names the jobs there."""
+    mine = [one for one in found.checkpoints if one.job == job]
+    one_owner(job, (one.uid for one in mine))
+    if mine:
+        return catalog.by_rank(mine)
+    for item in found.unreadable:
+        if item.file.job == job:
+            raise error_of(item)
+    known = sorted({info.job for info in found.volumes.values()})
+    raise NoCheckpointError(
+        f"there is no checkpoint of job {job!r} in {storage}",
+        hint=f"jobs there: {', '.join(known[:8])}" if known else "see: pccheckctl list",
+    )
+
+
+def matching(
+    checkpoints: Iterable[catalog.Checkpoint], *, step: int | None, sequence: int | None = None
+) -> list[catalog.Checkpoint]:
+    return [
+        one for one in checkpoints if step in (None, one.step) and sequence in (None, one.sequence)
+    ]
+
+
+def missing(job: str, rank: int, *, step: int | None, sequence: int | None) -> PccheckError:
+    what = (
+        f"with sequence {sequence} " if sequence is not None
+        else f"of step {step} " if step is not None
+        else ""
+    )  # fmt: skip
+    return NoCheckpointError(
+        f"job {job!r} rank {rank} has no valid checkpoint {what}".rstrip(),
+        hint=f"see: pccheckctl list {job}",
+    )
+
+
+def ranks_of(by_rank: dict[int, list[catalog.Checkpoint]]) -> int:
+    """The size of the group that made the newest checkpoints."""
+    return max((found[0] for found in by_rank.values()), key=lambda one: one.sequence).world_size

@@ -1,0 +1,30 @@
+"""The ranks of a status document that only the volumes know."""
+
+from __future__ import annotations
+
+from pccheckctl.output.documents import Document, rows
+
+
+def add_stored(status: Document, listing: Document) -> None:
+    """Adds the ranks of a list that the status lacks: no trainer has connected since the daemon
+    started, or there is no daemon."""
+    ranks = rows(status, "ranks")
+    known = {_key(rank) for rank in ranks}
+    added: dict[tuple[object, ...], Document] = {}
+    for volume in rows(listing, "volumes"):
+        if _key(volume) not in known:
+            added[_key(volume)] = {
+                "uid": volume.get("uid"), "job": volume.get("job"), "rank": volume.get("rank"),
+                "connected": False, "pid": None, "incarnation": volume.get("incarnation"),
+                "newest": None, "in_flight": 0, "volume": volume, "checkpoints": [],
+                "warnings": [],
+            }  # fmt: skip
+    for one in reversed(rows(listing, "checkpoints")):  # the newest comes last, and stays
+        rank = added.get(_key(one))
+        if rank is not None and one.get("damaged") is not True:
+            rank["newest"] = {key: one.get(key) for key in ("sequence", "step", "wall_ns")}
+    status["ranks"] = [*ranks, *added.values()]
+
+
+def _key(one: Document) -> tuple[object, ...]:
+    return one.get("uid"), one.get("job"), one.get("rank")

@@ -1,0 +1,245 @@
+"""Reads one checkpoint: its tree and its bytes, checked on the way. The same for `show`, `recover`
+and `verify`, and for bytes from the file and from the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, Self
+
+from pccheck_native import _core, catalog
+from pccheck_native.subset import Subset, verify_part
+from pccheck_wire import parts, tree
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    UnreadableError,
+)
+from pccheckctl.output.progress import Bar
+
+SLICE_BYTES = 256 << 20
+
+
+class RecycledError(PccheckError):
+    """A running daemon wrote a newer checkpoint into this slot during the read."""
+
+    code = "RECYCLED"
+    default_retryable = True
+
+
+class Reader:
+    """Checked reads of one checkpoint. Use it as a context manager."""
+
+    checkpoint: catalog.Checkpoint
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        """Offset and bytes of the tree in the payload."""
+        raise NotImplementedError
+
+    def read(self, offset: int, length: int) -> bytes:
+        raise NotImplementedError
+
+    def read_into(self, ranges: bytes) -> None:
+        raise NotImplementedError
+
+    def verify(self, part: Subset | None = None) -> int:
+        """Reads and checks the payload of this rank, or a part of it; how many bytes. Raises
+        DamagedError, UnreadableError."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+def invalid(one: catalog.Checkpoint, problem: str) -> DamagedError | UnreadableError:
+    """UNREADABLE: the disk failed to read it; every other problem is damage."""
+    named = f"the checkpoint of step {one.step} (sequence {one.sequence}, rank {one.rank})"
+    if problem == "UNREADABLE":
+        return UnreadableError(
+            f"{named} could not be read: the disk reported an error",
+            hint="see the log of the kernel (dmesg), then try again",
+        )
+    hint = "recover takes the previous valid checkpoint; check the disk (dmesg)"
+    return DamagedError(f"{named} is damaged: {problem}", hint=hint)
+
+
+def read_tree(reader: Reader) -> tree.Tree:
+    """The decoded tree of a checkpoint. Raises DamagedError, UnreadableError."""
+    return tree.decode(reader.read(*reader.tree_place), reader.checkpoint.payload_bytes)
+
+
+class Store(Protocol):
+    """Where checkpoints are: in a storage directory, or behind a daemon."""
+
+    path: Path
+    served: bool  #: by a daemon, ...
+    socket: str | None  #: ... at this socket; None: the default one
+
+    def scan(
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+    ) -> catalog.Catalog: ...
+    def reader(self, checkpoint: catalog.Checkpoint) -> Reader: ...
+
+
+class FileReader(Reader):
+    """Reads from the volume file."""
+
+    def __init__(self, checkpoint: catalog.Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        try:
+            self._volume = _core.Volume(checkpoint.volume_path, writable=False, allow_buffered=True)
+        except FileNotFoundError as error:
+            raise recycled(checkpoint) from error
+        except _core.NativeError as error:
+            raise DamagedError(f"{checkpoint.volume_path}: {error}") from error
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self.checkpoint.tree_offset, self.checkpoint.tree_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        with self._errors():
+            return self._volume.read(self.checkpoint.sequence, offset, length)
+
+    def read_into(self, ranges: bytes) -> None:
+        with self._errors():
+            self._volume.read_into(self.checkpoint.sequence, ranges)
+
+    def verify(self, part: Subset | None = None) -> int:
+        with self._errors():
+            if part is not None:
+                return verify_part(self._volume, self.checkpoint, part)
+            self._volume.verify(self.checkpoint.sequence)
+            return self.checkpoint.payload_bytes
+
+    def close(self) -> None:
+        self._volume.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Says what is wrong, unless a newer checkpoint has taken the slot meanwhile."""
+        try:
+            yield
+        except (_core.NativeError, OSError) as error:
+            if not _still_there(self.checkpoint):
+                raise recycled(self.checkpoint) from error
+            failed = not isinstance(error, _core.NativeError) or error.code_name == "UNREADABLE"
+            why = "UNREADABLE" if failed else str(error).removesuffix(": damaged (DAMAGED)")
+            raise invalid(self.checkpoint, why) from error
+
+
+class WholeReader(Reader):
+    """A checkpoint of replicated state: the payload of its rank, and what other ranks store."""
+
+    def __init__(self, storage: Store, own: Reader) -> None:
+        self.checkpoint = own.checkpoint
+        self._storage = storage
+        self._readers = {own.checkpoint.rank: own}
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._readers[self.checkpoint.rank].tree_place
+
+    def tree(self) -> tree.Tree:
+        """With the place of every extent. Raises StateMismatchError, NoCheckpointError."""
+        own = read_tree(self._readers[self.checkpoint.rank])
+        return parts.merge(own, self.checkpoint.rank, lambda rank: read_tree(self._of(rank)))
+
+    def read(self, offset: int, length: int) -> bytes:
+        rank, offset = parts.placed(offset)
+        return self._of(rank).read(offset, length)
+
+    def read_into(self, ranges: bytes) -> None:
+        for rank, (mine, _) in parts.split(ranges).items():
+            self._of(rank).read_into(mine)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def _of(self, rank: int) -> Reader:
+        one = self.checkpoint
+        rank = one.rank if rank < 0 else rank
+        if rank not in self._readers:
+            found = self._storage.scan(uid=one.uid, job=one.job)
+            same = [c for c in found.checkpoints if (c.rank, c.sequence) == (rank, one.sequence)]
+            if not same:
+                raise NoCheckpointError(
+                    f"rank {rank} stores a part of step {one.step}, and its volume is not in this "
+                    "directory",
+                    hint="copy the volumes of all ranks into one storage directory",
+                )
+            self._readers[rank] = self._storage.reader(same[0])
+        return self._readers[rank]
+
+
+class Watched(Reader):
+    """A reader that moves a bar: long reads are cut, so that the bar moves during them."""
+
+    def __init__(self, reader: Reader, bar: Bar) -> None:
+        self.checkpoint = reader.checkpoint
+        self._reader = reader
+        self._bar = bar
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._reader.tree_place
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._reader.read(offset, length)
+        self._bar.advance(length)
+        return data
+
+    def read_into(self, ranges: bytes) -> None:
+        for part, nbytes in cut(ranges, SLICE_BYTES):
+            self._reader.read_into(part)
+            self._bar.advance(nbytes)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
+    """Packed ranges (address, offset, length) in pieces of limited size, and their bytes."""
+    piece, held = [], 0
+    for address, offset, length in struct.iter_unpack("<QQQ", ranges):
+        while length:
+            taken = min(length, at_most - held)
+            piece.append(struct.pack("<QQQ", address, offset, taken))
+            held += taken
+            address, offset, length = address + taken, offset + taken, length - taken
+            if held == at_most:
+                yield b"".join(piece), held
+                piece, held = [], 0
+    if piece:
+        yield b"".join(piece), held
+
+
+def recycled(one: catalog.Checkpoint) -> RecycledError:
+    return RecycledError(
+        f"the checkpoint of step {one.step} (sequence {one.sequence}) was replaced by a newer one",
+        hint="try again",
+    )
+
+
+def _still_there(one: catalog.Checkpoint) -> bool:
+    try:
+        volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
+    except FileNotFoundError:
+        return False
+    except (OSError, _core.NativeError):
+        return True
+    try:
+        return any(entry.sequence == one.sequence for entry in volume.table())
+    finally:
+        volume.close()

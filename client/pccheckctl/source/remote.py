@@ -1,0 +1,170 @@
+"""Reading checkpoints through the daemon, for users who may not open the volume files. The daemon
+lists them, and sends checked bytes as it does to a trainer."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import time
+from pathlib import Path
+
+from pccheck_native import _core, catalog, layout
+from pccheck_native.subset import Subset
+from pccheck_wire import attach
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    NoCheckpointError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, Role
+from pccheckctl import VERSION
+from pccheckctl.output.documents import Document, rows, text, whole
+from pccheckctl.source.observer import Observer
+from pccheckctl.source.readers import Reader, invalid, recycled
+
+LOAD_LIMIT_S = 3600.0
+_UNREADABLE = -10018  # -PCC_E_UNREADABLE
+
+
+class DaemonStore:
+    """The checkpoints that the daemon shows to this user; like `directory.Storage`."""
+
+    def __init__(self, socket: str | None, path: Path) -> None:
+        self.path = path
+        self.served, self.socket = True, socket
+
+    def scan(
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+    ) -> catalog.Catalog:
+        """The list of the daemon, without the infos of volumes."""
+        with Observer(self.socket) as observer:
+            document = observer.listing(job)
+        found = catalog.Catalog()
+        for item in rows(document, "checkpoints"):
+            if uid in (None, item.get("uid")) and rank in (None, item.get("rank")):
+                found.checkpoints.append(_checkpoint(item))
+        for item in rows(document, "unreadable"):
+            found.unreadable.append(self._unreadable(item))
+        return found
+
+    def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
+        return DaemonReader(checkpoint, self.socket)
+
+    def _unreadable(self, item: Document) -> catalog.Unreadable:
+        path = Path(text(item, "path"))
+        try:
+            file = layout.parse_volume_path(self.path, path)
+        except ValueError:
+            file = layout.VolumeFile(0, "", 0, 0, path)
+        return catalog.Unreadable(file, text(item, "code"), text(item, "reason"))
+
+
+def _checkpoint(item: Document) -> catalog.Checkpoint:
+    """From the list. The place of the tree is not known before it is opened."""
+    names = ("pinned", "protected", "damaged")
+    flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
+    numbers = {
+        name: whole(item, name)
+        for name in ("uid", "rank", "sequence", "step", "incarnation", "payload_bytes", "wall_ns")
+    }
+    return catalog.Checkpoint(
+        job=text(item, "job"), world_size=whole(item, "world_size", 1), tree_offset=0,
+        tree_bytes=0, flags=flags, slot=0, volume_path=Path(text(item, "volume")), **numbers,
+    )  # fmt: skip
+
+
+class DaemonReader(Reader):
+    """A session that reads one checkpoint."""
+
+    def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
+        """Raises RecycledError when the daemon has used its slot for a newer one."""
+        self.checkpoint = checkpoint
+        self._path = socket
+        self._load = 0
+        hello = Hello(
+            PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=checkpoint.job,
+            rank=checkpoint.rank, world_size=checkpoint.rank + 1, solo=True, uid=checkpoint.uid,
+        )  # fmt: skip
+        self._attachment = attach.connect(hello, socket)
+        try:
+            self._opened = self._open()
+            self._link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
+        except BaseException:
+            self._attachment.close()
+            raise
+
+    @property
+    def tree_place(self) -> tuple[int, int]:
+        return self._opened.tree_offset, self._opened.tree_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        made = (ctypes.c_char * length)()
+        self._transfer(struct.pack("<QQQ", ctypes.addressof(made), offset, length), offset, length)
+        return bytes(made)
+
+    def read_into(self, ranges: bytes) -> None:
+        places = [(offset, length) for _, offset, length in struct.iter_unpack("<QQQ", ranges)]
+        first = places[0][0]
+        self._transfer(ranges, first, sum(places[-1]) - first)
+
+    def verify(self, part: Subset | None = None) -> int:
+        try:
+            return verified(self._path, self.checkpoint, part)[0]
+        except NoCheckpointError as error:
+            raise recycled(self.checkpoint) from error
+
+    def close(self) -> None:
+        self._link.close()
+        self._attachment.close()
+
+    def _open(self) -> Opened:
+        one = self.checkpoint
+        try:
+            answer = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
+        except NoCheckpointError as error:
+            raise recycled(self.checkpoint) from error
+        if not isinstance(answer, Opened) or answer.sequence != one.sequence:
+            raise recycled(self.checkpoint)
+        return answer
+
+    def _transfer(self, ranges: bytes, offset: int, length: int) -> None:
+        self._load += 1
+        deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
+        self._link.load_start(self._load, ranges)
+        try:
+            self._attachment.request(Read(self._load, self.checkpoint.sequence, offset, length))
+        except NoCheckpointError as error:
+            raise recycled(self.checkpoint) from error
+        try:
+            result = self._link.load_wait(self._load, deadline_ns)
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"the daemon sent no data for {LOAD_LIMIT_S:g} s") from error
+        except OSError as error:
+            raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
+        if result == -errno.ENOENT:
+            raise recycled(self.checkpoint)
+        if result != 0:
+            raise invalid(
+                self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"
+            )
+
+
+def verified(
+    socket: str | None, one: catalog.Checkpoint, part: Subset | None = None
+) -> tuple[int, bool]:
+    """Lets the daemon read and check it. Returns how many bytes it read, and whether it removed the
+    flag that the checkpoint is damaged. Raises DamagedError, UnreadableError, NoCheckpointError."""
+    with Observer(socket) as observer:
+        document = observer.verify(
+            one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S,
+            subset=part.text if part else "", seed=part.seed if part else 0,
+        )  # fmt: skip
+    read, cleared = 0, False
+    for item in rows(document, "checkpoints"):
+        if item.get("valid") is not True:
+            raise invalid(one, text(item, "problem"))
+        read += whole(item, "read_bytes")
+        cleared = cleared or item.get("cleared") is True
+    return read, cleared

@@ -1,0 +1,87 @@
+"""Errors of the native core and of the system, translated for users."""
+
+from __future__ import annotations
+
+import errno
+
+from pccheck_native import _core
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DamagedError,
+    InternalError,
+    NoCheckpointError,
+    NoStoreError,
+    PccheckError,
+    RefusedError,
+    StorageFullError,
+    StoreLockedError,
+    UnreadableError,
+)
+
+SHORTAGE_HINT = "raise its limits (ulimit -a; in systemd TasksMax=, LimitNOFILE=, MemoryMax=)"
+_SHORT = {
+    errno.ENOMEM: "cannot allocate memory: memory limit reached",
+    errno.EAGAIN: "cannot start a thread: process limit reached",
+    errno.EMFILE: "cannot open a file: descriptor limit reached",
+    errno.ENFILE: "cannot open a file: descriptor limit reached",
+}
+_NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
+    "NOT_A_VOLUME": (
+        DamagedError,
+        "holds no valid commit record",
+        "move the file away, then restart",
+    ),
+    "DAMAGED": (DamagedError, "is damaged", "see: pccheckctl verify"),
+    "UNREADABLE": (UnreadableError, "could not be read", "check the disk: dmesg"),
+    "TRUNCATED": (
+        DamagedError,
+        "is shorter than its records say",
+        "restore the whole file from a copy",
+    ),
+    "REMOVED": (CheckpointFailedError, "was removed or moved away while it was open", ""),
+    "REPLACED": (CheckpointFailedError, "was replaced by another file while it was open", ""),
+    "NEWER_FORMAT": (RefusedError, "was written by a newer version", "upgrade pccheck"),
+    "LOCKED": (StoreLockedError, "is open in another process", "end that process first"),
+    "NO_SLOT": (CheckpointFailedError, "has no free slot", "use more --slots"),
+    "TOO_LARGE": (
+        CheckpointFailedError,
+        "has slots smaller than this checkpoint",
+        "register the new size",
+    ),
+    "STOPPED": (CheckpointFailedError, "could not write a commit record", "check the disk"),
+    "NO_MEMORY": (RefusedError, "got no DRAM: the budget is in use", "raise --dram"),
+    "NO_DRIVER": (RefusedError, "has no CUDA driver here", "GPU tensors are pushed"),
+    "DEVICE": (CheckpointFailedError, "failed at the GPU driver", "see the kernel's log: dmesg"),
+    "UNSUPPORTED": (
+        NoStoreError,
+        "lies on a file system or kernel that lacks direct I/O",
+        "use a local ext4 or xfs disk; --allow-any-filesystem overrides this for tests",
+    ),
+}
+
+
+def translated(error: BaseException, what: str) -> PccheckError:
+    """A native or kernel error as a PccheckError; `what` is its subject."""
+    if isinstance(error, PccheckError):
+        return error
+    if isinstance(error, _core.NativeError):
+        kind, text, hint = _NATIVE.get(error.code_name, (InternalError, error.code_name, ""))
+        return kind(f"{what} {text}", hint=hint)
+    if words := shortage(error):
+        return CheckpointFailedError(f"{what}: {words}", hint=SHORTAGE_HINT)
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageFullError(f"{what}: no space left on the disk")
+        if error.errno == errno.ENOENT:
+            return NoCheckpointError(f"{error.filename or what} does not exist")
+        return CheckpointFailedError(f"{what}: {error.strerror or error}")
+    return InternalError(f"{what}: {type(error).__name__}", hint="see the daemon's log")
+
+
+def shortage(error: BaseException) -> str:
+    """Which limit of the system the daemon has reached; "" for another error."""
+    if isinstance(error, MemoryError):
+        return _SHORT[errno.ENOMEM]
+    if isinstance(error, RuntimeError):
+        return _SHORT[errno.EAGAIN] if "start new thread" in str(error) else ""
+    return _SHORT.get(error.errno or 0, "") if isinstance(error, OSError) else ""

@@ -1,0 +1,43 @@
+"""What a rank asks of its job (jobs/job.py)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pccheck_wire.messages import Begin
+from pccheckd.core.port import Owner
+
+from .checkpoint import Checkpoint
+
+
+class Group(Protocol):
+    def incarnation(self, rank: int, owner: Owner) -> int:
+        """Of the start that the rank's process belongs to now."""
+
+    def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> tuple[int, int]:
+        """Incarnation and sequence of a requested checkpoint. Raises RefusedError."""
+
+    @property
+    def newest_common(self) -> int:
+        """The newest sequence that all ranks have; 0: there is none."""
+
+    def moved(self) -> None:
+        """What the job decides on has changed."""
+
+    def passed(self, sequence: int) -> None:
+        """A previous daemon used a sequence."""
+
+    def gives_up(self, sequence: int) -> bool:
+        """Whether another rank will never have it."""
+
+    def why_given_up(self, sequence: int) -> str:
+        """Which rank will never have it, and why, in words."""
+
+    def wants_slot(self, rank: int) -> str:
+        """Frees a slot if it can; the ranks that are waited for although they requested nothing."""
+
+    def needs(self, sequence: int) -> bool:
+        """Whether a durable checkpoint must not go with its volume."""
+
+    def pins(self, rank: int, owner: Owner) -> set[int]:
+        """Which checkpoints a new trainer must leave alone until it restores (P7)."""

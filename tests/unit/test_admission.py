@@ -1,0 +1,130 @@
+"""Admission: in order, waiting or skipping as asked, and never stuck."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.tenancy.admission import PENDING_MAX, Queue
+from pccheckd.tenancy.checkpoint import Checkpoint, End
+
+
+def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
+    return Checkpoint(
+        session=session, snapshot=snapshot, step=snapshot, payload_bytes=10, tree_offset=0,
+        tree_bytes=1, skip_when_busy=skip, incarnation=1, world_size=1, requested_ns=0,
+    )  # fmt: skip
+
+
+class Desk(Queue):
+    """Stands for a volume with so many free lanes; time passes only in `sleep`."""
+
+    def __init__(self, free: int, answer: str = "NO_LANE") -> None:
+        super().__init__()
+        self.free = free
+        self.answer = answer
+        self.reason = ""
+        self.begun: list[int] = []
+        self.refused: list[tuple[int, State, str]] = []
+        self.sleeps = 0
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    async def attempt(self, item: Checkpoint) -> str:
+        if not self.free:
+            return self.answer
+        self.free -= 1
+        self.begun.append(item.snapshot)
+        return ""
+
+    def refuse(self, item: Checkpoint, end: End) -> None:
+        self.refused.append((item.snapshot, end.to, end.reason))
+
+    async def hopeless(self) -> End | None:
+        return End(State.FAILED, self.reason, "") if self.reason else None
+
+    async def sleep(self, seconds: float) -> None:
+        self.sleeps += 1
+        self.on_sleep()
+        await asyncio.sleep(0)
+
+    def work_off(self, *items: Checkpoint) -> None:
+        async def work() -> None:
+            for item in items:
+                self.submit(item)
+            while len(self):
+                await asyncio.sleep(0)
+
+        asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_first_come_first_served() -> None:
+    desk = Desk(free=5)
+    desk.work_off(*(checkpoint(n) for n in (1, 2, 3)))
+    assert desk.begun == [1, 2, 3] and not desk.sleeps
+
+
+def test_waiting_ends_when_a_lane_comes_free() -> None:
+    desk = Desk(free=1)
+
+    def one_ends() -> None:
+        if desk.sleeps % 3 == 0:
+            desk.free += 1
+
+    desk.on_sleep = one_ends
+    desk.work_off(*(checkpoint(n) for n in (1, 2, 3)))
+    assert desk.begun == [1, 2, 3] and desk.sleeps == 6 and not desk.refused
+
+
+def test_skip_does_not_wait() -> None:
+    desk = Desk(free=1)
+    desk.work_off(checkpoint(1), checkpoint(2, skip=True))
+    assert desk.begun == [1] and desk.sleeps == 0
+    assert [(n, to) for n, to, _ in desk.refused] == [(2, State.SKIPPED)]
+
+
+def test_a_slot_that_can_never_come_free_fails_at_once() -> None:
+    desk = Desk(free=0, answer="NO_SLOT")
+    desk.reason = "call restore() first"
+    desk.work_off(checkpoint(1))
+    assert desk.refused == [(1, State.FAILED, "call restore() first")]
+
+
+def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
+    desk = Desk(free=0)
+
+    def ends() -> None:
+        desk.drop(1)
+        desk.free = 9
+
+    desk.on_sleep = ends
+    desk.work_off(checkpoint(1), checkpoint(2), checkpoint(3, session=2))
+    assert [n for n, _, _ in desk.refused] == [1, 2] and desk.begun == [3]
+
+
+def test_the_queue_is_bounded() -> None:
+    desk = Desk(free=0)
+
+    async def work() -> None:
+        for number in range(PENDING_MAX + 5):
+            desk.submit(checkpoint(number))
+        assert len(desk.refused) == 5 and len(desk) == PENDING_MAX
+        await desk.close()
+
+    asyncio.run(work())
+
+
+def test_one_that_breaks_something_fails_alone() -> None:
+    """The queue goes on: else every later checkpoint of the rank would wait behind it for ever."""
+    desk = Desk(free=5)
+    attempt = desk.attempt
+
+    async def broken(item: Checkpoint) -> str:
+        if item.snapshot == 1:
+            raise RuntimeError("fault")
+        return await attempt(item)
+
+    desk.attempt = broken  # type: ignore[method-assign]
+    desk.work_off(checkpoint(1), checkpoint(2))
+    assert desk.begun == [2]
+    assert desk.refused == [(1, State.FAILED, "an internal error of the daemon")]
