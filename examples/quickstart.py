@@ -17,5 +17,5 @@ with PCcheckClient(autostart=True, storage="checkpoints") as client:
         loss.backward()
         optimizer.step()
         if step % 10 == 0:
-            client.checkpoint(step=step)  # returns at once; training goes on
+            client.checkpoint(step=step)  # returns at once; training continues
             print(f"step {step} loss {loss.item():.4f}")

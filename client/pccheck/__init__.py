@@ -28,13 +28,12 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import CheckpointState
 
-from .attaching import Stateful
-from .checkpointer import PCcheckClient
-from .handle import Checkpoint
-from .in_flight import Durable
-from .recovering import Saved
-from .restore import Found, RestoreResult
-from .rng import capture_rng, restore_rng
+from .client import PCcheckClient
+from .restoring.begin import Saved
+from .restoring.reading import Found, RestoreResult
+from .saving.in_flight import Checkpoint, Durable
+from .state.attaching import Stateful
+from .state.rng import capture_rng, restore_rng
 from .version import __version__
 from .warn import PccheckWarning
 

@@ -1,4 +1,4 @@
-"""Telling the user once, where he sees it, and not at every interval."""
+"""Warnings: once per kind of trouble, and not at every checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _HERE = str(Path(__file__).parent)
 
 
 class PccheckWarning(UserWarning):
-    """Training goes on, but something about its checkpoints needs attention."""
+    """Training continues, but something about its checkpoints needs attention."""
 
 
 def _depth() -> int:
-    """How many frames up the caller's own code is."""
+    """How many frames up the user's own code is."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         depth, frame = depth + 1, frame.f_back
@@ -27,17 +27,17 @@ class Warner:
     """Warns once per kind of trouble until that kind is over."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def once(self, kind: str, text: str) -> None:
-        if kind in self._told:
+        if kind in self._warned:
             LOG.debug("%s", text)
             return
-        self._told.add(kind)
+        self._warned.add(kind)
         warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=_depth())
 
     def over(self, kind: str) -> bool:
-        """The trouble has ended; True when it had been told."""
-        told = kind in self._told
-        self._told.discard(kind)
-        return told
+        """The trouble has ended; True when the user was warned of it."""
+        warned = kind in self._warned
+        self._warned.discard(kind)
+        return warned

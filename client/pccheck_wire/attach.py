@@ -13,27 +13,9 @@ from . import codec
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, socket_name
 from .connection import Connection, raise_failure
 from .errors import ProtocolError, error_from_wire
-from .messages import (
-    Described,
-    Done,
-    Empty,
-    Failure,
-    Hello,
-    Opened,
-    Registered,
-    Reply,
-    Report,
-    Request,
-    RequestBody,
-    Role,
-    Welcome,
-    Writing,
-)
+from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
 
 CONNECT_LIMIT_S = 10.0
-
-#: What a request may be answered with, apart from Failure, which is raised.
-Answer = Registered | Described | Opened | Empty | Writing | Done | Report
 
 
 class Attachment:

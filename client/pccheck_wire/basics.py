@@ -18,7 +18,7 @@ VARIABLES = (
 )  # fmt: skip
 
 START_HINT = "start it with: pccheckd --storage DIR"
-#: Of a daemon that was told nothing at all; pccheckctl tells it from what is wrong in a file.
+#: The error of a daemon without any option; pccheckctl distinguishes it from errors in a file.
 STORAGE_MISSING = "--storage is missing"
 SAME_VERSION_HINT = "install the same version of pccheck on both sides"
 

@@ -10,12 +10,13 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
 from . import messages
 from .errors import ProtocolError
+from .messages import Message
 from .packing import PACKET_BYTES as PACKET_BYTES
 from .packing import REPLY_BYTES_MAX as REPLY_BYTES_MAX
 from .packing import REQUEST_BYTES_MAX as REQUEST_BYTES_MAX
@@ -44,12 +45,6 @@ _RANGES: Mapping[str, range] = {
     "world_size": range(1, messages.RANKS_MAX + 1),
     "local_world_size": range(1, messages.RANKS_MAX + 1),
 }
-
-
-class Message(Protocol):
-    """Any dataclass of messages.py."""
-
-    TAG: typing.ClassVar[str]
 
 
 _M = TypeVar("_M")

@@ -24,6 +24,7 @@ from .packing import PACKET_BYTES, Reassembler
 from .peer import require_trusted
 
 CONNECT_RETRY_S = 0.01
+SOCKET_PATH_BYTES_MAX = 107  # Linux: sun_path without its final NUL
 
 
 class Connection:
@@ -118,6 +119,11 @@ def raise_failure(answer: dict[str, object]) -> None:
 
 
 def _connect(connection: socket.socket, path: str, deadline: float) -> None:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise RefusedError(
+            f"the socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes",
+            hint="start pccheckd with a shorter --socket, and connect to that",
+        )
     try:
         while True:
             connection.settimeout(_left(deadline))
@@ -137,10 +143,6 @@ def _connect(connection: socket.socket, path: str, deadline: float) -> None:
     except OSError as error:
         if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
             raise ProtocolError(f"{path} is not the socket of a pccheckd") from error
-        if "too long" in str(error):
-            raise RefusedError(
-                f"the socket path {path} is longer than 107 bytes", hint="choose a shorter path"
-            ) from error
         raise
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class PccheckError(Exception):
-    """Anything PCcheck refuses or fails at. `hint` names the fix; `retryable` says whether trying
-    again later can help. `exit_code` is what `pccheckctl` exits with."""
+    """Any error of PCcheck. `hint` names the fix; `retryable`: whether trying again later can help.
+    `exit_code` is what `pccheckctl` exits with."""
 
     code = "ERROR"
     exit_code = 1
@@ -22,7 +22,7 @@ class PccheckError(Exception):
 
 
 class UsageError(PccheckError):
-    """An argument, a flag or a value that cannot be."""
+    """An argument, a flag or a value that is not valid."""
 
     code = "USAGE"
     exit_code = 2
@@ -49,13 +49,13 @@ class DaemonUnreachableError(PccheckError):
 
 
 class ProtocolError(PccheckError):
-    """The peer speaks another protocol version, or not this protocol at all."""
+    """The peer uses another protocol version, or another protocol."""
 
     code = "PROTOCOL"
 
 
 class RefusedError(PccheckError):
-    """The daemon may not or will not: another owner, a live duplicate, a limit."""
+    """The daemon refuses: another owner, a live duplicate, a limit."""
 
     code = "REFUSED"
 
@@ -84,15 +84,15 @@ class NoCheckpointError(PccheckError):
 
 
 class DamagedError(PccheckError):
-    """Data on the disk does not fit its checksums."""
+    """Data on the disk does not match its checksums."""
 
     code = "DAMAGED"
     exit_code = 14
 
 
 class UnreadableError(PccheckError):
-    """The disk could not read a checkpoint. Whether it is whole is not known: it is passed over as
-    a damaged one is, but not for ever."""
+    """The disk could not read a checkpoint, which may be undamaged: it is skipped, and tried again
+    later."""
 
     code = "UNREADABLE"
     exit_code = DamagedError.exit_code
@@ -106,7 +106,7 @@ class CheckpointFailedError(PccheckError):
 
 
 class TornStateError(CheckpointFailedError):
-    """The attached state is a mix of two: a restore broke off."""
+    """The attached state is a mix of two steps: a restore did not finish."""
 
     code = "TORN_STATE"
 
@@ -123,7 +123,7 @@ class WaitTimeoutError(PccheckError, TimeoutError):
 
 
 class InternalError(PccheckError):
-    """A fault of ours; the daemon's log has the traceback."""
+    """A defect of PCcheck; the daemon's log has the traceback."""
 
     code = "INTERNAL"
 

@@ -9,8 +9,9 @@ missing; unknown fields are refused within one protocol version.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar, dataclass_transform
 
 from .basics import DEFAULT_SOCKET as DEFAULT_SOCKET
 from .basics import PROTOCOL_VERSION as PROTOCOL_VERSION
@@ -38,6 +39,27 @@ class CheckpointState(enum.IntEnum):
         return self.name.lower()
 
 
+class Message:
+    """What every message has: the name of its type on the wire."""
+
+    __slots__ = ()
+    TAG: ClassVar[str]
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass_transform(frozen_default=True)
+def message(tag: str) -> Callable[[type[_M]], type[_M]]:
+    """A frozen dataclass that goes over the wire under this tag."""
+
+    def make(kind: type[_M]) -> type[_M]:
+        kind.TAG = tag
+        return dataclass(frozen=True, slots=True)(kind)
+
+    return make
+
+
 class Role(enum.StrEnum):
     """What a connection is for."""
 
@@ -49,11 +71,10 @@ class Role(enum.StrEnum):
 # -- attach ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+@message("hello")
+class Hello(Message):
     """First packet of every connection. The daemon compares `protocol` before all else."""
 
-    TAG: ClassVar[str] = "hello"
     protocol: int
     role: Role
     version: str
@@ -79,11 +100,10 @@ class Hello:
     uid: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+@message("welcome")
+class Welcome(Message):
     """The handshake's success; carries the session page's descriptor (not for observers)."""
 
-    TAG: ClassVar[str] = "welcome"
     protocol: int
     version: str
     session: int
@@ -95,7 +115,7 @@ class Welcome:
     #: How this daemon can take GPU tensors: "pull", or "push" and why.
     transfer: str = "push"
     transfer_reason: str = ""
-    storage: str = ""  # tells one storage directory from another, until the next boot
+    storage: str = ""  # distinguishes storage directories, until the next boot
     #: The newest durable step of this volume, when it has one.
     newest_step: int | None = None
     #: The newest step of a run before that the peer has not restored, and that is kept for it (P7).
@@ -104,11 +124,10 @@ class Welcome:
     transfer_later: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+@message("failure")
+class Failure(Message):
     """What went wrong: of a Hello, of a Request. The client raises it as a `PccheckError`."""
 
-    TAG: ClassVar[str] = "failure"
     code: str
     message: str
     hint: str = ""
@@ -118,18 +137,16 @@ class Failure:
 # -- requests ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
+@message("register")
+class Register(Message):
     """Makes room: a volume whose slots hold `payload_bytes`, and DRAM. -> `Registered`."""
 
-    TAG: ClassVar[str] = "register"
     payload_bytes: int
     failed: int = 0  # checkpoints of this client that failed and that no daemon has counted yet
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
-    TAG: ClassVar[str] = "registered"
+@message("registered")
+class Registered(Message):
     slots: int
     keep: int
     in_flight: int  # N
@@ -137,35 +154,32 @@ class Registered:
     effective_in_flight: float  # about 1 + M/m, at most N
     volume: str  # path, for the log
     absent: list[int] = field(default_factory=list)  # ranks of this start without a live process
-    incarnation: int = 0  # of the start that the peer is a member of by now
+    incarnation: int = 0  # of the start that the peer is a member of now
 
 
-@dataclass(frozen=True, slots=True)
-class Expose:
+@message("expose")
+class Expose(Message):
     """Shares device memory for pull: the exposure of pcc_shared.h in pieces of up to 4096 bytes,
     over several messages (`more`: another one of this map follows). -> `Done` | `Failure`, after
     which nothing is exposed and the client pushes."""
 
-    TAG: ClassVar[str] = "expose"
     map: int
     data: list[bytes]
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chose:
+@message("chose")
+class Chose(Message):
     """How the session hands over its tensors from now on, and why; for `status`. One way."""
 
-    TAG: ClassVar[str] = "chose"
     transfer: str  # "push" or "pull"
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+@message("begin")
+class Begin(Message):
     """Asks for admission of a snapshot whose word is REQUESTED. One way: the answer is the word."""
 
-    TAG: ClassVar[str] = "begin"
     snapshot: int
     step: int
     payload_bytes: int
@@ -183,17 +197,15 @@ class Begin:
     repeat: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Describe:
+@message("describe")
+class Describe(Message):
     """Why a snapshot is in its state. -> `Described`."""
 
-    TAG: ClassVar[str] = "describe"
     snapshot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    TAG: ClassVar[str] = "described"
+@message("described")
+class Described(Message):
     snapshot: int
     state: CheckpointState
     sequence: int
@@ -204,42 +216,38 @@ class Described:
     newer_step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+@message("skipped")
+class Skipped(Message):
     """A checkpoint that recovery passed over, and why."""
 
-    TAG: ClassVar[str] = "skipped"
     sequence: int
     step: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+@message("open")
+class Open(Message):
     """Chooses the checkpoint to recover: the newest valid one, of `step` if given, and older than
     sequence `before` if given. -> `Opened` | `Empty` | `Writing` | `Failure`."""
 
-    TAG: ClassVar[str] = "open"
     step: int | None = None
     before: int | None = None
     #: The state is the same on every rank: a checkpoint by another number of ranks will do.
     replicated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+@message("part")
+class Part(Message):
     """A rank's payload of a group's checkpoint."""
 
-    TAG: ClassVar[str] = "part"
     rank: int
     payload_bytes: int
     tree_offset: int
     tree_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    TAG: ClassVar[str] = "opened"
+@message("opened")
+class Opened(Message):
     sequence: int
     step: int
     incarnation: int
@@ -254,33 +262,30 @@ class Opened:
     wall_ns: int = 0  # when it became durable, since 1970
 
 
-@dataclass(frozen=True, slots=True)
-class Empty:
+@message("empty")
+class Empty(Message):
     """The volume was read and holds nothing (or there is none)."""
 
-    TAG: ClassVar[str] = "empty"
     skipped: list[Skipped] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
+@message("writing")
+class Writing(Message):
     """`Open` cannot be answered yet: checkpoints that it might choose are on their way to the disk.
     Comes after some seconds; ask again."""
 
-    TAG: ClassVar[str] = "writing"
     step: int  # of the newest of them
     checkpoints: int  # how many there are, on all ranks of the job ...
     total_bytes: int  # ... with so much payload ...
     left_bytes: int  # ... of which so much is copied to DRAM and not written
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+@message("read")
+class Read(Message):
     """Sends checked payload [offset, offset+length) of the opened sequence through the page.
     -> `Done` at once; the page's END message says how it went. A damaged sequence is flagged, and
     the client asks `Open(before=sequence)` next."""
 
-    TAG: ClassVar[str] = "read"
     load: int
     sequence: int
     offset: int
@@ -288,57 +293,50 @@ class Read:
     rank: int | None = None  # of the same job; None: the peer's own
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+@message("restored")
+class Restored(Message):
     """The state of `sequence` is in place (0: the volume was empty). Ends P7's protection."""
 
-    TAG: ClassVar[str] = "restored"
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+@message("pin")
+class Pin(Message):
     """The durable checkpoint of `step` is not recycled on any rank, or, without `pinned`, may be
     again. -> `Done`"""
 
-    TAG: ClassVar[str] = "pin"
     step: int
     pinned: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+@message("goodbye")
+class Goodbye(Message):
     """Orderly end; with `done` the volume is trimmed to its newest checkpoint. -> `Done`."""
 
-    TAG: ClassVar[str] = "goodbye"
     done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    TAG: ClassVar[str] = "done"
+@message("done")
+class Done(Message):
+    """The request was carried out, and the answer needs no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+@message("status")
+class Status(Message):
     """-> `Report` with the document that `pccheckctl status --json` prints."""
 
-    TAG: ClassVar[str] = "status"
 
-
-@dataclass(frozen=True, slots=True)
-class ListVolumes:
+@message("list")
+class ListVolumes(Message):
     """-> `Report`: checkpoints of the peer's uid (root: of all), optionally of one job."""
 
-    TAG: ClassVar[str] = "list"
     job: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+@message("verify")
+class Verify(Message):
     """Reads and checks one checkpoint (sequence 0: every one) of a volume. -> `Report`."""
 
-    TAG: ClassVar[str] = "verify"
     job: str
     rank: int = 0
     sequence: int = 0
@@ -348,38 +346,33 @@ class Verify:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+@message("trace")
+class Trace(Message):
     """What the checkpoints of the last seconds did when. -> `Report`."""
 
-    TAG: ClassVar[str] = "trace"
     last_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigShow:
+@message("config")
+class ConfigShow(Message):
     """-> `Report`: the daemon's configuration, and where each value came from."""
 
-    TAG: ClassVar[str] = "config"
 
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Removes the volumes of a job that nobody is connected to (`rank` None: of all ranks); with
+@message("drop")
+class Drop(Message):
+    """Removes the volumes of a job without a connected client (`rank` None: of all ranks); with
     `dry_run` only names them. Only their owner and root may. -> `Report`."""
 
-    TAG: ClassVar[str] = "drop"
     job: str
     rank: int | None = None
     uid: int = -1
     dry_run: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@message("report")
+class Report(Message):
     """A JSON-able document; its own "schema" key versions it."""
 
-    TAG: ClassVar[str] = "report"
     document: dict[str, object]
 
 
@@ -387,21 +380,21 @@ RequestBody = (
     Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Pin | Goodbye | Status
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
-ReplyBody = Registered | Described | Opened | Empty | Writing | Done | Report | Failure
+#: What a request is answered with, apart from Failure, which clients raise.
+Answer = Registered | Described | Opened | Empty | Writing | Done | Report
+ReplyBody = Answer | Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@message("request")
+class Request(Message):
     """The envelope of a request; `number` comes back in the reply; 0 means no reply wanted."""
 
-    TAG: ClassVar[str] = "request"
     number: int
     token: bytes
     body: RequestBody
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    TAG: ClassVar[str] = "reply"
+@message("reply")
+class Reply(Message):
     number: int
     body: ReplyBody

@@ -41,7 +41,7 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
         if found is None or found.nbytes != extent.nbytes or found.owner != extent.owner:
             raise StateMismatchError(
                 f"ranks {rank} and {extent.owner} saved different tensors with replicated=True",
-                hint="replicated=True is for state that is equal on all ranks, as plain DDP's is",
+                hint="use replicated=True only for state that is equal on all ranks (plain DDP)",
             )
         if found.offset == tree.ELSEWHERE:
             raise DamagedError(f"rank {extent.owner} does not store the extent that it should")

@@ -1,4 +1,4 @@
-"""Whether the process that listens at a socket may be trusted with checkpoints. The kernel tells
+"""Whether the process that listens at a socket may be trusted with checkpoints. The kernel gives
 its uid; of a socket from the service manager that is the manager's, root.
 
 Without `pathlib` and the messages, so that a command line which only asks starts fast."""
@@ -26,10 +26,10 @@ def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> 
     if uid in (0, mine, named_uid()) or placed_by_root(path, uid):
         return
     raise RefusedError(
-        f"the process that listens at {os.fspath(path)} runs as uid {uid}, which is neither yours "
-        f"({mine}) nor root: it could read your checkpoints, and give you others",
-        hint=f"if that is the daemon you mean, set {VARIABLE}={uid}; else start one of your own, "
-        "with its socket in a directory that only you write to",
+        f"the process at {os.fspath(path)} runs as uid {uid}, which is neither yours ({mine}) nor "
+        "root: it could read and replace your checkpoints, so the client does not connect",
+        hint=f"if that daemon is trusted, set {VARIABLE}={uid}; else start your own, with its "
+        "socket in a directory that only you can write to",
     )
 
 
@@ -39,13 +39,13 @@ def named_uid() -> int | None:
     if not given:
         return None
     if not (given.isascii() and given.isdigit()):
-        raise UsageError(f"{VARIABLE} is {given[:40]!r}, which is no uid", hint="give a number")
+        raise UsageError(f"{VARIABLE}={given[:40]!r} is not a uid", hint="set it to a number")
     return int(given)
 
 
 def placed_by_root(path: str | os.PathLike[str], uid: int) -> bool:
-    """Whether nobody but root and `uid` can have put a socket there, in a directory that root made
-    or gave to `uid`: every directory on the way is root's, or the last one `uid`'s, and nobody else
+    """Whether only root and `uid` can have put a socket there, in a directory that root made or
+    gave to `uid`: every directory of the path is root's, or the last one `uid`'s, and no other user
     may write to any of them."""
     directory = os.path.dirname(os.path.join(os.getcwd(), path))  # noqa: PTH109, PTH118, PTH120
     owners = {0, uid}

@@ -19,8 +19,8 @@ from .errors import SHORTAGE_HINT, shortage
 from .log_queue import Output, Queued, Write, write_all
 from .repeats import Repeats
 
-#: Set for a private daemon (client/pccheck/autostart.py): stderr is a file of at most this many
-#: bytes; older lines stay in a second file of that size.
+#: Set for a private daemon (client/pccheck/daemon/autostart.py): stderr is a file of at most this
+#: many bytes; older lines stay in a second file of that size.
 BYTES_VARIABLE = "PCCHECKD_LOG_BYTES"
 LOG = logging.getLogger("pccheckd")
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pccheck.devices import HOST
+from pccheck.state.devices import HOST
 from tests.support.gpunode import Node
 from tests.support.gputrainer import GpuTrainer, Part
 from tests.support.standin import ALWAYS, ON_DEVICE, TO_HOST, Faults

@@ -80,7 +80,7 @@ def test_steps_that_go_back_are_told_once(connect: Connect) -> None:
     client = connect()
     client.attach(**kit())
     client.checkpoint(step=5)
-    with pytest.warns(PccheckWarning, match=r"step=4\) after step 5"):
+    with pytest.warns(PccheckWarning, match=r"step=4\) follows step 5"):
         client.checkpoint(step=4)
     client.checkpoint(step=3).wait_durable(30)
     assert client.restore().step == 3
@@ -230,7 +230,7 @@ def test_an_optimizer_of_another_kind_is_refused(connect: Connect) -> None:
     update(things)
     client.checkpoint(step=1).wait_durable(30)
     client.attach(**kit(kind=torch.optim.Adam))
-    with pytest.raises(StateMismatchError, match=r"of a AdamW, attached is a Adam.*strict_optim"):
+    with pytest.raises(StateMismatchError, match=r"of AdamW, and Adam is attached.*strict_optim"):
         client.restore()
     assert client.restore(strict_optimizer=False).step == 1
 
@@ -421,11 +421,11 @@ def test_scripts_of_one_name_do_not_go_on_from_each_other(daemon: Daemon, tmp_pa
     assert run("--lr", "0.1")[:2] == (0, "0\n")
     code, out, err = run("--lr", "0.1")
     assert (code, out) == (0, "1\n")
-    assert "PCcheck: job 'train' (named after the script) goes on from step 1" in err
+    assert "PCcheck: job 'train' (named after the script) continues from step 1" in err
     assert "train.py --lr 0.1 (pid " in err and str(tmp_path) in err
     for other in (run("--lr", "0.01"), run("--lr", "0.1", cwd=elsewhere)):
         assert other[0] == 1
-        assert "by another command: train.py --lr 0.1" in other[2] and "PCCHECK_JOB" in other[2]
+        assert "by another command, train.py --lr 0.1" in other[2] and "PCCHECK_JOB" in other[2]
     assert run("--lr", "0.01", PCCHECK_JOB="train")[:2] == (0, "2\n")
     assert run("--lr", "0.01", PCCHECK_JOB="other")[:2] == (0, "0\n")
 
@@ -447,5 +447,5 @@ def test_fresh_and_restore_contradict_each_other(daemon: Daemon) -> None:
 def test_a_step_given_as_the_state_is_refused(daemon: Daemon, state: object) -> None:
     with PCcheckClient(job="slip", socket=daemon.socket) as client:
         client.attach(model=torch.nn.Linear(2, 2))
-        with pytest.raises(UsageError, match="is no state"):
+        with pytest.raises(UsageError, match="cannot be a state"):
             client.checkpoint(state)

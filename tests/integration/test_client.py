@@ -28,9 +28,9 @@ from pccheck import (
     StateMismatchError,
     UsageError,
     WaitTimeoutError,
-    autostart,
-    restore,
 )
+from pccheck.daemon import autostart
+from pccheck.restoring import reading as restore
 from pccheck_native import layout
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer

@@ -269,7 +269,7 @@ def test_no_room_for_staging(start_node: Start, snapshot: str) -> None:
         assert ended(trainer, handle) == "durable"
     found = trainer.recover()
     assert (found["step"], found["wrong"]) == (3, "")
-    assert len([w for w in trainer.warnings if "now waits until" in w]) == 1
+    assert len([w for w in trainer.warnings if "now returns only when" in w]) == 1
 
 
 def fill(trainer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pccheck.devices import HOST
+from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import PARTS, GpuTrainer, Part, off_by, raw
@@ -267,7 +267,7 @@ def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
         assert trainer.state(trainer.checkpoint()) == "skipped"
         trainer.step(3)
         assert trainer.check(6) == ""
-    assert len([w for w in trainer.warnings if "was given up" in w]) == 1
+    assert len([w for w in trainer.warnings if "did not copy it within" in w]) == 1
     recovers(trainer)
 
 
@@ -340,7 +340,7 @@ def checkpoint_in_capture(trainer: Any) -> str:
 def test_no_checkpoint_while_a_graph_is_recorded(start_node: Start) -> None:
     node = start_node()
     trainer = node.ready()
-    assert "outside" in trainer.evaluate(checkpoint_in_capture)
+    assert "before or after the recording" in trainer.evaluate(checkpoint_in_capture)
     handle = trainer.checkpoint()
     saved_step_2(trainer, handle)
     if not fakegpu.is_real():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pccheck.devices import HOST
+from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import PARTS, GpuTrainer, Part

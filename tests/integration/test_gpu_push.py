@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pccheck.devices import HOST
+from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import PARTS, GpuTrainer, Part
@@ -52,7 +52,7 @@ def test_push_can_be_asked_for(start_node: Start) -> None:
         assert node.faults.opens == 0
         assert trainer.faults.copies_to_host > 0
         assert trainer.faults.pageable_copies == 0
-    pushed(node, trainer, "asked for")
+    pushed(node, trainer, "the client has")
 
 
 def test_memory_that_cannot_be_shared(start_node: Start) -> None:

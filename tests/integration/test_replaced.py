@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from pccheck import PCcheckClient
-from pccheck.rebuild import state_of_tree
-from pccheck.restore import payload_loader, read_newest
+from pccheck.restoring.reading import Payload, read_newest
+from pccheck.restoring.rebuild import state_of_tree
 from pccheck_wire import tree
-from pccheck_wire.messages import Opened
 from pccheckctl.commands import verify
 from pccheckctl.source.readers import RecycledError
 from pccheckctl.source.remote import DaemonStore
@@ -36,11 +35,11 @@ def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:
         connection = client._connection()
         save(client, 1, 2)
 
-        def use(opened: Opened, described: tree.Tree) -> Any:
+        def use(payload: Payload, described: tree.Tree) -> Any:
             if not opened_steps:
                 save(client, 3, 4)
-            opened_steps.append(opened.step)
-            return state_of_tree(described, payload_loader(connection, opened))
+            opened_steps.append(payload.opened.step)
+            return state_of_tree(described, payload.load)
 
         found = read_newest(connection, None, use)
     assert isinstance(found, tuple)

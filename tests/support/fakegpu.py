@@ -7,7 +7,7 @@
     assert gpu.read(weights).equal(...)
 
 On the stand-in these are CPU tensors over device memory: torch believes them to be on the CPU, and
-`pccheck.devices` is made to say where they are. Work on them belongs into `launch()`.
+`pccheck.state.devices` is made to say where they are. Work on them belongs into `launch()`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StandGpu:
 
     def install(self) -> StandGpu:
         """From here on the client takes tensors of this object for GPU tensors."""
-        from pccheck import devices
+        from pccheck.state import devices
 
         devices.device_of = self.device_of
         devices.current_stream = self.current_stream

@@ -196,10 +196,10 @@ class FakeSession:
 
     error = None
     incarnation = 1
-    untold = 0
+    uncounted = 0
 
     def __init__(self, connection: FakeConnection) -> None:
-        self.untold = 0
+        self.uncounted = 0
         self.connection = connection
 
     def current(self) -> FakeConnection | None:
@@ -214,7 +214,7 @@ class FakeSession:
     def say_goodbye(self, done: bool) -> None:
         pass
 
-    def complain(self) -> None:
+    def warn_disconnected(self) -> None:
         pass
 
     def close(self) -> None:

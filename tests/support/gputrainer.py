@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pccheck import PCcheckClient
-from pccheck.devices import HOST
+from pccheck.state.devices import HOST
 
 from . import fakegpu, standin
 from .as_user import import_all
@@ -130,7 +130,7 @@ class Advance(torch.optim.Optimizer):
 
 
 def ordinal(tensor: torch.Tensor) -> int:
-    from pccheck import devices
+    from pccheck.state import devices
 
     return devices.device_of(tensor)
 

@@ -119,7 +119,7 @@ class _Update:
 
 
 def _ordinal(tensor: torch.Tensor) -> int:
-    from pccheck import devices
+    from pccheck.state import devices
 
     return devices.device_of(tensor)
 

@@ -10,15 +10,15 @@ import struct
 
 import torch
 
-from pccheck import devices
-from pccheck.extents import DevicePart
-from pccheck.plan import Snapshot
-from pccheck.rebuild import state_of_tree
+from pccheck.restoring.rebuild import state_of_tree
+from pccheck.state import devices
+from pccheck.state.extents import DevicePart
+from pccheck.state.plan import Snapshot
 from pccheck_wire import tree
 
 
 class FakeDevices:
-    """Stands in for `pccheck.devices`: storages are said to be on GPUs."""
+    """Stands in for `pccheck.state.devices`: storages are said to be on GPUs."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[int, object]] = {}  # address -> GPU, what keeps it

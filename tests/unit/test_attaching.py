@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck.attaching import Values, checked
+from pccheck.state.attaching import Values, checked
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 MODEL = nn.Linear(2, 2)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck import devices
-from pccheck.extents import Shape, devices_of
-from pccheck.gating import Gating
-from pccheck.inplace import Placement
-from pccheck.plan import AttachedPlan, Snapshot, plan_state
-from pccheck.rng import capture_rng
+from pccheck.restoring.inplace import Placement
+from pccheck.state import devices
+from pccheck.state.extents import Shape, devices_of
+from pccheck.state.gating import Gating
+from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
+from pccheck.state.rng import capture_rng
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support import payload

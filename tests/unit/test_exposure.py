@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pccheck.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
-from pccheck.extents import DevicePart, Shape, lay_out
+from pccheck.saving.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
+from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError
@@ -77,7 +77,7 @@ def test_long_exposures_go_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("transfer", "change", "reason"),
     [
-        ("push", {}, "asked for"),
+        ("push", {}, "the client has"),
         ("auto", {"welcome": "no driver"}, "no driver"),
         ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
         ("auto", {"expose_error": native_error("no handle")}, "no handle"),
@@ -258,7 +258,7 @@ def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
 
 def test_staging_for_what_no_gate_guards_is_limited() -> None:
     connection, exposure = FakeConnection(), Exposure("auto", 5)
-    with pytest.raises(NoStagingError, match="no gate"):
+    with pytest.raises(NoStagingError, match="without a gate"):
         exposure.prepare(connection, part(volatile=STAGING_BYTES_MAX + 1))
     exposure.prepare(connection, part(volatile=STAGING_BYTES_MAX + 1, aside=True))
     connection.link.no_staging = True

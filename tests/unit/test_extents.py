@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from pccheck.devices import HOST
-from pccheck.extents import (
+from pccheck.state.devices import HOST
+from pccheck.state.extents import (
     INLINE_BYTES_MAX,
     DevicePart,
     Layout,

@@ -36,7 +36,7 @@ def _gpu() -> StandGpu:
 
 def places(_cuda: Driver) -> dict[str, Any]:
     gpu = _gpu()
-    from pccheck import devices
+    from pccheck.state import devices
 
     small, other = gpu.tensor((3,), torch.bfloat16), gpu.tensor((5,))
     far, big = gpu.tensor((3,), device=1), gpu.tensor((BIG,))

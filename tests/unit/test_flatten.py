@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from pccheck.flatten import DTYPE_NAMES
-from pccheck.gating import Gating
-from pccheck.plan import Snapshot, plan_state
-from pccheck.rng import capture_rng, restore_rng
+from pccheck.state.flatten import DTYPE_NAMES
+from pccheck.state.gating import Gating
+from pccheck.state.plan import Snapshot, plan_state
+from pccheck.state.rng import capture_rng, restore_rng
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support.payload import round_trip, tree_of
 
@@ -252,7 +252,7 @@ def _cycle() -> list[object]:
         (object(), "object"),
         (lambda: None, "function"),
         (collections.namedtuple("Pair", "a b")(1, 2), "Pair"),
-        (collections.defaultdict(lambda: 1), "factory"),
+        (collections.defaultdict(lambda: 1), "defaultdict"),
         (np.array([object()]), "dtype object"),
         (np.zeros(2, "i4,f4"), "dtype"),
         (np.ma.masked_array([1]), "MaskedArray"),

@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
-from pccheck.extents import DevicePart, Shape, lay_out
-from pccheck.gate import Breaker, Gate
-from pccheck.in_flight import InFlight
+from pccheck.saving.gate import Breaker, Gate
+from pccheck.saving.in_flight import InFlight
+from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError
 from pccheck_wire.messages import CheckpointState
@@ -166,7 +166,7 @@ def test_the_next_one_has_its_own_time_after_a_busy_gpu(
         deadlines[snapshot] = deadline_ns / 1e9
         return True
 
-    monkeypatch.setattr("pccheck.gate.time.monotonic_ns", lambda: int(now_s * 1e9))
+    monkeypatch.setattr("pccheck.saving.gate.time.monotonic_ns", lambda: int(now_s * 1e9))
     kit.link.wait_read = wait_read  # type: ignore[method-assign]
     kit.add(part(0))
     kit.add(part(0))

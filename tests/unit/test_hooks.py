@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck.hooks import StepHooks
+from pccheck.saving.hooks import StepHooks
 from tests.support.payload import FakeDevices
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck.inplace import Placement
-from pccheck.plan import AttachedPlan, Snapshot
-from pccheck.rng import capture_rng, restore_rng
+from pccheck.restoring.inplace import Placement
+from pccheck.state.plan import AttachedPlan, Snapshot
+from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import PccheckWarning
 from pccheck_wire.errors import StateMismatchError
 from tests.support import payload
@@ -220,7 +220,7 @@ def test_no_tensor_is_changed_when_a_scheduler_refuses() -> None:
     before, after = make(1, steps=2), make(2, steps=1)
     there = copy.deepcopy(states({"model": after["model"], "optimizer": after["optimizer"]}))
     made = save(before | {"other": Foreign()})
-    with pytest.raises(StateMismatchError, match="other: load_state_dict refused"):
+    with pytest.raises(StateMismatchError, match="other: its load_state_dict"):
         put(made, after | {"other": Foreign()})
     assert same(states({name: after[name] for name in there}), there)
 
@@ -230,6 +230,6 @@ def test_fewer_gpus_than_at_the_save_are_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     torch.rand(3)
-    with pytest.warns(PccheckWarning, match="generators of 2 GPUs were saved, and 1"):
+    with pytest.warns(PccheckWarning, match="generators of 2 GPUs, and this process has 1"):
         restore_rng(state)
     assert torch.equal(torch.get_rng_state(), state["torch"])

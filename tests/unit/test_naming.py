@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pccheck.naming import identify
+from pccheck.job.naming import identify
 from pccheck_wire.errors import UsageError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck import origin
+from pccheck.job import origin
 
 
 def test_a_script_that_changes_its_directory_and_arguments_is_the_same(

@@ -7,8 +7,8 @@ import struct
 import pytest
 import torch
 
-from pccheck.extents import Shape
-from pccheck.plan import AttachedPlan, Snapshot
+from pccheck.state.extents import Shape
+from pccheck.state.plan import AttachedPlan, Snapshot
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import DamagedError, StateMismatchError
 from tests.support.payload import build, tree_of

@@ -66,7 +66,7 @@ def test_the_variable_names_a_uid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peer.named_uid() == STRANGER
     for wrong in ("root", "-1", "1.5", "\u0661"):
         monkeypatch.setenv(peer.VARIABLE, wrong)
-        with pytest.raises(UsageError, match="no uid"):
+        with pytest.raises(UsageError, match="not a uid"):
             peer.named_uid()
 
 

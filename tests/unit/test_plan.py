@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck.gating import Gating
-from pccheck.plan import AttachedPlan, Snapshot, plan_state
+from pccheck.state.gating import Gating
+from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support.payload import round_trip, tree_of
@@ -210,7 +210,7 @@ def test_every_change_is_in_the_next_snapshot(
     kit: Kit, change: Callable[[Kit], None], quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:
-        monkeypatch.setattr("pccheck.watch._exchange", lambda: None)
+        monkeypatch.setattr("pccheck.state.watch._exchange", lambda: None)
         kit = Kit()
         kit.update()
         kit.check()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck.flatten import Flattener
-from pccheck.rng import capture_rng, captured_node
-from pccheck.watch import GeometryWatch, _items
+from pccheck.state.flatten import Flattener
+from pccheck.state.rng import capture_rng, captured_node
+from pccheck.state.watch import GeometryWatch, _items
 from pccheck_native import same_geometry, same_items, same_values, tensor_geometry
 from pccheck_wire import tree
 

@@ -48,7 +48,7 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
         with signals_held():
             import torch
 
-            from pccheck import rebuild
+            from pccheck.restoring import rebuild
     except ImportError as error:
         raise PccheckError(
             f"cannot write a torch file without torch and NumPy: {error}",
@@ -238,7 +238,7 @@ class Plain:
         return tree.Tensor(node.shape, strides, dtype, 0, node.extent, node.offset)
 
     def _scalar(self, node: tree.Scalar, path: str) -> Node:
-        from pccheck import rebuild
+        from pccheck.restoring import rebuild
 
         self._note(path, "NumPy scalar became Python's")
         if not node.data:

@@ -1,0 +1,589 @@
+"""PCcheckClient: what training scripts use."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    PccheckError,
+    TornStateError,
+    UnsupportedStateError,
+    UsageError,
+)
+from pccheck_wire.messages import CheckpointState, Pin
+
+from .daemon.autostart import PrivateDaemon, private_daemon
+from .daemon.connection import Connection
+from .daemon.session import Session
+from .job.naming import identify
+from .job.steps import steps_of
+from .options import Options, check_step
+from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
+from .restoring.reading import Found, RestoreResult
+from .saving.exposure import NoStagingError
+from .saving.in_flight import Checkpoint, InFlight
+from .saving.planner import Planner
+from .saving.saver import Saver
+from .state.attaching import Stateful
+from .state.metadata import metadata_node
+from .warn import LOG, Warner
+
+#: How long `close()` waits for checkpoints in flight.
+DRAIN_LIMIT_S = 60.0
+
+
+class PCcheckClient:
+    """Checkpoints of one rank of one job, by the daemon of this node.
+
+    Args:
+        job: name of the training run; default PCCHECK_JOB, else the script's name. A job with the
+            script's name continues only from what the same command saved in the same directory.
+            Notebooks must give a name. The checkpoints are kept under (uid, job, rank).
+        rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
+        socket: the daemon's socket; default PCCHECK_SOCKET, else where pccheckd listens by default.
+        transfer: how GPU tensors reach the daemon. "pull": it copies them out of this process's
+            memory by CUDA IPC, or the checkpoint fails. "push": a thread here copies. "auto": pull
+            where that works (pccheckctl status shows why not). CPU tensors are always pushed.
+        snapshot: when GPU tensors are copied. "overlap": beside training; an update waits for the
+            rest of the copy, so this costs nothing when forward and backward take longer.
+            "device": first into more memory on the GPU, as large as the state; updates wait for
+            that only, and the next checkpoint for the rest. For steps too short to hide the copy.
+            "blocking": before `checkpoint()` returns; slow, but nothing competes with training.
+        gate: "auto": an attached optimizer's step waits for the copy (on GPUs its stream does).
+            "manual": the script calls `gate()` before every update, and before every replay of a
+            CUDA graph with one; then the state of attached wrappers is read in the background, too.
+            Without either, `checkpoint()` returns when the copy is complete.
+        on_busy: "wait" for a free slot (up to `stall_limit_s`), or "skip" the checkpoint.
+        on_error: "warn" once and keep training, or "raise".
+        stall_limit_s: the longest time for which anything here delays training.
+        fresh: begins without the job's checkpoints, which may then be overwritten.
+        solo: only this rank saves, whatever the world size (plain DDP, rank 0).
+        replicated: every rank has the same parameters and optimizer state (plain DDP), and all of
+            them make a client and save. Each stores a part, and any number of ranks can restore the
+            whole. Buffers of modules, generators and all else are each rank's own.
+        autostart, storage: start a private daemon on this directory (default PCCHECK_STORAGE)
+            unless one runs there; PCCHECK_SOCKET is ignored.
+
+    Everything but waiting on handles is for one thread, the one that trains. In a forked child (a
+    data loader's worker) a client does nothing. A later client of the same process for the same job
+    and rank closes this one. Signal handlers should set a flag: a checkpoint in the middle of a
+    step, or of another call, is skipped.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+        transfer: Literal["auto", "pull", "push"] = "auto",
+        snapshot: Literal["overlap", "device", "blocking"] = "overlap",
+        gate: Literal["auto", "manual"] = "auto",
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["warn", "raise"] = "warn",
+        stall_limit_s: float = 30,
+        fresh: bool = False,
+        solo: bool = False,
+        replicated: bool = False,
+        autostart: bool = False,
+        storage: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._options = Options(transfer, snapshot, gate, on_busy, on_error, stall_limit_s)
+        identity = identify(job, rank, world_size)
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        if solo and replicated:
+            raise UsageError(
+                "solo=True and replicated=True cannot be combined",
+                hint="use solo=True if one rank saves, replicated=True if every rank saves a part",
+            )
+        self._fresh, self._replicated = fresh, replicated
+        self._planner = Planner(
+            self._options, identity.rank, identity.world_size if replicated else 0
+        )
+        self._step = 0
+        self._steps = steps_of(identity.job, identity.rank, identity.world_size)
+        if fresh:
+            self._steps.fresh()
+        self._took_one = False  # this client has taken a snapshot
+        self._closed = self._done = False
+        self._warner = Warner()
+        self._busy = False  # in a call that no checkpoint may come in the middle of
+        self._private: PrivateDaemon | None = None
+        if storage is not None and not autostart:
+            raise UsageError(
+                "storage= is for a private daemon only, and needs autostart=True",
+                hint="add autostart=True; or leave storage= out to use the daemon of this node",
+            )
+        if autostart:
+            self._private = private_daemon(storage, socket)
+        self._session = Session(
+            identity, self._private.socket if self._private else Path(socket) if socket else None,
+            fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
+        )  # fmt: skip
+        self._saver = Saver(self._session, self._warner, self._options)
+        self._recovery = Recovery(
+            self._session, self._planner, self._steps, self._warner, replicated=replicated
+        )
+        self.place = identity.job, identity.rank, str(self._session.path)
+        for other in list(_CLIENTS):  # a notebook's cell is run again
+            if other.place == self.place:
+                other.close()
+        _CLIENTS.add(self)
+        self._first_connect()
+
+    def _first_connect(self) -> None:
+        try:
+            if self._private is not None:
+                self._private.ensure()
+            self._session.require()
+        except PccheckError as error:
+            if self._options.raises:
+                raise
+            if self._session.error is None:
+                self._warner.once("daemon", f"training continues WITHOUT checkpoints: {error}")
+            else:
+                self._session.warn_disconnected()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the client has a connection to a daemon now."""
+        return not self._inert() and self._session.current() is not None
+
+    def attach(
+        self,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+        rng: bool = False,
+        **more: Stateful | dict[Any, Any],
+    ) -> None:
+        """Defines what a checkpoint has: modules, optimizers, anything with `state_dict` and
+        `load_state_dict`, dicts of plain values, which are restored in place, and with rng=True the
+        generators of Python, NumPy and torch. What torch.compile, DistributedDataParallel or
+        Accelerate wrapped is attached without the wrapper.
+
+        With gate="auto" the step of every attached optimizer waits until a snapshot was read, once
+        each of them has made a step. Other code that changes tensors (a decay by hand, a moving
+        average) must call `gate()` first. A change before the snapshot was read fails that
+        checkpoint with one warning, and later calls wait. torch counts such changes, but not those
+        through `.data`, NumPy and some fused kernels: then the checkpoint is torn. Frozen
+        parameters are read in the background, too. Between `checkpoint()` and that step tensors may
+        be replaced; before a storage is resized, call `gate()`, or memory is freed under the copy.
+        GPU memory that was part of a checkpoint is kept until the next one, or `close()`. Attach
+        before a CUDA graph with the step is recorded, or use gate="manual". A name that is attached
+        again is replaced. Raises UsageError for what has no state, or whose state_dict() fails in
+        the call made here; UnsupportedStateError by path for a value that cannot be stored.
+        """
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        things = {name: thing for name, thing in given.items() if thing is not None} | more
+        with self._calling():
+            self._saver.gate(on_cpu=True)
+            self._planner.attach(things, rng=rng)
+            if self._options.gate == "auto":
+                self._planner.hooks.put(self._before_step, self._planner.attached.values())
+            connection = self._session.current()
+            if connection is not None and self._planner.on_gpu():
+                # The daemon's context takes its GPU memory now, not when torch has taken the rest.
+                self._expose(connection, self._step)
+
+    def gate(self) -> None:
+        """Call it before changing what a checkpoint may still be reading (gate="manual"), and
+        before every replay of a CUDA graph that does.
+
+        Returns at once when nothing is read. For CPU tensors it returns when they may be changed.
+        For GPU tensors it makes the current streams wait: what is enqueued in them afterwards may
+        change the tensors. Both last for stall_limit_s at most. While a graph is recorded it only
+        waits, and adds nothing to the graph.
+        """
+        self._gate("gate() was called", "call gate() before every replay()")
+
+    def _before_step(self) -> None:
+        self._gate(
+            "an attached optimizer made a step",
+            'to keep training meanwhile, use gate="manual" and call gate() before every replay()',
+        )
+
+    def _gate(self, what: str, hint: str) -> None:
+        if self._inert():
+            return
+        capturing = self._saver.capturing()
+        if capturing:
+            self._planner.hooks.trusted = False
+            then = "" if self._options.gate == "manual" else "checkpoint() waits from now on; "
+            self._warner.once(
+                "graph",
+                f"{what} while a CUDA graph was recorded, and replays do not repeat that: "
+                f"{then}{hint}",
+            )
+        with self._calling():  # also waits for another thread's checkpoint()
+            self._saver.gate(on_cpu=capturing)
+
+    def checkpoint(
+        self, state: object = None, *, step: int | None = None, metadata: object = None
+    ) -> Checkpoint:
+        """Takes a snapshot of the attached state, or of `state`: a dict, list or nested state.
+
+        Returns at once when a gate holds the next update back, else when the copy is complete. The
+        tensors may be changed after `gate()` or in an attached optimizer's step. Module buffers,
+        and parameters that are neither frozen nor trained by an attached optimizer, are copied
+        before this returns; on a GPU they are copied in the order of its current stream. A GPU
+        tensor is saved with the result of the work that was enqueued before this call: in the
+        current stream, and in the stream of an attached optimizer's last step.
+
+        Args:
+            step: the training step that was just made, recorded with the checkpoint; needed for
+                attached state. For a `state` the default is one more than the last step; 1 for the
+                first.
+            metadata: what a logger gets: numbers, text, dicts, lists; by value. pccheckctl shows
+                it, and it is `restore().metadata` later.
+
+        Raises UsageError for a call that cannot be right: without a step, while a CUDA graph is
+        recorded, after close(); UnsupportedStateError by path for what cannot be stored, unless an
+        earlier checkpoint of this client was. With on_error="raise" also failures of the daemon,
+        the storage or a GPU, of earlier checkpoints, too. Otherwise the handle has the reason.
+        """
+        if self._inert():
+            reason = "a client does nothing in a forked process"
+            return Checkpoint(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
+        with self._lock:
+            number, closed = self._numbered(state, step), self._closed
+            self._steps.called(number)
+            try:
+                self._require_between_calls()
+                with self._calling():
+                    made = self._checkpoint(state, number, metadata)
+            except (PccheckError, OSError, ValueError) as error:
+                if isinstance(error, UnsupportedStateError) and not self._took_one:
+                    raise
+                self._step = number
+                if self._closed and not closed:  # by a signal handler, during this call
+                    closing = CheckpointFailedError("the client was closed during the call")
+                    return self._failed(number, closing)
+                if isinstance(error, ValueError):
+                    raise
+                return self._failed(number, error)
+            self._step = number
+        if self._options.raises and made.state is CheckpointState.FAILED:
+            raise CheckpointFailedError(f"checkpoint of step {number} failed: {made.reason}")
+        return Checkpoint(made)
+
+    def _numbered(self, state: object, step: int | None) -> int:
+        """The step of a call. Raises UsageError."""
+        if step is None and state is None and self._planner.attached:
+            raise UsageError(
+                "checkpoint() of attached state needs step=",
+                hint="call checkpoint(step=step) with the number of the training step just made: "
+                "restore() returns it, and the loop continues with the next step",
+            )
+        if isinstance(state, (bool, int, float, complex, str, bytes)):
+            raise UsageError(
+                f"checkpoint({state!r}): type {type(state).__name__} cannot be a state",
+                hint="call checkpoint(step=...) to save what is attached; a state is a tensor, or "
+                "a dict or list with tensors",
+            )
+        number = self._step + 1 if step is None else check_step(step)
+        if number < self._steps.last:
+            self._warner.once(
+                "back",
+                f"checkpoint(step={number}) follows step {self._steps.last} without a restore(). "
+                "Both are saved; restore() returns the one that was saved last, whatever its step. "
+                "Count steps upwards, or call restore() before going back",
+            )
+        return number
+
+    def _checkpoint(self, state: object, step: int, metadata: object) -> InFlight:
+        self._require_open()
+        if self._recovery.torn:
+            raise TornStateError(
+                f"{self._recovery.torn}, so it is not saved",
+                hint="call restore() again, or restart the training",
+            )
+        if self._saver.capturing():
+            raise UsageError(
+                "checkpoint() was called while a CUDA graph is recorded",
+                hint="call it before or after the recording",
+            )
+        connection = self._saver.ready()
+        self._planner.retry_staging()
+        self._session.warn_if_unrestored()
+        node = metadata_node(metadata)
+        try:
+            return self._submit(connection, state, step, node)
+        except NoStagingError as error:
+            self._warner.once(
+                "staging",
+                f"{error.message}. Checkpoints continue, but checkpoint() now returns only when "
+                "the GPU tensors were read"
+                + ("; a copy on the GPU is tried again later" if error.retryable else ""),
+            )
+            self._planner.stop_staging(for_good=not error.retryable)
+            return self._submit(connection, state, step, node)
+
+    def _submit(
+        self, connection: Connection, state: object, step: int, metadata: tree.Node
+    ) -> InFlight:
+        self._planner.hooks.follow()
+        snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
+        self._took_one = True
+        return self._saver.submit(connection, step, snapshot, self._steps)
+
+    def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
+        """Daemon, storage or GPU failed: an exception or one warning, as the user chose."""
+        if self._options.raises or isinstance(error, UsageError):
+            raise error
+        torn = isinstance(error, TornStateError)
+        busy = isinstance(error, CheckpointFailedError) and not torn
+        if torn:
+            self._warner.once("torn", f"checkpoints fail: {error}")
+        elif not busy and self._session.current() is not None:
+            self._saver.report_failed(step, str(error))
+        elif not busy:
+            self._session.warn_disconnected()
+        if self._private is not None and self._session.current() is None:
+            self._private.ensure_later()
+        LOG.debug("step %d: %s", step, error)
+        state = CheckpointState.SKIPPED if busy else CheckpointState.FAILED
+        if state is CheckpointState.FAILED:
+            self._session.uncounted += 1
+        return Checkpoint(InFlight.ended(step, state, str(error)))
+
+    def restore(self, step: int | None = None, *, strict_optimizer: bool = True) -> RestoreResult:
+        """Puts the newest valid checkpoint, or that of `step`, in place into what was attached,
+        tensors directly, on the device where they are now. Missing optimizer state is made beside
+        its parameter, unless the checkpoint had it off the GPU. An object with its own
+        load_state_dict gets CPU tensors.
+
+        Args:
+            step: one of `steps()`, to go back to. With several ranks all of them name it. Newer
+                checkpoints stay until they are replaced. Until this run has saved one, a restart
+                gets the newest.
+            strict_optimizer: False accepts the state of an optimizer of another class, or with
+                options that the attached one does not have.
+
+        Returns what it did; a falsy result only when the volume was read and holds nothing.
+        Raises DaemonUnreachableError and the like when that is not known; UsageError with
+        fresh=True before this run has saved, and for a checkpoint by another command when the job
+        has only the script's name; StateMismatchError by path when the checkpoint does not fit;
+        DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid. Nothing is
+        changed then, unless the load_state_dict() of an attached object refused: similar objects
+        may have changed, tensors only if that state has some. Call restore() again, or restart.
+        Generators are set a second time after `loader` has made its next iterator, which draws.
+        """
+        if not self._planner.attached:
+            raise UsageError(
+                "restore() was called before attach(): nothing to restore into",
+                hint="call attach(model=..., optimizer=...) first",
+            )
+        if self._fresh and not self._took_one:
+            raise UsageError(
+                "fresh=True begins without the job's checkpoints, and restore() reads one",
+                hint="remove fresh=True to continue the job, or restore() to begin a new run",
+            )
+        step = None if step is None else check_step(step)
+        with self._calling():
+            connection = self._connection()
+            result, on_gpu, payload_bytes = self._recovery.restore(
+                connection, step, strict_optimizer=strict_optimizer
+            )
+            if result:
+                self._step = max(0, result.step)
+                if on_gpu:
+                    self._expose(connection, result.step)
+                self._session.announce(connection, payload_bytes)
+            return result
+
+    def recover(self, step: int | None = None) -> Found:
+        """The newest valid checkpoint, or that of `step`, as the structure that went in, with all
+        tensors on the CPU.
+
+        Falsy when the volume was read and holds nothing. Without `step` it counts as restored: the
+        newest checkpoint of the run before is protected no longer. With `step` it does not count:
+        see `adopt`. Raises as `restore` does.
+        """
+        step = None if step is None else check_step(step)
+        with self._calling():
+            found = self._recovery.recover(self._connection(), step)
+            if found and step is None:
+                self._step = max(0, found.step)
+            return found
+
+    def adopt(self) -> None:
+        """Counts the job's checkpoints as restored: this run got its state by recover(step), an
+        export or another tool. Otherwise the newest checkpoint of the run before is protected until
+        restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
+        with self._calling():
+            self._recovery.adopt(self._connection())
+
+    def steps(self) -> list[Saved]:
+        """What `restore(step=...)` can restore, newest first; with several ranks what all of them
+        have. Raises DaemonUnreachableError and the like."""
+        with self._lock:
+            self._require_open()
+            return self._recovery.saved(self._session.require())
+
+    def pin(self, step: int) -> None:
+        """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
+        until `unpin(step)`, over restarts too; `pccheckctl drop` and --expire-finished still remove
+        it with its job. Each pin takes a slot. Any thread and every rank may call it.
+
+        Raises NoCheckpointError when it is not durable (on all ranks), or no longer; RefusedError
+        with the numbers when too few slots would be left.
+        """
+        self._pin(Pin(check_step(step)))
+
+    def unpin(self, step: int) -> None:
+        """Newer checkpoints may replace that of `step` again. Without a pin it does nothing."""
+        self._pin(Pin(check_step(step), pinned=False))
+
+    def _pin(self, body: Pin) -> None:
+        self._require_open()
+        connection = self._session.current()
+        if connection is None:
+            with self._lock:
+                connection = self._session.require()
+        connection.request(body, timeout_s=LIST_LIMIT_S)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A call that no checkpoint() may interrupt: signal handlers run in the same thread, which
+        holds the lock already."""
+        with self._lock:
+            before, self._busy = self._busy, True
+            try:
+                yield
+            finally:
+                self._busy = before
+
+    def _require_between_calls(self) -> None:
+        """Raises CheckpointFailedError when what is attached is half updated, half restored, or
+        half described."""
+        if self._busy or self._planner.hooks.stepping:
+            where = "another call of the client" if self._busy else "a step of an optimizer"
+            error = CheckpointFailedError(
+                f"checkpoint() was called in the middle of {where}",
+                hint="let the signal handler set a flag, and check it between two steps",
+            )
+            self._warner.once(
+                "middle", f"{error.message}, and is skipped: {error.hint}. Training continues"
+            )
+            raise error
+
+    def _require_open(self) -> None:
+        """Raises UsageError."""
+        if self._inert():
+            raise UsageError(
+                "this client belongs to the parent process, and does nothing in a forked one",
+                hint="make a PCcheckClient in this process",
+            )
+        if self._closed:
+            raise UsageError(
+                "this client is closed: by close(), the end of its with block, or a newer client "
+                "for the same job and rank",
+                hint="make a new PCcheckClient, or call this before the end of the block",
+            )
+
+    def _connection(self) -> Connection:
+        self._require_open()
+        self._saver.gate(on_cpu=True)  # nothing may still read what is written now
+        if self._session.current() is None:
+            self._saver.leave()
+            if self._private is not None:
+                self._private.ensure()
+        return self._session.require()
+
+    def _expose(self, connection: Connection, step: int) -> None:
+        """Before the first checkpoint, which meets the same failure again."""
+        try:
+            made = self._planner.snapshot(connection.link.chunk_bytes, None, step, None)
+            self._saver.expose(connection, made)
+        except (PccheckError, OSError) as error:
+            LOG.debug("before the first checkpoint: %s", error)
+
+    def close(self, *, done: bool = False) -> None:
+        """Waits until what is in flight is durable (at most a minute) and ends the session. With
+        `done` the job is finished: its volume is trimmed to the newest checkpoint and pinned ones.
+
+        `close(done=True)` after the with block, or after `close()`, connects again for that, and
+        raises when no daemon answers.
+        """
+        if self._inert():
+            return
+        if self._closed:
+            if done and not self._done:
+                self._finish()
+            return
+        with self._calling():
+            self._closed = True
+            self._planner.hooks.remove()
+            self._planner.forget()
+            try:
+                self._saver.gate(on_cpu=True)
+                self._saver.drain(DRAIN_LIMIT_S)
+                self._done = self._session.say_goodbye(done) and done
+            except PccheckError as error:
+                if self._options.raises:
+                    raise
+                LOG.warning("PCcheck: close() did not wait until all is durable: %s", error)
+            finally:  # Ctrl-C ends the waiting and the session
+                self._leave()
+
+    def _finish(self) -> None:
+        with self._calling():
+            try:
+                if self._private is not None:
+                    self._private.ensure()
+                self._session.require()
+                self._done = self._session.say_goodbye(True)
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._saver.leave()
+        self._session.close()
+        if self._private is not None:
+            self._private.release()
+
+    def _inert(self) -> bool:
+        return os.getpid() != self._pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+#: Closed at the end of the process, and made inert in forked children.
+_CLIENTS: weakref.WeakSet[PCcheckClient] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for client in list(_CLIENTS):
+        try:
+            client.close()
+        except Exception:
+            LOG.exception("PCcheck: close() at the end of the process failed")
+
+
+def _forget_all() -> None:
+    for client in list(_CLIENTS):
+        client._session.forget_in_child()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

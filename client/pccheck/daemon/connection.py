@@ -1,0 +1,197 @@
+"""One connection to a daemon: the attach socket, the native link, and ZeroMQ for requests."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from pccheck_native import Link
+from pccheck_wire import attach, codec
+from pccheck_wire.basics import START_HINT
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    WaitTimeoutError,
+    error_from_wire,
+)
+from pccheck_wire.messages import Failure, Reply, ReplyBody, Request, RequestBody
+
+#: How long a thread sleeps while it waits: another thread may have received its answer.
+_POLL_MS = 10
+_WAITING_MAX = 64
+
+Callback = Callable[[ReplyBody], None]
+
+
+#: One per process, by its id, and never destroyed: a context that is collected together with its
+#: socket waits for that socket for ever.
+_CONTEXTS: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    made = _CONTEXTS.get(os.getpid())
+    if made is None:
+        made = _CONTEXTS[os.getpid()] = zmq.Context()
+    return made
+
+
+class Connection:
+    """One session with one daemon. Its parts end together; methods are thread-safe."""
+
+    def __init__(self, attachment: attach.Attachment, *, saves_alone: bool = True) -> None:
+        self.welcome = attachment.welcome
+        self.path = attachment.path
+        self.pid = os.getpid()
+        self.saves_alone = saves_alone  #: no other rank's checkpoint belongs to its own
+        self.load_broken_off = False  #: by Ctrl-C; the daemon may still be reading
+        self._attachment = attachment
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Callback] = {}
+        self._snapshots = itertools.count(1)
+        self._loads = itertools.count(1)
+        self._break_count = 0
+        with contextlib.ExitStack() as undo:  # an attempt that fails leaves no descriptor open
+            undo.callback(attachment.close)
+            self.link = Link(attachment.link_fd, attachment.page_fd)
+            undo.callback(self.link.close)
+            self._socket: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
+            undo.callback(self._socket.close, 0)
+            self._socket.linger = 0
+            self._breaks = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            undo.callback(self._breaks.close, 0)
+            self._socket.connect(attachment.welcome.endpoint)
+            undo.pop_all()
+
+    def next_snapshot(self) -> int:
+        return next(self._snapshots)
+
+    def next_load(self) -> int:
+        return next(self._loads)
+
+    def alive(self) -> bool:
+        """About a microsecond; False once the daemon or this session has ended."""
+        try:
+            return os.getpid() == self.pid and self.link.alive()
+        except ValueError:  # closed
+            return False
+
+    def request(self, body: RequestBody, *, timeout_s: float) -> ReplyBody:
+        """Waits for the answer. Raises the daemon's failure, WaitTimeoutError, and
+        DaemonUnreachableError when the daemon ends meanwhile, or its process that has the
+        request."""
+        answers: list[ReplyBody] = []
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            number = self._send(body, answers.append)
+            breaks = self._break_count
+            arrivals = select.poll()
+            arrivals.register(int(self._socket.get(zmq.FD)), select.POLLIN)
+        try:
+            while not answers:
+                with self._lock:  # not while it waits: a training thread may want to send
+                    # These come first: an answer that arrived before the end still counts.
+                    broke, alive = self._count_breaks() != breaks, self.alive()
+                    self.pump()
+                if answers:
+                    break
+                if not alive:
+                    raise self.gone()
+                if broke:
+                    raise DaemonUnreachableError(
+                        "pccheckd's process for this user's requests ended during a request",
+                        hint="try again: pccheckd starts another one, and its log has the reason",
+                    )
+                if time.monotonic() >= deadline:
+                    raise WaitTimeoutError(
+                        f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
+                        hint="see whether it is stopped or overloaded: pccheckctl status",
+                    )
+                arrivals.poll(_POLL_MS)
+        finally:
+            self._waiting.pop(number, None)
+        if isinstance(answers[0], Failure):
+            found = answers[0]
+            raise error_from_wire(found.code, found.message, found.hint, found.retryable)
+        return answers[0]
+
+    def post(self, body: RequestBody) -> None:
+        """Sends what needs no answer. Never blocks."""
+        with self._lock:
+            self._send(body, None)
+
+    def ask(self, body: RequestBody, callback: Callback) -> None:
+        """Sends; the callback runs in a later `pump`, if an answer comes. Never blocks."""
+        with self._lock:
+            while len(self._waiting) >= _WAITING_MAX:  # answers that were lost
+                self._waiting.pop(next(iter(self._waiting)))
+            self._send(body, callback)
+
+    def pump(self) -> None:
+        """Handles the answers that have arrived."""
+        with self._lock:
+            while self._waiting:  # nothing arrives without a request
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                except zmq.ZMQError as error:  # closed by another thread
+                    raise self.gone() from error
+                reply = codec.decode(frames[-1], Reply, bytes_max=codec.REPLY_BYTES_MAX)
+                callback = self._waiting.pop(reply.number, None)
+                if callback is not None:
+                    callback(reply.body)
+
+    def _send(self, body: RequestBody, callback: Callback | None) -> int:
+        self._count_breaks()  # breaks before this request do not count
+        number = next(self._numbers) if callback else 0
+        data = codec.encode(Request(number, self.welcome.token, body))
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise WaitTimeoutError(
+                "the daemon accepts no more requests", hint="see: pccheckctl status"
+            ) from error
+        except zmq.ZMQError as error:
+            raise self.gone() from error
+        if callback is not None:
+            self._waiting[number] = callback
+        return number
+
+    def _count_breaks(self) -> int:
+        """How often the connection to the daemon's endpoint has broken. libzmq connects again by
+        itself; requests in flight are lost."""
+        with contextlib.suppress(zmq.ZMQError):  # no more of them
+            while True:
+                self._breaks.recv_multipart(zmq.NOBLOCK)
+                self._break_count += 1
+        return self._break_count
+
+    def gone(self) -> DaemonUnreachableError:
+        return DaemonUnreachableError(
+            f"pccheckd at {self.path} (pid {self.welcome.pid}) has ended",
+            hint=START_HINT,
+        )
+
+    def close(self) -> None:
+        """Ends the session. What the link had not handed over is lost."""
+        with self._lock:
+            self.link.close()
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disable_monitor()
+            self._breaks.close(0)
+            self._socket.close(0)
+            self._attachment.close()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: closes the sockets, so that the daemon notices the parent's end."""
+        with contextlib.suppress(OSError):
+            os.close(self._attachment.socket.detach())
+            os.close(self._attachment.link_fd)
+            os.close(self._attachment.page_fd)

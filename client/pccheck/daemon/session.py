@@ -1,0 +1,277 @@
+"""A client's session over reconnects: when to connect, what each new daemon learns, and P7."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from pathlib import Path
+
+import zmq
+
+from pccheck.job.naming import Identity
+from pccheck.version import VERSION
+from pccheck.warn import LOG, Warner
+from pccheck_wire import attach
+from pccheck_wire.basics import START_HINT
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    PccheckError,
+    ProtocolError,
+    RefusedError,
+)
+from pccheck_wire.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Register,
+    Registered,
+    Restored,
+    Role,
+)
+
+from .connection import Connection
+
+CONNECT_LIMIT_S = 10.0
+#: For each attempt to connect again, which costs training time.
+RETRY_CONNECT_S = 2.0
+BACKOFF_FIRST_S = 0.1
+BACKOFF_LAST_S = 5.0
+#: After a daemon that runs and does not answer, or refuses.
+BACKOFF_SLOW_S = 30.0
+GOODBYE_LIMIT_S = 30.0
+RESTORED_LIMIT_S = 120.0
+#: Descriptors that have to be free: libzmq ends the process when it gets none.
+FILES_FREE = 32
+_MIB = 1 << 20
+#: Of this process, by its id: a forked child is another one.
+_PROCESSES: dict[int, bytes] = {}
+
+
+def _process_of(identity: Identity, *, solo: bool) -> bytes:
+    """What distinguishes a reconnect from a new start. A rank of a group is its process: a second
+    client in that process belongs to the same start. A lone rank is a new start with every
+    client: a notebook runs its cell again."""
+    if identity.world_size == 1 or solo:
+        return secrets.token_bytes(16)
+    return _PROCESSES.setdefault(os.getpid(), secrets.token_bytes(16))
+
+
+class Session:
+    """Connects, connects again, registers. Used under the client's lock."""
+
+    def __init__(
+        self, identity: Identity, path: str | Path | None, *, fresh: bool, solo: bool,
+        stall_limit_s: float, warner: Warner,
+    ) -> None:  # fmt: skip
+        self.identity = identity
+        self.path = attach.socket_path(path)
+        self.error: PccheckError | None = None  #: why there is no connection
+        self.registered: Registered | None = None
+        self.uncounted = 0  #: failures that no daemon has counted
+        self.incarnation = 0  #: of the last daemon's Welcome ...
+        self._storage = ""  # ... and its storage directory
+        self._fresh = fresh
+        self._solo = solo
+        self._stall_limit_s = stall_limit_s
+        self._warner = warner
+        self._connection: Connection | None = None
+        self._delay_s = BACKOFF_FIRST_S
+        self._next_try_s = 0.0  # time.monotonic()
+        self._registered_bytes = 0
+        self._restored: int | None = 0 if fresh else None  # sequence that counts as restored
+        self._has_connected = False
+        self._process = _process_of(identity, solo=solo)
+        self._protected_step: int | None = None  # of an earlier run, not restored
+
+    def current(self) -> Connection | None:
+        """The connection, if it lives."""
+        connection = self._connection
+        return connection if connection is not None and connection.alive() else None
+
+    def require(self, *, timeout_s: float = CONNECT_LIMIT_S) -> Connection:
+        """The connection, made now if there is none. Raises PccheckError, which is `error` then."""
+        connection = self.current()
+        if connection is None:
+            connection = self._connect(timeout_s)
+            self._greet(connection)
+        return connection
+
+    def reconnect(self) -> Connection | None:
+        """For a training loop without a connection: tries again, at most as often as the back-off
+        allows; None on failure, and `error` has the reason."""
+        self.close()
+        if time.monotonic() >= self._next_try_s:
+            try:
+                return self.require(timeout_s=min(self._stall_limit_s, RETRY_CONNECT_S))
+            except PccheckError:
+                pass
+        return None
+
+    def _connect(self, timeout_s: float) -> Connection:
+        self.close()
+        try:
+            _require_files()
+            self._connection = Connection(
+                attach.connect(self._hello(), self.path, timeout_s=timeout_s),
+                saves_alone=self.saves_alone(self.identity.world_size),
+            )
+        except (PccheckError, OSError, zmq.ZMQError) as error:
+            self.error = _as_ours(error)
+            slow = not isinstance(self.error, DaemonUnreachableError)
+            self._next_try_s = time.monotonic() + (BACKOFF_SLOW_S if slow else self._delay_s)
+            self._delay_s = min(2 * self._delay_s, BACKOFF_LAST_S)
+            if self.error is error:
+                raise
+            raise self.error from error
+        self.error = None
+        self._delay_s, self._next_try_s = BACKOFF_FIRST_S, 0.0
+        return self._connection
+
+    def warn_disconnected(self) -> None:
+        """Warns once why there is no daemon."""
+        self._warner.once(
+            "daemon",
+            f"training continues WITHOUT checkpoints: {self.error or 'no daemon'}. The client "
+            "connects as soon as a pccheckd runs there.",
+        )
+
+    def register(self, connection: Connection, payload_bytes: int) -> None:
+        """Makes sure that the daemon has capacity for the payload. Raises PccheckError."""
+        if payload_bytes <= self._registered_bytes:
+            return
+        rounded = -(-payload_bytes // _MIB) * _MIB
+        uncounted = self.uncounted
+        try:
+            answer = connection.request(Register(rounded, uncounted), timeout_s=self._stall_limit_s)
+        except DaemonUnreachableError:
+            raise
+        except PccheckError:  # the daemon has counted them
+            self.uncounted -= uncounted
+            raise
+        self.uncounted -= uncounted
+        assert isinstance(answer, Registered)
+        self.registered, self._registered_bytes = answer, rounded
+        self.incarnation = answer.incarnation or self.incarnation
+        self._warn_if_ranks_are_absent(answer)
+        LOG.info(
+            "%d slots of %.1f MiB in %s, %.1f checkpoints in flight",
+            answer.slots, rounded / _MIB, answer.volume, answer.effective_in_flight,
+        )  # fmt: skip
+
+    def _warn_if_ranks_are_absent(self, answer: Registered) -> None:
+        """A group's checkpoint is complete only when every rank has it."""
+        if answer.absent:
+            identity = self.identity
+            named = ", ".join(str(rank) for rank in answer.absent[:8])
+            self._warner.once(
+                "absent",
+                f"rank {identity.rank} of job {identity.job!r} saves, but of its "
+                f"{identity.world_size} ranks these are not connected: {named}. A checkpoint can "
+                "be restored only if every rank saved it, so this rank's checkpoints are useless "
+                "until those ranks connect. If only this rank should save (rank 0 of plain DDP), "
+                "use PCcheckClient(solo=True); or make a client with PCcheckClient("
+                "replicated=True) on every rank, and each saves a part.",
+            )
+
+    def saves_alone(self, world_size: int) -> bool:
+        """Whether a checkpoint of a start with so many ranks is complete on this rank."""
+        return world_size == 1 or self._solo
+
+    def announce(self, connection: Connection, payload_bytes: int) -> None:
+        """Makes the daemon allocate already, so that the first checkpoint does not wait for it."""
+        connection.post(Register(-(-payload_bytes // _MIB) * _MIB))
+
+    def took_over(self, connection: Connection, sequence: int) -> None:
+        """The newest checkpoint is restored (0: there is none). Ends the daemon's protection of the
+        earlier run (P7)."""
+        connection.request(Restored(sequence), timeout_s=RESTORED_LIMIT_S)
+        self._restored = sequence
+        self._registered_bytes = 0  # the next checkpoint learns the start of this process
+        self._protected_step = None
+
+    def warn_if_unrestored(self) -> None:
+        """P7: this run saves although it did not read the checkpoints that the job has."""
+        if self._protected_step is not None:
+            identity = self.identity
+            self._warner.once(
+                "unrestored",
+                f"job {identity.job!r} (rank {identity.rank}) has a checkpoint of step "
+                f"{self._protected_step} that was NOT restored. This run saves its own checkpoints "
+                "beside it, and the old one keeps its slot. Call restore() before training; or "
+                "adopt(), if this run got its state in another way; or begin with "
+                "PCcheckClient(fresh=True), and the old one may be overwritten.",
+            )
+
+    def say_goodbye(self, done: bool) -> bool:
+        """Whether a daemon got it. Raises PccheckError when it does not answer; with `done` it
+        trims the volume."""
+        connection = self.current()
+        if connection is not None:
+            limit_s = GOODBYE_LIMIT_S if done else min(GOODBYE_LIMIT_S, self._stall_limit_s)
+            connection.request(Goodbye(done), timeout_s=limit_s)
+        return connection is not None
+
+    def forget_in_child(self) -> None:
+        """In a forked child: closes the sockets, so that the daemon notices the parent's end."""
+        if self._connection is not None:
+            self._connection.forget_in_child()
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self.error = connection.gone()
+            connection.close()
+
+    def _greet(self, connection: Connection) -> None:
+        self._registered_bytes = 0
+        self.registered = None
+        welcome = connection.welcome
+        if not self._has_connected and welcome.newest_step is None and self._restored is None:
+            self._restored = 0  # the volume was empty: all later checkpoints are this run's
+        self._has_connected = True
+        self.incarnation, self._storage = welcome.incarnation, welcome.storage
+        self._protected_step = welcome.protected_step
+        if self._warner.over("daemon"):
+            LOG.warning(
+                "PCcheck: connected to pccheckd (pid %d); checkpoints continue", welcome.pid
+            )
+
+    def _hello(self) -> Hello:
+        identity = self.identity
+        return Hello(
+            protocol=PROTOCOL_VERSION, role=Role.TRAINER, version=VERSION, pid=os.getpid(),
+            job=identity.job, rank=identity.rank, world_size=identity.world_size,
+            local_world_size=identity.local_world_size, launch=identity.launch,
+            fresh=self._fresh, solo=self._solo, process=self._process,
+            incarnation=self.incarnation, storage=self._storage,
+            restored=self._restored,
+        )  # fmt: skip
+
+
+def _require_files() -> None:
+    """Raises RefusedError when this process is about to run out of descriptors."""
+    held: list[int] = []
+    try:
+        held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        while len(held) < FILES_FREE:
+            held.append(os.dup(held[0]))
+    except OSError as error:
+        raise RefusedError(
+            f"cannot connect: this process can open fewer than {FILES_FREE} more files "
+            f"({error.strerror})",
+            hint="raise the limit: ulimit -n",
+            retryable=True,
+        ) from error
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _as_ours(error: Exception) -> PccheckError:
+    if isinstance(error, PccheckError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return DaemonUnreachableError(f"the daemon closed the connection: {error}", hint=START_HINT)
+    return ProtocolError(f"cannot set up the session: {error}")

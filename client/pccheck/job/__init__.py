@@ -1,0 +1,1 @@
+"""Whose checkpoints these are: job, rank, command, and the step that a call is for."""

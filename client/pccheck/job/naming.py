@@ -1,0 +1,97 @@
+"""Who this process is: job, rank and launch, from arguments, PCCHECK_JOB, torchrun or Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pccheck_wire.errors import UsageError
+from pccheck_wire.messages import JOB_PATTERN, RANKS_MAX
+
+#: What `sys.argv[0]` comes to where no script runs: `python -c` and a prompt, notebooks, workers.
+_NO_SCRIPTS = frozenset(
+    ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The key of a volume is (uid, job, rank). Ranks of one start share `launch`."""
+
+    job: str
+    rank: int
+    world_size: int
+    local_world_size: int
+    launch: str
+    guessed: bool = False  #: the job has no name but the script's
+
+
+def identify(
+    job: str | None,
+    rank: int | None,
+    world_size: int | None,
+    environ: Mapping[str, str] = os.environ,
+) -> Identity:
+    """Arguments first, then the environment. Raises UsageError."""
+    if job == "":
+        raise UsageError(
+            'job="" is not a name', hint="leave job= out to use PCCHECK_JOB or the script's name"
+        )
+    if job is not None and not isinstance(job, str):
+        raise UsageError(f"job={job!r} is not a str", hint='job="NAME", or leave it out')
+    given = job or environ.get("PCCHECK_JOB")
+    name = given or _script_name()
+    if not re.fullmatch(JOB_PATTERN, name):
+        raise UsageError(
+            f"{name[:140]!r} is not a valid job name",
+            hint="use at most 128 letters, digits, '.', '_' and '-', and start with none of '.-'",
+        )
+    size = _number("WORLD_SIZE", 1, environ) if world_size is None else world_size
+    mine = _number("RANK", 0, environ) if rank is None else rank
+    if not 0 <= mine < size <= RANKS_MAX:
+        raise UsageError(
+            f"rank must be from 0 to world_size - 1, not {mine} with world_size {size}",
+            hint="see RANK and WORLD_SIZE, which torchrun sets, or pass rank= and world_size=",
+        )
+    local = min(max(1, _number("LOCAL_WORLD_SIZE", size, environ)), size)
+    return Identity(name, mine, size, local, _launch(environ), guessed=not given)
+
+
+def _script_name() -> str:
+    """`python -m a.b` and `python a/b.py` are both "b". Raises UsageError where there is no script
+    of the user's: all notebooks would be one job."""
+    path = Path(sys.argv[0] if sys.argv else "")
+    stem = path.parent.name if path.name == "__main__.py" else path.stem
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:128]
+    if cleaned in _NO_SCRIPTS:
+        raise UsageError(
+            "the job has no name: in a notebook, an interactive session, `python -c` or a worker "
+            "there is no script to name it after",
+            hint='use PCcheckClient(job="NAME"), or set PCCHECK_JOB',
+        )
+    return cleaned
+
+
+def _number(name: str, default: int, environ: Mapping[str, str]) -> int:
+    text = environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise UsageError(
+            f"{name}={text!r} in the environment is not a number",
+            hint=f"unset {name}, or set it as torchrun does",
+        ) from None
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    """Equal for the ranks of one start of the job, different for the next; "" when unknown."""
+    if run := environ.get("TORCHELASTIC_RUN_ID"):
+        return f"torchelastic-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"[:200]
+    if run := environ.get("SLURM_JOB_ID"):
+        step = environ.get("SLURM_STEP_ID", "")
+        return f"slurm-{run}-{environ.get('SLURM_RESTART_COUNT', '0')}-{step}"[:200]
+    return ""

@@ -1,0 +1,103 @@
+"""Which process made a checkpoint: recorded with it, logged when a run continues from it, and
+compared when the job has only the script's name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import UsageError
+
+_COMMAND_MAX = 4096
+
+
+class Origin(NamedTuple):
+    host: str
+    directory: str
+    command: str  # the script and its arguments
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.command} (pid {self.pid} on {self.host}, in {self.directory})"
+
+
+def _started_as() -> tuple[str, str]:
+    try:
+        directory = str(Path.cwd())
+    except OSError:  # it was removed
+        directory = "?"
+    script, *arguments = sys.argv or [""]
+    return directory, shlex.join([Path(script).name, *arguments])[:_COMMAND_MAX]
+
+
+#: At the import: a script may change its directory and sys.argv later.
+_DIRECTORY, _COMMAND = _started_as()
+
+
+def this_process() -> Origin:
+    return Origin(socket.gethostname(), _DIRECTORY, _COMMAND, os.getpid())
+
+
+def node(attached: Mapping[str, Any]) -> tree.Node:
+    """For the tree: this process, and what kinds of optimizers are attached."""
+    origin = this_process()
+    kinds = {
+        name: type(thing).__qualname__
+        for name, thing in attached.items()
+        if isinstance(thing, torch.optim.Optimizer)
+    }
+    return _mapping({**origin._asdict(), "optimizers": _mapping(kinds)})
+
+
+def _mapping(values: Mapping[str, Any]) -> tree.Node:
+    return tree.Mapping(tree.Tag.DICT, [*values.items()])
+
+
+def _about(described: tree.Tree) -> dict[str, Any]:
+    found = tree.plain(described.about)
+    return found if isinstance(found, dict) else {}
+
+
+def of(described: tree.Tree) -> Origin:
+    about = _about(described)
+    host, directory, command = (str(about.get(key, "?")) for key in Origin._fields[:3])
+    pid = about.get("pid")
+    return Origin(host, directory, command, pid if isinstance(pid, int) else 0)
+
+
+def optimizer_kind(described: tree.Tree, name: str) -> str:
+    """The class of the optimizer that was attached under this name; "" when it is not known."""
+    kinds = _about(described).get("optimizers")
+    return str(kinds.get(name, "")) if isinstance(kinds, dict) else ""
+
+
+def age(wall_ns: int) -> str:
+    """How long ago, for people."""
+    seconds = max(0.0, time.time() - wall_ns / 1e9)
+    for unit, length_s in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def require_same(job: str, step: int, wall_ns: int, made_by: Origin) -> None:
+    """Raises UsageError when a job that is named after its script would continue from a checkpoint
+    that another command made, or the same command in another directory."""
+    mine = this_process()
+    if (made_by.command, made_by.directory) == (mine.command, mine.directory):
+        return
+    raise UsageError(
+        f"step {step} of job {job!r} was saved {age(wall_ns)} by another command, {made_by}, and "
+        f"this process is {mine}. Both are named after the script only, so nothing is restored",
+        hint=f"to continue from that checkpoint, set PCCHECK_JOB={job} or job={job!r}; to start a "
+        "separate run, use any other name",
+    )

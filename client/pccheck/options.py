@@ -1,0 +1,66 @@
+"""The options of a client, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pccheck_wire.errors import UsageError
+
+_STEP_MAX = 2**63 - 1
+
+_CHOICES = {
+    "transfer": ("auto", "pull", "push"),
+    "snapshot": ("overlap", "device", "blocking"),
+    "gate": ("auto", "manual"),
+    "on_busy": ("wait", "skip"),
+    "on_error": ("warn", "raise"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a client saves; PCcheckClient's docstring says what each means. Raises UsageError."""
+
+    transfer: str = "auto"
+    snapshot: str = "overlap"
+    gate: str = "auto"
+    on_busy: str = "wait"
+    on_error: str = "warn"
+    stall_limit_s: float = 30
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(
+                    f"{name}={value!r} is not an option", hint=f"use one of {', '.join(allowed)}"
+                )
+        limit: object = self.stall_limit_s
+        if not isinstance(limit, (int, float)) or not 0 < limit < 1e6:
+            raise UsageError(
+                f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0",
+                hint="use the longest time for which checkpoints may delay training, say 30",
+            )
+
+    @property
+    def raises(self) -> bool:
+        return self.on_error == "raise"
+
+
+def check_step(step: Any) -> int:
+    """An int by value: a NumPy integer or an integral tensor counts. Raises UsageError."""
+    try:
+        number = int(step.__index__())
+    except (AttributeError, TypeError):
+        raise UsageError(
+            f"step={step!r} is not an int", hint="use the number of the training step"
+        ) from None
+    if isinstance(step, bool):
+        raise UsageError(f"step={step!r} is not an int")
+    if not 0 <= number <= _STEP_MAX:
+        raise UsageError(
+            f"step={step!r} is not between 0 and 2**63 - 1",
+            hint="use the number of the training step",
+        )
+    return number

@@ -1,0 +1,1 @@
+"""From a checkpoint to a state, in place or as a value."""

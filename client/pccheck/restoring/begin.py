@@ -1,0 +1,204 @@
+"""What a run begins from: restore(), recover() and adopt(), and which checkpoints there are."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+from pccheck.daemon.connection import Connection
+from pccheck.daemon.session import Session
+from pccheck.job import origin
+from pccheck.job.steps import Steps
+from pccheck.saving.planner import Planner
+from pccheck.state.plan import RNG
+from pccheck.warn import LOG, Warner
+from pccheck_wire import tree
+from pccheck_wire.errors import (
+    DamagedError,
+    NoCheckpointError,
+    StateMismatchError,
+    UnreadableError,
+)
+from pccheck_wire.messages import Empty, ListVolumes, Open, Opened, Report, Skipped
+
+from .inplace import Placement
+from .reading import Found, Payload, RestoreResult, ask_open, read_newest
+from .rebuild import state_of_tree
+
+LIST_LIMIT_S = 30.0
+
+
+class Saved(NamedTuple):
+    """A checkpoint that can be restored."""
+
+    step: int
+    sequence: int  # the order of checkpoints; steps may go back
+    age_s: float
+    nbytes: int  # of this rank's part
+    pinned: bool
+
+
+class Recovery:
+    """Used under the client's lock."""
+
+    def __init__(
+        self, session: Session, planner: Planner, steps: Steps, warner: Warner, *, replicated: bool
+    ) -> None:
+        self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
+        self._session = session
+        self._planner = planner
+        self._steps = steps
+        self._warner = warner
+        self._replicated = replicated
+
+    def restore(
+        self, connection: Connection, step: int | None, *, strict_optimizer: bool
+    ) -> tuple[RestoreResult, bool, int]:
+        """Into what is attached. Also whether any of it went to a GPU, and the payload's size."""
+        newest = self._newest(connection) if step is not None else 0
+
+        def use(payload: Payload, described: tree.Tree) -> bool:
+            opened = payload.opened
+            self._require(opened, described)
+            attached = self._planner.attached
+            placement = Placement(
+                described, attached, self._left(opened), strict_optimizer=strict_optimizer
+            )
+            self.torn = (
+                f"the attached state is a mix of two steps: the restore of step {opened.step} "
+                "did not finish"
+            )
+            placement.load(payload.load)
+            self.torn = ""
+            return placement.on_gpu
+
+        found = read_newest(connection, step, use, replicated=self._replicated)
+        self._planner.forget()
+        if isinstance(found, list):
+            self._session.took_over(connection, 0)
+            self._steps.restored()
+            return RestoreResult(skipped=found), False, 0
+        opened, described, on_gpu, skipped = found
+        self._took_over(connection, opened, skipped, newest)
+        self._log(opened, described)
+        result = RestoreResult(
+            opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
+        )
+        return result, on_gpu, opened.payload_bytes
+
+    def recover(self, connection: Connection, step: int | None) -> Found:
+        """As a value. Without `step` it counts as restored."""
+        found = read_newest(
+            connection,
+            step,
+            lambda payload, described: state_of_tree(described, payload.load),
+            replicated=self._replicated,
+        )
+        if isinstance(found, list):
+            return Found(skipped=found)
+        opened, described, state, skipped = found
+        self._require(opened, described)
+        if step is None:
+            self._took_over(connection, opened, skipped, 0)
+            self._log(opened, described)
+        return Found(
+            opened.step, opened.sequence, opened.source, skipped,
+            tree.plain(described.metadata), state,
+        )  # fmt: skip
+
+    def adopt(self, connection: Connection) -> None:
+        """What there is counts as restored."""
+        self._session.took_over(connection, self._newest(connection))
+        self._steps.restored()
+
+    def saved(self, connection: Connection) -> list[Saved]:
+        """What `restore(step=...)` can restore, newest first."""
+        identity = self._session.identity
+        report = connection.request(ListVolumes(identity.job), timeout_s=LIST_LIMIT_S)
+        assert isinstance(report, Report)
+        listed = report.document.get("checkpoints")
+        rows = [
+            row for row in (listed if isinstance(listed, list) else ())
+            if isinstance(row, dict) and row["uid"] == os.getuid()
+        ]  # fmt: skip
+        # Pinned is what every rank has pinned.
+        loose = {(row["sequence"], row["world_size"]) for row in rows if not row["pinned"]}
+        found: dict[int, Saved] = {}
+        for row in sorted(rows, key=lambda row: (-row["sequence"], row["rank"] != identity.rank)):
+            mine = row["rank"] == identity.rank or self._replicated  # then each reads all
+            alone = mine and self._session.saves_alone(row["world_size"])
+            if row["damaged"] or not (row["global"] or alone):
+                continue
+            age_s = max(0.0, time.time() - row["wall_ns"] / 1e9)
+            pinned = row["pinned"] and (alone or (row["sequence"], row["world_size"]) not in loose)
+            found.setdefault(
+                row["step"],
+                Saved(row["step"], row["sequence"], age_s, row["payload_bytes"], pinned),
+            )
+        return list(found.values())
+
+    def _newest(self, connection: Connection) -> int:
+        """The sequence of the newest checkpoint, which is protected no longer when the user chooses
+        another; 0 when none can be read."""
+        try:
+            opened = ask_open(connection, Open(None, None, self._replicated))
+        except (DamagedError, UnreadableError, NoCheckpointError):
+            return 0
+        assert isinstance(opened, (Opened, Empty))
+        return opened.sequence if isinstance(opened, Opened) else 0
+
+    def _require(self, opened: Opened, described: tree.Tree) -> None:
+        """Raises StateMismatchError for a part of a sharded state in a world of another size,
+        UsageError for a checkpoint that may belong to another job."""
+        identity = self._session.identity
+        size = identity.world_size
+        if opened.world_size not in (1, size) and not described.shared() and self._replicated:
+            raise StateMismatchError(
+                f"step {opened.step} was saved by {opened.world_size} ranks without "
+                f"replicated=True, each its own state, and this start has {size} ranks",
+                hint=f"start the job with {opened.world_size} ranks, or use fresh=True to begin "
+                "without the checkpoint",
+            )
+        if identity.guessed:
+            origin.require_same(identity.job, opened.step, opened.wall_ns, origin.of(described))
+
+    def _left(self, opened: Opened) -> frozenset[str]:
+        """What is not restored on a rank that did not save: it would draw the same random numbers
+        and the same batches as the rank whose copy it gets."""
+        rank = self._session.identity.rank
+        if opened.rank in (None, rank):
+            return frozenset()
+        left = frozenset((RNG, "loader")) & self._planner.attached.keys()
+        if left:
+            self._warner.once(
+                "left",
+                f"rank {rank} did not save step {opened.step} (world size {opened.world_size}), so "
+                f"this is not restored and keeps the state of this process: "
+                f"{', '.join(sorted(left))}. Seed it on this rank if ranks must differ",
+            )
+        return left
+
+    def _took_over(
+        self, connection: Connection, opened: Opened, skipped: list[Skipped], newest: int
+    ) -> None:
+        self._session.took_over(connection, max(newest, opened.sequence))
+        self._steps.restored()
+        for item in skipped:
+            if item.sequence:
+                self._warner.once(
+                    f"damaged {item.sequence}",
+                    f"checkpoint of step {item.step} was skipped ({item.reason}), and step "
+                    f"{opened.step} was restored instead: training repeats the steps between. "
+                    "Check the disk: pccheckctl verify",
+                )
+
+    def _log(self, opened: Opened, described: tree.Tree) -> None:
+        """A job that is named after its script may not be the one that the user means."""
+        identity = self._session.identity
+        log = LOG.warning if identity.guessed else LOG.info
+        log(
+            "PCcheck: job %r%s continues from step %d, saved %s by %s",
+            identity.job, " (named after the script)" if identity.guessed else "",
+            opened.step, origin.age(opened.wall_ns), origin.of(described),
+        )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Reads checkpoints through the daemon: the newest valid one, and the one before on damage."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pccheck.daemon.connection import Connection
+from pccheck.state.extents import Range, devices_of, pack
+from pccheck.warn import LOG
+from pccheck_native import NativeError
+from pccheck_wire import tree
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DaemonUnreachableError,
+    DamagedError,
+    DeviceError,
+    NoCheckpointError,
+    PccheckError,
+    UnreadableError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, ReplyBody, Skipped, Writing
+from pccheck_wire.parts import merge, split
+
+OPEN_LIMIT_S = 120.0
+#: A restore waits while earlier checkpoints are written, as long as more of them is written;
+#: pccheckd reports every few seconds how much that is.
+STUCK_LIMIT_S = 120.0
+_READ_LIMIT_S = 60.0
+_MIB = 1 << 20
+_BUSY_PAUSE_S = 0.01
+_SLOWEST_BYTES_PER_S = 16 << 20
+#: How often the opened checkpoint may be replaced by newer ones before it was read.
+_ATTEMPTS = 8
+_GONE = -errno.ENOENT
+_DAMAGED, _UNREADABLE = -10001, -10018  # -PCC_E_DAMAGED, -PCC_E_UNREADABLE
+_DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: the link's own copy failed
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """What `restore()` did. Falsy when the volume was read and holds nothing."""
+
+    step: int = 0
+    sequence: int = 0
+    source: str = ""  # "dram" or "volume"
+    #: Damaged ones, and those that the disk could not read: step and reason.
+    skipped: list[Skipped] = field(default_factory=list)
+    metadata: Any = None
+
+    def __bool__(self) -> bool:
+        return self.sequence > 0
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"<{type(self).__name__}: nothing to restore>"
+        skipped = f" skipped={[item.step for item in self.skipped]}" if self.skipped else ""
+        return f"<{type(self).__name__} step={self.step} source={self.source}{skipped}>"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Found(RestoreResult):
+    """What `recover()` found; `state` has the structure that was saved."""
+
+    state: Any = None
+
+
+class _GoneError(NoCheckpointError):
+    """Newer checkpoints became durable, and took its slot."""
+
+
+def read_newest(
+    connection: Connection,
+    step: int | None,
+    use: Callable[[Payload, tree.Tree], Any],
+    *,
+    replicated: bool = False,
+) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
+    """Opens checkpoints, newest first, until `use` succeeds without damage or a read error.
+
+    When newer ones replace an opened one, they are opened instead. Returns what was used and what
+    was skipped; a list alone when the volume holds nothing. Raises NoCheckpointError when there are
+    some, but none is valid.
+    """
+    skipped: dict[int, Skipped] = {}
+    before: int | None = None
+    attempts = _ATTEMPTS
+    failed: DamagedError | UnreadableError | None = None
+    while True:
+        try:
+            opened = ask_open(connection, Open(step, before, replicated))
+        except PccheckError as error:
+            if failed is not None:
+                reasons = "; ".join(f"step {i.step}: {i.reason}" for i in skipped.values())
+                raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
+            raise
+        if isinstance(opened, (Opened, Empty)):
+            skipped.update({item.sequence: item for item in opened.skipped})
+        if isinstance(opened, Empty):
+            if step is not None or before is not None:
+                raise NoCheckpointError(
+                    f"there is no valid checkpoint of step {step}", hint="see: pccheckctl list"
+                )
+            return list(skipped.values())
+        assert isinstance(opened, Opened)
+        payload = Payload(connection, opened)
+        try:
+            described = payload.read_tree()
+            used = use(payload, described)
+        except _GoneError:
+            attempts -= 1
+            if not attempts:
+                raise
+            continue
+        except (DamagedError, UnreadableError) as error:
+            skipped[opened.sequence] = Skipped(opened.sequence, opened.step, error.message)
+            before, failed = opened.sequence, error
+            continue
+        return opened, described, used, sorted(skipped.values(), key=lambda item: -item.sequence)
+
+
+def ask_open(connection: Connection, wanted: Open) -> ReplyBody:
+    """The answer, once what was copied is written. Raises WaitTimeoutError when nothing more is
+    written."""
+    before: Writing | None = None
+    progress_s = time.monotonic()
+    while True:
+        answer = connection.request(wanted, timeout_s=OPEN_LIMIT_S)
+        if not isinstance(answer, Writing):
+            return answer
+        written, total = answer.total_bytes - answer.left_bytes, answer.total_bytes
+        how_far = (
+            f"pccheckd is still writing step {answer.step}: {written / _MIB:.0f} of "
+            f"{total / _MIB:.0f} MiB of {answer.checkpoints} checkpoints"
+        )
+        if answer != before:
+            before, progress_s = answer, time.monotonic()
+        elif time.monotonic() - progress_s >= STUCK_LIMIT_S:
+            raise WaitTimeoutError(
+                f"{how_far}, and nothing was written for {STUCK_LIMIT_S:g} s",
+                hint="check the disk (pccheckctl status, dmesg), then restore again; do not "
+                "restart pccheckd, which has the copied checkpoints in memory",
+            )
+        LOG.warning("PCcheck: restore() waits: %s", how_far)
+
+
+class Payload:
+    """An opened checkpoint: its tree, and the bytes in front of it, of every rank that stores a
+    part of them. Methods raise DamagedError when a block does not match its checksum,
+    UnreadableError when the disk cannot read it, DeviceError when a GPU fails, _GoneError when
+    newer checkpoints replaced it, and WaitTimeoutError and DaemonUnreachableError."""
+
+    def __init__(self, connection: Connection, opened: Opened) -> None:
+        self.opened = opened
+        self._connection = connection
+        self._own = Part(
+            opened.rank or 0, opened.payload_bytes, opened.tree_offset, opened.tree_bytes
+        )
+
+    def read_tree(self) -> tree.Tree:
+        """With the places of what other ranks store."""
+        own = self._tree_of(self._own)
+        return merge(own, self._own.rank, lambda rank: self._tree_of(self._part(rank)))
+
+    def load(self, ranges: bytes, device_ranges: bytes = b"") -> None:
+        """Fills packed ranges of host and of device memory, in one streaming pass per rank."""
+        if not self.opened.parts:
+            if ranges or device_ranges:
+                self._read(self._own, 0, self._own.tree_offset, ranges, device_ranges)
+            return
+        for rank, (host, gpus) in sorted(split(ranges, device_ranges).items()):
+            part = self._part(rank)
+            self._read(part, 0, part.tree_offset, host, gpus)
+
+    def _part(self, rank: int) -> Part:
+        """The payload of a rank; -1 is the opened one."""
+        if rank in (-1, self.opened.rank):
+            return self._own
+        for part in self.opened.parts:
+            if part.rank == rank:
+                return part
+        raise DamagedError(
+            f"step {self.opened.step} is not complete: the part of rank {rank} is missing"
+        )
+
+    def _tree_of(self, part: Part) -> tree.Tree:
+        end = part.tree_offset + part.tree_bytes
+        if not 0 < part.tree_bytes <= tree.TREE_BYTES_MAX or end > part.payload_bytes:
+            raise DamagedError(f"a tree of {part.tree_bytes} bytes at {part.tree_offset}")
+        buffer = torch.empty(part.tree_bytes, dtype=torch.uint8, device="cpu")
+        target = pack([Range(buffer.data_ptr(), part.tree_offset, part.tree_bytes)])
+        self._read(part, part.tree_offset, part.tree_bytes, target, b"")
+        return tree.decode(buffer.numpy().tobytes(), part.tree_offset)
+
+    def _read(
+        self, part: Part, offset: int, length: int, ranges: bytes, device_ranges: bytes
+    ) -> None:
+        connection, step = self._connection, self.opened.step
+        limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
+        request = Read(connection.next_load(), self.opened.sequence, offset, length, part.rank)
+        try:
+            code = _transfer(connection, request, ranges, device_ranges, limit_s)
+        except TimeoutError as error:
+            if isinstance(error, PccheckError):
+                raise
+            raise WaitTimeoutError(
+                f"reading {length} bytes of step {step} took longer than {limit_s:.0f} s",
+                hint="check the disk (pccheckctl status, dmesg), then restore again",
+            ) from error
+        except NoCheckpointError:
+            code = _GONE
+        except NativeError as error:
+            raise DeviceError(f"cannot copy the checkpoint to a GPU: {error}") from error
+        except (ConnectionError, ValueError) as error:
+            raise connection.gone() from error
+        if code == _GONE:
+            raise _GoneError(
+                f"newer checkpoints replaced step {step} while it was read",
+                hint="restore again when fewer checkpoints are saved",
+            )
+        if code == _DAMAGED:
+            raise DamagedError(f"the data of step {step} does not match its checksums")
+        if code == _UNREADABLE:
+            raise UnreadableError(f"the disk could not read the data of step {step}")
+        if code in _DEVICE:
+            raise DeviceError(f"cannot copy the checkpoint to a GPU (code {code})")
+        if code != 0:
+            raise DaemonUnreachableError(f"the daemon could not read step {step} (code {code})")
+
+
+def _transfer(
+    connection: Connection, read: Read, ranges: bytes, device_ranges: bytes, limit_s: float
+) -> int:
+    """The native result of reading into the ranges."""
+    deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
+    try:
+        for device in devices_of(device_ranges):
+            connection.link.device_open(device)
+        connection.link.load_start(read.load, ranges, device_ranges)
+        _request(connection, read)
+        code = int(connection.link.load_wait(read.load, deadline_ns))
+    except BaseException:
+        connection.load_broken_off = True
+        with contextlib.suppress(OSError, ValueError):
+            connection.link.load_wait(read.load, 1)  # a late answer writes nothing
+        raise
+    connection.load_broken_off = code in _DEVICE  # ended here: the daemon may still be reading
+    return code
+
+
+def _request(connection: Connection, read: Read) -> None:
+    """Makes the daemon read. After a read that Ctrl-C ended it may be busy for a while."""
+    deadline = time.monotonic() + _READ_LIMIT_S
+    while True:
+        try:
+            connection.request(read, timeout_s=_READ_LIMIT_S)
+            return
+        except CheckpointFailedError:  # the channel is busy
+            if not connection.load_broken_off or time.monotonic() >= deadline:
+                raise
+            time.sleep(_BUSY_PAUSE_S)

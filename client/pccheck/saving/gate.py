@@ -1,0 +1,303 @@
+"""What holds the next update back until the copy has read the tensors, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pccheck.daemon.connection import Connection
+from pccheck.state import devices
+from pccheck.state.extents import DevicePart
+from pccheck_native import NativeError
+from pccheck_wire.errors import CheckpointFailedError, PccheckError
+from pccheck_wire.messages import CheckpointState, Describe
+
+from .in_flight import TIMED_OUT, InFlight, abandoned_because, entry_of
+from .verdict import Verdict
+
+_BACKOFF_DOUBLINGS_MAX = 6
+
+
+@dataclass(slots=True)
+class _Pending:
+    checkpoint: InFlight
+    connection: Connection
+    owners: list[object]  # keeps the memory that is being read
+    host: bool  # host memory is read in the background
+    part: DevicePart | None
+    verdict: Verdict | None
+    held: set[tuple[int, int]] = field(default_factory=set)  # (GPU, stream) that will wait
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.part.devices if self.part else ()
+
+    def judge(self) -> None:
+        """For the training thread, before it waits: changes are held back from now on."""
+        if self.verdict is not None:
+            self.verdict.give()
+
+    def read(self) -> bool:
+        """Whether the source was read, or never will be. Asks the link, even of an abandoned one:
+        copies under way may still be at it."""
+        now = entry_of(self.connection, self.checkpoint.snapshot)
+        return now is None or now.source_read or not self.connection.alive()
+
+    def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
+        """On the CPU; False when the deadline passed."""
+        link, snapshot = self.connection.link, self.checkpoint.snapshot
+        try:
+            if host_only:
+                return link.wait_read(snapshot, deadline_ns, host_only=True)
+            return link.wait_read(snapshot, deadline_ns)
+        except (ValueError, OSError):  # the daemon has ended: nothing is read any more
+            return True
+
+    def reached(self) -> bool:
+        """Whether its streams have reached it; before that nothing could be read."""
+        try:
+            return self.part is None or self.connection.link.reached(self.checkpoint.snapshot)
+        except (ValueError, OSError):
+            return True
+
+    def hold(self, deadline_ns: int) -> bool:
+        """Streams wait for the GPU tensors, the CPU for the rest. False: not in time."""
+        link, snapshot = self.connection.link, self.checkpoint.snapshot
+        try:
+            for place in self.here() - self.held:
+                if not link.hold(snapshot, *place, deadline_ns):
+                    return False
+                self.held.add(place)
+        except (NativeError, OSError):  # the stream cannot be made to wait
+            return self.wait(deadline_ns)
+        except ValueError:  # closed
+            return True
+        if self.host and not self.wait(deadline_ns, host_only=True):
+            return False
+        self.host = False
+        return True
+
+    def here(self) -> set[tuple[int, int]]:
+        """The streams that this thread uses now, on the snapshot's GPUs."""
+        return {(device, devices.current_stream(device)) for device in self.devices}
+
+
+@dataclass(slots=True)
+class Held:
+    """How long the gate held training back since the last `take`."""
+
+    at_ns: int = 0  # when it did so first; 0: not at all
+    ns: int = 0  # in all
+
+    def add(self, since_ns: int) -> None:
+        """It did, from then until now."""
+        self.at_ns = self.at_ns or since_ns
+        self.ns += time.monotonic_ns() - since_ns
+
+    def take(self) -> tuple[int, int]:
+        """Since when and for how long; then counts from zero."""
+        taken = self.at_ns, self.ns
+        self.at_ns = self.ns = 0
+        return taken
+
+
+class Gate:
+    """Snapshots whose source is being read. Used by the training thread."""
+
+    def __init__(
+        self, stall_limit_s: float, on_expiry: Callable[[InFlight, Connection], None]
+    ) -> None:
+        self._stall_limit_s = stall_limit_s
+        self._on_expiry = on_expiry
+        self._pending: list[_Pending] = []
+        self.held = Held()
+
+    def add(
+        self,
+        checkpoint: InFlight,
+        connection: Connection,
+        owners: list[object],
+        *,
+        host: bool = True,
+        part: DevicePart | None = None,
+        verdict: Verdict | None = None,
+    ) -> None:
+        self._pending.append(_Pending(checkpoint, connection, owners, host, part, verdict))
+
+    @property
+    def idle(self) -> bool:
+        return not self._pending
+
+    def collect(self) -> None:
+        """Releases memory that was read, and notes snapshots that the link's thread abandoned at
+        their deadline while a stream waited for them."""
+        for item in self._pending:
+            if item.verdict is not None:
+                item.verdict.ask()
+            why = item.checkpoint.link_error
+            if why:
+                item.checkpoint.end(
+                    CheckpointState.FAILED, abandoned_because(why), reported=why == TIMED_OUT
+                )
+            if why == TIMED_OUT:
+                self._on_expiry(item.checkpoint, item.connection)
+        self._pending = [item for item in self._pending if not item.read()]
+
+    def wait(self, *, on_cpu: bool = False) -> None:
+        """Returns when every tensor may be changed by this thread and in the streams that it uses,
+        after the stall limit in any case. For GPU tensors the streams wait, unless `on_cpu`.
+
+        A snapshot that is not read at the limit is abandoned by compare-and-swap against the
+        daemon: it either was copied in time or is never accepted.
+        """
+        if not self._pending:
+            return
+        since_ns = time.monotonic_ns()
+        deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
+        waiting = list(self._pending)
+        try:
+            for item in waiting:
+                item.judge()
+            while waiting:
+                item = waiting[0]
+                in_streams = bool(item.devices) and not on_cpu
+                in_time, deadline_ns = self._wait(item, deadline_ns, in_streams=in_streams)
+                if not in_time:
+                    self._expire(item)
+                waiting.pop(0)
+        except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
+            for item in waiting:
+                abandon(item.checkpoint, item.connection, self._stall_limit_s)
+            raise
+        finally:
+            self.held.add(since_ns)
+            self._pending = [item for item in self._pending if item.devices and not item.read()]
+
+    def free_staging(self, part: DevicePart, *, skip: bool) -> None:
+        """Returns when the current streams may write to staging memory again.
+
+        Raises CheckpointFailedError when it is still in use, at once if `skip`.
+        """
+        for item in self._pending:
+            used = item.part.staging_bytes.keys() if item.part else set()
+            shared = used & part.staging_bytes.keys()
+            # A stream that waits until this part was read or abandoned keeps the order; with
+            # staging aside it waits for less.
+            ordered = not part.all_staged and not (item.part and item.part.all_staged)
+            if not shared or (ordered and item.here() <= item.held) or item.read():
+                continue
+            if skip:
+                raise CheckpointFailedError("staging memory still holds the previous checkpoint")
+            if not self._wait(item, self._deadline_ns())[0]:
+                self._expire(item)
+                raise CheckpointFailedError(
+                    "staging memory still holds the previous checkpoint after stall_limit_s="
+                    f"{self._stall_limit_s:g} s"
+                )
+
+    def _wait(
+        self, item: _Pending, deadline_ns: int, *, in_streams: bool = False
+    ) -> tuple[bool, int]:
+        """Whether its source was read in time, or its streams wait; and the deadline of the next.
+        The limit applies to the daemon: a GPU that is still busy with the work before the snapshot
+        is no stall."""
+        wait = item.hold if in_streams else item.wait
+        while not item.reached():
+            in_time = wait(deadline_ns)
+            deadline_ns = self._deadline_ns()
+            if in_time:
+                return True, deadline_ns
+        return wait(deadline_ns), deadline_ns
+
+    def release(self) -> None:
+        """Drops everything; only for a link that is closed or about to be."""
+        for item in self._pending:
+            item.judge()  # else a thread would wait to do it
+        self._pending.clear()
+
+    def _expire(self, item: _Pending) -> None:
+        if abandon(item.checkpoint, item.connection, self._stall_limit_s):
+            self._on_expiry(item.checkpoint, item.connection)
+
+    def _deadline_ns(self) -> int:
+        return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
+
+
+def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> bool:
+    """True when the snapshot was abandoned; False when it was complete or refused just before."""
+    try:
+        won = connection.link.abandon(checkpoint.snapshot)
+    except (ValueError, OSError):
+        return False
+    if won:
+        checkpoint.end(
+            CheckpointState.FAILED,
+            f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
+            reported=True,
+        )
+    return won
+
+
+class Breaker:
+    """After an expired deadline checkpoints are skipped until the daemon shows progress.
+
+    Progress is an answer to a request, and a state change of a checkpoint that was in flight, if
+    there was any. Each expiry without a copied checkpoint since the last one doubles the time for
+    which checkpoints are skipped: a disk that is too slow does not cost every interval.
+    """
+
+    def __init__(self, stall_limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall_limit_s = stall_limit_s
+        self._clock = clock
+        self._open = False
+        self._trips = 0
+        self._until = 0.0
+        self._answered = False
+        self._marks: list[tuple[InFlight, CheckpointState]] = []
+        self._question: tuple[Connection, int] | None = None
+        self._asked_at = 0.0
+
+    def trip(self, connection: Connection, in_flight: list[InFlight], snapshot: int) -> None:
+        doublings = min(self._trips, _BACKOFF_DOUBLINGS_MAX)
+        self._open = True
+        self._trips += 1
+        self._until = self._clock() + self._stall_limit_s * (2**doublings - 1)
+        self._answered = False
+        self._marks = [(item, item.state) for item in in_flight]
+        self._question = connection, snapshot
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._question is None:
+            return
+        connection, snapshot = self._question
+        self._asked_at = self._clock()
+        try:
+            connection.ask(Describe(snapshot), self._note_answer)
+        except PccheckError:
+            self._answered = True  # a new connection is another daemon
+
+    def _note_answer(self, _answer: object) -> None:
+        self._answered = True
+
+    def closed(self) -> bool:
+        """Whether a checkpoint may be tried."""
+        if self._open and not self._answered:
+            if self._clock() >= self._asked_at + self._stall_limit_s:
+                self._ask()  # the question or its answer was lost
+            return False
+        if self._open and self._clock() >= self._until:
+            moved = [item.state is not before for item, before in self._marks]
+            self._open = bool(moved) and not any(moved)
+        return not self._open
+
+    def copied(self) -> None:
+        """A snapshot was copied: the next expiry counts as the first."""
+        self._trips = 0
+
+    def reset(self) -> None:
+        """The connection is new: the stalls of the old one do not count."""
+        self._open = False
+        self._marks = []
+        self._question = None

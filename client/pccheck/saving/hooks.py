@@ -1,0 +1,128 @@
+"""What runs before and after each step of the attached optimizers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+
+from pccheck.state import devices
+
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StepHooks:
+    """Calls a method, whose object may be deleted, before any of the optimizers steps.
+
+    `trusted` ends when a step was recorded in a CUDA graph, whose replays run no hooks. Each of the
+    optimizers must first make a step: it may be in a graph already, or train by other methods
+    (SAM's first_step), or only be wrapped by the one that trains.
+    """
+
+    def __init__(self) -> None:
+        self.trusted = True
+        self._handles: list[Any] = []
+        self._unseen: set[int] = set()
+        #: By optimizer: the thread and the call in which it steps, or did before it failed.
+        self._steps: dict[int, tuple[int, FrameType]] = {}
+        self._streams: dict[int, int] = {}  # by GPU: where its last step was enqueued
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step of an attached optimizer runs: in another thread, or in this one, which
+        then runs a signal handler or a closure. Meanwhile the attached tensors are of two steps."""
+        for number, (thread, call) in list(self._steps.items()):
+            frame = sys._current_frames().get(thread)
+            while frame is not None and frame is not call:
+                frame = frame.f_back
+            if frame is not None:
+                return True
+            self._steps.pop(number, None)  # it has failed
+        return False
+
+    def __bool__(self) -> bool:
+        """Whether every update is seen."""
+        return self.trusted and bool(self._handles) and not self._unseen
+
+    def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
+        """Hooks the optimizers among `things`; earlier hooks are removed."""
+        self.remove()
+        found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
+        streams, gpus = self._streams, dict[int, set[int]]()
+
+        def pass_gate() -> None:
+            held = found()
+            if held is not None:
+                held()
+
+        def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
+            unseen.discard(id(optimizer))
+            # Before the gate: a call after it has to see that a step runs.
+            steps[id(optimizer)] = threading.get_ident(), _caller()
+            return _later(optimizer, args, kwargs, pass_gate)
+
+        def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
+            steps.pop(id(optimizer), None)
+            on = gpus[id(optimizer)]
+            if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
+                streams.update({gpu: devices.current_stream(gpu) for gpu in on})
+
+        for thing in things:
+            if isinstance(thing, torch.optim.Optimizer):
+                unseen.add(id(thing))
+                on = {devices.device_of(p) for group in thing.param_groups for p in group["params"]}
+                gpus[id(thing)] = on - {devices.HOST}
+                # Not compiled into a step: what they look at changes without it.
+                before, after = map(torch.compiler.disable, (before_step, after_step))
+                self._handles.append(thing.register_step_pre_hook(before))
+                self._handles.append(thing.register_step_post_hook(after))
+
+    def follow(self) -> None:
+        """Work that this thread enqueues from now on waits for the last step, in whatever stream
+        that was: otherwise a snapshot could be of half a step."""
+        for gpu, stream in self._streams.items():
+            if devices.current_stream(gpu) != stream:
+                devices.follow(gpu, stream)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unseen.clear()
+        self._steps.clear()
+        self._streams.clear()
+
+
+def _caller() -> FrameType:
+    """The call of step() that a hook is in."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch._dyn"):
+        frame = frame.f_back
+    return frame
+
+
+def _later(
+    optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], pass_gate: Callable[[], None]
+) -> _Arguments | None:
+    """Passes the gate, or gives the arguments of a step that passes it later: optimizers of torch
+    call a closure, in which forward and backward run, before they change anything."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
+        pass_gate()
+        return None
+
+    @functools.wraps(closure)
+    def then_pass() -> Any:
+        loss = closure()
+        pass_gate()  # returns at once when it was passed before
+        return loss
+
+    if len(args) > 1:
+        return (args[0], then_pass, *args[2:]), kwargs
+    return args, kwargs | {"closure": then_pass}

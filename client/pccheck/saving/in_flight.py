@@ -1,0 +1,406 @@
+"""A checkpoint after `checkpoint()`: its entry in the session page, its end, and waiting for it.
+`InFlight` is what the client keeps; `Checkpoint` is what users get."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from pccheck.daemon.connection import Connection
+from pccheck.warn import LOG
+from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, LinkState
+from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
+from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
+
+_DESCRIBE_LIMIT_S = 2.0
+_DESCRIBE_PAUSE_S = 0.005
+_ASK_AGAIN_S = 5.0  # an answer is lost when the process that forwards it ends
+_FOREVER_NS = 2**63 - 1
+_LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
+_SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
+NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
+FINAL = _SAFE | NOT_SAVED
+TIMED_OUT = "ETIMEDOUT"
+_LOST = "the daemon ended before the checkpoint was durable"
+
+
+class Durable(NamedTuple):
+    """What is durable: the checkpoint itself, or the newer one that superseded it."""
+
+    sequence: int
+    step: int | None
+
+
+class _WaitCall(Protocol):
+    def __call__(self, snapshot: int, deadline_ns: int) -> bool: ...
+
+
+class _Verdict(Protocol):
+    """See verdict.py."""
+
+    def ask(self) -> None: ...
+    def wait(self, deadline_ns: int) -> None: ...
+
+
+def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
+    """The snapshot's entry in the session page; None when the link is closed."""
+    try:
+        return connection.link.state(snapshot)
+    except (ValueError, OSError):
+        return None
+
+
+def abandoned_because(name: str) -> str:
+    """The reason of a checkpoint that the link abandoned by itself."""
+    if name == TIMED_OUT:
+        return "abandoned: it was not copied within stall_limit_s, and a GPU stream waited for it"
+    return f"its GPU tensors could not be copied ({name}); see nvidia-smi and dmesg"
+
+
+class InFlight:
+    """Any thread may ask and wait; nothing here stops training."""
+
+    def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
+        self.step = step  #: as it was when `checkpoint()` was called
+        self.snapshot = snapshot
+        self._connection = connection  # None when the client knows the end
+        # A verdict ends it in another thread; a signal handler may ask in the middle.
+        self._lock = threading.RLock()
+        self._state = CheckpointState.REQUESTED
+        self._sequence = 0
+        self._newer = Durable(0, None)
+        self._reason = ""
+        self._described = False  # the reason is known
+        self._asked_s: float | None = None  # when the reason was asked for, until it arrives
+        self.copy_broke = False  #: the daemon failed it before it was copied
+        self.verdict: _Verdict | None = None  #: whether its tensors were left alone
+        self.reported = False  #: the user was warned of what made it fail
+        self._settled = False  # its entry in the page belongs to another snapshot now
+
+    @classmethod
+    def ended(cls, step: int, state: CheckpointState, reason: str) -> InFlight:
+        """One that never reached the daemon."""
+        made = cls(step)
+        made.end(state, reason)
+        return made
+
+    def end(self, state: CheckpointState, reason: str, *, reported: bool = False) -> None:
+        """The client itself knows how it ended; the page is not read any more."""
+        with self._lock:
+            self._state, self._reason, self._described = state, reason, True
+            self.reported = reported
+            self._connection = None
+
+    @property
+    def state(self) -> CheckpointState:
+        if self.verdict is not None:
+            self.verdict.ask()
+        connection = self._connection
+        if connection is not None and not self._settled:
+            self._look(connection)
+        return self._state
+
+    @property
+    def sequence(self) -> int:
+        if self.state is CheckpointState.SUPERSEDED and self._sequence == 0:
+            self._describe()
+        return self._sequence
+
+    @property
+    def reason(self) -> str:
+        if self.state in NOT_SAVED or self._state is CheckpointState.SUPERSEDED:
+            self._describe()
+        return self._reason
+
+    @property
+    def known_reason(self) -> str | None:
+        """The reason if it is known without asking."""
+        return self._reason if self._described else None
+
+    @property
+    def link_error(self) -> str:
+        """What made the link abandon it by itself, as long as the client has not noted that: the
+        deadline of a stream (ETIMEDOUT), or a failed copy; "" otherwise."""
+        connection = self._connection
+        if connection is None or self._settled:
+            return ""
+        now = entry_of(connection, self.snapshot)
+        # `alive` comes last: a link that lost its daemon notes that before it abandons everything.
+        if now is None or now.word != WORD_ABANDONED or not connection.alive():
+            return ""
+        if self.verdict is not None:
+            self.verdict.ask()  # another thread may be giving it
+        return "" if self._connection is None else now.error_name or TIMED_OUT
+
+    @property
+    def source_read(self) -> bool:
+        """Whether the tensors may be changed: they were read, or never will be."""
+        if self.verdict is not None:
+            self.verdict.ask()
+        connection = self._connection
+        now = entry_of(connection, self.snapshot) if connection else None
+        return connection is None or now is None or now.source_read or not connection.alive()
+
+    def wait_read(self, timeout: float | None = None) -> None:
+        """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError
+        after `timeout` seconds."""
+        self._wait("wait_read", timeout)
+        if not self.source_read:
+            raise self._late("read")
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        self._wait("wait_copied", timeout)
+        if self._state in NOT_SAVED:
+            raise self._failed()
+        if self._state < CheckpointState.COPIED:
+            raise self._late("copied")
+
+    def wait_durable(self, timeout: float | None = None) -> Durable:
+        self._wait("wait_durable", timeout)
+        if self._state is CheckpointState.SUPERSEDED:
+            self._describe()
+            return self._newer
+        if self._state in _SAFE:
+            return Durable(self._sequence, self.step)
+        if self._state in FINAL:
+            raise self._failed()
+        raise self._late("durable")
+
+    def wait_global(self, timeout: float | None = None) -> Durable:
+        connection = self._connection
+        if connection is None or connection.saves_alone:
+            return self.wait_durable(timeout)
+        self._wait("wait_global", timeout)
+        if self._state is CheckpointState.DURABLE and self._settled:
+            self._described = False
+            self._describe()
+        if self._state is not CheckpointState.DURABLE:
+            return self.wait_durable(0)
+        if not connection.alive():
+            raise connection.gone()
+        raise self._late("durable on all ranks")
+
+    def _wait(self, what: str, timeout: float | None) -> None:
+        deadline_ns = _FOREVER_NS
+        if timeout is not None:
+            deadline_ns = time.monotonic_ns() + int(min(timeout, _LONGEST_S) * 1e9)
+        if self.verdict is not None:
+            self.verdict.wait(deadline_ns)
+        connection = self._connection
+        if connection is not None and (
+            self.state not in FINAL
+            or (what == "wait_global" and self._state is CheckpointState.DURABLE)
+        ):
+            wait: _WaitCall = getattr(connection.link, what)
+            with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
+                wait(self.snapshot, deadline_ns)
+        _ = self.state
+
+    def settle(self) -> None:
+        """Call it before the entry in the page is used again, or the link is closed."""
+        connection = self._connection
+        if connection is None or self._settled:
+            return
+        if self.state not in FINAL:
+            self.end(CheckpointState.FAILED, _LOST, reported=True)
+        elif self._state in NOT_SAVED:
+            self.describe_later()
+        self._settled = True
+
+    def _look(self, connection: Connection) -> None:
+        alive = connection.alive()  # comes first: what a daemon wrote before it ended still counts
+        now = entry_of(connection, self.snapshot)
+        with self._lock:
+            if self._connection is connection:  # else it was ended meanwhile
+                self._note(now, alive)
+
+    def _note(self, now: LinkState | None, alive: bool) -> None:
+        """Takes over what the page has of it, and whether its daemon lived then."""
+        if now is not None:
+            self._state = state = _state_of(now)
+            self.copy_broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
+            if now.word == WORD_ABANDONED and now.error_name and alive:
+                self._reason, self._described = abandoned_because(now.error_name), True
+                self.reported = now.error_name == TIMED_OUT
+            if state is CheckpointState.SUPERSEDED:
+                self._newer = Durable(now.sequence, None)
+            elif now.sequence:
+                self._sequence = now.sequence
+        if (now is None or not alive) and self._state not in FINAL:
+            self.end(CheckpointState.FAILED, _LOST, reported=True)
+
+    def _describe(self) -> None:
+        connection = self._connection
+        if self._described or connection is None:
+            return
+        deadline = time.monotonic() + _DESCRIBE_LIMIT_S
+        while connection.alive():
+            try:
+                self._take(connection.request(Describe(self.snapshot), timeout_s=_DESCRIBE_LIMIT_S))
+            except CheckpointFailedError as error:  # before it was known there
+                self._take(Failure(error.code, error.message, error.hint))
+            except PccheckError as error:
+                self._reason = self._reason or f"unknown: {error.message}"
+                return
+            if self._described or time.monotonic() >= deadline:
+                return
+            time.sleep(_DESCRIBE_PAUSE_S)
+        self._reason = self._reason or _LOST
+
+    def describe_later(self) -> None:
+        """The reason arrives with a later answer, and nobody waits for it. Call this until the
+        reason is known."""
+        connection, now_s = self._connection, time.monotonic()
+        waits = self._asked_s is not None and now_s < self._asked_s + _ASK_AGAIN_S
+        if connection is not None and not (self._described or waits):
+            try:
+                connection.ask(Describe(self.snapshot), self._take)
+                self._asked_s = now_s
+            except PccheckError:
+                self._reason = "unknown: the daemon did not answer"
+
+    def _take(self, answer: object) -> None:
+        if not isinstance(answer, (Described, Failure)):
+            return
+        self._asked_s = None
+        reason = answer.message if isinstance(answer, Failure) else answer.reason
+        if isinstance(answer, Described):
+            if answer.state not in FINAL:
+                return  # the page changes before the daemon's records do
+            if self._settled and answer.state in _SAFE:
+                self._state = answer.state  # it may have become global since
+            if answer.state is CheckpointState.SUPERSEDED:
+                self._newer = Durable(answer.newer_sequence, answer.newer_step)
+            self._sequence = self._sequence or answer.sequence
+        self._described = True
+        self._reason = f"{reason} ({answer.hint})" if answer.hint else reason
+
+    def _late(self, what: str) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"checkpoint of step {self.step} is not {what} yet",
+            hint="wait longer, or see what delays it: pccheckctl status",
+        )
+
+    def _failed(self) -> CheckpointFailedError:
+        how = "was skipped" if self._state is CheckpointState.SKIPPED else "failed"
+        reason = self.reason or "for an unknown reason"
+        return CheckpointFailedError(f"checkpoint of step {self.step} {how}: {reason}")
+
+    def __repr__(self) -> str:
+        return f"<InFlight step={self.step} {self.state}>"
+
+
+def _state_of(now: LinkState) -> CheckpointState:
+    if now.word == WORD_COPIED:
+        return CheckpointState(max(now.outcome, CheckpointState.COPIED))
+    if now.word == WORD_REFUSED and now.outcome == CheckpointState.SKIPPED:
+        return CheckpointState.SKIPPED
+    if now.word in (WORD_REFUSED, WORD_ABANDONED):
+        return CheckpointState.FAILED
+    return CheckpointState.COPYING if now.word == WORD_COPYING else CheckpointState.REQUESTED
+
+
+class Checkpoint:
+    """A checkpoint that was requested. It is used like a `concurrent.futures.Future` whose result
+    is what became durable. Any thread may ask and wait; none of them delays training.
+
+    Attributes:
+        step: as it was when `checkpoint()` was called.
+    """
+
+    __slots__ = ("_in_flight", "step")
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self.step = in_flight.step
+        self._in_flight = in_flight
+
+    @property
+    def state(self) -> CheckpointState:
+        """Where it is now; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
+        return self._in_flight.state
+
+    @property
+    def sequence(self) -> int:
+        """Its place in the order of checkpoints of the volume; 0 before it was admitted."""
+        return self._in_flight.sequence
+
+    @property
+    def reason(self) -> str:
+        """Why it was skipped or failed, or what superseded it; "" otherwise. May wait for an answer
+        of the daemon, two seconds at most."""
+        return self._in_flight.reason
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state in FINAL
+
+    def result(self, timeout: float | None = None) -> Durable:
+        """The same as `wait_durable`."""
+        return self.wait_durable(timeout)
+
+    def exception(self, timeout: float | None = None) -> PccheckError | None:
+        """Why it failed or was skipped, or None, once it has ended. Raises WaitTimeoutError after
+        `timeout` seconds."""
+        try:
+            self.wait_durable(timeout)
+        except WaitTimeoutError:
+            raise
+        except PccheckError as error:
+            return error
+        return None
+
+    def add_done_callback(self, function: Callable[[Checkpoint], object]) -> None:
+        """Calls `function` with this handle when it has ended; at once when it has already.
+
+        The call comes from a thread of its own, never from the training thread: what the function
+        shares with training needs a lock, and it may not change what is attached. What it raises is
+        logged. A function that was not called before the process ends is never called.
+        """
+        thread = threading.Thread(
+            target=self._call, args=(function,), name=f"pccheck-done-{self.step}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # training continues
+            LOG.warning("PCcheck: callback of step %d is not called: %s", self.step, error)
+
+    def _call(self, function: Callable[[Checkpoint], object]) -> None:
+        while not self.done():
+            with contextlib.suppress(PccheckError):
+                self.wait_durable()
+        try:
+            function(self)
+        except Exception:
+            LOG.exception("PCcheck: callback of step %d failed", self.step)
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Returns once the daemon has a complete copy, which outlives this process.
+
+        Raises CheckpointFailedError when it never will, WaitTimeoutError after `timeout` seconds.
+        """
+        self._in_flight.wait_copied(timeout)
+
+    def wait_durable(self, timeout: float | None = None) -> Durable:
+        """Returns once it, or a newer one, survives a power loss, and which one. With several ranks
+        that is this rank's part only: see `wait_global`.
+
+        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after
+        `timeout` seconds.
+        """
+        return self._in_flight.wait_durable(timeout)
+
+    def wait_global(self, timeout: float | None = None) -> Durable:
+        """Returns once it, or a newer one, is durable on every rank of the job, and which one: a
+        restore of the job gives that from then on. For a rank that saves alone it is
+        `wait_durable`.
+
+        Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
+        `timeout` seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
+        """
+        return self._in_flight.wait_global(timeout)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self.state}>"

@@ -1,0 +1,124 @@
+"""What is attached, what holds its updates back, and how the next snapshot is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pccheck.job import origin
+from pccheck.options import Options
+from pccheck.state import devices
+from pccheck.state.attaching import checked
+from pccheck.state.changes import Moved, Reading
+from pccheck.state.extents import Shape
+from pccheck.state.gating import Gating
+from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
+from pccheck_wire import tree
+from pccheck_wire.errors import UsageError
+
+from .exposure import Retry
+from .hooks import StepHooks
+
+
+class Planner:
+    """Makes snapshots of what is attached, or of a state that is given. Training thread only."""
+
+    def __init__(self, options: Options, rank: int = 0, world_size: int = 0) -> None:
+        """With a `world_size` what is attached is the same on so many ranks, and each saves a part
+        of it."""
+        self.attached: dict[str, Any] = {}
+        self.hooks = StepHooks()
+        self._unstaged = False  # the GPU has no memory for staging
+        self._staging_retry: Retry | None = None  # None: never
+        self._options = options
+        self._parts = (rank, world_size)
+        self._plan: AttachedPlan | None = None
+        self._unheld = False  # trained tensors were changed without the gate
+        self._loose: frozenset[str] = frozenset()
+
+    def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
+        """Adds or replaces things by name. Raises UsageError, UnsupportedStateError."""
+        self.attached.update(checked(things))
+        if rng:
+            self.attached[RNG] = True
+        self._plan = None
+        self._unstaged = False
+
+    def on_gpu(self) -> bool:
+        """Whether a module that is attached lies on a GPU."""
+        modules = (m for m in self.attached.values() if isinstance(m, torch.nn.Module))
+        return any(devices.device_of(p) != devices.HOST for m in modules for p in m.parameters())
+
+    def stop_staging(self, *, for_good: bool) -> None:
+        """From now on checkpoints return when the tensors were read. Without `for_good` staging is
+        tried again some checkpoints later."""
+        self._unstaged = True
+        self._staging_retry = None if for_good else self._staging_retry or Retry()
+        if self._staging_retry is not None:
+            self._staging_retry.refused()
+
+    def retry_staging(self) -> None:
+        """Call it once per checkpoint."""
+        if self._unstaged and self._staging_retry is not None and self._staging_retry.due():
+            self._unstaged = False
+
+    def forget(self) -> None:
+        """Drops the plan: what is attached may have changed."""
+        self._plan = None
+
+    @property
+    def wait(self) -> str:
+        """When checkpoint() returns: "copied", when the source was "read", or "" for at once,
+        because a gate holds the next update back."""
+        if self._options.gate == "auto" and not self.hooks:
+            return "copied"
+        blocking = self._unstaged or self._unheld or self._options.snapshot == "blocking"
+        return "read" if blocking else ""
+
+    def _moved(self, moved: Moved) -> None:
+        """A tensor was changed while it was read, without a gate: from now on it is read before
+        checkpoint() returns. Any thread."""
+        if moved.loose:
+            self._loose |= {moved.loose}
+        else:
+            self._unheld = True
+
+    def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
+        """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError, and
+        UsageError when nothing is attached."""
+        wait = self.wait
+        mode = "sync" if wait else self._options.gate
+        shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)
+        if state is not None:
+            gating = Gating(self.attached, mode, self._loose)
+            about = origin.node({})
+            made = plan_state(state, gating, step, metadata, shape, about)
+        else:
+            made = self._planned(mode, shape, step, metadata)
+        made.wait = wait
+        if made.in_place and not wait:
+            made.reading = Reading.begin(made.in_place, self._moved)
+        return made
+
+    def _planned(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
+        try:
+            return self._of_attached(mode, shape).snapshot(step, metadata)
+        except BaseException:  # Ctrl-C, too: the plan may be half updated
+            self._plan = None
+            raise
+
+    def _of_attached(self, mode: str, shape: Shape) -> AttachedPlan:
+        if not self.attached:
+            raise UsageError(
+                "checkpoint() has nothing to save",
+                hint="call attach(model=..., optimizer=...) first, or pass a state",
+            )
+        wanted = mode, shape, self._loose
+        if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
+            about = origin.node(self.attached)
+            self._plan = AttachedPlan(
+                self.attached, mode=mode, shape=shape, loose=self._loose, about=about
+            )
+        return self._plan

@@ -1,0 +1,365 @@
+"""Hands snapshots over to the native link and the daemon, and notes how each of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+
+from pccheck.daemon.connection import Connection
+from pccheck.daemon.session import Session
+from pccheck.job.steps import Steps
+from pccheck.options import Options
+from pccheck.state.changes import Moved
+from pccheck.state.plan import Snapshot
+from pccheck.warn import LOG, Warner
+from pccheck_native import SNAPSHOTS, Link, NativeError
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DaemonUnreachableError,
+    DeviceError,
+    PccheckError,
+    WaitTimeoutError,
+)
+from pccheck_wire.messages import Begin, CheckpointState
+
+from .exposure import Exposure, Handover
+from .gate import Breaker, Gate, abandon
+from .in_flight import FINAL, NOT_SAVED, InFlight
+from .verdict import LateVerdicts, Verdict
+
+
+class Saver:
+    """Submits snapshots, watches them, holds the gate. Used by the training thread."""
+
+    def __init__(self, session: Session, warner: Warner, options: Options) -> None:
+        self._session = session
+        self._warner = warner
+        self._on_busy = options.on_busy
+        self._raises = options.raises
+        self._stall_limit_s = options.stall_limit_s
+        self._gate = Gate(options.stall_limit_s, self._expired)
+        self._breaker = Breaker(options.stall_limit_s)
+        self._exposure = Exposure(options.transfer, options.stall_limit_s)
+        self._unfinished: dict[int, InFlight] = {}
+        self._pulled: set[int] = set()  # of the unfinished ones
+        self._recent: dict[int, InFlight] = {}  # by entry of the page
+        self._unexplained: list[InFlight] = []
+        self._to_raise: list[CheckpointFailedError] = []
+        self._late = LateVerdicts()
+        self._moved: list[tuple[int, Moved]] = []  # not reported yet
+        self.counts: dict[CheckpointState, int] = {}
+
+    def gate(self, *, on_cpu: bool = False) -> None:
+        """Returns when the tensors may be changed; see Gate.wait."""
+        self._gate.wait(on_cpu=on_cpu)
+        self._report_moved()
+
+    def capturing(self) -> bool:
+        """Whether this thread records a CUDA graph."""
+        return self._exposure.capturing()
+
+    def ready(self) -> Connection:
+        """The connection to use for a checkpoint. Raises CheckpointFailedError or the cause."""
+        connection = self._session.current()
+        if connection is None:
+            self.leave()
+            connection = self._session.reconnect()
+        if connection is None:
+            raise self._session.error or DaemonUnreachableError("no daemon is connected")
+        connection.pump()
+        self._look_around()
+        if self._to_raise:
+            raise self._to_raise.pop(0)
+        if not self._breaker.closed():
+            raise CheckpointFailedError(
+                "the daemon made no progress since it missed stall_limit_s="
+                f"{self._stall_limit_s:g} s",
+                hint="see: pccheckctl status",
+            )
+        return connection
+
+    def submit(
+        self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps
+    ) -> InFlight:
+        """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
+        `wait` asks, or when that failed; without `wait` at once, and the gate holds the next update
+        back. Raises NoStagingError before anything has begun."""
+        part, wait = snapshot.device, snapshot.wait
+        handover = self._prepare(connection, snapshot)
+        steps.of_start(self._session.incarnation)
+        number = connection.next_snapshot()
+        self._free_entry(number)
+        checkpoint = InFlight(step, connection, number)
+        _request(connection, number)
+        try:
+            connection.post(
+                Begin(
+                    number,
+                    step,
+                    snapshot.payload_bytes,
+                    snapshot.tree_offset,
+                    len(snapshot.tree),
+                    self._on_busy,
+                    handover.map if handover else 0,
+                    *self._gate.held.take(),
+                    branch=steps.branch,
+                    repeat=steps.repeat,
+                )
+            )
+            _submit(connection.link, number, snapshot, handover, inline=not wait)
+            self._recent[number % SNAPSHOTS] = self._unfinished[number] = checkpoint
+            if handover and handover.map:
+                self._pulled.add(number)
+            if wait:
+                self._wait(checkpoint, connection, wait)
+            else:
+                host = bool(snapshot.ranges)
+                verdict = self._verdict_on(checkpoint, connection, snapshot)
+                self._gate.add(
+                    checkpoint, connection, snapshot.owners, host=host, part=part, verdict=verdict
+                )
+        except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
+            abandon(checkpoint, connection, self._stall_limit_s)
+            if isinstance(error, NativeError):
+                raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
+            raise
+        return checkpoint
+
+    def _verdict_on(
+        self, checkpoint: InFlight, connection: Connection, snapshot: Snapshot
+    ) -> Verdict | None:
+        if snapshot.reading is None:
+            return None
+        verdict = Verdict(
+            checkpoint, connection, snapshot.reading,
+            lambda item, moved: self._moved.append((item.step, moved)),
+        )  # fmt: skip
+        checkpoint.verdict = verdict
+        self._late.add(verdict, snapshot.payload_bytes)
+        return verdict
+
+    def expose(self, connection: Connection, snapshot: Snapshot) -> None:
+        """Makes the daemon map the GPU memory now. Raises PccheckError."""
+        if snapshot.device is not None:
+            self._exposure.prepare(connection, snapshot.device, queued=self._queued())
+
+    def _queued(self) -> bool:
+        """Whether a snapshot that is to be pulled waits for a slot."""
+        waiting = (self._unfinished[number] for number in self._pulled)
+        return any(item.state is CheckpointState.REQUESTED for item in waiting)
+
+    def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
+        """Prepares GPUs and daemon. Memory is mapped first: the daemon then allocates its own near
+        the GPU."""
+        handover = None
+        try:
+            if snapshot.device is not None:
+                handover = self._exposure.prepare(
+                    connection, snapshot.device, queued=self._queued()
+                )
+            self._session.register(connection, snapshot.payload_bytes)
+        except WaitTimeoutError:
+            self._trip(connection, 0)
+            raise
+        if snapshot.device is not None and snapshot.device.staging_bytes:
+            self._gate.free_staging(snapshot.device, skip=self._on_busy == "skip")
+        return handover
+
+    def _wait(self, checkpoint: InFlight, connection: Connection, what: str) -> None:
+        since_ns = time.monotonic_ns()
+        wait = checkpoint.wait_copied if what == "copied" else checkpoint.wait_read
+        try:
+            while not connection.link.reached(checkpoint.snapshot):  # that is no stall
+                with contextlib.suppress(WaitTimeoutError):
+                    wait(self._stall_limit_s)
+                    break
+            wait(self._stall_limit_s)
+        except WaitTimeoutError:
+            if abandon(checkpoint, connection, self._stall_limit_s):
+                self._expired(checkpoint, connection)
+        except CheckpointFailedError:
+            pass  # the handle has the reason, and `_look_around` reports it
+        finally:
+            self._gate.held.add(since_ns)
+
+    def _free_entry(self, number: int) -> None:
+        """Frees the entry in the page that the snapshot SNAPSHOTS before had."""
+        before = self._recent.get(number % SNAPSHOTS)
+        if before is None:
+            return
+        if before.state not in FINAL:
+            if self._on_busy == "skip":
+                raise _too_many()
+            try:
+                before.wait_durable(self._stall_limit_s)
+            except CheckpointFailedError:
+                pass  # its own handle has the reason
+            except WaitTimeoutError as error:
+                raise _too_many() from error
+        before.settle()
+        del self._recent[number % SNAPSHOTS]
+
+    def _expired(self, checkpoint: InFlight, connection: Connection) -> None:
+        self._warner.once(
+            "stall",
+            f"checkpoint of step {checkpoint.step} failed: the daemon did not copy it within "
+            f"stall_limit_s={self._stall_limit_s:g} s. Training continues; checkpoints are skipped "
+            "until the daemon makes progress (see: pccheckctl status)",
+        )
+        self._trip(connection, checkpoint.snapshot)
+
+    def _trip(self, connection: Connection, snapshot: int) -> None:
+        in_flight = [item for item in self._unfinished.values() if item.state not in FINAL]
+        self._breaker.trip(connection, in_flight, snapshot)
+
+    def _look_around(self) -> None:
+        """Notes checkpoints that ended, and reports the first that failed."""
+        states = [(number, item, item.state) for number, item in self._unfinished.items()]
+        self._report_moved()
+        self._gate.collect()  # after the states: what was abandoned by then has its reason now
+        if self._gate.idle:
+            self._exposure.trim()
+        for number, checkpoint, state in states:
+            copied = state >= CheckpointState.COPIED and state not in NOT_SAVED
+            if copied:
+                self._breaker.copied()
+            if number in self._pulled and (copied or checkpoint.copy_broke):
+                self._pulled.discard(number)
+                if not copied:
+                    self._exposure.broke()
+            if state in FINAL:
+                del self._unfinished[number]
+                self._pulled.discard(number)
+                self._count(checkpoint, state)
+        self._explain()
+
+    def _count(self, checkpoint: InFlight, state: CheckpointState) -> None:
+        self.counts[state] = self.counts.get(state, 0) + 1
+        if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
+            self._warner.over("storage")
+            self._warner.over("stall")
+        elif state is CheckpointState.FAILED:
+            checkpoint.describe_later()
+            self._unexplained.append(checkpoint)
+
+    def _explain(self) -> None:
+        """Reports failures whose reason has arrived; the user knows what was abandoned."""
+        for checkpoint in list(self._unexplained):
+            reason = checkpoint.known_reason
+            if reason is None:
+                checkpoint.describe_later()
+            else:
+                self._unexplained.remove(checkpoint)
+                if not checkpoint.reported:
+                    self._failed_later(checkpoint.step, reason)
+
+    def _failed_later(self, step: int, reason: str) -> None:
+        """One failed after `checkpoint()` had returned: the next call raises or warns."""
+        if self._raises:
+            self._to_raise.append(
+                CheckpointFailedError(f"checkpoint of step {step} failed: {reason}")
+            )
+        else:
+            self.report_failed(step, reason)
+
+    def _report_moved(self) -> None:
+        """Reports tensors that were changed while they were read. Training thread only."""
+        while self._moved:
+            step, moved = self._moved.pop(0)
+            what = f"the frozen parameters of {moved.loose}" if moved.loose else "what it saves"
+            text = (
+                f"checkpoint of step {step} failed: {moved.path} was changed while it was read, "
+                f"outside of an attached optimizer's step. From now on checkpoint() returns only "
+                f"when {what} was read; to keep training meanwhile, call gate() before such a "
+                "change"
+            )
+            if self._raises:
+                self._to_raise.append(CheckpointFailedError(text))
+            else:
+                self._warner.once("moved", text)
+
+    def report_failed(self, step: int, reason: str) -> None:
+        self._warner.once(
+            "storage",
+            f"checkpoint of step {step} failed: {reason}. Training continues; a restart resumes "
+            "from an earlier checkpoint. Later failures are only counted until one succeeds (see: "
+            "pccheckctl status)",
+        )
+
+    def leave(self) -> None:
+        """Call it when the connection has ended or is about to be closed."""
+        for checkpoint in self._recent.values():
+            checkpoint.settle()
+        self._look_around()
+        self._recent.clear()
+        self._unfinished.clear()
+        self._pulled.clear()
+        self._gate.release()
+        self._exposure.forget()
+        self._breaker.reset()
+
+    def drain(self, limit_s: float) -> None:
+        """Waits until everything in flight is durable, superseded or has failed."""
+        self._raises = False  # there is no next call to raise in
+        deadline = time.monotonic() + limit_s
+        for checkpoint in list(self._unfinished.values()):
+            try:
+                checkpoint.wait_durable(max(0.0, deadline - time.monotonic()))
+            except WaitTimeoutError:
+                self._warner.once(
+                    "drain",
+                    f"checkpoint of step {checkpoint.step} is {checkpoint.state} after {limit_s:g} "
+                    "s, and close() waits no longer. The daemon makes durable what is copied; the "
+                    "rest is lost (see: pccheckctl status)",
+                )
+                break
+            except PccheckError as error:
+                LOG.debug("%s", error)
+        connection = self._session.current()
+        if connection is not None:
+            self._look_around()
+            if self._unexplained:
+                for checkpoint in self._unexplained:
+                    _ = checkpoint.reason
+                self._explain()
+
+
+def _too_many() -> CheckpointFailedError:
+    return CheckpointFailedError(
+        f"{SNAPSHOTS} checkpoints are in flight, and no more fit",
+        hint="save less often, or see what delays the oldest one: pccheckctl status",
+    )
+
+
+def _request(connection: Connection, number: int) -> None:
+    """Takes the snapshot's entry in the page. Raises CheckpointFailedError while a GPU still copies
+    the ended snapshot that had it before."""
+    try:
+        connection.link.request(number)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise _too_many() from error
+        raise
+
+
+def _submit(
+    link: Link, number: int, snapshot: Snapshot, handover: Handover | None, *, inline: bool
+) -> None:
+    """Gives the link everything it needs. Without `inline` nothing changes before it was read, and
+    volatile ranges need no copy of their own."""
+    ranges, volatile = snapshot.ranges, snapshot.volatile
+    if not inline:
+        ranges, volatile = ranges + volatile, b""
+    device_ranges, pulled_bytes, pulled_devices = b"", 0, 0
+    if handover is not None:
+        handover.enqueue(link, number)
+        if handover.map:
+            pulled_bytes, pulled_devices = handover.part.nbytes, handover.part.mask
+        else:
+            device_ranges = handover.ranges
+    link.submit(
+        number, ranges, volatile, snapshot.tree, snapshot.tree_offset, device_ranges,
+        pulled_bytes=pulled_bytes, pulled_devices=pulled_devices,
+        provisional=snapshot.reading is not None,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Detects tensors that were changed while a snapshot was still read, without passing a gate.
+
+torch counts the in-place changes of every tensor (`_version`). The counts are taken in
+`checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
+further changes back. The last chunk of the snapshot waits for that verdict (`Link.confirm`), so
+that the daemon never accepts a snapshot with tensors of two steps.
+
+torch counts a change when its operation has ended. So equal counts prove something only where the
+training thread runs no such operation: in a gate, or in another call of this client. For a trainer
+that makes no call for a while (a long step, an idle notebook) a thread compares, too: when
+everything was read, and again after more time than an earlier operation could still take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+from pccheck.daemon.connection import Connection
+from pccheck.state.changes import Moved, Reading
+from pccheck_wire.messages import CheckpointState
+
+from .in_flight import InFlight, entry_of
+
+_FOREVER_NS = 2**63 - 1
+_IDLE_S = 10.0
+#: An operation that changes tensors in place ends within this time, plus the time for the state's
+#: bytes at this rate, on a busy machine, too.
+_OPERATION_S, _OPERATION_BYTES_PER_S = 0.5, 512e6
+#: The upper limit: meanwhile a chunk of the daemon's memory stays in use.
+_LATE_LIMIT_S = 20.0
+_TICK_S = 0.05
+
+
+_NOTHING = Reading([], lambda _: None)
+
+
+class Verdict:
+    """Whether the tensors of one snapshot were left alone until they were read. Given once, by any
+    thread within the rules at the top of this file."""
+
+    def __init__(
+        self,
+        checkpoint: InFlight,
+        connection: Connection,
+        reading: Reading,
+        on_moved: Callable[[InFlight, Moved], None],
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.given = threading.Event()
+        self._connection, self._link = connection, connection.link
+        self._reading = reading
+        self._on_moved = on_moved
+        self._thread = threading.get_ident()
+        self._lock = threading.RLock()  # a signal handler may close the client in the middle
+
+    def give(self) -> None:
+        """Call it when everything was read, or changes are held back from now on, and no operation
+        that changes tensors runs."""
+        with self._lock:
+            if self.given.is_set():
+                return
+            reading = self._reading
+            moved = reading.moved()
+            with contextlib.suppress(ValueError, OSError):  # closed
+                if moved is None:
+                    self._link.confirm(self.checkpoint.snapshot)
+                elif self._link.abandon(self.checkpoint.snapshot):
+                    reading.on_moved(moved)
+                    self._failed(moved)
+            self._reading = _NOTHING  # a handle that is kept keeps no tensors
+            # Before the caller returns: what it changes later does not concern this snapshot.
+            self.given.set()
+
+    def _failed(self, moved: Moved) -> None:
+        self.checkpoint.end(
+            CheckpointState.FAILED,
+            f"abandoned: {moved.path} was changed while it was read, without gate()",
+            reported=True,
+        )
+        self._on_moved(self.checkpoint, moved)
+
+    def ask(self) -> None:
+        """In a call of the client: gives the verdict if that is possible now."""
+        if threading.get_ident() == self._thread and not self.given.is_set():
+            now = entry_of(self._connection, self.checkpoint.snapshot)
+            if now is None or now.source_read:
+                self.give()
+
+    def wait(self, deadline_ns: int) -> None:
+        """Waits until the verdict is possible, and gives it. Only the training thread does so: it
+        changes nothing meanwhile."""
+        if threading.get_ident() == self._thread and not self.given.is_set():
+            with contextlib.suppress(ValueError, OSError):
+                self._link.wait_read(self.checkpoint.snapshot, deadline_ns)
+            self.ask()
+
+    def give_late(self, nbytes: int) -> None:
+        """In a thread of its own, for a trainer that does not call."""
+        with contextlib.suppress(ValueError, OSError):
+            if not self._link.wait_read(self.checkpoint.snapshot, _FOREVER_NS):
+                return
+            limit_s = min(_LATE_LIMIT_S, _OPERATION_S + nbytes / _OPERATION_BYTES_PER_S)
+            # In many short waits: a stopped process runs no operation, either.
+            for _ in range(int(limit_s / _TICK_S)):
+                if self._reading.moved() is not None or self.given.wait(_TICK_S):
+                    break
+            self.give()
+
+
+class LateVerdicts:
+    """A thread that gives the verdicts that the training thread did not, oldest first. It ends when
+    there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[Verdict, int]] = queue.SimpleQueue()
+        self._runs = False
+
+    def add(self, verdict: Verdict, nbytes: int) -> None:
+        """Adds a verdict on tensors of so many bytes."""
+        with self._lock:
+            self._waiting.put((verdict, nbytes))
+            if self._runs:
+                return
+            self._runs = True
+        try:
+            threading.Thread(target=self._run, name="pccheck-verdicts", daemon=True).start()
+        except RuntimeError:  # thread limit: the gate and calls of the client give it
+            self._runs = False
+
+    def _run(self) -> None:
+        while True:
+            try:
+                verdict, nbytes = self._waiting.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._waiting.empty():
+                        self._runs = False
+                        return
+                continue
+            verdict.give_late(nbytes)
+            del verdict

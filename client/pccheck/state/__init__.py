@@ -1,0 +1,1 @@
+"""From a state to the layout of its payload: tree, extents, plan, and what changed since."""

@@ -1,0 +1,124 @@
+"""What may be attached: anything with a state dict, without a framework's wrapper, and dicts of
+plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from pccheck_wire.errors import UsageError
+
+from .flatten import Flattener
+from .plan import RNG
+
+
+class Stateful(Protocol):
+    """Anything that returns and loads its state: a scheduler, a data loader, a scaler, a metric."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class Values:
+    """An attached dict of plain values and tensors: `restore()` puts its items back into the same
+    dict."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
+def checked(things: Mapping[str, object]) -> dict[str, Any]:
+    """What to attach, by name. Raises UsageError for what has no state, UnsupportedStateError for a
+    state that cannot be stored."""
+    return {name: _checked(name, thing) for name, thing in things.items()}
+
+
+def _checked(name: str, thing: object) -> object:
+    if name == RNG:
+        raise UsageError(
+            f"attach({RNG}=...) takes True or False only",
+            hint="attach this under another name",
+        )
+    if isinstance(thing, torch.nn.Module):
+        return _inner_module(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return _inner_optimizer(name, thing)
+    if name == "scheduler":
+        thing = _inner_scheduler(thing)
+    if isinstance(thing, dict) and not hasattr(thing, "state_dict"):
+        thing = Values(thing)
+    if not all(callable(getattr(thing, one, None)) for one in ("state_dict", "load_state_dict")):
+        raise UsageError(
+            f"attach({name}=...): type {type(thing).__name__} has no state_dict, load_state_dict",
+            hint=_hint(thing),
+        )
+    _try(name, thing)
+    return thing
+
+
+def _hint(thing: object) -> str:
+    if isinstance(thing, torch.utils.data.DataLoader):
+        return (
+            "use torchdata's StatefulDataLoader (pip install torchdata): it takes the same "
+            "arguments and saves its place in the data"
+        )
+    return "attach a dict that has the value, or give the object these two methods"
+
+
+def _try(name: str, thing: Any) -> None:
+    """Now, and not at the first checkpoint, perhaps hours later."""
+    try:
+        state = thing.state_dict()
+    except Exception as error:
+        raise UsageError(
+            f"attach({name}=...): state_dict() of {type(thing).__name__} fails: "
+            f"{type(error).__name__}: {error}",
+            hint="attach an object whose state_dict() works from the start; for a data loader use "
+            "torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",
+        ) from error
+    Flattener().node(state, name)
+
+
+def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside torch.compile and plain data parallelism, whose state dicts have the same
+    tensors under other names."""
+    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    while True:
+        if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+            inner = module._modules["_orig_mod"]
+        elif isinstance(module, parallel):
+            inner = module.module
+        else:
+            return module
+        assert isinstance(inner, torch.nn.Module)
+        module = inner
+
+
+def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside a wrapper that is an Optimizer in name only (Accelerate's), and whose
+    step cannot wait."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            raise UsageError(
+                f"attach({name}=...): {type(optimizer).__name__} did not call "
+                "torch.optim.Optimizer.__init__, so its step cannot wait for a copy",
+                hint="attach the optimizer that it wraps",
+            )
+        optimizer = inner
+    return optimizer
+
+
+def _inner_scheduler(scheduler: object) -> object:
+    inner = getattr(scheduler, "scheduler", None)
+    base = torch.optim.lr_scheduler.LRScheduler
+    return inner if isinstance(inner, base) and not isinstance(scheduler, base) else scheduler

@@ -1,0 +1,62 @@
+"""Counts of in-place changes: which tensors of a snapshot were changed since it was asked for.
+
+torch counts the in-place changes of every tensor (`_version`), when the operation has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from torch import Tensor
+
+from .extents import View
+
+_COUNT = attrgetter("_version")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A tensor that was changed without a gate."""
+
+    path: str
+    loose: str  #: the attached thing that has it as a frozen parameter; "" when it is trained
+
+
+class Tensors:
+    """Those that a plan reads in place."""
+
+    def __init__(self, views: Iterable[View]) -> None:
+        read = [(view.tensor, view) for view in views if view.tensor is not None]
+        self._tensors: list[Tensor] = [tensor for tensor, _ in read]
+        self._views = [view for _, view in read]
+
+    def counts(self) -> list[int]:
+        """How often each was changed in place."""
+        return list(map(_COUNT, self._tensors))
+
+    def moved(self, then: list[int]) -> Moved | None:
+        """The first tensor whose count has changed."""
+        now = self.counts()
+        if now == then:
+            return None
+        at = next(i for i, count in enumerate(now) if count != then[i])
+        return Moved(self._views[at].path, self._views[at].loose)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The tensors that one snapshot reads in place, and their counts when it was asked for."""
+
+    parts: list[tuple[Tensors, list[int]]]
+    on_moved: Callable[[Moved], None]  # called by any thread
+
+    @classmethod
+    def begin(cls, parts: Iterable[Tensors], on_moved: Callable[[Moved], None]) -> Reading:
+        """Counts now."""
+        return cls([(tensors, tensors.counts()) for tensors in parts], on_moved)
+
+    def moved(self) -> Moved | None:
+        """The first tensor that was changed since."""
+        found = (tensors.moved(then) for tensors, then in self.parts)
+        return next((moved for moved in found if moved is not None), None)

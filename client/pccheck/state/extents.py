@@ -1,0 +1,308 @@
+"""Views on memory -> extents of the payload, and where the bytes of each extent come from.
+
+    payload = [GPU 0: gated, volatile][zeros][GPU 1 ...][zeros][host gated][host volatile][tree]
+
+A chunk is filled from one side only, hence the zeros: every GPU's section starts at a chunk and
+ends with one. Within a section extents ascend by address, so that neighbours in memory are
+neighbours in the payload and are copied as one. Small neighbours with a gap between them keep their
+distance, and the gap is copied with them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.tree import ITEM_BYTES
+
+from .devices import HOST
+
+#: Extents start here within the payload (PCC_TENSOR_ALIGN).
+EXTENT_ALIGN = 64
+#: Closer than this, extents on a GPU keep their distance in the payload (PCC_EXPOSED_GAP_MAX):
+#: torch rounds every tensor up to it, and a copy for each of many small ones takes far longer.
+GAP_MAX = 512
+#: Up to this much host memory is copied at once beside GPU tensors (counters of optimizers), or of
+#: state dicts that are called every time, so that no gate waits for it on the CPU.
+INLINE_BYTES_MAX = 256 << 10
+
+
+@dataclass(slots=True)
+class View:
+    """A tensor or an array: where its bytes are, and the node that records that."""
+
+    path: str
+    node: tree.Tensor | tree.Array
+    address: int
+    nbytes: int
+    storage: int  # address of the memory that it is a view on
+    owner: object  # keeps that memory
+    volatile: bool = False
+    device: int = HOST  # CUDA ordinal of the GPU that the memory is on
+    shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
+    tensor: torch.Tensor | None = None  # whose in-place changes torch counts
+    loose: str = ""  # read in place as a frozen parameter of the attached thing of that name
+
+
+class Range(NamedTuple):
+    """Payload [offset, offset + nbytes) lies at `address`; as the native link packs them."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+class Shape(NamedTuple):
+    """What the device part is laid out for."""
+
+    chunk_bytes: int = 1 << 20  # of the session's page
+    aside: bool = False  # snapshot="device": what is gated is staged, too, beside training
+    rank: int = 0
+    world_size: int = 0  # of replicated state: shared views are divided among so many ranks
+
+
+IN_PLACE = Shape()
+
+
+def pack(ranges: Iterable[Range]) -> bytes:
+    return b"".join(struct.pack("<QQQ", *item) for item in ranges)
+
+
+def pack_device(ranges: Iterable[Range], device: int) -> bytes:
+    return b"".join(struct.pack("<QQQII", *item, device, 0) for item in ranges)
+
+
+def devices_of(device_ranges: bytes) -> list[int]:
+    """The GPUs that packed device ranges are on."""
+    return sorted({item[3] for item in struct.iter_unpack("<QQQII", device_ranges)})
+
+
+@dataclass(slots=True)
+class Section:
+    """What lies on one GPU. Staged ranges are first copied on the device, to where the payload's
+    order has them: staging memory mirrors the payload from `staging_start` on."""
+
+    device: int
+    in_place: list[Range] = field(default_factory=list)
+    aside: list[Range] = field(default_factory=list)  # staged on a stream of ours
+    staged: list[Range] = field(default_factory=list)  # staged on the trainer's stream
+
+    @property
+    def staging_start(self) -> int:
+        return min((item.offset for item in (*self.aside, *self.staged)), default=0)
+
+    @property
+    def staging_bytes(self) -> int:
+        ends = (item.offset + item.nbytes for item in (*self.aside, *self.staged))
+        return max(ends, default=0) - self.staging_start
+
+    def copies(self, ranges: list[Range]) -> bytes:
+        """For Link.stage: offsets count from where staging starts."""
+        start = self.staging_start
+        return pack(Range(item.address, item.offset - start, item.nbytes) for item in ranges)
+
+    def sources(self, staging: int) -> list[Range]:
+        """Where the bytes are once everything was staged, at the address `staging`. What is there
+        is one range: elsewhere neighbours may be of two allocations, which no copy may span."""
+        nbytes = self.staging_bytes
+        moved = [Range(staging, self.staging_start, nbytes)] if nbytes else []
+        return [*self.in_place, *moved]
+
+
+class DevicePart:
+    """The sections of all GPUs; payload [0, nbytes). Nothing in it changes."""
+
+    def __init__(
+        self, sections: list[Section], nbytes: int, owners: list[object], *, all_staged: bool
+    ) -> None:
+        self.nbytes = nbytes
+        self.owners = owners  #: keep the memory
+        self.all_staged = all_staged
+        self.devices = tuple(section.device for section in sections)
+        self.mask = sum(1 << device for device in self.devices)
+        self.staging_bytes = {s.device: s.staging_bytes for s in sections if s.staging_bytes}
+        self.staged = {s.device: s.copies(s.staged) for s in sections if s.staged}
+        self.aside = {s.device: s.copies(s.aside) for s in sections if s.aside}
+        self._sections = sections
+        self._packed: tuple[Mapping[int, int], bytes] | None = None
+
+    def ranges(self, staging: Mapping[int, int]) -> bytes:
+        """Packed device ranges, with staging memory at these addresses by GPU."""
+        if self._packed is None or self._packed[0] != staging:
+            packed = b"".join(
+                pack_device(section.sources(staging.get(section.device, 0)), section.device)
+                for section in self._sections
+            )
+            self._packed = (dict(staging), packed)
+        return self._packed[1]
+
+
+@dataclass(slots=True)
+class Layout:
+    """Extents for a set of views; host ranges that the gate protects, and volatile ones."""
+
+    extents: list[tree.Extent] = field(default_factory=list)
+    gated: list[Range] = field(default_factory=list)
+    volatile: list[Range] = field(default_factory=list)
+    owners: list[object] = field(default_factory=list)
+    device: DevicePart | None = None
+    end: int = 0
+
+    @property
+    def is_small(self) -> bool:
+        """Whether so little host memory is gated that it is copied at once where that helps."""
+        return sum(item.nbytes for item in self.gated) <= INLINE_BYTES_MAX
+
+    @property
+    def inline(self) -> bool:
+        """Whether no host memory is to be read later, because that of GPUs is."""
+        return self.device is not None and self.is_small
+
+    def packed(self, *, inline: bool) -> tuple[bytes, bytes]:
+        """Host ranges that are read later, and those that are copied at once: all if `inline`."""
+        gated, volatile = pack(self.gated), pack(self.volatile)
+        return (b"", gated + volatile) if inline else (gated, volatile)
+
+
+class _Group(NamedTuple):
+    """Views that share memory: one extent."""
+
+    volatile: bool
+    first: int  # where the first of them is in the state
+    views: list[View]  # by ascending address
+
+    @property
+    def is_shared(self) -> bool:
+        return all(view.shared for view in self.views)
+
+    @property
+    def nbytes(self) -> int:
+        return max(view.address + view.nbytes for view in self.views) - self.views[0].address
+
+
+def lay_out(
+    views: list[View], shape: Shape = IN_PLACE, *, start: int = 0, first_extent: int = 0
+) -> Layout:
+    """Gives every view its extent (numbered from `first_extent`) and its place in it.
+
+    Views that overlap in memory, or touch within one storage, share an extent, so that aliases
+    survive. On the host the order is that of first appearance in the state: equal states give
+    equal payloads. GPU views need start=0.
+    """
+    layout = Layout(end=start)
+    by_device: dict[int, list[tuple[int, View]]] = {}
+    for item in enumerate(views):
+        by_device.setdefault(item[1].device, []).append(item)
+    groups = {device: _groups(items) for device, items in by_device.items()}
+    if shape.world_size:
+        groups = _divide(layout, groups, shape, first_extent)
+    host = groups.pop(HOST, [])
+    if groups:
+        assert start == 0
+        _lay_out_devices(layout, groups, shape)
+    for group in sorted(host, key=lambda group: group[:2]):
+        placed = _place(layout, group, first_extent, shape)
+        (layout.volatile if group.volatile else layout.gated).append(placed)
+        layout.owners.extend(view.owner for view in group.views)
+    return layout
+
+
+def _divide(
+    layout: Layout, groups: dict[int, list[_Group]], shape: Shape, first_extent: int
+) -> dict[int, list[_Group]]:
+    """Divides what every rank has among the ranks, by size, in the same way on each of them.
+    Returns this rank's part; the others' extents get no bytes here."""
+    shared = [group for some in groups.values() for group in some if group.is_shared]
+    loads = [0] * shape.world_size
+    elsewhere: set[int] = set()
+    for group in sorted(shared, key=lambda group: (-group.nbytes, group.first)):
+        owner = loads.index(min(loads))
+        loads[owner] += group.nbytes
+        if owner != shape.rank:
+            elsewhere.add(group.first)
+            _add_extent(layout, group, first_extent, tree.ELSEWHERE, owner)
+    left = {
+        device: [group for group in some if group.first not in elsewhere]
+        for device, some in groups.items()
+    }
+    return {device: some for device, some in left.items() if some}
+
+
+def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Shape) -> None:
+    sections: list[Section] = []
+    owners: list[object] = []
+    for device in sorted(groups):
+        section = Section(device)
+        gated = section.aside if shape.aside else section.in_place
+        for group in sorted(groups[device], key=lambda group: group.volatile):
+            placed = section.staged if group.volatile else gated
+            gap = _gap(placed, group) if placed else 0
+            placed.append(_place(layout, group, 0, shape, gap))
+            owners.extend(view.owner for view in group.views)
+        layout.end = -(-layout.end // shape.chunk_bytes) * shape.chunk_bytes
+        sections.append(section)
+    layout.device = DevicePart(sections, layout.end, owners, all_staged=shape.aside)
+    layout.owners.append(layout.device)
+
+
+def _groups(views: list[tuple[int, View]]) -> list[_Group]:
+    """Views of one device, by what they share; groups by ascending address."""
+    groups: list[list[tuple[int, View]]] = []
+    end, storage = -1, -1
+    for item in sorted(views, key=lambda item: (item[1].address, -item[1].nbytes)):
+        view = item[1]
+        if view.address < end or (view.address == end and view.storage == storage):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+        end = max(end, view.address + view.nbytes)
+        storage = view.storage
+    return [_group(group) for group in groups]
+
+
+def _group(items: list[tuple[int, View]]) -> _Group:
+    views = [view for _, view in items]
+    volatile = any(view.volatile for view in views)
+    for view in views:
+        view.volatile = volatile
+    return _Group(volatile, min(at for at, _ in items), views)
+
+
+def _gap(placed: list[Range], group: _Group) -> int:
+    """The gap between the last range and the group in memory, when it is kept; else 0."""
+    last = placed[-1]
+    gap = group.views[0].address - last.address - last.nbytes
+    return gap if gap < GAP_MAX and (last.offset + last.nbytes + gap) % EXTENT_ALIGN == 0 else 0
+
+
+def _place(layout: Layout, group: _Group, first_extent: int, shape: Shape, gap: int = 0) -> Range:
+    """The next extent of the payload is the group's, `gap` bytes behind the one before."""
+    offset = -(-(layout.end + gap) // EXTENT_ALIGN) * EXTENT_ALIGN
+    owner = shape.rank if shape.world_size and group.is_shared else -1
+    _add_extent(layout, group, first_extent, offset, owner)
+    layout.end = offset + group.nbytes
+    return Range(group.views[0].address, offset, group.nbytes)
+
+
+def _add_extent(layout: Layout, group: _Group, first_extent: int, offset: int, owner: int) -> None:
+    first = group.views[0]
+    lead = (first.address - first.storage) % tree.LEAD_ALIGN
+    for view in group.views:
+        _record(view, first_extent + len(layout.extents), view.address - first.address, lead)
+    layout.extents.append(tree.Extent(offset, group.nbytes, lead, owner))
+
+
+def _record(view: View, extent: int, offset: int, lead: int) -> None:
+    node = view.node
+    if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
+        raise UnsupportedStateError(
+            f"{view.path}: the tensor overlaps another one at an odd address for {node.dtype}",
+            hint="attach a clone of it",
+        )
+    node.extent, node.offset = extent, offset

@@ -1,0 +1,236 @@
+"""A state -> nodes of the tree, and views on memory.
+
+Nothing is copied here. What cannot be represented is refused by its path in the state.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.tree import ITEM_BYTES, Node, Tag
+
+from . import devices
+from .extents import View
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)
+}
+_FACTORIES: dict[object, str] = {
+    None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float", str: "str",
+    tuple: "tuple", bool: "bool", bytes: "bytes", complex: "complex", frozenset: "frozenset",
+    collections.Counter: "Counter", collections.OrderedDict: "OrderedDict",
+}  # fmt: skip
+_ARRAY_KINDS = "biufcSUmM"
+_KEY_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
+class Flattener:
+    """Collects nodes and views of one state or of several."""
+
+    def __init__(self) -> None:
+        self.views: list[View] = []
+        self._open: set[int] = set()  # the containers around the value
+
+    def node(self, value: object, path: str) -> Node:
+        """The node of a value; its tensors are added to `views`.
+
+        Raises UnsupportedStateError that names the path of what cannot be represented.
+        """
+        make = _MAKERS.get(type(value))
+        if make is not None:
+            return make(self, value, path)
+        if isinstance(value, np.generic):
+            return _scalar(value, path)
+        raise _unsupported(value, path)
+
+    def _items(self, container: Iterable[object], path: str, owner: object) -> list[Node]:
+        self._enter(owner, path)
+        nodes = [self.node(item, tree.join(path, index)) for index, item in enumerate(container)]
+        self._open.discard(id(owner))
+        return nodes
+
+    def _enter(self, owner: object, path: str) -> None:
+        if id(owner) in self._open:
+            raise UnsupportedStateError(
+                f"{path}: the container contains itself", hint="save it without the cycle"
+            )
+        if len(self._open) >= tree.DEPTH_MAX - 4:
+            raise UnsupportedStateError(
+                f"{path}: nested more than {tree.DEPTH_MAX - 4} levels deep",
+                hint="save a flatter structure",
+            )
+        self._open.add(id(owner))
+
+    def sequence(self, value: Any, path: str) -> Node:
+        if set(map(type, value)) <= _KEY_TYPES:  # long lists of numbers: parameter ids, generators
+            return tree.Sequence(_SEQUENCE_TAGS[type(value)], list(value))
+        return tree.Sequence(_SEQUENCE_TAGS[type(value)], self._items(value, path, value))
+
+    def hashed(self, value: Any, path: str) -> Node:
+        return tree.Sequence(
+            _SEQUENCE_TAGS[type(value)], [_key(item, f"{path}{{...}}") for item in value]
+        )
+
+    def mapping(self, value: Any, path: str) -> Node:
+        self._enter(value, path)
+        items: list[tuple[Node, Node]] = []
+        for key, item in value.items():
+            key_node = _key(key, path)
+            items.append((key_node, self.node(item, tree.join(path, key))))
+        factory, attributes = "", None
+        if type(value) is collections.defaultdict:
+            if value.default_factory not in _FACTORIES:
+                raise UnsupportedStateError(
+                    f"{path}: a defaultdict of {value.default_factory!r} cannot be stored",
+                    hint=f"use a dict, or one of {', '.join(filter(None, tree.FACTORIES))}",
+                )
+            factory = _FACTORIES[value.default_factory]
+        elif type(value) is collections.OrderedDict and hasattr(value, "_metadata"):
+            attributes = self.node(value._metadata, f"{path}._metadata")
+        self._open.discard(id(value))
+        return tree.Mapping(_MAPPING_TAGS[type(value)], items, factory, attributes)
+
+    def tensor(self, value: Any, path: str) -> Node:
+        _check_tensor(value, path)
+        device = devices.device_of(value)
+        flags = tree.REQUIRES_GRAD if value.requires_grad else 0
+        if device != devices.HOST:
+            flags |= tree.ON_DEVICE
+        if type(value) is torch.nn.Parameter:
+            flags |= tree.PARAMETER
+        elif getattr(value, "_is_buffer", False):
+            flags |= tree.BUFFER
+        node = tree.Tensor(list(value.shape), list(value.stride()), DTYPE_NAMES[value.dtype], flags)
+        nbytes = tree.span_bytes(node.shape, node.strides, ITEM_BYTES[node.dtype])
+        if nbytes:
+            storage = value.untyped_storage()
+            self.views.append(
+                View(
+                    path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage,
+                    device=device, tensor=value,
+                )
+            )  # fmt: skip
+        return node
+
+    def array(self, value: Any, path: str) -> Node:
+        if value.dtype.kind not in _ARRAY_KINDS:
+            raise UnsupportedStateError(
+                f"{path}: a NumPy array of dtype {value.dtype} cannot be stored",
+                hint="convert it to numbers or text",
+            )
+        order = "C" if value.flags.c_contiguous else "F"
+        if not value.flags.forc:
+            value = np.ascontiguousarray(value)
+            order = "C"
+        node = tree.Array(value.dtype.str, list(value.shape), order, value.nbytes)
+        if value.nbytes:
+            address = value.__array_interface__["data"][0]
+            self.views.append(View(path, node, address, value.nbytes, address, value))
+        return node
+
+
+def _plain(_flattener: Flattener, value: Any, _path: str) -> Node:
+    node: Node = value
+    return node
+
+
+def _dtype(_flattener: Flattener, value: Any, path: str) -> Node:
+    if value not in DTYPE_NAMES:
+        raise UnsupportedStateError(f"{path}: the dtype {value} cannot be stored")
+    return tree.Named(Tag.DTYPE, DTYPE_NAMES[value])
+
+
+def _device(_flattener: Flattener, value: Any, _path: str) -> Node:
+    return tree.Named(Tag.DEVICE, str(value))
+
+
+_SEQUENCE_TAGS: dict[Any, Tag] = {
+    list: Tag.LIST, tuple: Tag.TUPLE, set: Tag.SET, frozenset: Tag.FROZENSET,
+    torch.Size: Tag.SIZE,
+}  # fmt: skip
+_MAPPING_TAGS: dict[Any, Tag] = {
+    dict: Tag.DICT, collections.OrderedDict: Tag.ORDERED, collections.Counter: Tag.COUNTER,
+    collections.defaultdict: Tag.DEFAULT,
+}  # fmt: skip
+_MAKERS: dict[type, Callable[[Flattener, Any, str], Node]] = {
+    **dict.fromkeys(_KEY_TYPES, _plain),
+    **dict.fromkeys((list, tuple, torch.Size), Flattener.sequence),
+    **dict.fromkeys((set, frozenset), Flattener.hashed),
+    **dict.fromkeys(_MAPPING_TAGS, Flattener.mapping),
+    **dict.fromkeys((torch.Tensor, torch.nn.Parameter), Flattener.tensor),
+    np.ndarray: Flattener.array,
+    torch.dtype: _dtype,
+    torch.device: _device,
+    tree.Fragment: _plain,
+}
+
+
+def _key(value: object, path: str) -> Node:
+    """A key of a mapping or an item of a set: a scalar, or a tuple or frozenset of such."""
+    if type(value) in _KEY_TYPES:
+        return value  # type: ignore[return-value]
+    if type(value) in (tuple, frozenset):
+        items = [_key(item, path) for item in value]  # type: ignore[attr-defined]
+        return tree.Sequence(_SEQUENCE_TAGS[type(value)], items)
+    raise UnsupportedStateError(
+        f"{path}: a key or set item of type {_name(value)} cannot be stored",
+        hint="use int, str, float, bool, None, bytes, complex, or tuples of those",
+    )
+
+
+def _scalar(value: Any, path: str) -> Node:
+    if value.dtype.kind not in _ARRAY_KINDS:
+        raise UnsupportedStateError(
+            f"{path}: a NumPy scalar of dtype {value.dtype} cannot be stored"
+        )
+    return tree.Scalar(value.dtype.str, value.tobytes())
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _unsupported(value: object, path: str) -> UnsupportedStateError:
+    where = path or "the state"
+    if isinstance(value, torch.Tensor):
+        return UnsupportedStateError(
+            f"{where}: a tensor of the subclass {_name(value)} cannot be stored",
+            hint="pass its plain tensors, or leave it out; for DTensors see examples/fsdp2.py",
+        )
+    return UnsupportedStateError(
+        f"{where}: a value of type {_name(value)} cannot be stored",
+        hint="convert it to plain Python values, tensors or NumPy arrays, or leave it out",
+    )
+
+
+def _check_tensor(value: torch.Tensor, path: str) -> None:
+    why = hint = ""
+    if value.is_nested:
+        why = "a nested tensor"
+    elif value.layout is not torch.strided:
+        why = f"a tensor of layout {value.layout}"
+        hint = "store its indices and values"
+    elif value.device.type == "meta":
+        why = "a tensor on the meta device, which has no data"
+    elif value.device.type not in ("cpu", "cuda"):
+        why = f"a tensor on {value.device}"
+        hint = "pass tensor.cpu(); only CPU and CUDA tensors are copied from where they lie"
+    elif devices.device_of(value) >= devices.DEVICES_MAX:
+        why = f"a tensor on {value.device}, beyond {devices.DEVICES_MAX} GPUs,"
+        hint = "show this process its own GPUs only, by CUDA_VISIBLE_DEVICES"
+    elif value.is_quantized or value.dtype not in DTYPE_NAMES:
+        why = f"a tensor of dtype {value.dtype}"
+    elif value.is_conj() or value.is_neg():
+        why = "a lazily conjugated or negated view"
+        hint = "call .resolve_conj() or .resolve_neg()"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(value):
+        why = "a tensor inside of a functorch transform"
+    if why:
+        raise UnsupportedStateError(f"{path or 'the state'}: {why} cannot be stored", hint=hint)

@@ -1,0 +1,110 @@
+"""Which memory may be read after `checkpoint()` has returned, and which is copied at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .extents import View
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class Gating:
+    """Sorts views into those that are read in place, in the background, and volatile ones, which
+    are copied before `checkpoint()` returns, or on a GPU before what is enqueued after it.
+
+    Mode "auto": what attached optimizers train and keep as state waits for their steps, and frozen
+    parameters of attached modules hardly ever change: both are read in place. A change that comes
+    without a gate fails that checkpoint (verdict.py); from then on the frozen parameters of that
+    attached thing are volatile (`loose`). Mode "manual": the user promises to call `gate()` before
+    any update, so all is read in place. In both modes buffers of modules are volatile: forward
+    changes them, with kernels whose changes torch does not count (batch_norm's).
+    Mode "sync": nothing needs sorting, since `checkpoint()` returns when everything was read.
+    """
+
+    def __init__(
+        self, attached: Mapping[str, Any], mode: str, loose: Collection[str] = frozenset()
+    ) -> None:
+        self.mode = mode
+        things = attached.values()
+        modules = {name: m for name, m in attached.items() if isinstance(m, torch.nn.Module)}
+        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
+        holders = itertools.chain(modules.values(), *map(_modules_within, things))
+        self._buffers = {_storage(b) for m in holders for b in m.buffers() if _plain(b)}
+        self._trained = [parameter for one in optimizers for parameter in _trained_by(one)]
+        updated = itertools.chain(self._trained, *map(_state_of, optimizers))
+        self._gated = {_storage(tensor) for tensor in updated}
+        frozen = [
+            (name, parameter)
+            for name, module in modules.items() if name not in loose
+            for parameter in module.parameters()
+            if not parameter.requires_grad and _plain(parameter)
+        ]  # fmt: skip
+        self._frozen = [parameter for _, parameter in frozen]
+        self._frozen_in = {_storage(parameter): name for name, parameter in frozen}
+
+    def holds(self) -> bool:
+        """False when a parameter was frozen or unfrozen since."""
+        return all(map(_REQUIRES_GRAD, self._trained)) and not any(
+            map(_REQUIRES_GRAD, self._frozen)
+        )
+
+    def mark(self, views: list[View], *, promised: bool = True) -> None:
+        """Sets `volatile`, `loose` and `shared`; without `promised` the views may differ between
+        ranks."""
+        for view in views:
+            view.shared = promised and view.storage not in self._buffers
+            if self.mode != "sync":
+                view.volatile = not self._in_place(view)
+
+    def _in_place(self, view: View) -> bool:
+        if view.storage in self._buffers or _uncounted(view):
+            return False
+        if self.mode == "manual" or view.storage in self._gated:
+            return True
+        view.loose = self._frozen_in.get(view.storage, "")
+        return bool(view.loose)
+
+
+def _uncounted(view: View) -> bool:
+    """Whether torch does not count its changes."""
+    return view.tensor is not None and view.tensor.is_inference()
+
+
+def _modules_within(thing: object) -> list[torch.nn.Module]:
+    """The modules that something attached wraps."""
+    if isinstance(thing, torch.nn.Module):
+        return []
+    inside = getattr(thing, "__dict__", {}).values()
+    return [value for value in inside if isinstance(value, torch.nn.Module)]
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+    ):  # wrappers without memory; refused later, by path
+        return 0
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
+    return [p for p in parameters if p.requires_grad and _plain(p)]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    entries = (entry for entry in optimizer.state.values() if isinstance(entry, dict))
+    values = itertools.chain.from_iterable(entry.values() for entry in entries)
+    return [v for v in values if isinstance(v, torch.Tensor) and _plain(v)]

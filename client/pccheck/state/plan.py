@@ -1,0 +1,271 @@
+"""What `checkpoint()` hands over: built once for attached state, checked at every checkpoint.
+
+The check builds nothing. It compares the tensors (by identity), their addresses, sizes, strides and
+dtypes; any difference means a new plan. It costs about 0.2 us per tensor. Modules and optimizers
+that customise their state dict take the slow path, which calls it every time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import torch
+
+from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError
+
+from .changes import Reading, Tensors
+from .devices import HOST
+from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out
+from .flatten import Flattener
+from .gating import Gating
+from .rng import captured_node
+from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
+
+#: The name under which `attach(rng=True)` keeps the generators' states.
+RNG = "rng"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything the native link needs for one checkpoint; `owners` keep the memory alive.
+
+    `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
+    `wait`: when checkpoint() returns: once the snapshot is "copied", its source is "read", or ""
+    for at once. `in_place`: the tensors that are not copied at once; `reading` detects changes of
+    them.
+    """
+
+    ranges: bytes
+    volatile: bytes
+    tree: bytes
+    tree_offset: int
+    owners: list[object]
+    device: DevicePart | None = None
+    wait: str = ""
+    in_place: list[Tensors] = field(default_factory=list)
+    reading: Reading | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.tree_offset + len(self.tree)
+
+
+def plan_state(
+    state: object,
+    gating: Gating,
+    step: int,
+    metadata: tree.Node,
+    shape: Shape = IN_PLACE,
+    about: tree.Node = None,
+) -> Snapshot:
+    """A snapshot of a state that was given to `checkpoint(state)`."""
+    flattener = Flattener()
+    root = flattener.node(state, "")
+    gating.mark(flattener.views)
+    # It is not known which of these tensors are equal on all ranks: each rank stores its own.
+    layout = lay_out(flattener.views, shape._replace(world_size=0))
+    described = tree.Tree(step, metadata, False, layout.extents, root, about)
+    return _encoded(layout, described, flattener.views)
+
+
+def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapshot:
+    return Snapshot(
+        *layout.packed(inline=layout.inline), tree.encode(described), _aligned(layout.end),
+        layout.owners, layout.device, in_place=_in_place(views, host=not layout.inline),
+    )  # fmt: skip
+
+
+def _in_place(views: list[View], *, host: bool = True) -> list[Tensors]:
+    """Those of the views, laid out already, that are read later; on GPUs only unless `host`."""
+    found = [view for view in views if not view.volatile and (host or view.device != HOST)]
+    return [Tensors(found)] if found else []
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // EXTENT_ALIGN) * EXTENT_ALIGN
+
+
+def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
+    """The node of something attached whose state dict is called every time."""
+    if name == RNG and thing is True:
+        return captured_node(flattener, name)
+    return flattener.node(_state_of(name, thing), name)
+
+
+def _state_of(name: str, thing: Any) -> object:
+    """Raises UnsupportedStateError."""
+    try:
+        return thing.state_dict()
+    except Exception as error:  # the user's code must not end training
+        raise UnsupportedStateError(
+            f"{name}: its state_dict() fails: {type(error).__name__}: {error}",
+            hint="mend that state_dict(); until then checkpoints fail",
+        ) from error
+
+
+class AttachedPlan:
+    """The plan for everything that was attached, under its names. Calling thread only."""
+
+    def __init__(
+        self,
+        attached: Mapping[str, Any],
+        *,
+        mode: str,
+        shape: Shape = IN_PLACE,
+        loose: frozenset[str] = frozenset(),
+        about: tree.Node = None,
+    ) -> None:
+        self._attached = dict(attached)
+        self._about = tree.Fragment(tree.encode_node(about))
+        self.mode = mode
+        self.shape = shape
+        self.loose = loose  #: see Gating
+        self._fast: _FastPlan | None = None
+        self.rebuilt = 0  #: how often the plan was made
+
+    def snapshot(self, step: int, metadata: tree.Node) -> Snapshot:
+        """The state as it is now. Raises UnsupportedStateError by path."""
+        if self._fast is None or not self._fast.holds():
+            self._fast = None  # releases its tensors
+            self.rebuilt += 1
+            if all(map(_is_plain, self._attached.values())):
+                self._fast = _FastPlan(self._attached, self._gating(), self.shape, self._about)
+        if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
+            return made
+        return self._slow(step, metadata)
+
+    def _gating(self) -> Gating:
+        return Gating(self._attached, self.mode, self.loose)
+
+    def _slow(self, step: int, metadata: tree.Node) -> Snapshot:
+        flattener = Flattener()
+        gating = self._gating()
+        items: list[tuple[tree.Node, tree.Node]] = []
+        for name, thing in self._attached.items():
+            first = len(flattener.views)
+            items.append((name, _dynamic_node(name, thing, flattener)))
+            own = isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+            gating.mark(flattener.views[first:], promised=own)
+        root = tree.Mapping(tree.Tag.DICT, items)
+        layout = lay_out(flattener.views, self.shape)
+        described = tree.Tree(step, metadata, True, layout.extents, root, self._about)
+        return _encoded(layout, described, flattener.views)
+
+
+def _is_plain(thing: Any) -> bool:
+    if isinstance(thing, torch.nn.Module):
+        return ModuleWatch.suits(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return OptimizerWatch.suits(thing)
+    return True
+
+
+class _FastPlan:
+    """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
+
+    def __init__(
+        self, attached: Mapping[str, Any], gating: Gating, shape: Shape, about: tree.Fragment
+    ) -> None:
+        flattener = Flattener()
+        self._about = about.data
+        self._attached = attached
+        self._optimizers: list[OptimizerWatch] = []
+        modules: list[ModuleWatch] = []
+        static: dict[str, tree.Node | OptimizerWatch] = {}
+        for name, thing in attached.items():
+            if isinstance(thing, torch.nn.Module):
+                static[name] = flattener.node(_state_of(name, thing), name)
+                modules.append(ModuleWatch(thing))
+            elif isinstance(thing, torch.optim.Optimizer):
+                watch = static[name] = OptimizerWatch(thing, flattener, name)
+                self._optimizers.append(watch)
+        gating.mark(flattener.views)
+        layout = lay_out(flattener.views, shape)
+        self._parts = [  # extents are known: what is static can be encoded
+            (tree.encode_node(name), _encoder(static[name]) if name in static else None, name)
+            for name in attached
+        ]
+        self._root_head = _ROOT_HEAD(2) + _ROOT_PACK(tree.Tag.DICT) + _ROOT_HEAD(2 * len(attached))
+        self._gating = gating
+        self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers]
+        self._geometry = GeometryWatch([t for watch in self._watches for t in watch.tensors])
+        self._keep(layout, flattener.views)
+
+    def _keep(self, layout: Layout, views: list[View]) -> None:
+        self._gated, self._volatile = layout.packed(inline=layout.inline)
+        self._in_place = _in_place(views, host=not layout.inline)
+        self._device = layout.device
+        self._owners: list[object] = layout.owners
+        self._end = layout.end
+        self._extent_count = len(layout.extents)
+        self._extents = b"".join(map(tree.Extent.packed, layout.extents))
+        self._shared = any(extent.owner >= 0 for extent in layout.extents)
+        self._extents_node = tree.encode_node(self._extents)
+        spans = sorted((view.address, view.address + view.nbytes) for view in views)
+        self._starts = [start for start, _ in spans]
+        self._ends: list[int] = []
+        for _, end in spans:  # running maximum: the farthest end of all that start before
+            self._ends.append(max(end, self._ends[-1]) if self._ends else end)
+
+    def holds(self) -> bool:
+        """Whether all is where it was. Identity first: geometry is of the same tensors."""
+        return (
+            all(watch.holds() for watch in self._watches)
+            and self._geometry.holds()
+            and self._gating.holds()
+        )
+
+    def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
+        """None when a state that is not static is on a GPU, whose section is fixed here, or shares
+        memory with the static tensors."""
+        flattener = Flattener()
+        nodes: dict[str, tree.Node] = {}
+        for _, encoder, name in self._parts:
+            if encoder is None:
+                nodes[name] = _dynamic_node(name, self._attached[name], flattener)
+        for watch in self._optimizers:
+            watch.take_groups(flattener)
+        gated, volatile, in_place = self._gated, self._volatile, self._in_place
+        extents, end, owners = self._extents_node, self._end, self._owners
+        if flattener.views:
+            if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
+                return None
+            self._gating.mark(flattener.views, promised=False)
+            layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
+            later, at_once = layout.packed(inline=layout.is_small)
+            gated, volatile = gated + later, volatile + at_once
+            in_place = in_place + _in_place(flattener.views, host=not layout.is_small)
+            extents = tree.encode_node(
+                self._extents + b"".join(map(tree.Extent.packed, layout.extents))
+            )
+            end, owners = layout.end, [self._owners, layout.owners]
+        root = [self._root_head]
+        for key, encoder, name in self._parts:
+            root.append(key)
+            root.append(encoder() if encoder else tree.encode_node(nodes[name]))
+        data = tree.assemble(
+            step, metadata, True, extents, root, shared=self._shared, about=self._about
+        )
+        return Snapshot(
+            gated, volatile, data, _aligned(end), owners, self._device, in_place=in_place
+        )
+
+    def _overlaps(self, view: View) -> bool:
+        before = bisect.bisect_left(self._starts, view.address + view.nbytes)
+        return before > 0 and self._ends[before - 1] > view.address
+
+
+def _encoder(part: tree.Node | OptimizerWatch) -> Callable[[], bytes]:
+    if isinstance(part, OptimizerWatch):
+        return part.encoder()
+    data = tree.encode_node(part)
+    return lambda: data
+
+
+_ROOT_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
+_ROOT_HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header

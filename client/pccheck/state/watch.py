@@ -1,0 +1,253 @@
+"""Cheap checks that attached state is still what its plan was made of.
+
+They run at every checkpoint on the training thread, right after an update that filled the caches
+with other data: hence the loops in C, and comparison by identity, which reads little memory. Equal
+objects in the place of others count as a change, which only costs a new plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pccheck_native import same_geometry, same_items, same_values, tensor_geometry
+from pccheck_wire import tree
+
+from .flatten import Flattener
+
+_Module = torch.nn.Module
+_Optimizer = torch.optim.Optimizer
+_DTYPE = operator.attrgetter("dtype")
+_IMAGINARY = (torch.complex32, torch.complex64, torch.complex128)
+_CHILDREN = operator.itemgetter("_parameters", "_buffers", "_modules")
+_HOOKS = operator.itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
+_SKIPPED = operator.itemgetter("_non_persistent_buffers_set")
+_PART_KEYS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_PARTS = operator.itemgetter(*_PART_KEYS)
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+def _items(dicts: list[dict[Any, Any]]) -> tuple[object, ...]:
+    """What `same_items` compares with."""
+    return tuple(chain.from_iterable([*chain.from_iterable(dict.items(d)), d] for d in dicts))
+
+
+class GeometryWatch:
+    """Where tensors lie, their sizes, strides and dtypes."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._lazy = [t for t in tensors if t.dtype in _IMAGINARY]  # may become conjugated views
+        self._packed: bytes | None = None
+        self._exchange = _exchange()
+        if self._exchange is not None:
+            # DLPack raises for dtypes that it does not know; the slow way works for all.
+            with contextlib.suppress(Exception):
+                self._packed = tensor_geometry(self._exchange, tensors)
+        self._pointers = list(map(Tensor.data_ptr, tensors))
+        self._sizes = list(map(Tensor.size, tensors))
+        self._strides = list(map(Tensor.stride, tensors))
+        self._dtypes = list(map(_DTYPE, tensors))
+
+    def holds(self) -> bool:
+        if self._packed is not None:
+            same = same_geometry(self._exchange, self._tensors, self._packed)
+        else:
+            same = self._holds_slowly()
+        return same and not any(map(Tensor.is_conj, self._lazy))
+
+    def _holds_slowly(self) -> bool:
+        tensors = self._tensors
+        return (
+            list(map(Tensor.data_ptr, tensors)) == self._pointers
+            and list(map(Tensor.size, tensors)) == self._sizes
+            and list(map(Tensor.stride, tensors)) == self._strides
+            and list(map(_DTYPE, tensors)) == self._dtypes
+        )
+
+
+def _exchange() -> object:
+    """torch's C functions for DLPack, which read all tensors in one call, three times faster; None
+    before torch 2.10."""
+    return getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+class ModuleWatch:
+    """The parameters and buffers of a module and of all modules below it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        modules = list(module.modules())
+        self._modules = modules
+        self._types = list(map(type, modules))
+        self._vars = list(map(vars, modules))
+        self._parts = tuple(chain.from_iterable(map(_PARTS, self._vars)))
+        self._dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_CHILDREN, self._vars)))
+        self._items = _items(self._dicts)
+        self._hooks = list(chain.from_iterable(map(_HOOKS, self._vars)))
+        self._skipped = list(map(_SKIPPED, self._vars))
+        self._skipped_then = list(map(set, self._skipped))
+        self.tensors = list(module.state_dict(keep_vars=True).values())
+
+    @staticmethod
+    def suits(module: torch.nn.Module) -> bool:
+        """Whether no class or hook customises the state dict."""
+        return all(
+            cls.state_dict is _Module.state_dict
+            and cls._save_to_state_dict is _Module._save_to_state_dict
+            and cls.get_extra_state is _Module.get_extra_state
+            for cls in {type(m) for m in module.modules()}
+        ) and not any(
+            "state_dict" in vars(m) or "_save_to_state_dict" in vars(m) or any(_HOOKS(vars(m)))
+            for m in module.modules()
+        )
+
+    @staticmethod
+    def loads_plainly(module: torch.nn.Module) -> bool:
+        """Whether its state dict can be put in place without load_state_dict(); torch's own modules
+        customise that only for checkpoints of older versions."""
+        return ModuleWatch.suits(module) and all(
+            type(m).load_state_dict is _Module.load_state_dict
+            and (
+                type(m)._load_from_state_dict is _Module._load_from_state_dict
+                or type(m).__module__.startswith("torch.nn.")
+            )
+            and not m._load_state_dict_pre_hooks
+            and not m._load_state_dict_post_hooks
+            and "load_state_dict" not in vars(m)
+            for m in module.modules()
+        )
+
+    def holds(self) -> bool:
+        return (
+            same_values(self._vars, _PART_KEYS, self._parts)
+            and same_items(self._dicts, self._items)
+            and list(map(type, self._modules)) == self._types
+            and self._skipped == self._skipped_then
+            and not any(self._hooks)
+        )
+
+
+class OptimizerWatch:
+    """An optimizer's state per parameter; its groups are encoded again when something in them is
+    another object than before."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flattener: Flattener, name: str) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        packed = optimizer.state_dict()
+        node = flattener.node(packed["state"], f"{name}.state")
+        assert isinstance(node, tree.Mapping)
+        self._node: tree.Node = node
+        self._numbers = [
+            tree.Fragment(tree.encode_node(tree.Sequence(tree.Tag.LIST, group["params"])))
+            for group in packed["param_groups"]
+        ]
+        self._groups_node: tree.Node = None
+        self._groups_items: tuple[object, ...] | None = None  # None: may change inside
+        self._encoded: bytes | None = None
+        self._members = list(chain.from_iterable(_members(optimizer)))
+        self._counts = list(map(len, _members(optimizer)))
+        entries: list[dict[str, Any]] = list(optimizer.state.values())
+        self._dicts: list[dict[Any, Any]] = [optimizer.state, *entries]
+        self._items = _items(self._dicts)
+        self.tensors: list[Tensor] = [
+            value for entry in entries for value in entry.values() if isinstance(value, Tensor)
+        ]
+
+    @staticmethod
+    def suits(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nothing customises the state dict, and every entry is a dict of leaves."""
+        return (
+            type(optimizer).state_dict is _Optimizer.state_dict
+            and "state_dict" not in vars(optimizer)
+            and not optimizer._optimizer_state_dict_pre_hooks
+            and not optimizer._optimizer_state_dict_post_hooks
+            and all(
+                isinstance(key, Tensor)
+                and type(entry) is dict
+                and all(type(value) in _LEAVES for value in entry.values())
+                for key, entry in optimizer.state.items()
+            )
+        )
+
+    @staticmethod
+    def loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its state can be put in place without load_state_dict()."""
+        cls = type(optimizer)
+        return (
+            OptimizerWatch.suits(optimizer)
+            and cls.load_state_dict is _Optimizer.load_state_dict
+            and "load_state_dict" not in vars(optimizer)
+            and not optimizer._optimizer_load_state_dict_pre_hooks
+            and not optimizer._optimizer_load_state_dict_post_hooks
+        )
+
+    def holds(self) -> bool:
+        optimizer = self._optimizer
+        groups = list(_members(optimizer))
+        return (
+            optimizer.state is self._dicts[0]
+            and same_items(self._dicts, self._items)
+            and list(map(len, groups)) == self._counts
+            and _same(list(chain.from_iterable(groups)), self._members)
+            and not optimizer._optimizer_state_dict_pre_hooks
+            and not optimizer._optimizer_state_dict_post_hooks
+        )
+
+    def take_groups(self, flattener: Flattener) -> None:
+        """Adds the tensors that param_groups hold (a learning rate, say) to this call's views."""
+        live = self._optimizer.param_groups
+        if self._groups_items is not None and same_items(live, self._groups_items):
+            return
+        groups: list[tree.Node] = []
+        for index, (group, numbers) in enumerate(zip(live, self._numbers, strict=True)):
+            rest = {key: value for key, value in group.items() if key != "params"}
+            node = flattener.node(rest, f"{self._name}.param_groups.{index}")
+            assert isinstance(node, tree.Mapping)
+            node.items.append(("params", numbers))  # in the place where state_dict() has it
+            groups.append(node)
+        self._groups_node = tree.Sequence(tree.Tag.LIST, groups)
+        self._groups_items = _items(live) if all(map(_is_constant, live)) else None
+        self._encoded = None
+
+    def encoder(self) -> Callable[[], bytes]:
+        """Called once extents are known."""
+        state = tree.Fragment(tree.encode_node(self._node))
+        self._node = None
+
+        def encode() -> bytes:
+            if self._encoded is None:
+                items: list[tuple[tree.Node, tree.Node]] = [
+                    ("state", state), ("param_groups", self._groups_node),
+                ]  # fmt: skip
+                self._encoded = tree.encode_node(tree.Mapping(tree.Tag.DICT, items))
+            return self._encoded
+
+        return encode
+
+
+_CONSTANTS = (int, float, bool, str, type(None))
+_LEAVES = (Tensor, torch.nn.Parameter, *_CONSTANTS)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> Iterable[list[Tensor]]:
+    return map(operator.itemgetter("params"), optimizer.param_groups)
+
+
+def _is_constant(group: dict[str, Any]) -> bool:
+    """Whether all in it stays the same as long as the objects do; `params` are watched apart."""
+    return all(
+        type(value) in _CONSTANTS
+        or (type(value) is tuple and all(type(item) in _CONSTANTS for item in value))
+        for key, value in group.items()
+        if key != "params"
+    )

@@ -1,0 +1,641 @@
+"""The words that users meet most: what happened, what it means for the training run, what to do.
+
+Each message is made by the call that a user would make, as far as that needs no daemon. A changed
+word is changed here, too, and read as somebody reads it whose training has just stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pccheck import PCcheckClient, PccheckError, PccheckWarning, capture_rng, restore_rng
+from pccheck.daemon.autostart import PrivateDaemon
+from pccheck.daemon.connection import Connection
+from pccheck.job.naming import Identity, identify
+from pccheck.job.origin import Origin, require_same
+from pccheck.options import check_step
+from pccheck.restoring.inplace import Placement
+from pccheck.restoring.reading import ask_open
+from pccheck.saving.in_flight import Checkpoint, InFlight, abandoned_because
+from pccheck.state.attaching import checked
+from pccheck.state.changes import Moved
+from pccheck.state.flatten import Flattener
+from pccheck.state.metadata import metadata_node
+from pccheck.state.plan import AttachedPlan
+from pccheck_wire import attach, tree
+from pccheck_wire.messages import CheckpointState, Hello, Open, Registered, Role, Skipped, Writing
+from pccheck_wire.peer import VARIABLE
+from pccheckctl import cli
+from pccheckd.jobs.sessions import _check_names
+from tests.support.fakelink import FakeConnection, FakeSession
+from tests.support.payload import FakeDevices, tree_of
+
+JOB = Identity("gpt", 0, 4, 4, "")
+
+
+class Kit:
+    """A client without a daemon, or with one that is a fake."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.patch = monkeypatch
+
+    def client(self, **options: Any) -> PCcheckClient:
+        self.patch.setattr(PCcheckClient, "_first_connect", lambda _: None)
+        return PCcheckClient("gpt", socket=self.path / "none", **options)
+
+    def connected(self, **options: Any) -> PCcheckClient:
+        client = self.client(**options)
+        session: Any = FakeSession(FakeConnection())
+        client._session = client._saver._session = session
+        return client
+
+    def attached(self, **options: Any) -> PCcheckClient:
+        client = self.connected(**options)
+        client.attach(model=nn.Linear(2, 2))
+        return client
+
+    def session(self) -> Any:
+        session = self.client()._session
+        session.identity = JOB
+        return session
+
+
+def optimizer(cls: type = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
+    return {"optimizer": cls(nn.Linear(2, 2).parameters(), lr=0.1, **options)}
+
+
+def placed(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    about = tree.Mapping(tree.Tag.DICT, [("optimizers", tree.Mapping(tree.Tag.DICT, [
+        (name, type(thing).__qualname__) for name, thing in saved.items()
+    ]))])  # fmt: skip
+    Placement(tree_of(AttachedPlan(saved, mode="sync", about=about).snapshot(1, None)), now)
+
+
+def closed(kit: Kit) -> None:
+    client = kit.connected()
+    client.close()
+    client.steps()
+
+
+def forked(kit: Kit) -> None:
+    client = kit.client()
+    client._pid += 1
+    client.steps()
+
+
+def torn(kit: Kit) -> None:
+    client = kit.attached(on_error="raise")
+    client._recovery.torn = (
+        "the attached state is a mix of two steps: the restore of step 5 did not finish"
+    )
+    client.checkpoint(step=7)
+
+
+def backwards(kit: Kit) -> None:
+    client = kit.attached()
+    client.checkpoint(step=5)
+    client.checkpoint(step=4)
+
+
+def interrupted(kit: Kit) -> None:
+    client = kit.attached()
+    with client._calling():
+        client.checkpoint(step=5)
+
+
+def moved(kit: Kit) -> None:
+    saver = kit.client()._saver
+    saver._moved.append((5, Moved("model.weight", "")))
+    saver._report_moved()
+
+
+def stalled(kit: Kit) -> None:
+    made: Any = FakeConnection()
+    kit.client()._saver._expired(InFlight(5, made, 1), made)
+
+
+def unrestored(kit: Kit) -> None:
+    session = kit.session()
+    session._protected_step = 40
+    session.warn_if_unrestored()
+
+
+def waits(what: str) -> Callable[[Kit], object]:
+    def wait(_: Kit) -> None:
+        connection: Any = FakeConnection()
+        connection.saves_alone = True
+        connection.link.request(1)
+        getattr(Checkpoint(InFlight(5, connection, 1)), what)(0.01)
+
+    return wait
+
+
+def failed(state: CheckpointState) -> Callable[[Kit], object]:
+    return lambda _: Checkpoint(
+        InFlight.ended(5, state, "no space left in /data (raise --max-storage)")
+    ).wait_durable()
+
+
+def writing(kit: Kit) -> None:
+    kit.patch.setattr("pccheck.restoring.reading.STUCK_LIMIT_S", 0.0)
+    answer = Writing(7, 2, 64 << 20, 32 << 20)
+    ask_open(SimpleNamespace(request=lambda *_, **__: answer), Open())  # type: ignore[arg-type]
+
+
+def listening(kit: Kit, answer: bytes = b"") -> Path:
+    path = kit.path / "s"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(str(path))
+    server.listen()
+    kit.patch.setattr(socket.socket, "keep", server, raising=False)
+    return path
+
+
+def hello(**given: Any) -> None:
+    _check_names(Hello(**{"protocol": 1, "role": Role.TRAINER, "version": "", "pid": 1, **given}))
+
+
+def stranger(kit: Kit) -> None:
+    kit.patch.setattr("pccheck_wire.peer.placed_by_root", lambda *_: False)
+    kit.patch.setattr("pccheck_wire.peer._CREDENTIALS", SimpleNamespace(
+        size=12, unpack=lambda _: (1, 1234, 1234)))  # fmt: skip
+    kit.patch.setattr("os.geteuid", lambda: 1000)
+    attach.connect(Hello(6, Role.OBSERVER, "", 1), listening(kit), timeout_s=0.2)
+
+
+def staging(kit: Kit) -> None:
+    FakeDevices().install(kit.patch)
+    from tests.unit.test_saver import Kit as Saver
+
+    made = Saver(kit.path, FakeDevices().install(kit.patch))
+    made.attach()
+    made.link.no_staging = True
+    made.checkpoint()
+
+
+def ctl(*words: str) -> Callable[[Kit], object]:
+    def run(kit: Kit) -> None:
+        kit.patch.setenv("PCCHECK_SOCKET", str(kit.path / "none"))
+        cli.main(list(words))
+
+    return run
+
+
+def fake_daemon_unreachable(kit: Kit) -> None:
+    with attach.connect(Hello(6, Role.OBSERVER, "", 1), kit.path / "none", timeout_s=1):
+        pass
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
+class Broken:
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not ready")
+
+    def load_state_dict(self, _: object) -> None: ...
+
+
+def plain_file(kit: Kit) -> Path:
+    (kit.path / "file").write_text("")
+    return kit.path / "file"
+
+
+def uid_variable(kit: Kit) -> None:
+    kit.patch.setenv(VARIABLE, "root")
+    attach.observe(listening(kit), timeout_s=1)
+
+
+def notebook(kit: Kit) -> None:
+    kit.patch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py"])
+    identify(None, 0, 1, {})
+
+
+def too_many() -> PccheckError:
+    from pccheck.saving.saver import _too_many
+
+    return _too_many()
+
+
+def fewer_gpus(kit: Kit) -> None:
+    kit.patch.setattr(torch.cuda, "is_available", lambda: False)
+    restore_rng(capture_rng() | {"cuda": [torch.zeros(1), torch.zeros(1)]})
+
+
+def skipped(kit: Kit) -> None:
+    recovery = kit.client()._recovery
+    session: Any = SimpleNamespace(took_over=lambda *_: None)
+    recovery._session = session
+    opened: Any = SimpleNamespace(sequence=8, step=40)
+    recovery._took_over(FakeConnection(), opened, [Skipped(9, 50, "bad checksum")], 0)  # type: ignore[arg-type]
+
+
+def other_rank(kit: Kit) -> None:
+    client = kit.attached()
+    client.attach(rng=True)
+    client._recovery._session = SimpleNamespace(identity=JOB)  # type: ignore[assignment]
+    opened: Any = SimpleNamespace(rank=1, step=40, world_size=2)
+    client._recovery._left(opened)
+
+
+def graph(kit: Kit) -> None:
+    client = kit.connected()
+    kit.patch.setattr("pccheck.state.devices.capturing", lambda: True)
+    client._before_step()
+
+
+CALLS: dict[str, Callable[[Kit], object]] = {
+    # -- no daemon
+    "no daemon": lambda kit: PCcheckClient("gpt", socket=kit.path / "none"),
+    "no daemon, raised": fake_daemon_unreachable,
+    "silent daemon": lambda kit: attach.observe(listening(kit), timeout_s=0.05),
+    "not a socket": lambda kit: attach.observe(plain_file(kit), timeout_s=1),
+    "long socket path": lambda kit: attach.observe(kit.path / ("x" * 108), timeout_s=1),
+    "stranger's daemon": stranger,
+    "ended daemon": lambda kit: raised(
+        Connection.gone(  # type: ignore[arg-type]
+            SimpleNamespace(path=kit.path / "s", welcome=SimpleNamespace(pid=77))
+        )
+    ),
+    "daemon's uid": uid_variable,
+    # -- making a client
+    "notebook": notebook,
+    "job's name": lambda _: identify("a b", 0, 1, {}),
+    "rank": lambda _: identify("gpt", 4, 4, {}),
+    "WORLD_SIZE": lambda _: identify("gpt", None, None, {"WORLD_SIZE": "two"}),
+    "option": lambda kit: kit.client(snapshot="fast"),
+    "stall limit": lambda kit: kit.client(stall_limit_s=0),
+    "solo and replicated": lambda kit: kit.client(solo=True, replicated=True),
+    "storage without autostart": lambda kit: kit.client(storage="/data"),
+    "autostart without storage": lambda kit: PCcheckClient("gpt", autostart=True),
+    "autostart with socket": lambda kit: PCcheckClient(
+        "gpt", autostart=True, storage=kit.path, socket="/s"
+    ),
+    "storage without a parent": lambda kit: PrivateDaemon(kit.path / "no" / "such").ensure(),
+    # -- attach
+    "DataLoader": lambda _: checked({"loader": torch.utils.data.DataLoader([1])}),  # type: ignore[arg-type]
+    "no state": lambda _: checked({"epoch": 3}),
+    "rng": lambda _: checked({"rng": {"seed": 1}}),
+    "state_dict() fails": lambda _: checked({"scaler": Broken()}),
+    "lambda": lambda _: Flattener().node({"f": print}, "model"),
+    "sparse tensor": lambda _: Flattener().node({"w": torch.ones(2, 2).to_sparse()}, "model"),
+    "key": lambda _: Flattener().node({print: 1}, "extra"),
+    "metadata": lambda _: metadata_node({"model": nn.Linear(1, 1)}),
+    "large metadata": lambda _: metadata_node({"curve": np.zeros(70_000)}),
+    # -- checkpoint
+    "nothing attached": lambda kit: kit.connected().checkpoint(step=1),
+    "no step": lambda kit: kit.attached().checkpoint(),
+    "step as state": lambda kit: kit.attached().checkpoint(7),
+    "step": lambda _: check_step(1.5),
+    "closed": closed,
+    "forked": forked,
+    "torn": torn,
+    "backwards": backwards,
+    "signal handler": interrupted,
+    "moved": moved,
+    "CUDA graph": graph,
+    "stalled": stalled,
+    "failed": lambda kit: kit.client()._saver.report_failed(5, "no space left in /data"),
+    "too many": lambda _: raised(too_many()),
+    "no GPU memory": staging,
+    "not copied": waits("wait_copied"),
+    "not durable": waits("wait_durable"),
+    "handle failed": failed(CheckpointState.FAILED),
+    "handle skipped": failed(CheckpointState.SKIPPED),
+    "GPU copy": lambda _: raised(RuntimeError(abandoned_because("EIO"))),
+    # -- restore
+    "restore before attach": lambda kit: kit.connected().restore(),
+    "restore with fresh": lambda kit: kit.attached(fresh=True).restore(),
+    "another command": lambda _: require_same(
+        "train", 7, 0, Origin("node1", "/work", "train.py --lr 1", 12)
+    ),
+    "other names": lambda _: placed(optimizer(), {"adam": optimizer()["optimizer"]}),
+    "other shape": lambda _: placed({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)}),
+    "other optimizer": lambda _: placed(optimizer(), optimizer(torch.optim.SGD)),
+    "given state": lambda _: Placement(tree.Tree(1, None, False, [], None), {}),
+    "disk stands still": writing,
+    "fewer GPUs": fewer_gpus,
+    "unrestored": unrestored,
+    "absent ranks": lambda kit: kit.session()._warn_if_ranks_are_absent(
+        Registered(4, 2, 2, 1, 2.0, "/data/v", [1, 2])
+    ),
+    "damaged checkpoint": skipped,
+    "rank that did not save": other_rank,
+    # -- the daemon refuses, and the command line
+    "two nodes": lambda _: hello(job="gpt", world_size=4, local_world_size=2),
+    "name at the daemon": lambda _: hello(job="../x"),
+    "pccheckctl status": ctl("status"),
+}
+
+
+def words(kit: Kit, call: Callable[[Kit], object], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the user sees of it, without what differs from run to run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PccheckWarning)
+        try:
+            call(kit)
+            text = ""
+        except (PccheckError, RuntimeError) as error:
+            text = str(error)
+    shown = [str(one.message) for one in caught if issubclass(one.category, PccheckWarning)]
+    others = [one for one in shown if "stall_limit_s" not in one]  # a fake daemon copies nothing
+    text = text or "".join((others or shown)[:1]) or capsys.readouterr().err.strip()
+    for pattern, name in ((re.escape(str(kit.path)), "DIR"), (r"\d+ days ago", "N days ago"),
+                          (r"this process is .*?\)\.", "this process is ME.")):  # fmt: skip
+        text = re.sub(pattern, name, text)
+    return text.replace("x" * 108, "LONG")
+
+
+#: What the user reads: a message with its hint in brackets, or a warning.
+WORDS: dict[str, str] = {
+    "no daemon": (
+        "PCcheck: training continues WITHOUT checkpoints: no daemon listens at DIR/none "
+        "(start it with: pccheckd --storage DIR). The client connects as soon as a pccheckd "
+        "runs there."
+    ),
+    "no daemon, raised": ("no daemon listens at DIR/none (start it with: pccheckd --storage DIR)"),
+    "silent daemon": (
+        "the daemon at DIR/s did not answer within 0.05 s (see its log: it may be "
+        "stopped or overloaded)"
+    ),
+    "not a socket": ("no daemon listens at DIR/file (start it with: pccheckd --storage DIR)"),
+    "long socket path": (
+        "the socket path DIR/LONG is longer than 107 bytes (start pccheckd with a shorter "
+        "--socket, and connect to that)"
+    ),
+    "stranger's daemon": (
+        "the process at DIR/s runs as uid 1234, which is neither yours (1000) nor root: it "
+        "could read and replace your checkpoints, so the client does not connect (if that "
+        "daemon is trusted, set PCCHECK_DAEMON_UID=1234; else start your own, with its "
+        "socket in a directory that only you can write to)"
+    ),
+    "ended daemon": (
+        "pccheckd at DIR/s (pid 77) has ended (start it with: pccheckd --storage DIR)"
+    ),
+    "daemon's uid": ("PCCHECK_DAEMON_UID='root' is not a uid (set it to a number)"),
+    "notebook": (
+        "the job has no name: in a notebook, an interactive session, `python -c` or a worker "
+        'there is no script to name it after (use PCcheckClient(job="NAME"), or set '
+        "PCCHECK_JOB)"
+    ),
+    "job's name": (
+        "'a b' is not a valid job name (use at most 128 letters, digits, '.', '_' and '-', "
+        "and start with none of '.-')"
+    ),
+    "rank": (
+        "rank must be from 0 to world_size - 1, not 4 with world_size 4 (see RANK and "
+        "WORLD_SIZE, which torchrun sets, or pass rank= and world_size=)"
+    ),
+    "WORLD_SIZE": (
+        "WORLD_SIZE='two' in the environment is not a number (unset WORLD_SIZE, or set it as "
+        "torchrun does)"
+    ),
+    "option": ("snapshot='fast' is not an option (use one of overlap, device, blocking)"),
+    "stall limit": (
+        "stall_limit_s=0 is not a number of seconds above 0 (use the longest time for which "
+        "checkpoints may delay training, say 30)"
+    ),
+    "solo and replicated": (
+        "solo=True and replicated=True cannot be combined (use solo=True if one rank saves, "
+        "replicated=True if every rank saves a part)"
+    ),
+    "storage without autostart": (
+        "storage= is for a private daemon only, and needs autostart=True (add "
+        "autostart=True; or leave storage= out to use the daemon of this node)"
+    ),
+    "autostart without storage": (
+        "autostart=True needs a directory for the checkpoints (add storage=DIR, a directory "
+        "on a local disk, or set PCCHECK_STORAGE)"
+    ),
+    "autostart with socket": (
+        "autostart=True chooses its own socket, and socket= was given (leave socket= out; or "
+        "leave autostart=True out to use the daemon there)"
+    ),
+    "storage without a parent": (
+        "cannot make the storage directory DIR/no/such: No such file or directory (choose a "
+        "directory on a local disk with storage=)"
+    ),
+    "DataLoader": (
+        "attach(loader=...): type DataLoader has no state_dict, load_state_dict (use "
+        "torchdata's StatefulDataLoader (pip install torchdata): it takes the same arguments "
+        "and saves its place in the data)"
+    ),
+    "no state": (
+        "attach(epoch=...): type int has no state_dict, load_state_dict (attach a dict that "
+        "has the value, or give the object these two methods)"
+    ),
+    "rng": ("attach(rng=...) takes True or False only (attach this under another name)"),
+    "state_dict() fails": (
+        "attach(scaler=...): state_dict() of Broken fails: RuntimeError: not ready (attach "
+        "an object whose state_dict() works from the start; for a data loader use "
+        "torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True))"
+    ),
+    "lambda": (
+        "model.f: a value of type builtin_function_or_method cannot be stored (convert it to "
+        "plain Python values, tensors or NumPy arrays, or leave it out)"
+    ),
+    "sparse tensor": (
+        "model.w: a tensor of layout torch.sparse_coo cannot be stored (store its indices "
+        "and values)"
+    ),
+    "key": (
+        "extra: a key or set item of type builtin_function_or_method cannot be stored (use "
+        "int, str, float, bool, None, bytes, complex, or tuples of those)"
+    ),
+    "metadata": (
+        "metadata.model: type Linear cannot be metadata (use numbers, text, dicts and lists; "
+        "attach the rest: attach(extra={...}))"
+    ),
+    "large metadata": (
+        "metadata.curve has 70000 numbers, and the limit in metadata is 65536 (attach it "
+        "instead: attach(extra={...}))"
+    ),
+    "nothing attached": (
+        "checkpoint() has nothing to save (call attach(model=..., optimizer=...) first, or "
+        "pass a state)"
+    ),
+    "no step": (
+        "checkpoint() of attached state needs step= (call checkpoint(step=step) with the "
+        "number of the training step just made: restore() returns it, and the loop continues "
+        "with the next step)"
+    ),
+    "step as state": (
+        "checkpoint(7): type int cannot be a state (call checkpoint(step=...) to save what "
+        "is attached; a state is a tensor, or a dict or list with tensors)"
+    ),
+    "step": ("step=1.5 is not an int (use the number of the training step)"),
+    "closed": (
+        "this client is closed: by close(), the end of its with block, or a newer client for "
+        "the same job and rank (make a new PCcheckClient, or call this before the end of the "
+        "block)"
+    ),
+    "forked": (
+        "this client belongs to the parent process, and does nothing in a forked one (make a "
+        "PCcheckClient in this process)"
+    ),
+    "torn": (
+        "the attached state is a mix of two steps: the restore of step 5 did not finish, so "
+        "it is not saved (call restore() again, or restart the training)"
+    ),
+    "backwards": (
+        "PCcheck: checkpoint(step=4) follows step 5 without a restore(). Both are saved; "
+        "restore() returns the one that was saved last, whatever its step. Count steps "
+        "upwards, or call restore() before going back"
+    ),
+    "signal handler": (
+        "PCcheck: checkpoint() was called in the middle of another call of the client, and "
+        "is skipped: let the signal handler set a flag, and check it between two steps. "
+        "Training continues"
+    ),
+    "moved": (
+        "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "
+        "outside of an attached optimizer's step. From now on checkpoint() returns only when "
+        "what it saves was read; to keep training meanwhile, call gate() before such a change"
+    ),
+    "CUDA graph": (
+        "PCcheck: an attached optimizer made a step while a CUDA graph was recorded, and "
+        "replays do not repeat that: checkpoint() waits from now on; to keep training "
+        'meanwhile, use gate="manual" and call gate() before every replay()'
+    ),
+    "stalled": (
+        "PCcheck: checkpoint of step 5 failed: the daemon did not copy it within "
+        "stall_limit_s=30 s. Training continues; checkpoints are skipped until the daemon "
+        "makes progress (see: pccheckctl status)"
+    ),
+    "failed": (
+        "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; a "
+        "restart resumes from an earlier checkpoint. Later failures are only counted until "
+        "one succeeds (see: pccheckctl status)"
+    ),
+    "too many": (
+        "64 checkpoints are in flight, and no more fit (save less often, or see what delays "
+        "the oldest one: pccheckctl status)"
+    ),
+    "no GPU memory": (
+        "PCcheck: GPU 0 has no 0 MiB free for a copy on the GPU. Checkpoints continue, but "
+        "checkpoint() now returns only when the GPU tensors were read; a copy on the GPU is "
+        "tried again later"
+    ),
+    "not copied": (
+        "checkpoint of step 5 is not copied yet (wait longer, or see what delays it: "
+        "pccheckctl status)"
+    ),
+    "not durable": (
+        "checkpoint of step 5 is not durable yet (wait longer, or see what delays it: "
+        "pccheckctl status)"
+    ),
+    "handle failed": ("checkpoint of step 5 failed: no space left in /data (raise --max-storage)"),
+    "handle skipped": (
+        "checkpoint of step 5 was skipped: no space left in /data (raise --max-storage)"
+    ),
+    "GPU copy": ("its GPU tensors could not be copied (EIO); see nvidia-smi and dmesg"),
+    "restore before attach": (
+        "restore() was called before attach(): nothing to restore into (call "
+        "attach(model=..., optimizer=...) first)"
+    ),
+    "restore with fresh": (
+        "fresh=True begins without the job's checkpoints, and restore() reads one (remove "
+        "fresh=True to continue the job, or restore() to begin a new run)"
+    ),
+    "another command": (
+        "step 7 of job 'train' was saved N days ago by another command, train.py --lr 1 (pid "
+        "12 on node1, in /work), and this process is ME. Both are named after the script "
+        "only, so nothing is restored (to continue from that checkpoint, set "
+        "PCCHECK_JOB=train or job='train'; to start a separate run, use any other name)"
+    ),
+    "other names": (
+        "what was attached: only in the checkpoint: optimizer; only attached: adam (attach "
+        "the same under the same names, or take what you need from recover())"
+    ),
+    "other shape": (
+        "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 3] is attached "
+        "(build the model as it was, or take what you need from recover())"
+    ),
+    "other optimizer": (
+        "optimizer: the checkpoint has the state of AdamW, and SGD is attached (attach an "
+        "optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
+        "the attached one)"
+    ),
+    "given state": (
+        "the checkpoint was made by checkpoint(state), not of what is attached (get the "
+        "state with recover(); to save values beside what is attached, use metadata= or "
+        "attach a dict)"
+    ),
+    "disk stands still": (
+        "pccheckd is still writing step 7: 32 of 64 MiB of 2 checkpoints, and nothing was "
+        "written for 0 s (check the disk (pccheckctl status, dmesg), then restore again; do "
+        "not restart pccheckd, which has the copied checkpoints in memory)"
+    ),
+    "fewer GPUs": (
+        "PCcheck: the checkpoint has random generators of 2 GPUs, and this process has 0. "
+        "Those of GPUs are not restored, so training draws other numbers there; those of "
+        "Python, NumPy and the CPU are. For the same numbers use as many GPUs"
+    ),
+    "unrestored": (
+        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. This "
+        "run saves its own checkpoints beside it, and the old one keeps its slot. Call "
+        "restore() before training; or adopt(), if this run got its state in another way; or "
+        "begin with PCcheckClient(fresh=True), and the old one may be overwritten."
+    ),
+    "absent ranks": (
+        "PCcheck: rank 0 of job 'gpt' saves, but of its 4 ranks these are not connected: 1, "
+        "2. A checkpoint can be restored only if every rank saved it, so this rank's "
+        "checkpoints are useless until those ranks connect. If only this rank should save "
+        "(rank 0 of plain DDP), use PCcheckClient(solo=True); or make a client with "
+        "PCcheckClient(replicated=True) on every rank, and each saves a part."
+    ),
+    "damaged checkpoint": (
+        "PCcheck: checkpoint of step 50 was skipped (bad checksum), and step 40 was restored "
+        "instead: training repeats the steps between. Check the disk: pccheckctl verify"
+    ),
+    "rank that did not save": (
+        "PCcheck: rank 0 did not save step 40 (world size 2), so this is not restored and "
+        "keeps the state of this process: rng. Seed it on this rank if ranks must differ"
+    ),
+    "two nodes": (
+        "2 of the job's 4 ranks are on this node; this version can restore a job of several "
+        "ranks only if all of them run on one node, so the client is refused (run the job on "
+        "one node; or, if every rank holds the whole state (plain DDP), make one client, on "
+        "rank 0: PCcheckClient(solo=True))"
+    ),
+    "name at the daemon": (
+        "'../x' is not a valid job name (use letters, digits, '.', '_' and '-', at most 128, "
+        "not starting with '.' or '-')"
+    ),
+    "pccheckctl status": (
+        "pccheckctl: no daemon listens at DIR/none\nhint: start it with: pccheckd --storage "
+        "DIR; or read the files without a daemon: pccheckctl --storage DIR ..."
+    ),
+}
+
+#: Words of an earlier style: processes are not persons, and a sentence is read once.
+PRIVATE = re.compile(
+    r"\b(anew|aloud|told|tells|says|said|lets? go|goes on|at the latest|all the same|by now|he|his|"
+    r"to be had|nobody|somebody)\b"
+)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_words(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = words(Kit(tmp_path, monkeypatch), CALLS[name], capsys)
+    assert text == WORDS[name]
+    assert not PRIVATE.search(text)
+
+
+def test_every_call_has_its_words() -> None:
+    assert CALLS.keys() == WORDS.keys() and len(WORDS) >= 60

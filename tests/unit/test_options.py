@@ -1,0 +1,60 @@
+"""What users pass in, by value."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pccheck.options import Options
+from pccheck.state.metadata import metadata_node
+from pccheck_wire import tree
+from pccheck_wire.errors import UnsupportedStateError, UsageError
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+
+
+def test_metadata_takes_what_a_logging_dict_has() -> None:
+    given = {
+        "loss": np.float32(0.5), "steps": np.int64(3), "norm": torch.tensor(2.0), "flag": np.True_,
+        "shape": (2, [3, (4,)]), "per_class": np.arange(3), "phase": Phase.WARM, 7: "key",
+        "out": Path("/tmp/x"), "day": datetime.date(2026, 1, 2), "set": {1},
+        "counts": collections.Counter("aab"), "none": None,
+    }  # fmt: skip
+    node = metadata_node(given)
+    given["loss"] = 9
+    assert tree.plain(node) == {
+        "loss": 0.5, "steps": 3, "norm": 2.0, "flag": True, "shape": [2, [3, [4]]],
+        "per_class": [0, 1, 2], "phase": 1, "7": "key", "out": "/tmp/x", "day": "2026-01-02",
+        "set": [1], "counts": {"a": 2, "b": 1}, "none": None,
+    }  # fmt: skip
+
+
+def test_metadata_refuses_the_rest_by_path() -> None:
+    for wrong, path in (
+        ({"a": [object()]}, r"metadata\.a\.0"),
+        ({"a": 1j}, r"metadata\.a"),
+        ({None: 1}, "key"),
+        ({"big": torch.zeros(100_000)}, "attach"),
+        ({"norm": torch.zeros((), device="meta")}, r"metadata\.norm: .*meta"),
+        ({"grad": torch.eye(2).to_sparse()}, r"metadata\.grad"),
+    ):
+        with pytest.raises(UnsupportedStateError, match=path):
+            metadata_node(wrong)
+    deep: list[object] = []
+    deep.append(deep)
+    with pytest.raises(UnsupportedStateError, match="nested"):
+        metadata_node(deep)
+
+
+@pytest.mark.parametrize("wrong", ["30", None, 0, -1, float("nan"), float("inf")])
+def test_a_stall_limit_is_a_number_of_seconds(wrong: float) -> None:
+    with pytest.raises(UsageError, match="is not a number of seconds above 0"):
+        Options(stall_limit_s=wrong)
