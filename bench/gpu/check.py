@@ -19,7 +19,7 @@ machine's Python (3.12 on x86-64 here), in the project's root:
     pip download -d wheels --only-binary=:all: --no-deps --implementation cp \\
         --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
         --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 \\
-        setuptools msgpack pyzmq psutil uvloop numpy safetensors \\
+        setuptools msgpack pyzmq psutil uvloop shtab numpy safetensors \\
         pytest iniconfig pluggy packaging pygments pytest-timeout hypothesis sortedcontainers \\
         pytest-xdist execnet
     pip wheel --no-deps --no-build-isolation -w wheels .
@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Distribution and the oldest major version that will do; torch comes with the machine.
 NEEDED = {
     "setuptools": 77, "msgpack": 1, "pyzmq": 26, "psutil": 5, "uvloop": 0, "numpy": 1,
-    "safetensors": 0, "pytest": 8, "pytest-timeout": 2, "hypothesis": 6,
+    "safetensors": 0, "shtab": 1, "pytest": 8, "pytest-timeout": 2, "hypothesis": 6,
 }  # fmt: skip
 #: What the design stands on: the stream that waits, what lets it go, what is read and comes back.
 FIRST = (
