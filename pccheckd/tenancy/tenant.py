@@ -72,6 +72,7 @@ class Tenant:
         self._room_bytes = 0  # that its trainer has registered
         self._away = False  # the storage directory was missing at the last look for volumes
         self._looking = asyncio.Lock()
+        self._reopening = asyncio.Lock()
         self._beginning = asyncio.Lock()  # held while a sequence is taken
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
@@ -610,6 +611,12 @@ class Tenant:
             self.stopped = False
             await self.retention.stage_again()
             return
+        async with self._reopening:  # a request and a save may both find it stopped
+            if not self.stopped:
+                return
+            await self._reopen()
+
+    async def _reopen(self) -> None:
         if not await self.ledger.until(lambda: not self._reading, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume is still being read")
         port, current = self.port, self.volumes.current

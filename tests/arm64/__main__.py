@@ -22,7 +22,7 @@ from tests.arm64 import apart, userland
 TESTS = (
     "tests/format",
     "tests/unit/test_core_volume.py",
-    "tests/integration/test_promises.py::test_killed_after_copied_it_becomes_durable",
+    "tests/promises/test_p1_copied.py::test_killed_after_copied_it_becomes_durable",
 )
 PROGRAM_LIMIT_S = 600
 

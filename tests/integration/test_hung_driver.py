@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from tests.integration.conftest import SMALL
+from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 

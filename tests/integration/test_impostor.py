@@ -15,11 +15,11 @@ import pytest
 
 from pccheck_wire import attach
 from pccheck_wire.errors import RefusedError
+from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank
 from tests.support.trainer import RemoteError, Trainer
 
-from .conftest import SMALL
 from .test_refusals import as_user, refused
 
 STRANGER = 12345

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.integration.test_in_flight import status
-from tests.integration.test_removed_files import pccheckctl, saved
+from tests.promises.test_p2_durable import pccheckctl, saved
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 

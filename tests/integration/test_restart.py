@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from pccheck_native import catalog
+from tests.conftest import SMALL
 from tests.support.manager import ServedDaemon
 from tests.support.trainer import Trainer
 
-from .conftest import SMALL
 from .restart_campaign import run
 
 Connect = Callable[..., Trainer]

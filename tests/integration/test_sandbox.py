@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 
-from tests.integration.conftest import SMALL
+from tests.conftest import SMALL
 from tests.support import sandbox
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of

@@ -15,7 +15,7 @@ import pytest
 from pccheck_wire.messages import CheckpointState as State
 from pccheckctl import cli
 from pccheckctl.source.observer import Observer
-from tests.integration.conftest import SMALL
+from tests.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at
 from tests.support.trainer import Trainer

@@ -18,13 +18,13 @@ import pytest
 
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 from pccheck_wire.messages import CheckpointState
+from tests.conftest import SMALL
 from tests.support.as_user import import_all
 from tests.support.daemon import Daemon
 from tests.support.manager import ServedDaemon
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Trainer
 
-from .conftest import SMALL
 from .test_in_flight import status
 
 Start = Callable[..., Daemon]

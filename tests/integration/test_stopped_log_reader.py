@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.messages import Status
-from tests.integration.conftest import SMALL
+from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 

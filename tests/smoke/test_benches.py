@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, Run
+from tests.smoke.conftest import ROOT, Run
 
 SMALL = ("--rounds", "1")
 BENCHES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, Run
+from tests.smoke.conftest import ROOT, Run
 
 CAMPAIGNS = {
     "fault_campaign": ("--cases", "1"),

@@ -57,7 +57,7 @@ def fork_as(uid: int, work: Callable[[], str]) -> str:
 
 def main() -> int:
     uid, target, *arguments = sys.argv[1:]
-    package = target.split(".")[0]
+    package = target.rpartition(".")[0]
     import_all(package)
     module = importlib.import_module(target)
     os.setgroups([])

@@ -248,6 +248,7 @@ def test_a_stopped_volume_is_not_reopened_under_a_reader(
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
         await tenant._open_port()
+        tenant.stopped = True
         tenant.begin_read()
         with pytest.raises(RefusedError, match="still being read"):
             await tenant.reopen()
@@ -306,6 +307,25 @@ def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
             item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
         await tenant.volumes.reopen(item)
         assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PROTECTED)
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_stopped_volume_is_reopened_once(run: Callable[[Work], None]) -> None:
+    """A request and a save may find it stopped at the same time: the second one must not close the
+    volume that the first has just bound."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        tenant.stopped = True
+        before = tenant.volumes.current
+        assert before is not None
+        old = before.volume
+        await asyncio.gather(tenant.reopen(), tenant.reopen(), tenant.reopen())
+        assert not tenant.stopped and before.volume is not old
+        assert [found.step for found in tenant.volumes.checkpoints()][0] == 3
         await tenant.close()
 
     run(work)

@@ -1,6 +1,6 @@
-"""Training that changes tensors where no attached optimizer steps: whatever the order, a checkpoint
-with tensors of two moments never becomes durable. The daemon is slow, so that every change comes
-while the snapshot is read."""
+"""P4, one step: a checkpoint with tensors of two steps never becomes durable. An optimizer step
+waits for the copy; a change that nothing holds back fails that checkpoint. The daemon is slow
+here, so that every change comes while the snapshot is read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from torch import nn
 
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, PccheckWarning
 from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
 
 WIDTH = 256
 Change = Callable[[], object]
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
+
+MIB = 1 << 18  # float32 elements of one MiB
+SLOW = ("--max-bandwidth", "12MiB")
 
 
 @pytest.fixture
@@ -364,3 +370,65 @@ def test_frozen_parameters_that_move_are_copied_at_once(
     changes[1]()
     handle.wait_durable(60)
     require_whole(client, 2)
+
+
+def test_the_update_waits_for_the_copy(start_daemon: Start, start_trainer: Connect) -> None:
+    """P4: M < m makes the copy slow; every update meanwhile is held by the gate."""
+    daemon = start_daemon("--dram", "4MiB", "--max-bandwidth", "48MiB")
+    trainer = start_trainer(daemon, [8 * MIB])
+    handles = []
+    for _ in range(4):
+        trainer.step()
+        handles.append(trainer.checkpoint())
+    trainer.wait_durable(handles[-1])
+    found = trainer.recover()
+    assert (found["step"], found["wrong"]) == (4, "")
+
+
+def test_without_the_gate_the_snapshot_is_torn(start_daemon: Start, start_trainer: Connect) -> None:
+    """Shows that the test above can fail: the same copy, and an update that does not ask, in a way
+    that torch does not count."""
+    daemon = start_daemon("--dram", "4MiB", *SLOW)
+    trainer = start_trainer(daemon, [8 * MIB], gate="manual", hook=False)
+    trainer.damage_ungated(1)
+    handle = trainer.checkpoint(step=1)
+    assert trainer.watch(handle, "copying") == "copying"
+    trainer.damage_ungated(2)
+    trainer.wait_durable(handle)
+    assert "off from step 1" in trainer.recover()["wrong"]
+
+
+def test_a_torn_snapshot_fails_where_torch_counts_the_change(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """P4: the same again, but for the counting."""
+    daemon = start_daemon("--dram", "4MiB", *SLOW)
+    trainer = start_trainer(daemon, [8 * MIB], gate="manual", hook=False)
+    trainer.damage_ungated(1)
+    handle = trainer.checkpoint(step=1)
+    assert trainer.watch(handle, "copying") == "copying"
+    trainer.damage_ungated(2, counted=True)
+    assert trainer.ended(handle) == "failed"
+    assert "model.parts.0" in trainer.reason(handle)
+
+
+def test_an_abandoned_snapshot_is_never_vouched_for(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """The daemon is stopped past the gate's deadline and continued: the trainer was let go, so the
+    snapshot must fail, although the late daemon has all its chunks to copy on."""
+    daemon = start_daemon("--dram", "4MiB", *SLOW)
+    trainer = start_trainer(daemon, [8 * MIB], stall_limit_s=1.0)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.step()
+    handle = trainer.checkpoint()
+    assert trainer.watch(handle, "copying") == "copying"
+    daemon.kill(signal.SIGSTOP)
+    assert trainer.step() == 3  # held for stall_limit_s, then let go
+    daemon.kill(signal.SIGCONT)
+    assert trainer.state(handle) == "failed"
+    trainer.kill()
+    again = start_trainer(daemon, [8 * MIB])
+    assert again.restore()["step"] == 1
+    assert again.check(1) == ""

@@ -1,5 +1,5 @@
-"""P5 where processes are forked, replaced, or run out of something: nothing hangs, nothing
-ends, nothing waits at every interval."""
+"""P5, harmless: whatever the daemon, the disk or the process suffers, nothing hangs, nothing ends,
+nothing waits at every interval."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
 
 Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
 LIMIT_S = 120.0
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +53,7 @@ for spare in range(1, 40):
     resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1 + spare, hard))
     client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
     for _ in range(3):
-        client._session._transport._next_try = 0.0  # as if the back-off were over
+        client._session._next_try_s = 0.0  # as if the back-off were over
         client.checkpoint([1])
     client.close()
     del client
@@ -182,3 +184,43 @@ def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
         daemon.kill()
     out, err = running.communicate("\n", timeout=LIMIT_S)
     assert (running.returncode, out) == (0, "trained\n"), err
+
+
+def test_training_goes_on_without_the_daemon(start_daemon: Start, start_trainer: Connect) -> None:
+    """P5: the daemon is SIGKILLed under load; one warning, and a reconnect when it is back."""
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.step()
+    trainer.checkpoint()
+    daemon.kill()
+    for _ in range(20):
+        trainer.step()
+        trainer.checkpoint()
+    told = [w for w in trainer.warnings if "pccheckd" in w]
+    assert len(told) == 1, trainer.warnings
+    daemon.start()
+    durable = ""
+    for _ in range(200):  # the client reconnects with a back-off, at a later checkpoint
+        trainer.step()
+        handle = trainer.checkpoint()
+        if trainer.evaluate(_is_connected):
+            durable = trainer.wait_durable(handle)
+            break
+    assert durable in ("durable", "global", "superseded")
+
+
+def _is_connected(trainer: object) -> bool:
+    return bool(trainer.client.connected)  # type: ignore[attr-defined]
+
+
+def test_no_daemon_at_all_warns_and_trains_on(stack: object) -> None:
+    with Daemon() as daemon, Trainer() as trainer:
+        trainer.open([1000], socket=str(daemon.socket), job="job")
+        for _ in range(3):
+            trainer.step()
+            trainer.checkpoint()
+        assert set(trainer.states()) == {"failed"}
+        (warning,) = trainer.warnings
+        assert "pccheckd --storage" in warning

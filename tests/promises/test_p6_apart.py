@@ -1,7 +1,6 @@
-"""Row 9 of the fault plan: clients of another user that mean harm. While each attacks, an innocent
-trainer's checkpoints become durable, another one that comes later gets what it needs, and the
-daemon's own memory stays within a bound. Latencies are printed, not judged. What ZeroMQ itself does
-with hostile peers is tested beside its process."""
+"""P6, apart: clients of another user that mean harm. While each attacks, an innocent trainer's
+checkpoints become durable, a trainer that comes later gets what it needs, and the daemon's own
+memory stays within a bound. Latencies are printed, not judged."""
 
 from __future__ import annotations
 
@@ -16,11 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.test_refusals import NOBODY, as_user, make_checkpoint
 from tests.support.daemon import Daemon
 from tests.support.hostile import ATTACKS
 from tests.support.rank import Rank, payload_of
+from tests.support.trainer import Trainer
 
 ATTACKER = 4322
+Start = Callable[..., Daemon]
+Connect = Callable[..., Trainer]
 SIZE = 300_000
 CHECKPOINTS = 8
 #: Above what the daemon has without an attack: queues that are full, and the heap's slack.
@@ -100,3 +103,22 @@ def test_the_others_go_on(start_daemon: Callable[..., Daemon], attack: str) -> N
 
 def test_there_are_enough_attacks() -> None:
     assert len(ATTACKS) >= 12
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+def test_another_uid_sees_and_gets_nothing(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer)
+    daemon.open_to_everybody()
+    ran = subprocess.run(
+        as_user(NOBODY, "pccheckctl.cli", "--socket", str(daemon.socket), "list", "--json"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert '"schema"' in ran.stdout, ran.stderr
+    assert '"job"' not in ran.stdout
+    ran = subprocess.run(
+        as_user(NOBODY, "pccheckctl.cli", "--storage", str(daemon.storage), "list"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert "Traceback" not in ran.stderr

@@ -1,5 +1,5 @@
-"""A read error is not damage: it is passed over and told, and leaves nothing behind. A checkpoint
-that was damaged and reads well again, all of it, loses its flag."""
+"""P3, newest wins: the newest durable checkpoint is recovered. A damaged one is skipped in favour
+of the one before, and reported; a read error is not damage, and leaves no flag behind."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
 from pccheckctl.source.observer import Observer
 from pccheckctl.source.remote import DaemonStore
+from tests.integration.test_refusals import make_checkpoint, overwrite
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -213,3 +214,46 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
     damaged.start()
     assert flagged(damaged.storage) == []
     assert ctl(None, "--socket", damaged.socket, "show", "job", "--json").json["step"] == 3
+
+
+def _scribble_slot_of_step(volume: Path, step: int) -> None:
+    from pccheck_native import Volume
+
+    view = Volume(str(volume), writable=False)
+    info = view.info()
+    (entry,) = [e for e in view.table() if e.sequence and e.step == step]
+    view.close()
+    first_slot = (info.volume_bytes - info.slots * info.slot_bytes) // 2
+    overwrite(volume, where=first_slot + entry.slot * info.slot_bytes + 65536)
+
+
+def test_damaged_data_falls_to_the_one_before(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer, 3)
+    trainer = start_trainer(daemon)
+    trainer.restore()
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+    daemon.stop()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    _scribble_slot_of_step(volume, 4)
+    daemon.start()
+    again = start_trainer(daemon)
+    done = again.restore()
+    assert (done["step"], done["skipped"]) == (3, [4])
+    assert again.check(3) == ""
+    (rank,) = status(daemon)["ranks"]
+    assert rank["newest"]["step"] == 3
+
+
+def test_one_rotten_replica_is_repaired(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    make_checkpoint(daemon, start_trainer)
+    daemon.stop()
+    (volume,) = daemon.storage.rglob("*.pcc")
+    overwrite(volume, where=0)
+    overwrite(volume, where=1 << 20)
+    daemon.start()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == 3

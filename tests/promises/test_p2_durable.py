@@ -1,5 +1,5 @@
-"""Durable means: in a file that has its name. Files and directories that are removed, replaced,
-moved or cut under a running daemon are noticed before a checkpoint is told to be durable."""
+"""P2, durable: it survives SIGKILL, and it is in a file that has its name. Files and directories
+that are removed, replaced, moved or cut under a running daemon are noticed in time."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ def test_a_removed_file_is_noticed_without_a_checkpoint(
     assert saved(trainer)[0] == "durable"
     path = volume_of(daemon)
     path.unlink()
-    found = until(daemon, lambda document: document["daemon"]["state"] == "degraded")
+    until(daemon, lambda document: document["daemon"]["state"] == "degraded")
+    found = until(daemon, lambda document: document["ranks"][0]["newest"] is None)
     assert str(path) in " ".join(found["warnings"])
-    assert found["ranks"][0]["newest"] is None
     assert saved(trainer)[0] == "durable"
     found = until(daemon, lambda document: document["daemon"]["state"] == "ok")
     assert str(path) in " ".join(found["notices"])
@@ -350,3 +350,34 @@ def test_what_replaced_an_outgrown_file_is_not_removed(
     assert saved(large)[0] == "durable"
     assert large.step(0) in steps_on_disk(daemon)
     assert old.exists() is False or old.stat().st_ino == inode
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert not trainer.restore()["found"]
+    for _ in range(5):
+        trainer.step()
+        trainer.checkpoint()
+    assert trainer.wait_durable(4) in ("durable", "global")
+    trainer.kill()
+
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == 5
+    assert again.check(5) == ""
+    assert again.recover()["wrong"] == ""
+
+
+def test_it_survives_the_daemon_too(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    trainer.step(3)
+    trainer.wait_durable(trainer.checkpoint())
+    trainer.kill()
+    daemon.kill()
+    daemon.start()
+    again = start_trainer(daemon)
+    assert again.restore() == {
+        "found": True, "step": 3, "sequence": 1, "source": "volume", "skipped": [],
+    }  # fmt: skip
+    assert again.check(3) == ""
