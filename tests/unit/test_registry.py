@@ -325,7 +325,7 @@ def test_a_stopped_volume_is_reopened_once(run: Callable[[Work], None]) -> None:
         old = before.volume
         await asyncio.gather(tenant.reopen(), tenant.reopen(), tenant.reopen())
         assert not tenant.stopped and before.volume is not old
-        assert [found.step for found in tenant.volumes.checkpoints()][0] == 3
+        assert next(found.step for found in tenant.volumes.checkpoints()) == 3
         await tenant.close()
 
     run(work)
