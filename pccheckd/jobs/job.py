@@ -21,6 +21,7 @@ from .starts import Starts
 #: How long a trainer that restores waits for checkpoints on their way before it gets an answer.
 SETTLE_LIMIT_S = 5.0
 NAMED_MAX = 8
+SKIPS_KEPT = 256  # no honest rank asks for an older one
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 
 _FENCED = (
@@ -44,6 +45,7 @@ class Job:
         self._config = config
         self._numbers = group.Numbers()
         self._given_up = 0  # the newest sequence that ever was
+        self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
         self._short: set[int] = set()  # ranks without a slot for the next checkpoint
         self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
@@ -202,11 +204,28 @@ class Job:
         again = (start.incarnation, body.step, body.branch, body.repeat)
         what = again if start.world_size > 1 else object()
         above = max(self.asked(rank), tenant.volumes.last_sequence())
+        before = self._numbers.last
         sequence = self._numbers.take(what, above)
+        if sequence > before and body.on_busy == "skip" and start.world_size > 1:
+            self._decide_skip(sequence)
         self._asked[rank] = sequence, self._asked.get(rank, (0, 0))[1]
         if start.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
             self._asked_ns.setdefault(sequence, checkpoint.requested_ns)
         return start.incarnation, sequence
+
+    def _decide_skip(self, sequence: int) -> None:
+        """The first rank that asks decides for all. If each rank skipped by itself, a free rank
+        would write a checkpoint that a busy rank skips, and be busy when that rank is free: unequal
+        ranks that save without a pause would have next to nothing in common."""
+        busy = [
+            rank
+            for rank, tenant in sorted(self.tenants.items())
+            if rank < self.world_size and tenant.owner is not None and not tenant.has_room()
+        ]
+        if busy:
+            self._skips[sequence] = f"every slot of rank {busy[0]} was busy, so no rank saved it"
+            while len(self._skips) > SKIPS_KEPT:
+                del self._skips[next(iter(self._skips))]
 
     def waits_s(self) -> float:
         """How long the oldest request above the newest common checkpoint has waited to become
@@ -215,10 +234,12 @@ class Job:
         return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
 
     def gives_up(self, sequence: int) -> bool:
-        return sequence in self.agreement.given_up
+        return sequence in self.agreement.given_up or sequence in self._skips
 
     def why_given_up(self, sequence: int) -> str:
         """Which rank will never have a checkpoint, and why, in words."""
+        if sequence in self._skips:
+            return self._skips[sequence]
         for rank, tenant in sorted(self.tenants.items()):
             found = tenant.ledger.of_sequence(sequence)
             if found is not None and found.error != GIVEN_UP and not found.live and found.reason:

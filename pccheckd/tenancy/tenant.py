@@ -242,6 +242,20 @@ class Tenant:
         each with the world size of the start that requested it."""
         return {found.sequence: found.world_size for found in self.ledger.live()} | self._appearing
 
+    def has_room(self) -> bool:
+        """A checkpoint that is requested now finds a lane and a slot. Waits for no disk."""
+        current = self.volumes.current
+        if current is None:
+            return True  # a volume is made first
+        busy = sum(found.state is not State.REQUESTED for found in self.ledger.live())
+        info = current.info
+        if busy >= info.slots - info.keep:
+            return False
+        with contextlib.suppress(ValueError):  # it is being reopened
+            used = busy + len(current.checkpoints) + current.quarantined
+            return used < info.slots or current.volume.has_expendable()
+        return False
+
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""
         self.volumes.obey(agreement, self.pending())

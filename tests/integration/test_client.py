@@ -344,7 +344,8 @@ def test_autostart_begins_anew_when_its_directory_was_removed(daemon: Daemon) ->
 
 DIES_WHILE_IT_WAITS = """
 import os
-from pccheck import PCcheckClient, autostart
+from pccheck import PCcheckClient
+from pccheck.daemon import autostart
 answers = autostart._answers
 autostart._answers = lambda socket: os._exit(0) if answers(socket) else False
 PCcheckClient(job="job", autostart=True, storage={storage!r})

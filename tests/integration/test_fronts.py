@@ -210,6 +210,9 @@ def test_training_goes_on_when_its_front_is_killed(
     assert trainer.answer() == 3000
     trains_on(trainer)
     ends = {"durable", "superseded", "failed", "skipped"}
+    deadline = time.monotonic() + 30  # the last ones may still be written
+    while not set(trainer.states()) <= ends and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert set(trainer.states()) <= ends
     assert "abandoned" not in trainer.warnings
     assert daemon.log.read_text().count("connected (session") == 1
@@ -247,7 +250,7 @@ def test_a_client_does_not_wait_for_an_answer_that_is_lost(
         try:
             trainer.answer(60)
         except RemoteError as error:
-            assert "has ended, and the request with it" in error.message
+            assert "ended during a request" in error.message
             break
     else:
         raise AssertionError("no request was lost")

@@ -450,7 +450,7 @@ def test_wait_for_global(start_daemon: Start, start_trainer: Connect, ctl: Ctl) 
     group[0].step(), group[1].step()
     first = group[0].checkpoint()
     assert group[0].wait_durable(first) == "durable"
-    with pytest.raises(RemoteError, match="not yet on all"):
+    with pytest.raises(RemoteError, match="not durable on all ranks yet"):
         group[0].wait_global(first, 0.2)
     waiting = ("--socket", daemon.socket, "wait", "job", "--step", 1, "--for", "global")
     assert ctl(None, *waiting, "--timeout", "0.3").code != 0

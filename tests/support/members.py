@@ -316,7 +316,11 @@ class WireMember(_Member):
         alive = session.link.alive()
         for index, snapshot in list(self.flying.items()):
             found = session.link.state(snapshot)
-            if found is None:
+            if found is None:  # its entry of the page is used again; the daemon still knows it
+                with contextlib.suppress(PccheckError, AssertionError):
+                    known = session.describe(snapshot)
+                    if not self.tell(index, known.state, known.sequence, lambda: known.reason):
+                        continue
                 del self.flying[index]
                 continue
             state = _state_of(found)

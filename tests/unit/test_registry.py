@@ -15,12 +15,13 @@ import pytest
 
 from pccheck_native import NativeError, Volume, layout
 from pccheck_wire.errors import RefusedError
-from pccheck_wire.messages import Drop
+from pccheck_wire.messages import Begin, Drop
 from pccheckd.config.sources import Config
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Owner
 from pccheckd.jobs import registry as registry_module
 from pccheckd.jobs.registry import Registry
+from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED, Key
 from pccheckd.upkeep import expiry
 from tests.support.coreloop import BLOCK_BYTES, Loop
@@ -326,6 +327,35 @@ def test_a_stopped_volume_is_reopened_once(run: Callable[[Work], None]) -> None:
         await asyncio.gather(tenant.reopen(), tenant.reopen(), tenant.reopen())
         assert not tenant.stopped and before.volume is not old
         assert next(found.step for found in tenant.volumes.checkpoints()) == 3
+        await tenant.close()
+
+    run(work)
+
+
+def test_the_first_rank_that_asks_decides_whether_all_skip(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A free rank must not write a checkpoint that a busy rank will skip."""
+
+    async def work(registry: Registry) -> None:
+        job, tenant = await registry.tenant(KEY)
+        trainer = owner(world_size=2)
+        job.join(KEY.rank, trainer, launch="a", was=0)
+        tenant.owner = trainer
+
+        def asks(step: int, on_busy: str) -> int:
+            body = Begin(step, step, 10, 0, 1, on_busy)
+            asked = Checkpoint(1, step, step, 10, 0, 1, on_busy == "skip", 1, 2, requested_ns=1)
+            return job.number(KEY.rank, asked, body)[1]
+
+        assert not job.gives_up(asks(11, "skip"))
+        monkeypatch.setattr(tenant, "has_room", lambda: False)
+        skipped = asks(12, "skip")
+        assert job.gives_up(skipped) and "rank 0 was busy" in job.why_given_up(skipped)
+        assert not job.gives_up(asks(13, "wait"))
+        monkeypatch.setattr(tenant, "has_room", lambda: True)
+        assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
+        tenant.owner = None
         await tenant.close()
 
     run(work)

@@ -101,7 +101,13 @@ class InFlight:
         connection = self._connection
         if connection is not None and not self._settled:
             self._look(connection)
+        elif connection is not None and self._may_become_global(connection):
+            self._described = False
+            self.describe_later()
         return self._state
+
+    def _may_become_global(self, connection: Connection) -> bool:
+        return self._state is CheckpointState.DURABLE and not connection.saves_alone
 
     @property
     def sequence(self) -> int:
