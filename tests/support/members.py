@@ -319,7 +319,8 @@ class WireMember(_Member):
             if found is None:  # its entry of the page is used again; the daemon still knows it
                 with contextlib.suppress(PccheckError, AssertionError):
                     known = session.describe(snapshot)
-                    if not self.tell(index, known.state, known.sequence, lambda: known.reason):
+                    why = known.reason
+                    if not self.tell(index, known.state, known.sequence, lambda why=why: why):
                         continue
                 del self.flying[index]
                 continue
