@@ -318,7 +318,7 @@ class WireMember(_Member):
             found = session.link.state(snapshot)
             if found is None:  # its entry of the page is used again; the daemon still knows it
                 with contextlib.suppress(PccheckError, AssertionError):
-                    known = session.describe(snapshot)
+                    known = session.describe(snapshot, limit_s=1.0)
                     why = known.reason
                     if not self.tell(index, known.state, known.sequence, lambda why=why: why):
                         continue

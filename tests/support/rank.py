@@ -156,10 +156,10 @@ class Rank:
         assert isinstance(found, Report)
         return found.document
 
-    def describe(self, snapshot: int) -> Described:
+    def describe(self, snapshot: int, limit_s: float = LIMIT_S) -> Described:
         from pccheck_wire.messages import Describe
 
-        found = self.ask(Describe(snapshot))
+        found = self.ask(Describe(snapshot), limit_s)
         assert isinstance(found, Described)
         return found
 
