@@ -17,6 +17,7 @@ from pccheck_wire.messages import Opened
 from pccheckctl.source.observer import Observer
 from pccheckctl.source.remote import DaemonStore
 from tests.integration.test_refusals import make_checkpoint, overwrite
+from tests.promises.test_p2_durable import until
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -167,6 +168,7 @@ def test_a_rank_that_asks_again_gets_no_other_step_than_the_others(start_daemon:
         opened = ranks[0].open()
         assert isinstance(opened, Opened) and ranks[0].load(opened)[0] == UNREADABLE
         daemon.armed.unlink()
+        until(daemon, lambda document: "could not be read" in " ".join(document["warnings"]))
         for _ in range(2):  # a script that tries again
             with pytest.raises(DamagedError, match="rank 1 of this start restores step 2"):
                 ranks[0].open()

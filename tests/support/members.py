@@ -317,12 +317,15 @@ class WireMember(_Member):
         for index, snapshot in list(self.flying.items()):
             found = session.link.state(snapshot)
             if found is None:  # its entry of the page is used again; the daemon still knows it
-                with contextlib.suppress(PccheckError, AssertionError):
-                    known = session.describe(snapshot, limit_s=1.0)
-                    why = known.reason
-                    if not self.tell(index, known.state, known.sequence, lambda why=why: why):
-                        continue
-                del self.flying[index]
+                try:
+                    grouped = alive and self.world > 1  # it may have become global since
+                    known = session.describe(snapshot, limit_s=1.0) if grouped else None
+                except (PccheckError, AssertionError):
+                    alive, known = False, None
+                if known is None or self.tell(
+                    index, known.state, known.sequence, lambda why=known.reason: why
+                ):
+                    del self.flying[index]
                 continue
             state = _state_of(found)
 
