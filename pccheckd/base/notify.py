@@ -24,10 +24,6 @@ class Notifier:
         #: The manager's watchdog limit in seconds; 0: no watchdog.
         self.watchdog_s = _watchdog_s(environ) if self._address else 0.0
 
-    @property
-    def listened_to(self) -> bool:
-        return bool(self._address)
-
     def send(self, *states: str) -> None:
         """States that cannot be sent now are sent with the next ones, unless those replace them."""
         late = {state.partition("=")[0]: state for state in (*self._late, *states)}
