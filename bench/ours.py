@@ -50,6 +50,10 @@ class Ours(AbstractContextManager["Ours"]):
     def _connect(self) -> None:
         self.client = PCcheckClient(job="bench", socket=str(self.daemon.socket), on_error="raise")
         self.client.attach(model=self.state.model, optimizer=self.state.optimizer)
+        # checkpoint() blocks until the client has seen this optimizer step; without gradients the
+        # step changes nothing.
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.step()
 
     def reconnect(self, *, restart_daemon: bool = False) -> None:
         """What a trainer that starts again does; optionally the daemon has lost its memory, too."""
