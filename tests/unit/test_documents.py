@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 from pccheck_native import FORMAT_VERSION
 from pccheck_wire.basics import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "docs/*.md", "native/**/*.md", "client/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+EVERY_DOCUMENT = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
+#: File names in a document, and the names of folders, which end with a slash.
+NAMED = re.compile(
+    r"(?<![\w/.~$*-])[A-Za-z][\w.*/-]*(?:\.(?:py|pyi|c|h|md|sh|conf|service|socket|yml)\b|/(?=`))"
+)
+#: Names of functions, classes and attributes: `one_word`, `Class.method`.
+IDENTIFIER = re.compile(r"`([A-Za-z]\w*(?:\.\w+)?)(?:\(\))?`")
+METRIC = re.compile(r"pccheck_(?!wire|native)")  # test_metrics.py
+PLACES = ["bench", "client", "deploy", "docs", "examples", "native", "pccheckd", "systemd", "tests"]
+#: Files of others, and the place of a name to be chosen.
+NOT_OURS = {"train.py", "tests/unit/test_x.py", "pcc_io_NAME.c", "Python.h"}
+
+
+@cache
+def files() -> list[str]:
+    """Every file of the repository, as a path from its root."""
+    found_in = [ROOT.glob("*")] + [(ROOT / name).rglob("*") for name in PLACES]
+    found = [path.relative_to(ROOT) for place in found_in for path in place if path.is_file()]
+    return [str(path) for path in found if not {"build", "__pycache__"} & set(path.parts)]
+
+
+@cache
+def words_of_the_code() -> set[str]:
+    code = [name for name in files() if name.endswith((".c", ".h", ".py"))]
+    return {word for name in code for word in re.findall(r"\w+", (ROOT / name).read_text())}
+
+
+def exists(named: str) -> bool:
+    """A path from the root of the repository, or the end of a path in it."""
+    if named.endswith("/"):
+        return any(f"/{name}".find(f"/{named}") >= 0 for name in files())
+    return any(
+        fnmatch.fnmatchcase(name, named) or fnmatch.fnmatchcase(name, f"*/{named}")
+        for name in files()
+    )
+
+
+def anchors(document: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_script_in_the_readme_is_the_quickstart() -> None:
@@ -18,19 +69,45 @@ def test_the_script_in_the_readme_is_the_quickstart() -> None:
     assert sum(1 for line in script.splitlines() if line) <= 20
 
 
-def test_links_lead_somewhere() -> None:
-    for document in ROOT.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (ROOT / target).exists(), f"{document.name} links to {target}"
+@EVERY_DOCUMENT
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^):]+)\)", document.read_text()):
+        place, _, title = target.partition("#")
+        leads_to = document.parent / place if place else document
+        assert leads_to.exists(), target
+        if title:
+            assert title in anchors(leads_to), target
 
 
-def test_make_targets_named_in_documents_exist() -> None:
+@EVERY_DOCUMENT
+def test_files_and_folders_named_exist(document: Path) -> None:
+    text = re.sub(r"```python\n.*?```", "", document.read_text(), flags=re.DOTALL)
+    missing = {
+        named
+        for quoted in re.findall(r"`([^`\n]+)`", text)
+        for named in NAMED.findall(f"{quoted}`")
+        if named not in NOT_OURS and not exists(named)
+    }
+    assert missing == set()
+
+
+@EVERY_DOCUMENT
+def test_names_in_the_code_exist(document: Path) -> None:
+    stems = {Path(name).stem for name in files()}
+    named = {
+        word
+        for name in IDENTIFIER.findall(document.read_text())
+        for word in name.split(".")
+        if ("_" in name or "." in name) and not METRIC.match(name)
+    }
+    assert named - stems - words_of_the_code() == set()
+
+
+@EVERY_DOCUMENT
+def test_make_targets_named_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for document in ROOT.glob("*.md"):
-        for target in re.findall(
-            r"(?:`|^ {4})make ([a-z0-9-]+)", document.read_text(), re.MULTILINE
-        ):
-            assert target in targets, f"{document.name} names make {target}"
+    named = re.findall(r"(?:`|^ {4})make ([a-z0-9-]+)", document.read_text(), re.MULTILINE)
+    assert set(named) <= targets
 
 
 def test_version_numbers_in_documents_are_those_of_the_code() -> None:
