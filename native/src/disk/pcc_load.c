@@ -182,7 +182,7 @@ static int stream_chunk(struct stream *stream, uint8_t *buffer, uint64_t chunk)
     const uint64_t length = left < stream->chunk_bytes ? left : stream->chunk_bytes;
     const int result = pcc_load_chunk(stream->load, buffer, offset, length);
 
-    if (result != 0)
+    if (result != 0 || stream->sink == NULL)
         return result;
     const uint64_t first = offset > stream->first_bytes ? offset : stream->first_bytes;
     const uint64_t end = offset + length < stream->end_bytes ? offset + length : stream->end_bytes;

@@ -47,8 +47,8 @@ int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out
         result = pcc_commit_opening(volume, &found);
         if (result != 0)
             goto fail;
-        find_free(volume);
     }
+    find_free(volume);
     *out = volume;
     return 0;
 fail:
