@@ -1,4 +1,27 @@
-#include "channel.h"
+/* Channel: what it borrows, and the calls. */
+#include <string.h>
+
+#include "core.h"
+#include "daemon/pcc_tenant.h"
+
+#define REASON_BYTES 192
+
+/* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
+ * unbind(), the volume of a load until the next load. Each goes after the channel has let go of it,
+ * whatever order their owners close them in. */
+struct py_channel {
+    struct pcc_py_object base;
+    PyObject *borrowed[3]; /* pool, events, GPUs or NULL */
+    PyObject *bound;       /* list of volumes */
+    PyObject *loading;     /* or NULL */
+    uint64_t load_calls;
+    uint64_t load_returns;
+};
+
+static struct py_channel *channel_of(PyObject *self)
+{
+    return (struct py_channel *)self;
+}
 
 static void channel_close(void *handle)
 {
@@ -8,7 +31,7 @@ static void channel_close(void *handle)
 /* One more user of `object`, with a reference. False with ValueError when it is closed. */
 static bool borrow(PyObject *object)
 {
-    if (pcc_py_enter((struct pcc_py_object *)object) == NULL) {
+    if (pcc_py_enter(object) == NULL) {
         return false;
     }
     Py_INCREF(object);
@@ -18,12 +41,28 @@ static bool borrow(PyObject *object)
 static void give_back(PyObject *object) /* accepts NULL */
 {
     if (object != NULL) {
-        pcc_py_leave((struct pcc_py_object *)object);
+        pcc_py_leave(object);
         Py_DECREF(object);
     }
 }
 
 /* -- open and close ---------------------------------------------------------------------------- */
+
+/* What it borrows goes only after the C channel has gone. */
+static void channel_gone(PyObject *self)
+{
+    struct py_channel *channel = channel_of(self);
+    PyObject *bound = channel->bound;
+    channel->bound = NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(bound); i++) {
+        pcc_py_leave(PyList_GetItem(bound, i));
+    }
+    Py_DECREF(bound);
+    give_back(channel->loading);
+    for (int i = 0; i < 3; i++) {
+        give_back(channel->borrowed[i]);
+    }
+}
 
 /* Borrows what is not NULL; each is given back when it fails. */
 static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
@@ -39,7 +78,7 @@ static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
         if (!borrow(borrowed[entered])) {
             goto fail;
         }
-        handles[entered] = ((struct pcc_py_object *)borrowed[entered])->lease.handle;
+        handles[entered] = pcc_py_lease(borrowed[entered])->handle;
     }
     bound = PyList_New(0);
     if (bound == NULL) {
@@ -54,11 +93,9 @@ static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
     }
     PyObject *self = pcc_py_object_new(type, "Channel", channel, channel_close);
     if (self != NULL) {
-        struct pcc_py_channel *made = (struct pcc_py_channel *)self;
-        made->bound = bound;
-        made->pool = borrowed[0];
-        made->events = borrowed[1];
-        made->gpus = borrowed[2];
+        memcpy(channel_of(self)->borrowed, borrowed, sizeof(channel_of(self)->borrowed));
+        channel_of(self)->bound = bound;
+        pcc_py_lease(self)->gone = channel_gone;
         return self;
     }
 fail:
@@ -78,71 +115,22 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     struct pcc_tenant_spec spec = {0};
     PyObject *borrowed[3] = {NULL}; /* pool, events, GPUs */
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Channel", names, state->pool_type, &borrowed[0],
-            state->events_type, &borrowed[1], pcc_py_u64, &spec.id, pcc_py_u32, &spec.chunk_bytes,
-            pcc_py_u32, &spec.block_bytes, pcc_py_u32, &spec.chunk_capacity, pcc_py_u32,
-            &spec.lanes, pcc_py_u32, &spec.writers_per_lane, &borrowed[2], &spec.label) ||
+            args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Channel", names, state->types[PCC_PY_POOL],
+            &borrowed[0], state->types[PCC_PY_EVENTS], &borrowed[1], pcc_py_u64, &spec.id,
+            pcc_py_u32, &spec.chunk_bytes, pcc_py_u32, &spec.block_bytes, pcc_py_u32,
+            &spec.chunk_capacity, pcc_py_u32, &spec.lanes, pcc_py_u32, &spec.writers_per_lane,
+            &borrowed[2], &spec.label) ||
         !pcc_py_require(kwargs, &names[2], 6)) {
         return NULL;
     }
     if (borrowed[2] == Py_None) {
         borrowed[2] = NULL;
     }
-    if (borrowed[2] != NULL && !PyObject_TypeCheck(borrowed[2], state->gpus_type)) {
+    if (borrowed[2] != NULL && !PyObject_TypeCheck(borrowed[2], state->types[PCC_PY_GPUS])) {
         PyErr_SetString(PyExc_TypeError, "gpus must be Gpus or None");
         return NULL;
     }
     return channel_open(type, borrowed, &spec);
-}
-
-/* What it borrows goes only after the C channel has gone. */
-static void channel_settle(struct pcc_py_channel *channel)
-{
-    if (channel->base.lease.handle != NULL || channel->base.lease.users > 0) {
-        return;
-    }
-    PyObject *borrowed[] = {channel->loading, channel->pool, channel->events, channel->gpus};
-    PyObject *bound = channel->bound;
-    channel->loading = channel->pool = channel->events = channel->gpus = channel->bound = NULL;
-    for (Py_ssize_t i = 0; bound != NULL && i < PyList_Size(bound); i++) {
-        pcc_py_leave((struct pcc_py_object *)PyList_GetItem(bound, i));
-    }
-    Py_XDECREF(bound);
-    for (size_t i = 0; i < sizeof(borrowed) / sizeof(borrowed[0]); i++) {
-        give_back(borrowed[i]);
-    }
-}
-
-struct pcc_tenant *pcc_py_channel_enter(PyObject *self)
-{
-    return pcc_py_enter((struct pcc_py_object *)self);
-}
-
-void pcc_py_channel_leave(PyObject *self)
-{
-    pcc_py_leave((struct pcc_py_object *)self);
-    channel_settle((struct pcc_py_channel *)self);
-}
-
-PyObject *pcc_py_channel_leave_with(PyObject *self, int result)
-{
-    pcc_py_channel_leave(self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
-}
-
-PyObject *pcc_py_channel_close(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    pcc_py_close((struct pcc_py_object *)self);
-    channel_settle((struct pcc_py_channel *)self);
-    Py_RETURN_NONE;
-}
-
-static void channel_dealloc(PyObject *self)
-{
-    pcc_py_close((struct pcc_py_object *)self);
-    channel_settle((struct pcc_py_channel *)self);
-    pcc_py_object_dealloc(self);
 }
 
 /* -- volumes ----------------------------------------------------------------------------------- */
@@ -152,67 +140,62 @@ static PyObject *outcomes_new(const struct pcc_kept_outcome *outcomes, uint32_t 
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < count; i++) {
         const struct pcc_kept_outcome *one = &outcomes[i];
-        PyObject *made =
-            Py_BuildValue("(KLKKKKIs)", one->sequence, (long long)one->step, one->incarnation,
-                          one->payload_bytes, one->tree_offset_bytes, one->tree_bytes,
-                          one->world_size, one->error != 0 ? pcc_error_name(one->error) : "");
-        if (made == NULL || PyList_Append(list, made) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(made);
+        pcc_py_append(&list, Py_BuildValue("(KLKKKKIs)", one->sequence, (long long)one->step,
+                                           one->incarnation, one->payload_bytes,
+                                           one->tree_offset_bytes, one->tree_bytes, one->world_size,
+                                           one->error != 0 ? pcc_error_name(one->error) : ""));
     }
     return list;
 }
 
-PyObject *pcc_py_channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"volume", "state_fd", "state_id", NULL};
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     PyObject *volume;
     int state_fd = -1;
     uint64_t state_id = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|iO&:bind", names, state->volume_type,
-                                     &volume, &state_fd, pcc_py_u64, &state_id)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|iO&:bind", names,
+                                     state->types[PCC_PY_VOLUME], &volume, &state_fd, pcc_py_u64,
+                                     &state_id)) {
         return NULL;
     }
-    struct pcc_tenant *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_enter(self);
     if (channel == NULL) {
         return NULL;
     }
-    PyObject *bound = ((struct pcc_py_channel *)self)->bound;
     if (!borrow(volume)) {
-        pcc_py_channel_leave(self);
+        pcc_py_leave(self);
         return NULL;
     }
     int result;
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     uint32_t count = 0;
-    struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
+    struct pcc_volume *handle = pcc_py_lease(volume)->handle;
     PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_tenant_bind(channel, handle)
                                           : pcc_tenant_bind_kept(channel, handle, state_fd,
                                                                  state_id, outcomes, &count));
-    int known = result < 0 ? 1 : PySequence_Contains(bound, volume);
-    if (known == 0 && PyList_Append(bound, volume) == 0) {
+    int known = result < 0 ? 1 : PySequence_Contains(channel_of(self)->bound, volume);
+    if (known == 0 && PyList_Append(channel_of(self)->bound, volume) == 0) {
         Py_DECREF(volume); /* the list holds the reference, `bound` stands for the use */
     } else if (known == 1) {
         give_back(volume);
     } /* else memory is out: the volume stays open, for C has bound it */
-    pcc_py_channel_leave(self);
+    pcc_py_leave(self);
     if (known < 0 || PyErr_Occurred()) {
         return NULL;
     }
-    return result < 0 ? pcc_py_raise(state, result, NULL) : outcomes_new(outcomes, count);
+    return result < 0 ? pcc_py_done(self, result) : outcomes_new(outcomes, count);
 }
 
 /* `before` counts the load calls at the time of the unbind, none of them under way: one that came
  * since borrows the volume for a load that may be running. */
-static void forget(PyObject *self, PyObject *volume, uint64_t before)
+static void forget(struct py_channel *channel, PyObject *volume, uint64_t before)
 {
-    struct pcc_py_channel *channel = (struct pcc_py_channel *)self;
     for (Py_ssize_t i = 0; i < PyList_Size(channel->bound); i++) {
         if (PyList_GetItem(channel->bound, i) == volume) {
             PyList_SetSlice(channel->bound, i, i + 1, NULL);
-            pcc_py_leave((struct pcc_py_object *)volume);
+            pcc_py_leave(volume);
             break;
         }
     }
@@ -223,82 +206,351 @@ static void forget(PyObject *self, PyObject *volume, uint64_t before)
     }
 }
 
-PyObject *pcc_py_channel_unbind(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *channel_unbind(PyObject *self, PyObject *volume)
 {
-    static char *names[] = {"volume", NULL};
-    struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
-    PyObject *volume;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:unbind", names, state->volume_type,
-                                     &volume)) {
+    if (!PyObject_TypeCheck(volume, pcc_py_state_of(Py_TYPE(self))->types[PCC_PY_VOLUME])) {
+        PyErr_SetString(PyExc_TypeError, "unbind() takes a Volume");
         return NULL;
     }
-    struct pcc_tenant *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     int result = 0;
-    const struct pcc_py_channel *counted = (struct pcc_py_channel *)self;
+    const struct py_channel *counted = channel_of(self);
     const uint64_t before =
         counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
-    struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
+    struct pcc_volume *handle = pcc_py_lease(volume)->handle;
     if (handle != NULL) { /* a closed volume is nobody's any more */
         PCC_PY_UNLOCKED(result = pcc_tenant_unbind(channel, handle));
     }
     if (result == 0) {
-        forget(self, volume, before);
+        forget(channel_of(self), volume, before);
     }
-    return pcc_py_channel_leave_with(self, result);
+    pcc_py_leave(self);
+    return pcc_py_done(self, result);
 }
 
-PyObject *pcc_py_channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"volume", "sequence", "offset", "length", "load_id", "own", NULL};
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     PyObject *volume;
     uint64_t sequence, offset_bytes, length_bytes, load_id;
     int own = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&|p:load", names, state->volume_type,
-                                     &volume, pcc_py_u64, &sequence, pcc_py_u64, &offset_bytes,
-                                     pcc_py_u64, &length_bytes, pcc_py_u64, &load_id, &own)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&|p:load", names,
+                                     state->types[PCC_PY_VOLUME], &volume, pcc_py_u64, &sequence,
+                                     pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes,
+                                     pcc_py_u64, &load_id, &own)) {
         return NULL;
     }
-    struct pcc_tenant *channel = pcc_py_channel_enter(self);
+    struct pcc_tenant *channel = pcc_py_enter(self);
     if (channel == NULL) {
         return NULL;
     }
     if (!borrow(volume)) {
-        pcc_py_channel_leave(self);
+        pcc_py_leave(self);
         return NULL;
     }
     int result;
-    struct pcc_volume *handle = ((struct pcc_py_object *)volume)->lease.handle;
-    ((struct pcc_py_channel *)self)->load_calls++;
+    struct pcc_volume *handle = pcc_py_lease(volume)->handle;
+    channel_of(self)->load_calls++;
     PCC_PY_UNLOCKED(result = pcc_tenant_load(channel, handle, own != 0, sequence, offset_bytes,
                                              length_bytes, load_id));
-    ((struct pcc_py_channel *)self)->load_returns++;
+    channel_of(self)->load_returns++;
     PyObject *unused = volume;
     if (result == 0) { /* one load at a time: the one before has ended */
-        unused = ((struct pcc_py_channel *)self)->loading;
-        ((struct pcc_py_channel *)self)->loading = volume;
+        unused = channel_of(self)->loading;
+        channel_of(self)->loading = volume;
     }
     give_back(unused);
-    return pcc_py_channel_leave_with(self, result);
+    pcc_py_leave(self);
+    return pcc_py_done(self, result);
 }
 
-PyTypeObject *pcc_py_channel_type(PyObject *module)
+/* -- its trainer ------------------------------------------------------------------------------- */
+
+static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)channel_new},
-        {Py_tp_dealloc, (void *)channel_dealloc},
-        {Py_tp_methods, pcc_py_channel_methods},
-        {Py_tp_doc, (void *)(uintptr_t) "The daemon's end for one (uid, job, rank)."},
-        {0, NULL},
-    };
-    PyType_Spec spec = {
-        .name = "pccheck_native._core.Channel",
-        .basicsize = (int)sizeof(struct pcc_py_channel),
-        .flags = Py_TPFLAGS_DEFAULT,
-        .slots = slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
+    static char *names[] = {"socket_fd", "session", "pid", NULL};
+    PyObject *socket;
+    uint64_t session;
+    uint32_t pid = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&|O&:attach", names, &socket, pcc_py_u64,
+                                     &session, pcc_py_u32, &pid)) {
+        return NULL;
+    }
+    if (pid > INT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "pid is no process id");
+        return NULL;
+    }
+    int socket_fd = PyObject_AsFileDescriptor(socket);
+    if (socket_fd < 0) {
+        return NULL;
+    }
+    int page_fd = -1;
+    int result;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                result = pcc_tenant_attach(channel, socket_fd, session, (int32_t)pid, &page_fd));
+    return result < 0 ? pcc_py_done(self, result) : PyLong_FromLong(page_fd);
 }
+
+static PyObject *channel_detach(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_detach(channel));
+    Py_RETURN_NONE;
+}
+
+/* -- its memory -------------------------------------------------------------------------------- */
+
+static PyObject *channel_grow(PyObject *self, PyObject *number)
+{
+    uint64_t bytes;
+    if (!pcc_py_u64(number, &bytes)) {
+        return NULL;
+    }
+    uint64_t granted_bytes = 0;
+    int result;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                result = pcc_tenant_grow(channel, bytes, &granted_bytes));
+    return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(granted_bytes);
+}
+
+static PyObject *channel_shrink(PyObject *self, PyObject *number)
+{
+    uint64_t bytes;
+    if (!pcc_py_u64(number, &bytes)) {
+        return NULL;
+    }
+    struct pcc_tenant_holding holding;
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_shrink(channel, bytes, &holding));
+    return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
+}
+
+static PyObject *channel_release_memory(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    int result;
+    PCC_PY_CALL(struct pcc_tenant, channel, result = pcc_tenant_release_memory(channel));
+    return pcc_py_done(self, result);
+}
+
+static PyObject *channel_rest(PyObject *self, PyObject *seconds)
+{
+    uint64_t unmapped_ns;
+    if (!pcc_py_seconds(seconds, &unmapped_ns)) {
+        return NULL;
+    }
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_rest(channel, unmapped_ns));
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_usage(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    struct pcc_tenant_usage usage;
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_usage(channel, &usage));
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
+                         Py_BuildValue("(KKKKKKKIKKIi)", usage.bytes, usage.free_chunks,
+                                       usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
+                                       usage.lent_chunks, usage.left_chunks, usage.in_flight,
+                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings,
+                                       usage.numa_node));
+}
+
+/* "" or why not. */
+static PyObject *reason_new(int result, const char *reason)
+{
+    const char *text = result == 0 ? "" : reason[0] != '\0' ? reason : pcc_error_name(result);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"map", "exposure", NULL};
+    uint64_t map;
+    Py_buffer exposure = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*:expose", names, pcc_py_u64, &map,
+                                     &exposure)) {
+        return NULL;
+    }
+    if (map == 0) {
+        PyBuffer_Release(&exposure);
+        PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
+        return NULL;
+    }
+    PyObject *told = NULL;
+    struct pcc_tenant *channel = pcc_py_enter(self);
+    if (channel != NULL) {
+        char reason[REASON_BYTES] = "";
+        int result;
+        PCC_PY_UNLOCKED(result = pcc_tenant_expose(channel, map, exposure.buf,
+                                                   (uint64_t)exposure.len, reason, sizeof(reason)));
+        pcc_py_leave(self);
+        if (result == -ENOMEM) {
+            PyErr_SetString(PyExc_MemoryError, reason);
+        } else {
+            told = reason_new(result, reason);
+        }
+    }
+    PyBuffer_Release(&exposure);
+    return told;
+}
+
+static PyObject *channel_cached(PyObject *self, PyObject *number)
+{
+    uint64_t sequence;
+    if (!pcc_py_u64(number, &sequence)) {
+        return NULL;
+    }
+    bool cached;
+    PCC_PY_CALL(struct pcc_tenant, channel, cached = pcc_tenant_cached(channel, sequence));
+    return PyBool_FromLong(cached);
+}
+
+/* -- its checkpoints --------------------------------------------------------------------------- */
+
+static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot",    "map",        "sequence",      "step",
+                            "incarnation", "world_size", "payload_bytes", "tree_offset",
+                            "tree_bytes",  NULL};
+    struct pcc_save_request request = {0};
+    uint64_t snapshot;
+    uint64_t map = 0;
+    long long step = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O&|$O&O&LO&O&O&O&O&:begin", names, pcc_py_u64, &snapshot, pcc_py_u64,
+            &map, pcc_py_u64, &request.sequence, &step, pcc_py_u64, &request.incarnation,
+            pcc_py_u32, &request.world_size, pcc_py_u64, &request.payload_bytes, pcc_py_u64,
+            &request.tree_offset_bytes, pcc_py_u64, &request.tree_bytes) ||
+        !pcc_py_require(kwargs, &names[3], 6)) {
+        return NULL;
+    }
+    request.tag = snapshot;
+    request.step = step;
+    uint64_t sequence = 0;
+    int result;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                result = pcc_tenant_begin(channel, snapshot, map, &request, &sequence));
+    return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(sequence);
+}
+
+struct verdict {
+    uint64_t snapshot;
+    uint64_t sequence;
+    uint32_t outcome;
+};
+
+static bool verdict_parse(PyObject *args, PyObject *kwargs, struct verdict *out)
+{
+    static char *names[] = {"snapshot", "outcome", "sequence", NULL};
+    *out = (struct verdict){0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &out->snapshot,
+                                     pcc_py_u32, &out->outcome, pcc_py_u64, &out->sequence)) {
+        return false;
+    }
+    if (out->outcome > PCC_OUTCOME_FAILED) {
+        PyErr_SetString(PyExc_ValueError, "outcome is no checkpoint state");
+        return false;
+    }
+    return true;
+}
+
+static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    struct verdict verdict;
+    if (!verdict_parse(args, kwargs, &verdict)) {
+        return NULL;
+    }
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                pcc_tenant_refuse(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
+                                  verdict.sequence));
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    uint64_t snapshots[PCC_SNAPSHOTS];
+    uint32_t count;
+    PCC_PY_CALL(struct pcc_tenant, channel, count = pcc_tenant_requested(channel, snapshots));
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list != NULL && i < count; i++) {
+        pcc_py_append(&list, PyLong_FromUnsignedLongLong(snapshots[i]));
+    }
+    return list;
+}
+
+static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    struct verdict verdict;
+    if (!verdict_parse(args, kwargs, &verdict)) {
+        return NULL;
+    }
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                pcc_tenant_set_outcome(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
+                                       verdict.sequence));
+    Py_RETURN_NONE;
+}
+
+/* -- what a daemon before has left ------------------------------------------------------------- */
+
+static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", "id", NULL};
+    int fd;
+    uint64_t id;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id)) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_CALL(struct pcc_tenant, channel, result = pcc_tenant_adopt(channel, fd, id));
+    return pcc_py_done(self, result);
+}
+
+static PyObject *channel_settle(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_settle(channel));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    PCC_PY_METHOD(
+        "bind", channel_bind,
+        "New saves go to this volume; with a state memfd, what goes on and what does not."),
+    PCC_PY_METHOD("adopt", channel_adopt,
+                  "Takes over a segment, and its descriptor, out of the store."),
+    {"settle", channel_settle, METH_NOARGS,
+     "Checks what was adopted and hands it to the writers; blocks."},
+    {"unbind", channel_unbind, METH_O, "Lets go of a volume; EBUSY while it has saves."},
+    PCC_PY_METHOD("attach", channel_attach,
+                  "A trainer connected; the page's descriptor, the caller's."),
+    {"detach", channel_detach, METH_NOARGS, "The trainer is gone; blocks for the drain."},
+    {"grow", channel_grow, METH_O, "Takes memory; the bytes it now has."},
+    {"shrink", channel_shrink, METH_O,
+     "Takes memory back, a step further each time: (bytes held, bytes that stay, segments that the "
+     "client was asked for and still has)."},
+    {"release_memory", channel_release_memory, METH_NOARGS,
+     "Gives every segment back; EBUSY unless detached and idle."},
+    {"rest", channel_rest, METH_O,
+     "Unpins the segments when no GPU memory was mapped for so long."},
+    PCC_PY_METHOD("expose", channel_expose,
+                  "Takes over an exposure of GPU memory; \"\" or why not; MemoryError when "
+                  "GPU or host memory is short."),
+    PCC_PY_METHOD("begin", channel_begin, "Admits a snapshot; its sequence."),
+    PCC_PY_METHOD("refuse", channel_refuse, "Refuses a snapshot."),
+    {"requested", channel_requested, METH_NOARGS, "Snapshots whose word says REQUESTED."},
+    PCC_PY_METHOD("set_outcome", channel_set_outcome,
+                  "Tells the trainer what became of a snapshot."),
+    PCC_PY_METHOD("load", channel_load, "Sends a checkpoint to the trainer; returns at once."),
+    {"cached", channel_cached, METH_O, "Whether all of it is still in DRAM."},
+    {"usage", channel_usage, METH_NOARGS, "What its chunks are used for."},
+    {"close", pcc_py_object_close, METH_NOARGS, "Drains sealed saves, then goes."},
+    {NULL, NULL, 0, NULL},
+};
+
+const struct pcc_py_type pcc_py_channel = {
+    .name = "pccheck_native._core.Channel",
+    .doc = "The daemon's end for one (uid, job, rank).",
+    .size_bytes = sizeof(struct py_channel),
+    .make = channel_new,
+    .methods = methods,
+};

@@ -24,12 +24,19 @@ enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_RESULT_COUNT,
 };
 
+enum pcc_py_type_id {
+    PCC_PY_VOLUME,
+    PCC_PY_POOL,
+    PCC_PY_EVENTS,
+    PCC_PY_GPUS,
+    PCC_PY_CHANNEL,
+    PCC_PY_LINK,
+    PCC_PY_TYPE_COUNT,
+};
+
 struct pcc_py_state {
     PyObject *native_error;
-    PyTypeObject *volume_type;
-    PyTypeObject *pool_type;
-    PyTypeObject *events_type;
-    PyTypeObject *gpus_type;
+    PyTypeObject *types[PCC_PY_TYPE_COUNT];
     PyObject *results[PCC_PY_RESULT_COUNT];
 };
 
@@ -38,8 +45,9 @@ struct pcc_py_state {
 /* Running calls and other objects that borrow it count as users. close() forbids new ones; the last
  * user to leave closes the C object, so that it never goes under a call or under its borrower. */
 struct pcc_py_lease {
-    void *handle;                /* NULL once closed */
-    void (*close)(void *handle); /* may block; called without the GIL */
+    void *handle;                 /* NULL once closed */
+    void (*close)(void *handle);  /* may block; called without the GIL */
+    void (*gone)(PyObject *self); /* or NULL; called after that, with the GIL */
     const char *name;
     uint32_t users;
     bool closed;
@@ -50,27 +58,58 @@ struct pcc_py_object { /* every type of ours starts like this */
     PyObject_HEAD struct pcc_py_lease lease;
 };
 
-struct pcc_py_state *
-pcc_py_state_of(PyTypeObject *type); /* borrows; our types have no subclasses */
+static inline struct pcc_py_lease *pcc_py_lease(PyObject *self)
+{
+    return &((struct pcc_py_object *)self)->lease;
+}
+
+/* borrows; our types have no subclasses */
+struct pcc_py_state *pcc_py_state_of(PyTypeObject *type);
 /* A new object of `type` that takes `handle`; closes it and returns NULL when memory is out. */
 PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
                             void (*close)(void *handle));
 /* The handle, and one more user; NULL with ValueError when closed or in a forked child. */
-void *pcc_py_enter(struct pcc_py_object *object);
-void pcc_py_leave(struct pcc_py_object *object); /* keeps a raised exception */
-void pcc_py_close(struct pcc_py_object *object);
+void *pcc_py_enter(PyObject *self);
+void pcc_py_leave(PyObject *self); /* keeps a raised exception */
+void pcc_py_close(PyObject *self);
 void pcc_py_object_dealloc(PyObject *self);
 PyObject *pcc_py_object_close(PyObject *self, PyObject *unused); /* the method */
+
+/* For statements that block or move bytes. */
+#define PCC_PY_UNLOCKED(statement)                                                                 \
+    do {                                                                                           \
+        Py_BEGIN_ALLOW_THREADS statement;                                                          \
+        Py_END_ALLOW_THREADS                                                                       \
+    } while (0)
+
+/* In a method: enters `self`, does the statement with its handle under the name `handle`, leaves.
+ * When it cannot enter, the method returns NULL with the exception. */
+#define PCC_PY_WITH(type, handle, statement)                                                       \
+    do {                                                                                           \
+        type *handle = pcc_py_enter(self);                                                         \
+        if (handle == NULL) {                                                                      \
+            return NULL;                                                                           \
+        }                                                                                          \
+        statement;                                                                                 \
+        pcc_py_leave(self);                                                                        \
+    } while (0)
+/* The same without the GIL, as most methods do. */
+#define PCC_PY_CALL(type, handle, statement) PCC_PY_WITH(type, handle, PCC_PY_UNLOCKED(statement))
 
 /* -- errors: the one place where a code becomes an exception ----------------------------------- */
 
 /* -errno to OSError (with path, when there is one), -PCC_E_* to NativeError. Returns NULL. */
-PyObject *pcc_py_raise(struct pcc_py_state *state, int code, PyObject *path);
-PyObject *pcc_py_none_or_raise(struct pcc_py_state *state, int code);
+PyObject *pcc_py_raise(struct pcc_py_state *state, int code, const char *path);
+/* How most methods end: None, or the exception of a negative code. */
+PyObject *pcc_py_done(PyObject *self, int code);
 int pcc_py_errors_add(PyObject *module, struct pcc_py_state *state);
 
-/* -- named tuples ------------------------------------------------------------------------------ */
+/* -- results ----------------------------------------------------------------------------------- */
 
+/* Takes `item` into *list, or an exception (item NULL): then *list goes, and is NULL. */
+void pcc_py_append(PyObject **list, PyObject *item);
+
+/* Named tuples. */
 int pcc_py_results_add(PyObject *module, struct pcc_py_state *state);
 /* Takes `values` (a tuple, or NULL with an exception set, which is passed on). */
 PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyObject *values);
@@ -107,12 +146,20 @@ void pcc_py_ranges_done(struct pcc_py_ranges *ranges);
 
 /* -- types ------------------------------------------------------------------------------------- */
 
-PyTypeObject *pcc_py_volume_type(PyObject *module);
-PyTypeObject *pcc_py_pool_type(PyObject *module);
-PyTypeObject *pcc_py_events_type(PyObject *module);
-PyTypeObject *pcc_py_gpus_type(PyObject *module);
-PyTypeObject *pcc_py_channel_type(PyObject *module);
-PyTypeObject *pcc_py_link_type(PyObject *module);
+struct pcc_py_type { /* in what our types differ */
+    const char *name;
+    const char *doc;
+    size_t size_bytes; /* 0: of struct pcc_py_object */
+    newfunc make;
+    PyMethodDef *methods;
+    PyGetSetDef *properties; /* or NULL */
+};
+extern const struct pcc_py_type pcc_py_volume;
+extern const struct pcc_py_type pcc_py_pool;
+extern const struct pcc_py_type pcc_py_events;
+extern const struct pcc_py_type pcc_py_gpus;
+extern const struct pcc_py_type pcc_py_channel;
+extern const struct pcc_py_type pcc_py_link;
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
@@ -128,12 +175,10 @@ PyObject *pcc_py_same_geometry(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_items(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_values(PyObject *module, PyObject *args);
 
-#define PCC_PY_METHOD(function) ((PyCFunction)(void (*)(void))(function))
-/* For statements that block or move bytes. */
-#define PCC_PY_UNLOCKED(statement)                                                                 \
-    do {                                                                                           \
-        Py_BEGIN_ALLOW_THREADS statement;                                                          \
-        Py_END_ALLOW_THREADS                                                                       \
-    } while (0)
+/* A row of a table of methods, for a function that takes keywords. */
+#define PCC_PY_METHOD(name, function, doc)                                                         \
+    {                                                                                              \
+        name, (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS, doc           \
+    }
 
 #endif

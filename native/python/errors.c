@@ -38,12 +38,17 @@ static const char *text_of(int code)
     return "failed";
 }
 
-static PyObject *native_error(struct pcc_py_state *state, int code, PyObject *path)
+static PyObject *native_error(struct pcc_py_state *state, int code, const char *path)
 {
     const char *name = pcc_error_name(code);
-    PyObject *message = path == NULL
-                            ? PyUnicode_FromFormat("%s (%s)", text_of(-code), name)
-                            : PyUnicode_FromFormat("%S: %s (%s)", path, text_of(-code), name);
+    PyObject *message = PyUnicode_FromFormat("%s (%s)", text_of(-code), name);
+    if (message != NULL && path != NULL) {
+        PyObject *shown = PyUnicode_DecodeFSDefault(path);
+        PyObject *alone = message;
+        message = shown == NULL ? NULL : PyUnicode_FromFormat("%U: %U", shown, alone);
+        Py_XDECREF(shown);
+        Py_DECREF(alone);
+    }
     if (message == NULL) {
         return NULL;
     }
@@ -63,12 +68,12 @@ static PyObject *native_error(struct pcc_py_state *state, int code, PyObject *pa
     return error;
 }
 
-PyObject *pcc_py_raise(struct pcc_py_state *state, int code, PyObject *path)
+PyObject *pcc_py_raise(struct pcc_py_state *state, int code, const char *path)
 {
     PCC_ASSERT(code < 0);
     if (code > -PCC_E_FIRST) {
         errno = -code;
-        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
     }
     PyObject *error = native_error(state, code, path);
     if (error != NULL) {
@@ -78,10 +83,10 @@ PyObject *pcc_py_raise(struct pcc_py_state *state, int code, PyObject *path)
     return NULL;
 }
 
-PyObject *pcc_py_none_or_raise(struct pcc_py_state *state, int code)
+PyObject *pcc_py_done(PyObject *self, int code)
 {
     if (code < 0) {
-        return pcc_py_raise(state, code, NULL);
+        return pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), code, NULL);
     }
     Py_RETURN_NONE;
 }

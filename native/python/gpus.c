@@ -83,63 +83,36 @@ static PyObject *gpu_new(struct pcc_py_state *state, const struct pcc_gpu_info *
 
 static PyObject *gpus_info(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    struct pcc_gpus *gpus = pcc_py_enter((struct pcc_py_object *)self);
-    if (gpus == NULL) {
-        return NULL;
-    }
     struct pcc_gpu_info infos[GPUS_MAX];
     uint32_t count;
-    PCC_PY_UNLOCKED(count = pcc_gpus_info(gpus, infos, GPUS_MAX));
-    pcc_py_leave((struct pcc_py_object *)self);
+    PCC_PY_CALL(struct pcc_gpus, gpus, count = pcc_gpus_info(gpus, infos, GPUS_MAX));
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < count && i < GPUS_MAX; i++) {
-        PyObject *one = gpu_new(pcc_py_state_of(Py_TYPE(self)), &infos[i]);
-        if (one == NULL || PyList_Append(list, one) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(one);
+        pcc_py_append(&list, gpu_new(pcc_py_state_of(Py_TYPE(self)), &infos[i]));
     }
     return list;
 }
 
-static PyObject *gpus_rest(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *gpus_rest(PyObject *self, PyObject *seconds)
 {
-    static char *names[] = {"unused_s", NULL};
     uint64_t unused_ns;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:rest", names, pcc_py_seconds, &unused_ns)) {
+    if (!pcc_py_seconds(seconds, &unused_ns)) {
         return NULL;
     }
-    struct pcc_gpus *gpus = pcc_py_enter((struct pcc_py_object *)self);
-    if (gpus == NULL) {
-        return NULL;
-    }
-    PCC_PY_UNLOCKED(pcc_gpus_rest(gpus, unused_ns));
-    pcc_py_leave((struct pcc_py_object *)self);
+    PCC_PY_CALL(struct pcc_gpus, gpus, pcc_gpus_rest(gpus, unused_ns));
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"info", gpus_info, METH_NOARGS, "What each GPU in use has done."},
-    {"rest", PCC_PY_METHOD(gpus_rest), METH_VARARGS | METH_KEYWORDS,
-     "Gives back the contexts of GPUs that were not used for so long."},
+    {"rest", gpus_rest, METH_O, "Gives back the contexts of GPUs that were not used for so long."},
     {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject *pcc_py_gpus_type(PyObject *module)
-{
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)gpus_new},
-        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
-        {Py_tp_methods, methods},
-        {Py_tp_doc, (void *)(uintptr_t) "The GPUs that trainers expose memory of."},
-        {0, NULL},
-    };
-    PyType_Spec spec = {
-        .name = "pccheck_native._core.Gpus",
-        .basicsize = (int)sizeof(struct pcc_py_object),
-        .flags = Py_TPFLAGS_DEFAULT,
-        .slots = slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
-}
+const struct pcc_py_type pcc_py_gpus = {
+    .name = "pccheck_native._core.Gpus",
+    .doc = "The GPUs that trainers expose memory of.",
+    .make = gpus_new,
+    .methods = methods,
+};

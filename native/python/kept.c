@@ -38,13 +38,10 @@ static PyObject *copied_new(const struct pcc_kept *kept)
             continue;
         }
         PyObject *segments = segments_new(kept, i);
-        PyObject *made = segments == NULL
-                             ? NULL
-                             : Py_BuildValue("(KN)", pcc_kept_save(kept, i)->sequence, segments);
-        if (made == NULL || PyList_Append(list, made) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(made);
+        pcc_py_append(&list,
+                      segments == NULL
+                          ? NULL
+                          : Py_BuildValue("(KN)", pcc_kept_save(kept, i)->sequence, segments));
     }
     return list;
 }

@@ -25,9 +25,9 @@ PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
     return (PyObject *)object;
 }
 
-void *pcc_py_enter(struct pcc_py_object *object)
+void *pcc_py_enter(PyObject *self)
 {
-    struct pcc_py_lease *lease = &object->lease;
+    struct pcc_py_lease *lease = pcc_py_lease(self);
     if (lease->closed || lease->handle == NULL) {
         PyErr_Format(PyExc_ValueError, "this %s is closed", lease->name);
         return NULL;
@@ -45,8 +45,9 @@ void *pcc_py_enter(struct pcc_py_object *object)
 
 /* Closes the C object once it is unwanted and nobody uses it. A forked child only forgets it: the
  * threads that closing would join, and the memory it would unmap, are its parent's. */
-static void lease_settle(struct pcc_py_lease *lease)
+static void settle(PyObject *self)
 {
+    struct pcc_py_lease *lease = pcc_py_lease(self);
     if (!lease->closed || lease->users > 0 || lease->handle == NULL) {
         return;
     }
@@ -56,25 +57,27 @@ static void lease_settle(struct pcc_py_lease *lease)
         lease->users--;
     }
     lease->handle = NULL;
+    if (lease->gone != NULL) {
+        lease->gone(self);
+    }
 }
 
-void pcc_py_leave(struct pcc_py_object *object)
+void pcc_py_leave(PyObject *self)
 {
-    PCC_ASSERT(object->lease.users > 0);
-    object->lease.users--;
-    lease_settle(&object->lease);
+    PCC_ASSERT(pcc_py_lease(self)->users > 0);
+    pcc_py_lease(self)->users--;
+    settle(self);
 }
 
-void pcc_py_close(struct pcc_py_object *object)
+void pcc_py_close(PyObject *self)
 {
-    object->lease.closed = true;
-    lease_settle(&object->lease);
+    pcc_py_lease(self)->closed = true;
+    settle(self);
 }
 
-PyObject *pcc_py_object_close(PyObject *self, PyObject *unused)
+PyObject *pcc_py_object_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    pcc_py_close((struct pcc_py_object *)self);
+    pcc_py_close(self);
     Py_RETURN_NONE;
 }
 
@@ -82,7 +85,7 @@ PyObject *pcc_py_object_close(PyObject *self, PyObject *unused)
 void pcc_py_object_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    pcc_py_close((struct pcc_py_object *)self);
+    pcc_py_close(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);

@@ -1,9 +1,14 @@
-#include "link.h"
-
+/* Link: its life, saving, waits and loads, GPUs. */
+#include <stdlib.h>
+#include <string.h>
 #include <time.h>
+
+#include "core.h"
 
 #define CLOSE_TRIES 200
 #define CLOSE_PAUSE_NS 1000000l
+/* Waits return to Python this often, for signals and for close() by another thread. */
+#define SLICE_NS 50000000ull
 
 static void link_close(void *handle)
 {
@@ -35,83 +40,49 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 /* Its thread reads the caller's tensors, so close() waits for calls in other threads, which leave
  * within a slice, and returns with the thread gone. Bounded: a signal handler that closes the link
  * its own thread waits on would wait for itself; then the wait closes it when it goes on. */
-static PyObject *method_close(PyObject *self, PyObject *unused)
+static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_py_object *object = (struct pcc_py_object *)self;
     const struct timespec pause = {.tv_nsec = CLOSE_PAUSE_NS};
-    pcc_py_close(object);
-    for (int i = 0; object->lease.users > 0 && i < CLOSE_TRIES; i++) {
+    pcc_py_close(self);
+    for (int i = 0; pcc_py_lease(self)->users > 0 && i < CLOSE_TRIES; i++) {
         PCC_PY_UNLOCKED(nanosleep(&pause, NULL));
     }
     Py_RETURN_NONE;
 }
 
-struct pcc_client *pcc_py_link_enter(PyObject *self)
-{
-    return pcc_py_enter((struct pcc_py_object *)self);
-}
-
-void pcc_py_link_leave(PyObject *self)
-{
-    pcc_py_leave((struct pcc_py_object *)self);
-}
-
-PyObject *pcc_py_link_leave_with(PyObject *self, int result)
-{
-    pcc_py_link_leave(self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
-}
-
 /* -- quick calls: atomics and at most one poll, so the GIL is kept ------------------------------
  */
 
-static PyObject *link_alive(PyObject *self, PyObject *unused)
+static PyObject *link_alive(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
-        return NULL;
-    }
-    bool alive = pcc_client_alive(link);
-    pcc_py_link_leave(self);
+    bool alive;
+    PCC_PY_WITH(struct pcc_client, link, alive = pcc_client_alive(link));
     return PyBool_FromLong(alive);
 }
 
-static PyObject *link_chunk_bytes(PyObject *self, void *unused)
+static PyObject *link_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
-        return NULL;
-    }
-    uint32_t chunk_bytes = pcc_client_chunk_bytes(link);
-    pcc_py_link_leave(self);
+    uint32_t chunk_bytes;
+    PCC_PY_WITH(struct pcc_client, link, chunk_bytes = pcc_client_chunk_bytes(link));
     return PyLong_FromUnsignedLong(chunk_bytes);
 }
 
-static PyObject *link_state(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *link_state(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"snapshot", NULL};
     uint64_t snapshot;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:state", names, pcc_py_u64, &snapshot)) {
-        return NULL;
-    }
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
+    if (!pcc_py_u64(number, &snapshot)) {
         return NULL;
     }
     struct pcc_client_state now;
-    int result = pcc_client_state(link, snapshot, &now);
-    pcc_py_link_leave(self);
-    struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
+    int result;
+    PCC_PY_WITH(struct pcc_client, link, result = pcc_client_state(link, snapshot, &now));
     if (result == -ENOENT) {
         Py_RETURN_NONE;
     }
     if (result < 0) {
-        return pcc_py_raise(state, result, NULL);
+        return pcc_py_done(self, result);
     }
-    return pcc_py_result(state, PCC_PY_LINK_STATE,
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_LINK_STATE,
                          Py_BuildValue("(IIKNis)", now.word, now.outcome, now.sequence,
                                        PyBool_FromLong(now.source_read), now.error,
                                        now.error ? pcc_error_name(now.error) : ""));
@@ -119,31 +90,22 @@ static PyObject *link_state(PyObject *self, PyObject *args, PyObject *kwargs)
 
 /* -- saving ------------------------------------------------------------------------------------ */
 
-static PyObject *link_request(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *link_request(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"snapshot", NULL};
     uint64_t snapshot;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:request", names, pcc_py_u64, &snapshot)) {
-        return NULL;
-    }
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
+    if (!pcc_py_u64(number, &snapshot)) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_client_request(link, snapshot));
-    return pcc_py_link_leave_with(self, result);
+    PCC_PY_CALL(struct pcc_client, link, result = pcc_client_request(link, snapshot));
+    return pcc_py_done(self, result);
 }
 
 static PyObject *submit(PyObject *self, uint64_t snapshot, const struct pcc_submission *submission)
 {
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
-        return NULL;
-    }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_client_submit(link, snapshot, submission));
-    return pcc_py_link_leave_with(self, result);
+    PCC_PY_CALL(struct pcc_client, link, result = pcc_client_submit(link, snapshot, submission));
+    return pcc_py_done(self, result);
 }
 
 static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -182,76 +144,420 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-static PyObject *link_confirm(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *link_confirm(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"snapshot", NULL};
     uint64_t snapshot;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:confirm", names, pcc_py_u64, &snapshot)) {
+    if (!pcc_py_u64(number, &snapshot)) {
         return NULL;
     }
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
-        return NULL;
-    }
-    PCC_PY_UNLOCKED(pcc_client_confirm(link, snapshot));
-    return pcc_py_link_leave_with(self, 0);
+    PCC_PY_CALL(struct pcc_client, link, pcc_client_confirm(link, snapshot));
+    Py_RETURN_NONE;
 }
 
-static PyObject *link_abandon(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *link_abandon(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"snapshot", NULL};
     uint64_t snapshot;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:abandon", names, pcc_py_u64, &snapshot)) {
-        return NULL;
-    }
-    struct pcc_client *link = pcc_py_link_enter(self);
-    if (link == NULL) {
+    if (!pcc_py_u64(number, &snapshot)) {
         return NULL;
     }
     bool won;
-    PCC_PY_UNLOCKED(won = pcc_client_abandon(link, snapshot));
-    pcc_py_link_leave(self);
+    PCC_PY_CALL(struct pcc_client, link, won = pcc_client_abandon(link, snapshot));
     return PyBool_FromLong(won);
+}
+
+/* -- waits, each made of slices ---------------------------------------------------------------- */
+
+/* After a slice that expired: false with an exception when the wait must end. */
+static bool goes_on(PyObject *self)
+{
+    if (PyErr_CheckSignals() < 0) {
+        return false;
+    }
+    if (pcc_py_lease(self)->closed) {
+        PyErr_SetString(PyExc_ValueError, "this Link was closed during the call");
+        return false;
+    }
+    return true;
+}
+
+static uint64_t slice_end(uint64_t deadline_ns)
+{
+    uint64_t end_ns = pcc_now_ns() + SLICE_NS;
+    return end_ns < deadline_ns ? end_ns : deadline_ns;
+}
+
+struct wait {
+    uint64_t id;
+    uint64_t deadline_ns;
+};
+
+/* Sets *code_out to 0 or a negative code; false with an exception. */
+static bool wait_until(PyObject *self, struct pcc_client *link, const struct wait *wait,
+                       enum pcc_wait_for what, int *code_out)
+{
+    bool ok = true;
+    uint64_t end_ns;
+    do {
+        end_ns = slice_end(wait->deadline_ns);
+        PCC_PY_UNLOCKED(*code_out = pcc_client_wait(link, wait->id, what, end_ns));
+    } while (*code_out == -ETIMEDOUT && end_ns < wait->deadline_ns && (ok = goes_on(self)));
+    return ok;
+}
+
+static PyObject *wait_for(PyObject *self, const struct wait *wait, enum pcc_wait_for what)
+{
+    int code = 0;
+    bool ok;
+    PCC_PY_WITH(struct pcc_client, link, ok = wait_until(self, link, wait, what, &code));
+    if (!ok) {
+        return NULL;
+    }
+    return code < 0 && code != -ETIMEDOUT ? pcc_py_done(self, code) : PyBool_FromLong(code == 0);
+}
+
+static PyObject *link_wait_read(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "deadline_ns", "host_only", NULL};
+    struct wait wait;
+    int host_only = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|$p:wait_read", names, pcc_py_u64, &wait.id,
+                                     pcc_py_u64, &wait.deadline_ns, &host_only)) {
+        return NULL;
+    }
+    return wait_for(self, &wait, host_only ? PCC_WAIT_HOST_READ : PCC_WAIT_READ);
+}
+
+static bool wait_parse(PyObject *args, PyObject *kwargs, char **names, struct wait *out)
+{
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&", names, pcc_py_u64, &out->id,
+                                       pcc_py_u64, &out->deadline_ns);
+}
+
+static PyObject *wait_parsed(PyObject *self, PyObject *args, PyObject *kwargs,
+                             enum pcc_wait_for what)
+{
+    static char *names[] = {"snapshot", "deadline_ns", NULL};
+    struct wait wait;
+    return wait_parse(args, kwargs, names, &wait) ? wait_for(self, &wait, what) : NULL;
+}
+
+static PyObject *link_wait_copied(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return wait_parsed(self, args, kwargs, PCC_WAIT_COPIED);
+}
+
+static PyObject *link_wait_global(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return wait_parsed(self, args, kwargs, PCC_WAIT_GLOBAL);
+}
+
+static PyObject *link_wait_durable(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return wait_parsed(self, args, kwargs, PCC_WAIT_DURABLE);
+}
+
+/* -- loading ----------------------------------------------------------------------------------- */
+
+static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"load_id", "ranges", "device_ranges", NULL};
+    uint64_t load_id;
+    struct pcc_py_ranges ranges = {0};
+    struct pcc_py_ranges device_ranges = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&:load_start", names, pcc_py_u64,
+                                     &load_id, pcc_py_ranges, &ranges, pcc_py_device_ranges,
+                                     &device_ranges)) {
+        return NULL;
+    }
+    PyObject *done = NULL;
+    struct pcc_client *link = pcc_py_enter(self);
+    if (link != NULL) {
+        int result;
+        PCC_PY_UNLOCKED(result =
+                            pcc_client_load_start(link, load_id, ranges.items, ranges.count,
+                                                  device_ranges.device_items, device_ranges.count));
+        pcc_py_leave(self);
+        done = pcc_py_done(self, result);
+    }
+    pcc_py_ranges_done(&device_ranges);
+    pcc_py_ranges_done(&ranges);
+    return done;
+}
+
+static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"load_id", "deadline_ns", NULL};
+    struct wait wait;
+    struct pcc_client *link = wait_parse(args, kwargs, names, &wait) ? pcc_py_enter(self) : NULL;
+    if (link == NULL) {
+        return NULL;
+    }
+    bool ok = true;
+    bool ended = false;
+    int code;
+    while (ok && !ended && pcc_now_ns() < wait.deadline_ns) {
+        uint64_t end_ns = slice_end(wait.deadline_ns);
+        PCC_PY_UNLOCKED(ended = pcc_client_load_ended(link, wait.id, end_ns));
+        ok = ended || goes_on(self);
+    }
+    /* Also after an exception: nothing may write to the caller's memory behind his back. */
+    PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
+    pcc_py_leave(self);
+    if (!ok) {
+        return NULL;
+    }
+    if (code == -ETIMEDOUT || code == -ECONNRESET) {
+        return pcc_py_done(self, code);
+    }
+    return PyLong_FromLong(code);
+}
+
+/* -- GPUs: a driver call may wait for the driver's own locks, so none is made under the GIL ------
+ */
+
+/* "O&" converter of a CUDA ordinal. */
+static int ordinal(PyObject *object, void *out)
+{
+    uint32_t device;
+    if (!pcc_py_u32(object, &device)) {
+        return 0;
+    }
+    if (device >= PCC_DEVICES) {
+        PyErr_Format(PyExc_ValueError, "GPU %u: the last one that is supported is %u", device,
+                     PCC_DEVICES - 1);
+        return 0;
+    }
+    *(uint32_t *)out = device;
+    return 1;
+}
+
+static int open_device(struct pcc_client *link, uint32_t device, const char **why_out)
+{
+    const int result = pcc_client_device_open(link, device);
+    if (result == 0) {
+        *why_out = pcc_client_device_cannot_pull(link, device);
+    }
+    return result;
+}
+
+static PyObject *link_device_open(PyObject *self, PyObject *number)
+{
+    uint32_t device;
+    if (!ordinal(number, &device)) {
+        return NULL;
+    }
+    struct pcc_client *link = pcc_py_enter(self);
+    if (link == NULL) {
+        return NULL;
+    }
+    const char *why = "";
+    int result;
+    PCC_PY_UNLOCKED(result = open_device(link, device, &why));
+    PyObject *told = result < 0 ? pcc_py_done(self, result)
+                                : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
+    pcc_py_leave(self); /* last: the words are the link's */
+    return told;
+}
+
+static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"device", "nbytes", NULL};
+    uint32_t device;
+    uint64_t length_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:staging", names, ordinal, &device,
+                                     pcc_py_u64, &length_bytes)) {
+        return NULL;
+    }
+    uint64_t address = 0;
+    int result;
+    PCC_PY_CALL(struct pcc_client, link,
+                result = pcc_client_staging(link, device, length_bytes, &address));
+    if (result == -ENOMEM) {
+        return PyErr_NoMemory();
+    }
+    return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(address);
+}
+
+static PyObject *link_staging_trim(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PCC_PY_CALL(struct pcc_client, link, pcc_client_staging_trim(link));
+    Py_RETURN_NONE;
+}
+
+static PyObject *link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"device", "stream", "copies", "aside", NULL};
+    uint32_t device;
+    uint64_t stream;
+    struct pcc_py_ranges copies = {0};
+    int aside = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$p:stage", names, ordinal, &device,
+                                     pcc_py_u64, &stream, pcc_py_device_copies, &copies, &aside)) {
+        return NULL;
+    }
+    PyObject *done = NULL;
+    struct pcc_client *link = pcc_py_enter(self);
+    if (link != NULL) {
+        int result;
+        PCC_PY_UNLOCKED(result = pcc_client_stage(link, device, stream, copies.copies, copies.count,
+                                                  aside != 0));
+        pcc_py_leave(self);
+        done = pcc_py_done(self, result);
+    }
+    pcc_py_ranges_done(&copies);
+    return done;
+}
+
+static PyObject *link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "device", "stream", "pull", "aside", NULL};
+    uint64_t snapshot, stream;
+    uint32_t device;
+    int pull = 0;
+    int aside = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$pp:mark", names, pcc_py_u64, &snapshot,
+                                     ordinal, &device, pcc_py_u64, &stream, &pull, &aside) ||
+        !pcc_py_require(kwargs, &names[3], 1)) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_CALL(struct pcc_client, link,
+                result = pcc_client_mark(link, snapshot, device, stream, pull != 0, aside != 0));
+    return pcc_py_done(self, result);
+}
+
+static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "device", "stream", "deadline_ns", NULL};
+    uint64_t snapshot, stream, deadline_ns;
+    uint32_t device;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:hold", names, pcc_py_u64, &snapshot,
+                                     ordinal, &device, pcc_py_u64, &stream, pcc_py_u64,
+                                     &deadline_ns)) {
+        return NULL;
+    }
+    struct pcc_client *link = pcc_py_enter(self);
+    if (link == NULL) {
+        return NULL;
+    }
+    bool ok = true;
+    bool ready = false;
+    while (ok && !ready && pcc_now_ns() < deadline_ns) {
+        uint64_t end_ns = slice_end(deadline_ns);
+        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(link, snapshot, device, end_ns));
+        ok = ready || goes_on(self);
+    }
+    int result = 0;
+    if (ok) {
+        PCC_PY_UNLOCKED(result = pcc_client_hold(link, snapshot, device, stream, deadline_ns));
+    }
+    pcc_py_leave(self);
+    if (!ok) {
+        return NULL;
+    }
+    if (result < 0 && result != -ETIMEDOUT) {
+        return pcc_py_done(self, result);
+    }
+    return PyBool_FromLong(result == 0);
+}
+
+static PyObject *link_reached(PyObject *self, PyObject *number)
+{
+    uint64_t snapshot;
+    if (!pcc_py_u64(number, &snapshot)) {
+        return NULL;
+    }
+    bool reached;
+    PCC_PY_CALL(struct pcc_client, link, reached = pcc_client_reached(link, snapshot));
+    return PyBool_FromLong(reached);
+}
+
+static PyObject *link_capturing(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"device", "stream", NULL};
+    uint32_t device;
+    uint64_t stream;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:capturing", names, ordinal, &device,
+                                     pcc_py_u64, &stream)) {
+        return NULL;
+    }
+    bool capturing = false;
+    int result;
+    PCC_PY_CALL(struct pcc_client, link,
+                result = pcc_client_capturing(link, device, stream, &capturing));
+    return result < 0 ? pcc_py_done(self, result) : PyBool_FromLong(capturing);
+}
+
+/* Frees `bytes`. */
+static PyObject *taken(uint8_t *bytes, uint64_t length_bytes)
+{
+    PyObject *made = PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
+    free(bytes);
+    return made;
+}
+
+static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"device_ranges", "device_bytes", NULL};
+    struct pcc_py_ranges ranges = {0};
+    uint64_t device_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:expose", names, pcc_py_device_ranges,
+                                     &ranges, pcc_py_u64, &device_bytes)) {
+        return NULL;
+    }
+    PyObject *exposure = NULL;
+    struct pcc_client *link = pcc_py_enter(self);
+    if (link != NULL) {
+        uint8_t *bytes = NULL;
+        uint64_t length_bytes = 0;
+        int result;
+        PCC_PY_UNLOCKED(result = pcc_client_expose(link, ranges.device_items, ranges.count,
+                                                   device_bytes, &bytes, &length_bytes));
+        pcc_py_leave(self);
+        exposure = result < 0 ? pcc_py_done(self, result) : taken(bytes, length_bytes);
+    }
+    pcc_py_ranges_done(&ranges);
+    return exposure;
+}
+
+static PyObject *link_exposure_holds(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    bool holds;
+    PCC_PY_CALL(struct pcc_client, link, holds = pcc_client_exposure_holds(link));
+    return PyBool_FromLong(holds);
 }
 
 /* -- the type ---------------------------------------------------------------------------------- */
 
-#define KEYWORDS (METH_VARARGS | METH_KEYWORDS)
-
 static PyMethodDef methods[] = {
     {"alive", link_alive, METH_NOARGS, "Whether the daemon still holds its end."},
-    {"request", PCC_PY_METHOD(link_request), KEYWORDS, "The snapshot's word becomes REQUESTED."},
-    {"submit", PCC_PY_METHOD(link_submit), KEYWORDS, "Hands the copy to the native thread."},
-    {"wait_read", PCC_PY_METHOD(pcc_py_link_wait_read), KEYWORDS,
-     "True once the source may change."},
-    {"wait_copied", PCC_PY_METHOD(pcc_py_link_wait_copied), KEYWORDS,
-     "True once the daemon vouches for it, or it ended otherwise."},
-    {"wait_global", PCC_PY_METHOD(pcc_py_link_wait_global), KEYWORDS,
-     "Until every rank of the group has it, or a newer one, or it ended otherwise."},
-    {"wait_durable", PCC_PY_METHOD(pcc_py_link_wait_durable), KEYWORDS,
-     "True once it or a newer one is durable, or it ended otherwise."},
-    {"confirm", PCC_PY_METHOD(link_confirm), KEYWORDS,
+    {"request", link_request, METH_O, "The snapshot's word becomes REQUESTED."},
+    PCC_PY_METHOD("submit", link_submit, "Hands the copy to the native thread."),
+    PCC_PY_METHOD("wait_read", link_wait_read, "True once the source may change."),
+    PCC_PY_METHOD("wait_copied", link_wait_copied,
+                  "True once the daemon vouches for it, or it ended otherwise."),
+    PCC_PY_METHOD("wait_global", link_wait_global,
+                  "Until every rank of the group has it, or a newer one, or it ended otherwise."),
+    PCC_PY_METHOD("wait_durable", link_wait_durable,
+                  "True once it or a newer one is durable, or it ended otherwise."),
+    {"confirm", link_confirm, METH_O,
      "The source was not changed before it was read; for provisional ones."},
-    {"abandon", PCC_PY_METHOD(link_abandon), KEYWORDS, "True when this call gave it up."},
-    {"state", PCC_PY_METHOD(link_state), KEYWORDS, "LinkState; None when it is long gone."},
-    {"device_open", PCC_PY_METHOD(pcc_py_link_device_open), KEYWORDS,
+    {"abandon", link_abandon, METH_O, "True when this call gave it up."},
+    {"state", link_state, METH_O, "LinkState; None when it is long gone."},
+    {"device_open", link_device_open, METH_O,
      "Readies a GPU; \"\" or why it cannot be pulled from."},
-    {"staging", PCC_PY_METHOD(pcc_py_link_staging), KEYWORDS,
-     "Device memory of ours; its address."},
-    {"staging_trim", pcc_py_link_staging_trim, METH_NOARGS, "Frees what staging has outgrown."},
-    {"stage", PCC_PY_METHOD(pcc_py_link_stage), KEYWORDS, "Copies on the device into staging."},
-    {"mark", PCC_PY_METHOD(pcc_py_link_mark), KEYWORDS,
-     "What the snapshot depends on is on this stream by now."},
-    {"hold", PCC_PY_METHOD(pcc_py_link_hold), KEYWORDS, "The stream waits for the copy."},
-    {"reached", PCC_PY_METHOD(pcc_py_link_reached), KEYWORDS,
-     "Whether the GPUs have come to the snapshot."},
-    {"capturing", PCC_PY_METHOD(pcc_py_link_capturing), KEYWORDS,
-     "Whether the stream records a graph."},
-    {"expose", PCC_PY_METHOD(pcc_py_link_expose), KEYWORDS, "The exposure of device ranges."},
-    {"exposure_holds", pcc_py_link_exposure_holds, METH_NOARGS,
+    PCC_PY_METHOD("staging", link_staging, "Device memory of ours; its address."),
+    {"staging_trim", link_staging_trim, METH_NOARGS, "Frees what staging has outgrown."},
+    PCC_PY_METHOD("stage", link_stage, "Copies on the device into staging."),
+    PCC_PY_METHOD("mark", link_mark, "What the snapshot depends on is on this stream by now."),
+    PCC_PY_METHOD("hold", link_hold, "The stream waits for the copy."),
+    {"reached", link_reached, METH_O, "Whether the GPUs have come to the snapshot."},
+    PCC_PY_METHOD("capturing", link_capturing, "Whether the stream records a graph."),
+    PCC_PY_METHOD("expose", link_expose, "The exposure of device ranges."),
+    {"exposure_holds", link_exposure_holds, METH_NOARGS,
      "Whether the memory of the last exposure is still what it was."},
-    {"load_start", PCC_PY_METHOD(pcc_py_link_load_start), KEYWORDS, "Where a load's bytes go."},
-    {"load_wait", PCC_PY_METHOD(pcc_py_link_load_wait), KEYWORDS, "0 or the daemon's code."},
+    PCC_PY_METHOD("load_start", link_load_start, "Where a load's bytes go."),
+    PCC_PY_METHOD("load_wait", link_load_wait, "0 or the daemon's code."),
     {"close", method_close, METH_NOARGS, "Stops at once; what was not handed over is lost."},
     {NULL, NULL, 0, NULL},
 };
@@ -261,21 +567,10 @@ static PyGetSetDef properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyTypeObject *pcc_py_link_type(PyObject *module)
-{
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)link_new},
-        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
-        {Py_tp_methods, methods},
-        {Py_tp_getset, properties},
-        {Py_tp_doc, (void *)(uintptr_t) "The client's end of a session."},
-        {0, NULL},
-    };
-    PyType_Spec spec = {
-        .name = "pccheck_native._core.Link",
-        .basicsize = (int)sizeof(struct pcc_py_object),
-        .flags = Py_TPFLAGS_DEFAULT,
-        .slots = slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
-}
+const struct pcc_py_type pcc_py_link = {
+    .name = "pccheck_native._core.Link",
+    .doc = "The client's end of a session.",
+    .make = link_new,
+    .methods = methods,
+    .properties = properties,
+};

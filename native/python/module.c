@@ -37,19 +37,29 @@ static int add_constants(PyObject *module)
     return 0;
 }
 
-/* Adds a type to the module; *kept (may be NULL) gets a reference of its own. */
-static int add_type(PyObject *module, PyTypeObject *type, PyTypeObject **kept)
+static const struct pcc_py_type *const types[PCC_PY_TYPE_COUNT] = {
+    [PCC_PY_VOLUME] = &pcc_py_volume,   [PCC_PY_POOL] = &pcc_py_pool,
+    [PCC_PY_EVENTS] = &pcc_py_events,   [PCC_PY_GPUS] = &pcc_py_gpus,
+    [PCC_PY_CHANNEL] = &pcc_py_channel, [PCC_PY_LINK] = &pcc_py_link,
+};
+
+static PyTypeObject *type_new(PyObject *module, const struct pcc_py_type *type)
 {
-    if (type == NULL) {
-        return -1;
-    }
-    int result = PyModule_AddType(module, type);
-    if (result == 0 && kept != NULL) {
-        *kept = type;
-    } else {
-        Py_DECREF(type);
-    }
-    return result;
+    PyType_Slot slots[] = {
+        {Py_tp_new, (void *)type->make},
+        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
+        {Py_tp_methods, type->methods},
+        {Py_tp_doc, (void *)(uintptr_t)type->doc},
+        {type->properties != NULL ? Py_tp_getset : 0, type->properties},
+        {0, NULL},
+    };
+    PyType_Spec spec = {
+        .name = type->name,
+        .basicsize = (int)(type->size_bytes != 0 ? type->size_bytes : sizeof(struct pcc_py_object)),
+        .flags = Py_TPFLAGS_DEFAULT,
+        .slots = slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
 }
 
 static int module_exec(PyObject *module)
@@ -59,13 +69,11 @@ static int module_exec(PyObject *module)
         add_constants(module) < 0) {
         return -1;
     }
-    if (add_type(module, pcc_py_volume_type(module), &state->volume_type) < 0 ||
-        add_type(module, pcc_py_pool_type(module), &state->pool_type) < 0 ||
-        add_type(module, pcc_py_events_type(module), &state->events_type) < 0 ||
-        add_type(module, pcc_py_gpus_type(module), &state->gpus_type) < 0 ||
-        add_type(module, pcc_py_channel_type(module), NULL) < 0 ||
-        add_type(module, pcc_py_link_type(module), NULL) < 0) {
-        return -1;
+    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++) {
+        state->types[i] = type_new(module, types[i]);
+        if (state->types[i] == NULL || PyModule_AddType(module, state->types[i]) < 0) {
+            return -1;
+        }
     }
     return 0;
 }
@@ -74,10 +82,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     struct pcc_py_state *state = PyModule_GetState(module);
     Py_VISIT(state->native_error);
-    Py_VISIT(state->volume_type);
-    Py_VISIT(state->pool_type);
-    Py_VISIT(state->events_type);
-    Py_VISIT(state->gpus_type);
+    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++) {
+        Py_VISIT(state->types[i]);
+    }
     for (int i = 0; i < PCC_PY_RESULT_COUNT; i++) {
         Py_VISIT(state->results[i]);
     }
@@ -88,10 +95,9 @@ static int module_clear(PyObject *module)
 {
     struct pcc_py_state *state = PyModule_GetState(module);
     Py_CLEAR(state->native_error);
-    Py_CLEAR(state->volume_type);
-    Py_CLEAR(state->pool_type);
-    Py_CLEAR(state->events_type);
-    Py_CLEAR(state->gpus_type);
+    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++) {
+        Py_CLEAR(state->types[i]);
+    }
     for (int i = 0; i < PCC_PY_RESULT_COUNT; i++) {
         Py_CLEAR(state->results[i]);
     }
@@ -99,14 +105,14 @@ static int module_clear(PyObject *module)
 }
 
 static PyMethodDef functions[] = {
-    {"volume_bytes_for", PCC_PY_METHOD(pcc_py_volume_bytes_for), METH_VARARGS | METH_KEYWORDS,
-     "The size of a volume of that many slots for payloads of that size."},
-    {"create_volume", PCC_PY_METHOD(pcc_py_create_volume), METH_VARARGS | METH_KEYWORDS,
-     "Makes a volume, all its room taken, durable and under its name on return."},
+    PCC_PY_METHOD("volume_bytes_for", pcc_py_volume_bytes_for,
+                  "The size of a volume of that many slots for payloads of that size."),
+    PCC_PY_METHOD("create_volume", pcc_py_create_volume,
+                  "Makes a volume, all its room taken, durable and under its name on return."),
     {"kept_state", pcc_py_kept_state, METH_VARARGS,
      "What a state memfd says of its volume and of what was copied."},
-    {"measure_engine", PCC_PY_METHOD(pcc_py_measure_engine), METH_VARARGS | METH_KEYWORDS,
-     "Seconds for which an engine overwrites a file and flushes it."},
+    PCC_PY_METHOD("measure_engine", pcc_py_measure_engine,
+                  "Seconds for which an engine overwrites a file and flushes it."),
     {"cuda_missing", pcc_py_cuda_missing, METH_NOARGS,
      "Why there is no usable CUDA driver; \"\" when there is one."},
     {"cuda_driver", pcc_py_cuda_driver, METH_NOARGS, "(version, GPUs) of the CUDA driver."},

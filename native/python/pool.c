@@ -42,28 +42,17 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return pcc_py_object_new(type, "Pool", pool, pool_close);
 }
 
-static PyObject *pool_stored(PyObject *self, PyObject *unused)
+static PyObject *pool_stored(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_pool *pool = pcc_py_enter((struct pcc_py_object *)self);
-    if (pool == NULL) {
-        return NULL;
-    }
-    const struct pcc_store_usage usage = pcc_pool_stored(pool);
-    pcc_py_leave((struct pcc_py_object *)self);
+    struct pcc_store_usage usage;
+    PCC_PY_WITH(struct pcc_pool, pool, usage = pcc_pool_stored(pool));
     return Py_BuildValue("(IIK)", usage.stored, usage.limit, usage.refused);
 }
 
-static PyObject *pool_usage(PyObject *self, PyObject *unused)
+static PyObject *pool_usage(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_pool *pool = pcc_py_enter((struct pcc_py_object *)self);
-    if (pool == NULL) {
-        return NULL;
-    }
     uint64_t budget_bytes, used_bytes;
-    PCC_PY_UNLOCKED(pcc_pool_usage(pool, &budget_bytes, &used_bytes));
-    pcc_py_leave((struct pcc_py_object *)self);
+    PCC_PY_CALL(struct pcc_pool, pool, pcc_pool_usage(pool, &budget_bytes, &used_bytes));
     return Py_BuildValue("(KK)", budget_bytes, used_bytes);
 }
 
@@ -73,12 +62,7 @@ static PyObject *pool_unstore(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "s:unstore", &name)) {
         return NULL;
     }
-    struct pcc_pool *pool = pcc_py_enter((struct pcc_py_object *)self);
-    if (pool == NULL) {
-        return NULL;
-    }
-    PCC_PY_UNLOCKED(pcc_pool_unstore(pool, name));
-    pcc_py_leave((struct pcc_py_object *)self);
+    PCC_PY_CALL(struct pcc_pool, pool, pcc_pool_unstore(pool, name));
     Py_RETURN_NONE;
 }
 
@@ -90,23 +74,12 @@ static PyMethodDef pool_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject *pcc_py_pool_type(PyObject *module)
-{
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)pool_new},
-        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
-        {Py_tp_methods, pool_methods},
-        {Py_tp_doc, (void *)(uintptr_t) "The DRAM budget that segments are cut from."},
-        {0, NULL},
-    };
-    PyType_Spec spec = {
-        .name = "pccheck_native._core.Pool",
-        .basicsize = (int)sizeof(struct pcc_py_object),
-        .flags = Py_TPFLAGS_DEFAULT,
-        .slots = slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
-}
+const struct pcc_py_type pcc_py_pool = {
+    .name = "pccheck_native._core.Pool",
+    .doc = "The DRAM budget that segments are cut from.",
+    .make = pool_new,
+    .methods = pool_methods,
+};
 
 /* -- Events ------------------------------------------------------------------------------------ */
 
@@ -138,15 +111,10 @@ static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return pcc_py_object_new(type, "Events", events, events_close);
 }
 
-static PyObject *events_fileno(PyObject *self, PyObject *unused)
+static PyObject *events_fileno(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_events *events = pcc_py_enter((struct pcc_py_object *)self);
-    if (events == NULL) {
-        return NULL;
-    }
-    int fd = pcc_events_fd(events);
-    pcc_py_leave((struct pcc_py_object *)self);
+    int fd;
+    PCC_PY_WITH(struct pcc_events, events, fd = pcc_events_fd(events));
     return PyLong_FromLong(fd);
 }
 
@@ -194,28 +162,24 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
                                        event->stage ? event->stage : "", event->rehomed, when));
 }
 
-static PyObject *events_take(PyObject *self, PyObject *unused)
+static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)
 {
-    (void)unused;
-    struct pcc_events *events = pcc_py_enter((struct pcc_py_object *)self);
-    if (events == NULL) {
-        return NULL;
-    }
-    struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     struct pcc_event taken[EVENTS_PER_TAKE];
     PyObject *list = PyList_New(0);
     uint32_t count = EVENTS_PER_TAKE;
     while (list != NULL && count == EVENTS_PER_TAKE) {
         PCC_PY_UNLOCKED(count = pcc_events_take(events, taken, EVENTS_PER_TAKE));
         for (uint32_t i = 0; list != NULL && i < count; i++) {
-            PyObject *event = event_new(state, &taken[i]);
-            if (event == NULL || PyList_Append(list, event) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(event);
+            pcc_py_append(&list, event_new(state, &taken[i]));
         }
     }
-    pcc_py_leave((struct pcc_py_object *)self);
+    return list;
+}
+
+static PyObject *events_take(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PyObject *list;
+    PCC_PY_WITH(struct pcc_events, events, list = take_all(pcc_py_state_of(Py_TYPE(self)), events));
     return list;
 }
 
@@ -226,20 +190,9 @@ static PyMethodDef events_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject *pcc_py_events_type(PyObject *module)
-{
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)events_new},
-        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
-        {Py_tp_methods, events_methods},
-        {Py_tp_doc, (void *)(uintptr_t) "What the channels report, behind an eventfd."},
-        {0, NULL},
-    };
-    PyType_Spec spec = {
-        .name = "pccheck_native._core.Events",
-        .basicsize = (int)sizeof(struct pcc_py_object),
-        .flags = Py_TPFLAGS_DEFAULT,
-        .slots = slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
-}
+const struct pcc_py_type pcc_py_events = {
+    .name = "pccheck_native._core.Events",
+    .doc = "What the channels report, behind an eventfd.",
+    .make = events_new,
+    .methods = events_methods,
+};

@@ -9,7 +9,7 @@ static const struct {
                            "manifest_bytes tree_offset tree_bytes wall_ns"},
     [PCC_PY_VOLUME_INFO] = {"VolumeInfo",
                             "uuid job uid rank world_size slots keep block_bytes slot_bytes "
-                            "payload_capacity volume_bytes record_number boot_epoch next_sequence "
+                            "payload_capacity volume_bytes record_number next_sequence "
                             "incarnation created_wall_ns done stopped free_slots valid_replicas "
                             "repaired_replicas damaged_records"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable"},
@@ -54,4 +54,12 @@ PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyO
     PyObject *result = PyObject_Call(state->results[kind], values, NULL);
     Py_DECREF(values);
     return result;
+}
+
+void pcc_py_append(PyObject **list, PyObject *item)
+{
+    if (item == NULL || PyList_Append(*list, item) < 0) {
+        Py_CLEAR(*list);
+    }
+    Py_XDECREF(item);
 }

@@ -83,16 +83,8 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
     int result;
     const char *name = PyBytes_AsString(path);
     PCC_PY_UNLOCKED(result = pcc_volume_create(name, &spec, allow_buffered != 0));
-    PyObject *done = NULL;
-    if (result < 0) {
-        PyObject *shown = PyUnicode_DecodeFSDefault(name);
-        if (shown != NULL) {
-            pcc_py_raise(PyModule_GetState(module), result, shown);
-            Py_DECREF(shown);
-        }
-    } else {
-        done = Py_NewRef(Py_None);
-    }
+    PyObject *done =
+        result < 0 ? pcc_py_raise(PyModule_GetState(module), result, name) : Py_NewRef(Py_None);
     Py_DECREF(path);
     return done;
 }

@@ -1,13 +1,11 @@
 #include <string.h>
 
 #include "core.h"
-#include "disk/pcc_volume.h"
-#include "read.h"
+#include "disk/pcc_load.h"
 
-struct py_volume {
-    struct pcc_py_object base;
-    bool writable;
-};
+#define CHUNK_BYTES_DEFAULT (4u << 20)
+#define THREADS_DEFAULT 2u
+#define THREADS_MAX 64u
 
 static void volume_close(void *handle)
 {
@@ -47,19 +45,8 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     int result;
     const char *name = PyBytes_AsString(path);
     PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable != 0, &options, &volume));
-    PyObject *self = NULL;
-    if (result == 0) {
-        self = pcc_py_object_new(type, "Volume", volume, volume_close);
-        if (self != NULL) {
-            ((struct py_volume *)self)->writable = writable != 0;
-        }
-    } else {
-        PyObject *shown = PyUnicode_DecodeFSDefault(name);
-        if (shown != NULL) {
-            pcc_py_raise(pcc_py_state_of(type), result, shown);
-            Py_DECREF(shown);
-        }
-    }
+    PyObject *self = result < 0 ? pcc_py_raise(pcc_py_state_of(type), result, name)
+                                : pcc_py_object_new(type, "Volume", volume, volume_close);
     Py_DECREF(path);
     return self;
 }
@@ -82,18 +69,7 @@ static uint64_t payload_capacity(const struct pcc_geometry *geometry)
     return low;
 }
 
-/* What a writer would find free; the core keeps no queue of free slots for a reader. */
-static uint32_t free_in(const struct pcc_record *record)
-{
-    uint32_t count = 0;
-    for (uint32_t slot = 0; slot < record->slot_count; slot++) {
-        count += record->slots[slot].state == PCC_SLOT_FREE &&
-                 (record->slots[slot].flags & PCC_SLOT_QUARANTINED) == 0;
-    }
-    return count;
-}
-
-static PyObject *info_values(struct pcc_volume *volume, bool writable)
+static PyObject *info_values(struct pcc_volume *volume)
 {
     struct pcc_record record;
     struct pcc_volume_health health;
@@ -101,32 +77,27 @@ static PyObject *info_values(struct pcc_volume *volume, bool writable)
     bool stopped;
     Py_BEGIN_ALLOW_THREADS pcc_volume_record(volume, &record);
     health = pcc_volume_health(volume);
-    free_slots = writable ? pcc_volume_free_slots(volume) : free_in(&record);
+    free_slots = pcc_volume_free_slots(volume);
     stopped = pcc_volume_stopped(volume);
     Py_END_ALLOW_THREADS struct pcc_geometry geometry = pcc_volume_geometry(volume);
     PyObject *job = PyUnicode_DecodeUTF8(record.job, (Py_ssize_t)record.job_bytes, "replace");
     if (job == NULL) {
         return NULL;
     }
-    return Py_BuildValue("(y#NIIIIIIKKKKKKKKNNIIII)", (const char *)record.volume_uuid,
+    return Py_BuildValue("(y#NIIIIIIKKKKKKKNNIIII)", (const char *)record.volume_uuid,
                          (Py_ssize_t)sizeof(record.volume_uuid), job, record.uid, record.rank,
                          record.world_size, record.slot_count, record.keep, record.block_bytes,
                          geometry.slot_stride_bytes, payload_capacity(&geometry),
-                         geometry.volume_bytes, record.record_number, record.boot_epoch,
-                         record.next_sequence, record.incarnation, record.created_wall_ns,
+                         geometry.volume_bytes, record.record_number, record.next_sequence,
+                         record.incarnation, record.created_wall_ns,
                          PyBool_FromLong(record.done != 0), PyBool_FromLong(stopped), free_slots,
                          health.valid_replicas, health.repaired_replicas, health.damaged_records);
 }
 
-static PyObject *volume_info(PyObject *self, PyObject *unused)
+static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
-    PyObject *values = info_values(volume, ((struct py_volume *)self)->writable);
-    pcc_py_leave((struct pcc_py_object *)self);
+    PyObject *values;
+    PCC_PY_WITH(struct pcc_volume, volume, values = info_values(volume));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_VOLUME_INFO, values);
 }
 
@@ -141,71 +112,52 @@ static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
                          entry->wall_ns);
 }
 
-static PyObject *volume_table(PyObject *self, PyObject *unused)
+static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     struct pcc_record record;
-    PCC_PY_UNLOCKED(pcc_volume_record(volume, &record));
-    pcc_py_leave((struct pcc_py_object *)self);
+    PCC_PY_CALL(struct pcc_volume, volume, pcc_volume_record(volume, &record));
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
-    PyObject *table = PyList_New((Py_ssize_t)record.slot_count);
+    PyObject *table = PyList_New(0);
     for (uint32_t slot = 0; table != NULL && slot < record.slot_count; slot++) {
-        PyObject *entry =
-            pcc_py_result(state, PCC_PY_SLOT_ENTRY, entry_values(slot, &record.slots[slot]));
-        if (entry == NULL || PyList_SetItem(table, (Py_ssize_t)slot, entry) < 0) {
-            Py_CLEAR(table);
-        }
+        pcc_py_append(&table, pcc_py_result(state, PCC_PY_SLOT_ENTRY,
+                                            entry_values(slot, &record.slots[slot])));
     }
     return table;
 }
 
-static PyObject *volume_require_in_place(PyObject *self, PyObject *unused)
+static PyObject *volume_require_in_place(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_volume_in_place(volume));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_in_place(volume));
+    return pcc_py_done(self, result);
+}
+
+/* The name outlives the engine. */
+static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
+{
+    const char *name;
+    PCC_PY_WITH(struct pcc_volume, volume, name = pcc_volume_io(volume)->ops->name);
+    return PyUnicode_FromString(name);
 }
 
 /* -- how fast it may be: waits for no disk ------------------------------------------------------
  */
 
-static PyObject *volume_limit(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *volume_limit(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"bytes_per_second", NULL};
     uint64_t bytes_per_second;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:limit", names, pcc_py_u64,
-                                     &bytes_per_second)) {
+    if (!pcc_py_u64(number, &bytes_per_second)) {
         return NULL;
     }
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
-    PCC_PY_UNLOCKED(pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return Py_NewRef(Py_None);
+    PCC_PY_CALL(struct pcc_volume, volume, pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
+    Py_RETURN_NONE;
 }
 
-static PyObject *volume_bytes_per_second(PyObject *self, void *unused)
+static PyObject *volume_bytes_per_second(PyObject *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
-    PyObject *limit = PyLong_FromUnsignedLongLong(pcc_io_limit_of(pcc_volume_io(volume)));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return limit;
+    uint64_t limit;
+    PCC_PY_WITH(struct pcc_volume, volume, limit = pcc_io_limit_of(pcc_volume_io(volume)));
+    return PyLong_FromUnsignedLongLong(limit);
 }
 
 /* -- what changes its record: blocks for a durable write --------------------------------------- */
@@ -221,14 +173,10 @@ static PyObject *volume_flag(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u32, &set, pcc_py_u32, &clear, &now)) {
         return NULL;
     }
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_volume_flag(volume, sequence, set, clear, now != 0));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+    PCC_PY_CALL(struct pcc_volume, volume,
+                result = pcc_volume_flag(volume, sequence, set, clear, now != 0));
+    return pcc_py_done(self, result);
 }
 
 static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -240,44 +188,28 @@ static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObje
                                      &incarnation, pcc_py_u32, &world_size)) {
         return NULL;
     }
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_volume_begin_incarnation(volume, incarnation, world_size));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+    PCC_PY_CALL(struct pcc_volume, volume,
+                result = pcc_volume_begin_incarnation(volume, incarnation, world_size));
+    return pcc_py_done(self, result);
 }
 
-static PyObject *volume_finish(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *volume_finish(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"keep", NULL};
     uint32_t keep;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:finish", names, pcc_py_u32, &keep)) {
-        return NULL;
-    }
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
+    if (!pcc_py_u32(number, &keep)) {
         return NULL;
     }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_volume_finish(volume, keep));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_finish(volume, keep));
+    return pcc_py_done(self, result);
 }
 
-static PyObject *volume_recycle(PyObject *self, PyObject *unused)
+static PyObject *volume_recycle(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_volume_recycle(volume));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_recycle(volume));
+    return pcc_py_done(self, result);
 }
 
 /* Fills `group` from a sequence of integers; false with an exception set. */
@@ -310,39 +242,158 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
         !pcc_py_require(kwargs, names, 3) || !given_up_from(given_up, &group)) {
         return NULL;
     }
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     int result;
-    PCC_PY_UNLOCKED(result = pcc_volume_set_group(volume, &group));
-    pcc_py_leave((struct pcc_py_object *)self);
-    return pcc_py_none_or_raise(pcc_py_state_of(Py_TYPE(self)), result);
+    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_set_group(volume, &group));
+    return pcc_py_done(self, result);
 }
 
-static PyObject *volume_has_expendable(PyObject *self, PyObject *unused)
+static PyObject *volume_has_expendable(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
-    if (volume == NULL) {
-        return NULL;
-    }
     bool found;
-    PCC_PY_UNLOCKED(found = pcc_volume_has_expendable(volume));
-    pcc_py_leave((struct pcc_py_object *)self);
+    PCC_PY_CALL(struct pcc_volume, volume, found = pcc_volume_has_expendable(volume));
     return PyBool_FromLong(found);
 }
 
-static PyObject *volume_engine(PyObject *self, void *unused)
+/* -- verified reads of one checkpoint ---------------------------------------------------------- */
+
+static bool within_payload(const struct pcc_load *load, uint64_t offset_bytes,
+                           uint64_t length_bytes)
 {
-    (void)unused;
-    struct pcc_volume *volume = pcc_py_enter((struct pcc_py_object *)self);
+    uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
+    if (offset_bytes <= payload_bytes && length_bytes <= payload_bytes - offset_bytes) {
+        return true;
+    }
+    PyErr_Format(PyExc_ValueError, "bytes %llu..+%llu lie outside of the payload of %llu bytes",
+                 (unsigned long long)offset_bytes, (unsigned long long)length_bytes,
+                 (unsigned long long)payload_bytes);
+    return false;
+}
+
+static bool threads_fit(uint32_t threads)
+{
+    if (threads > THREADS_MAX) {
+        PyErr_Format(PyExc_ValueError, "threads must be at most %u", THREADS_MAX);
+        return false;
+    }
+    return true;
+}
+
+/* NULL with an exception; else the volume has one more user, gone with load_leave(). */
+static struct pcc_load *load_enter(PyObject *self, uint64_t sequence)
+{
+    struct pcc_volume *volume = pcc_py_enter(self);
     if (volume == NULL) {
         return NULL;
     }
-    const char *name = pcc_volume_io(volume)->ops->name;
-    pcc_py_leave((struct pcc_py_object *)self); /* engines' names outlive them */
-    return PyUnicode_FromString(name);
+    struct pcc_load *load = NULL;
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_load_open(volume, sequence, &load));
+    if (result < 0) {
+        pcc_py_leave(self);
+        pcc_py_done(self, result);
+        return NULL;
+    }
+    return load;
+}
+
+static void load_leave(PyObject *self, struct pcc_load *load)
+{
+    PCC_PY_UNLOCKED(pcc_load_close(load));
+    pcc_py_leave(self);
+}
+
+static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "offset", "length", NULL};
+    uint64_t sequence, offset_bytes, length_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:read", names, pcc_py_u64, &sequence,
+                                     pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes)) {
+        return NULL;
+    }
+    struct pcc_load *load = load_enter(self, sequence);
+    if (load == NULL) {
+        return NULL;
+    }
+    PyObject *bytes = within_payload(load, offset_bytes, length_bytes)
+                          ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length_bytes)
+                          : NULL;
+    int result = 0;
+    if (bytes != NULL && length_bytes > 0) {
+        struct pcc_range target = {
+            .address = (uintptr_t)PyBytes_AsString(bytes),
+            .offset_bytes = offset_bytes,
+            .length_bytes = length_bytes,
+        };
+        uint32_t chunk_bytes = pcc_load_chunk_bytes(load, 0); /* no more than what is asked for */
+        PCC_PY_UNLOCKED(result = pcc_load_ranges(load, &target, 1, chunk_bytes, 0));
+    }
+    load_leave(self, load);
+    if (result != 0) {
+        Py_DECREF(bytes);
+        return pcc_py_done(self, result);
+    }
+    return bytes;
+}
+
+static PyObject *read_into(PyObject *self, uint64_t sequence, const struct pcc_py_ranges *ranges,
+                           uint32_t threads, uint32_t chunk_bytes)
+{
+    struct pcc_load *load = load_enter(self, sequence);
+    if (load == NULL) {
+        return NULL;
+    }
+    uint64_t end_bytes = ranges->count ? pcc_range_end(&ranges->items[ranges->count - 1]) : 0;
+    if (!within_payload(load, end_bytes, 0)) {
+        load_leave(self, load);
+        return NULL;
+    }
+    int result;
+    uint32_t whole_bytes = pcc_load_chunk_bytes(load, chunk_bytes);
+    PCC_PY_UNLOCKED(result =
+                        pcc_load_ranges(load, ranges->items, ranges->count, whole_bytes, threads));
+    load_leave(self, load);
+    return pcc_py_done(self, result);
+}
+
+static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "ranges", "threads", "chunk_bytes", NULL};
+    uint64_t sequence;
+    uint32_t threads = THREADS_DEFAULT;
+    uint32_t chunk_bytes = CHUNK_BYTES_DEFAULT;
+    struct pcc_py_ranges ranges = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&:read_into", names, pcc_py_u64,
+                                     &sequence, pcc_py_ranges, &ranges, pcc_py_u32, &threads,
+                                     pcc_py_u32, &chunk_bytes)) {
+        return NULL;
+    }
+    PyObject *result =
+        threads_fit(threads) ? read_into(self, sequence, &ranges, threads, chunk_bytes) : NULL;
+    pcc_py_ranges_done(&ranges);
+    return result;
+}
+
+static PyObject *volume_verify(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "threads", NULL};
+    uint64_t sequence;
+    uint32_t threads = THREADS_DEFAULT;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&:verify", names, pcc_py_u64, &sequence,
+                                     pcc_py_u32, &threads) ||
+        !threads_fit(threads)) {
+        return NULL;
+    }
+    struct pcc_load *load = load_enter(self, sequence);
+    if (load == NULL) {
+        return NULL;
+    }
+    uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
+    uint32_t chunk_bytes = pcc_load_chunk_bytes(load, CHUNK_BYTES_DEFAULT);
+    int result;
+    PCC_PY_UNLOCKED(result =
+                        pcc_load_stream(load, 0, payload_bytes, chunk_bytes, threads, NULL, NULL));
+    load_leave(self, load);
+    return pcc_py_done(self, result);
 }
 
 static PyGetSetDef properties[] = {
@@ -356,44 +407,29 @@ static PyMethodDef methods[] = {
     {"table", volume_table, METH_NOARGS, "One SlotEntry per slot, of the newest durable record."},
     {"require_in_place", volume_require_in_place, METH_NOARGS,
      "Raises unless its file is the one at its path, and whole."},
-    {"limit", PCC_PY_METHOD(volume_limit), METH_VARARGS | METH_KEYWORDS,
-     "Bytes per second that may pass from now on; 0: no limit."},
-    {"flag", PCC_PY_METHOD(volume_flag), METH_VARARGS | METH_KEYWORDS,
-     "Sets and clears policy flags of a durable checkpoint."},
-    {"begin_incarnation", PCC_PY_METHOD(volume_begin_incarnation), METH_VARARGS | METH_KEYWORDS,
-     "Records a new start of the job; durable on return."},
-    {"finish", PCC_PY_METHOD(volume_finish), METH_VARARGS | METH_KEYWORDS,
+    {"limit", volume_limit, METH_O, "Bytes per second that may pass from now on; 0: no limit."},
+    PCC_PY_METHOD("flag", volume_flag, "Sets and clears policy flags of a durable checkpoint."),
+    PCC_PY_METHOD("begin_incarnation", volume_begin_incarnation,
+                  "Records a new start of the job; durable on return."),
+    {"finish", volume_finish, METH_O,
      "Keeps the newest checkpoints only and says done; durable on return."},
-    {"set_group", PCC_PY_METHOD(volume_set_group), METH_VARARGS | METH_KEYWORDS,
-     "What the ranks of a group have agreed on: which checkpoints the next record may let go."},
+    PCC_PY_METHOD(
+        "set_group", volume_set_group,
+        "What the ranks of a group have agreed on: which checkpoints the next record may let go."),
     {"has_expendable", volume_has_expendable, METH_NOARGS, "Whether a slot may be recycled now."},
     {"recycle", volume_recycle, METH_NOARGS,
      "Lets go of what is no longer kept, durably, when no slot is free."},
-    {"read", PCC_PY_METHOD(pcc_py_volume_read), METH_VARARGS | METH_KEYWORDS,
-     "Verified bytes of a payload."},
-    {"read_into", PCC_PY_METHOD(pcc_py_volume_read_into), METH_VARARGS | METH_KEYWORDS,
-     "Verified, parallel read into memory."},
-    {"verify", PCC_PY_METHOD(pcc_py_volume_verify), METH_VARARGS | METH_KEYWORDS,
-     "Reads and checks a whole checkpoint."},
+    PCC_PY_METHOD("read", volume_read, "Verified bytes of a payload."),
+    PCC_PY_METHOD("read_into", volume_read_into, "Verified, parallel read into memory."),
+    PCC_PY_METHOD("verify", volume_verify, "Reads and checks a whole checkpoint."),
     {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no call and no channel uses it."},
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject *pcc_py_volume_type(PyObject *module)
-{
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)volume_new},
-        {Py_tp_dealloc, (void *)pcc_py_object_dealloc},
-        {Py_tp_methods, methods},
-        {Py_tp_getset, properties},
-        {Py_tp_doc, (void *)(uintptr_t) "The storage of one (uid, job, rank)."},
-        {0, NULL},
-    };
-    PyType_Spec spec = {
-        .name = "pccheck_native._core.Volume",
-        .basicsize = (int)sizeof(struct py_volume),
-        .flags = Py_TPFLAGS_DEFAULT,
-        .slots = slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
-}
+const struct pcc_py_type pcc_py_volume = {
+    .name = "pccheck_native._core.Volume",
+    .doc = "The storage of one (uid, job, rank).",
+    .make = volume_new,
+    .methods = methods,
+    .properties = properties,
+};
