@@ -292,14 +292,8 @@ static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
     if (link == NULL) {
         return NULL;
     }
-    bool ok = true;
-    bool ended = false;
     int code;
-    while (ok && !ended && pcc_now_ns() < wait.deadline_ns) {
-        uint64_t end_ns = slice_end(wait.deadline_ns);
-        PCC_PY_UNLOCKED(ended = pcc_client_load_ended(link, wait.id, end_ns));
-        ok = ended || goes_on(self);
-    }
+    bool ok = wait_until(self, link, &wait, PCC_WAIT_LOAD, &code);
     /* Also after an exception: nothing may write to the caller's memory behind his back. */
     PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
     pcc_py_leave(self);

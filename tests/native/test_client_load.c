@@ -109,7 +109,7 @@ static void test_many_in_flight(void)
     send_all(&d, 1, memory, count);
     UNTIL(seen(&control->to_device_queued) == (uint64_t)(count - 2) * CHUNK);
     UNTIL((listen_to(&d), d.taken == 2));
-    CHECK(!pcc_client_load_ended(d.client, 1, pcc_now_ns()));
+    CHECK_EQUAL(pcc_client_wait(d.client, 1, PCC_WAIT_LOAD, pcc_now_ns()), -ETIMEDOUT);
     CHECK(pcc_client_load_start(d.client, 2, NULL, 0, NULL, 0) == -EBUSY);
     listen_to(&d);
     CHECK_EQUAL(d.taken, 2);
@@ -201,7 +201,8 @@ static void test_hang_up(void)
     CHECK(close(d.sockets[0]) == 0);
     d.sockets[0] = -1;
     pcc_bell_ring(&d.view.page->client_bell);
-    CHECK(!pcc_client_load_ended(d.client, 1, pcc_now_ns() + SECOND / 20));
+    CHECK_EQUAL(pcc_client_wait(d.client, 1, PCC_WAIT_LOAD, pcc_now_ns() + SECOND / 20),
+                -ETIMEDOUT);
     set(&control->copy_hold_kinds, 0);
     CHECK_EQUAL(pcc_client_load_wait(d.client, 1, soon()), -ECONNRESET);
     CHECK_EQUAL(seen(&control->to_device_queued), 0);

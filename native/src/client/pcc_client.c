@@ -302,20 +302,28 @@ static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
     return reached || (dead && what != PCC_WAIT_READ && what != PCC_WAIT_HOST_READ);
 }
 
-static int wait_until(struct pcc_client *client, uint64_t snapshot, enum pcc_wait_for what,
+/* With the lock held. An entry that was used again: it ended long ago. */
+static bool is_over(struct pcc_client *client, uint64_t id, enum pcc_wait_for what, int *result)
+{
+    const struct pcc_job *job = &client->jobs[id % PCC_SNAPSHOTS];
+
+    if (what == PCC_WAIT_LOAD)
+        return pcc_client_load_over(client, id);
+    return job->snapshot != id || snapshot_over(client, job, what, result);
+}
+
+static int wait_until(struct pcc_client *client, uint64_t id, enum pcc_wait_for what,
                       uint64_t deadline_ns)
 {
-    const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
     _Atomic uint32_t *bell = &client->view.page->client_bell;
     int result = 0;
 
     for (;;) {
         const uint32_t rung = pcc_bell_read(bell);
         (void)pthread_mutex_lock(&client->lock);
-        /* An entry that was used again: it ended long ago. */
-        const bool is_over = job->snapshot != snapshot || snapshot_over(client, job, what, &result);
+        const bool over = is_over(client, id, what, &result);
         (void)pthread_mutex_unlock(&client->lock);
-        if (is_over)
+        if (over)
             return result;
         if (pcc_now_ns() >= deadline_ns)
             return -ETIMEDOUT;
@@ -325,11 +333,11 @@ static int wait_until(struct pcc_client *client, uint64_t snapshot, enum pcc_wai
     }
 }
 
-int pcc_client_wait(struct pcc_client *client, uint64_t snapshot, enum pcc_wait_for what,
+int pcc_client_wait(struct pcc_client *client, uint64_t id, enum pcc_wait_for what,
                     uint64_t deadline_ns)
 {
     pcc_client_enter(client);
-    const int result = wait_until(client, snapshot, what, deadline_ns);
+    const int result = wait_until(client, id, what, deadline_ns);
     pcc_client_leave(client);
     return result;
 }

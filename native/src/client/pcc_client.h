@@ -132,10 +132,11 @@ enum pcc_wait_for {
     PCC_WAIT_COPIED,    /* the daemon vouches for it, or it ended otherwise */
     PCC_WAIT_DURABLE,   /* DURABLE, GLOBAL, SUPERSEDED, or it ended otherwise */
     PCC_WAIT_GLOBAL,    /* GLOBAL, SUPERSEDED, or it ended otherwise */
+    PCC_WAIT_LOAD,      /* of a load, not a snapshot: pcc_client_load_wait would return at once */
 };
 /* 0, -ETIMEDOUT, -ECONNRESET (the daemon is gone). The caller reads the state afterwards. */
-PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t snapshot,
-                                   enum pcc_wait_for what, uint64_t deadline_ns);
+PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t id, enum pcc_wait_for what,
+                                   uint64_t deadline_ns);
 /* A provisional snapshot becomes like any other: the source was not changed before it was read, and
  * from now on something holds changes back. */
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot);
@@ -169,8 +170,5 @@ PCC_MUST_CHECK int pcc_client_load_start(struct pcc_client *client, uint64_t loa
                                          uint64_t device_range_count);
 PCC_MUST_CHECK int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id,
                                         uint64_t deadline_ns);
-/* Waits up to until_ns and leaves the load open: for callers that must look up now and then. True
- * when pcc_client_load_wait would return at once. */
-bool pcc_client_load_ended(struct pcc_client *client, uint64_t load_id, uint64_t until_ns);
 
 #endif

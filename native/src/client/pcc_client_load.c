@@ -115,27 +115,29 @@ void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *me
     (void)pthread_mutex_unlock(&client->lock);
 }
 
-/* True when the wait is over; the load is closed then and nothing writes to the ranges any more. */
-static bool load_over(struct pcc_client *client, uint64_t load_id, uint64_t deadline_ns,
-                      int *result)
+bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id)
 {
-    bool is_over = true;
-    const bool late = pcc_now_ns() >= deadline_ns;
+    const struct pcc_client_load *load = &client->load;
+    const bool over = load->ended || atomic_load_explicit(&client->dead, memory_order_relaxed);
 
-    (void)pthread_mutex_lock(&client->lock);
+    return !load->active || load->id != load_id || (over && load->flying == 0);
+}
+
+int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t deadline_ns)
+{
     struct pcc_client_load *load = &client->load;
-    const bool ours = load->active && load->id == load_id;
-    if (!ours)
-        *result = -ENOENT;
-    else if (load->ended)
-        *result = load->result; /* also -ENOENT: the checkpoint is gone */
-    else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
-        *result = -ECONNRESET;
-    else if (late)
-        *result = -ETIMEDOUT;
-    else
-        is_over = false;
-    if (is_over && ours) {
+    int result = -ENOENT;
+
+    pcc_client_enter(client);
+    (void)!pcc_client_wait(client, load_id, PCC_WAIT_LOAD, deadline_ns);
+    (void)pthread_mutex_lock(&client->lock);
+    if (load->active && load->id == load_id) {
+        if (load->ended)
+            result = load->result; /* also -ENOENT: the checkpoint is gone */
+        else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+            result = -ECONNRESET;
+        else
+            result = -ETIMEDOUT;
         load->ended = true;
         while (load->busy || load->flying > 0)
             (void)pthread_cond_wait(&client->idle, &client->lock);
@@ -144,38 +146,8 @@ static bool load_over(struct pcc_client *client, uint64_t load_id, uint64_t dead
         load->active = false;
     }
     (void)pthread_mutex_unlock(&client->lock);
-    return is_over;
-}
-
-int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t deadline_ns)
-{
-    int result = 0;
-
-    pcc_client_enter(client);
-    for (;;) {
-        const uint32_t rung = pcc_bell_read(&client->view.page->client_bell);
-        if (load_over(client, load_id, deadline_ns, &result))
-            break;
-        pcc_bell_sleep(&client->view.page->client_bell, rung, deadline_ns);
-    }
     pcc_client_leave(client);
     return result;
-}
-
-bool pcc_client_load_ended(struct pcc_client *client, uint64_t load_id, uint64_t until_ns)
-{
-    for (;;) {
-        const uint32_t rung = pcc_bell_read(&client->view.page->client_bell);
-        (void)pthread_mutex_lock(&client->lock);
-        const struct pcc_client_load *load = &client->load;
-        const bool open = load->active && load->id == load_id;
-        const bool over = load->ended || atomic_load_explicit(&client->dead, memory_order_relaxed);
-        const bool ended = !open || (over && load->flying == 0);
-        (void)pthread_mutex_unlock(&client->lock);
-        if (ended || pcc_now_ns() >= until_ns)
-            return ended;
-        pcc_bell_sleep(&client->view.page->client_bell, rung, until_ns);
-    }
 }
 
 /* -- where loaded chunks go -- */

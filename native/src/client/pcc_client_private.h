@@ -343,7 +343,8 @@ PCC_MUST_CHECK int pcc_client_retire(struct pcc_client *client);
 void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message);
 /* With lock held: something of the load was done, or has failed (a code). */
 void pcc_client_load_note(struct pcc_client *client, int error);
-
+/* With lock held: true when a load has ended, or never will. */
+bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id);
 /* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */
 PCC_MUST_CHECK bool pcc_client_take_data(struct pcc_client *client,
                                          const struct pcc_message *message);
