@@ -94,7 +94,7 @@ static struct pcc_volume *open_volume(const char *path, enum pcc_io_engine engin
     int fd;
 
     check(pcc_volume_open_file(path, true, &fd), "open");
-    check(pcc_io_open(fd, &options, &io), pcc_io_engine_name(engine));
+    check(pcc_io_open(fd, &options, &io), "engine");
     check(pcc_volume_open_io(io, true, &volume), "volume");
     return volume;
 }

@@ -89,9 +89,10 @@ static struct pcc_io *sick_open(const char *path, struct sick_io *self)
                                           .write_durable = sick_durable,
                                           .flush = sick_flush,
                                           .close = sick_close};
+    const struct pcc_io_options options = {.allow_buffered = true};
     const int fd = open(path, O_RDWR | O_CLOEXEC);
 
-    CHECK(fd >= 0 && pcc_io_pwrite_open(fd, true, &self->inner) == 0);
+    CHECK(fd >= 0 && pcc_io_open(fd, &options, &self->inner) == 0);
     self->io = (struct pcc_io){.ops = &ops, .size_bytes = self->inner->size_bytes};
     return &self->io;
 }

@@ -58,11 +58,12 @@ static const struct pcc_io_ops faulty_ops = {.name = "faulty",
 /* Puts the faulty disk under the fixture's volume. */
 static void break_disk(struct fixture *f, struct faulty *faulty)
 {
+    const struct pcc_io_options options = {.allow_buffered = true};
     const int fd = open(f->path, O_RDWR | O_CLOEXEC);
 
     CHECK(pcc_tenant_unbind(f->tenant, f->volume) == 0);
     pcc_volume_close(f->volume);
-    CHECK(fd >= 0 && pcc_io_pwrite_open(fd, true, &faulty->inner) == 0);
+    CHECK(fd >= 0 && pcc_io_open(fd, &options, &faulty->inner) == 0);
     faulty->io = (struct pcc_io){.ops = &faulty_ops, .size_bytes = faulty->inner->size_bytes};
     atomic_store(&faulty->skip, 0);
     atomic_store(&faulty->fail, 0);

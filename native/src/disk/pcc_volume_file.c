@@ -55,6 +55,7 @@ static int temporary_name(const char *path, char *out, size_t size)
 /* All room is taken now, so that a disk cannot fill up in mid-training. Takes nothing of fd. */
 static int take_room_and_format(int fd, const struct pcc_volume_spec *spec, bool allow_buffered)
 {
+    const struct pcc_io_options options = {.allow_buffered = allow_buffered};
     struct pcc_geometry geometry;
     struct pcc_io *io;
     int result = pcc_geometry_plan(spec->payload_capacity_bytes, spec->slot_count,
@@ -70,7 +71,7 @@ static int take_room_and_format(int fd, const struct pcc_volume_spec *spec, bool
     const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (own < 0)
         return -errno;
-    result = pcc_io_pwrite_open(own, allow_buffered, &io);
+    result = pcc_io_open(own, &options, &io);
     if (result != 0)
         return result;
     result = pcc_volume_format(io, spec);

@@ -50,9 +50,8 @@ enum pcc_io_engine {
     PCC_IO_ENGINES,
 };
 
-/* "pwrite", "mmap", "pmem"; an open engine's ops->name is the same. */
-const char *pcc_io_engine_name(enum pcc_io_engine engine);
-PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out); /* -EINVAL */
+/* "pwrite", "mmap", "pmem"; an open engine's ops->name is the same. -EINVAL. */
+PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out);
 
 struct pcc_io_options { /* zeroed: pwrite on a file system that is fit for volumes */
     enum pcc_io_engine engine;
@@ -65,9 +64,6 @@ struct pcc_io_options { /* zeroed: pwrite on a file system that is fit for volum
  * (*out)->ops->name says which. Without a limit until pcc_io_limit sets one. Takes fd, on failure
  * too. */
 PCC_MUST_CHECK int pcc_io_open(int fd, const struct pcc_io_options *options, struct pcc_io **out);
-
-/* pcc_io_open with nothing but pwrite. */
-PCC_MUST_CHECK int pcc_io_pwrite_open(int fd, bool allow_buffered, struct pcc_io **out);
 
 /* Limits what passes to bytes_per_second (0: no limit) by a token bucket; gives `inner` to the new
  * one, on failure too. */

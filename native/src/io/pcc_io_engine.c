@@ -10,12 +10,6 @@ static const char *const engine_names[PCC_IO_ENGINES] = {
     [PCC_IO_PMEM] = "pmem",
 };
 
-const char *pcc_io_engine_name(enum pcc_io_engine engine)
-{
-    PCC_ASSERT((unsigned)engine < PCC_IO_ENGINES);
-    return engine_names[engine];
-}
-
 int pcc_io_engine_named(const char *name, enum pcc_io_engine *out)
 {
     for (uint32_t i = 0; i < PCC_IO_ENGINES; i++)

@@ -9,8 +9,6 @@
 PCC_MUST_CHECK int pcc_io_file_prepare(int fd, bool allow_buffered, uint64_t *size_bytes_out);
 
 int64_t pcc_io_file_read(int fd, void *bytes, uint64_t length, uint64_t offset);
-int64_t pcc_io_file_write_durable(int fd, const void *bytes, uint64_t length, uint64_t offset);
-int pcc_io_file_flush(int fd);
 
 /* Engines on a prepared file. They own fd from success on; on failure it stays the caller's.
  * -PCC_E_UNSUPPORTED: not possible here. */

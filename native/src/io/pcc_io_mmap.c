@@ -21,11 +21,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/pcc_map.h"
 #include "io/pcc_io_mapped.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 static struct pcc_mapped_io *self_of(struct pcc_io *io)
 {

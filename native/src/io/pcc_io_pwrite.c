@@ -35,25 +35,6 @@ int64_t pcc_io_file_read(int fd, void *bytes, uint64_t length, uint64_t offset)
     return moved < 0 ? -errno : moved;
 }
 
-int64_t pcc_io_file_write_durable(int fd, const void *bytes, uint64_t length, uint64_t offset)
-{
-    const struct iovec vector = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = length};
-    ssize_t moved = pwritev2(fd, &vector, 1, (off_t)offset, RWF_DSYNC);
-
-    if (moved >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS))
-        return moved < 0 ? -errno : moved;
-    /* Kernels without the flag: the same promise in two calls. */
-    moved = pwrite(fd, bytes, length, (off_t)offset);
-    if (moved < 0 || fdatasync(fd) != 0)
-        return -errno;
-    return moved;
-}
-
-int pcc_io_file_flush(int fd)
-{
-    return fdatasync(fd) == 0 ? 0 : -errno;
-}
-
 static int64_t pwrite_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
 {
     const ssize_t moved = pwrite(fd_of(io), bytes, length, (off_t)offset);
@@ -68,12 +49,23 @@ static int64_t pwrite_read(struct pcc_io *io, void *bytes, uint64_t length, uint
 static int64_t pwrite_write_durable(struct pcc_io *io, const void *bytes, uint64_t length,
                                     uint64_t offset)
 {
-    return pcc_io_file_write_durable(fd_of(io), bytes, length, offset);
+    const int fd = fd_of(io);
+    const struct iovec vector = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = length};
+    ssize_t moved = pwritev2(fd, &vector, 1, (off_t)offset, RWF_DSYNC);
+
+    if (moved >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS))
+        return moved < 0 ? -errno : moved;
+    /* Kernels without the flag: the same promise in two calls. */
+    moved = pwrite(fd, bytes, length, (off_t)offset);
+    if (moved < 0 || fdatasync(fd) != 0)
+        return -errno;
+    return moved;
 }
 
 static int pwrite_flush(struct pcc_io *io)
 {
-    return pcc_io_file_flush(fd_of(io));
+    const int fd = fd_of(io);
+    return fdatasync(fd) == 0 ? 0 : -errno;
 }
 
 static void pwrite_close(struct pcc_io *io)
@@ -172,16 +164,4 @@ int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_io **out)
     self->fd = fd;
     *out = &self->io;
     return 0;
-}
-
-int pcc_io_pwrite_open(int fd, bool allow_buffered, struct pcc_io **out)
-{
-    uint64_t size_bytes;
-    int result = pcc_io_file_prepare(fd, allow_buffered, &size_bytes);
-
-    if (result == 0)
-        result = pcc_io_pwrite_start(fd, size_bytes, out);
-    if (result != 0)
-        (void)close(fd);
-    return result;
 }
