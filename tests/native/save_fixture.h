@@ -4,7 +4,7 @@
 #define SAVE_FIXTURE_H
 
 #include "disk/pcc_load.h"
-#include "disk/pcc_save.h"
+#include "disk/pcc_save_private.h"
 #include "volume_fixture.h"
 
 #define CHUNK 16384u
@@ -98,6 +98,18 @@ static inline void owner_free(struct owner *owner)
     free(owner);
 }
 
+static inline uint32_t in_flight(struct owner *owner)
+{
+    struct pcc_saver *saver = owner->saver;
+    uint32_t count = 0;
+
+    (void)pthread_mutex_lock(&saver->lock);
+    for (uint32_t i = 0; i < saver->spec.lanes; i++)
+        count += saver->lanes[i].current != NULL;
+    (void)pthread_mutex_unlock(&saver->lock);
+    return count;
+}
+
 static inline uint8_t payload_byte(uint64_t tag, uint64_t offset)
 {
     return (uint8_t)(tag * 131 + offset * 7 + (offset >> 9));
@@ -134,8 +146,8 @@ static inline int payload_chunk(struct payload *payload, uint32_t number)
     uint64_t checksums[CHUNK / BLOCK];
 
     for (uint32_t at = 0; at < length; at += BLOCK)
-        checksums[at / BLOCK] = pcc_block_checksum(payload->memory + offset + at,
-                                                   length - at < BLOCK ? length - at : BLOCK);
+        checksums[at / BLOCK] = pcc_hash_bytes(payload->memory + offset + at,
+                                               length - at < BLOCK ? length - at : BLOCK);
     const struct pcc_chunk chunk = {
         .bytes = payload->memory + offset,
         .payload_offset_bytes = offset,

@@ -47,7 +47,7 @@ static void test_one_save_becomes_durable_and_reads_back(void)
             CHECK_EQUAL(read_back(owner->volume, tag, writers), 0);
             free(payload.memory);
         }
-        CHECK_EQUAL(pcc_saver_in_flight(owner->saver), 0);
+        CHECK_EQUAL(in_flight(owner), 0);
         owner_free(owner);
     }
 }
@@ -97,7 +97,7 @@ static void test_what_does_not_fit_is_refused(void)
     CHECK_EQUAL(pcc_save_seal(payload.save), -EINVAL);
     CHECK_EQUAL(payload_begin(owner, 2, CHUNK, &other), 0);
     CHECK_EQUAL(payload_begin(owner, 3, CHUNK, &third), -PCC_E_NO_LANE);
-    CHECK_EQUAL(pcc_saver_in_flight(owner->saver), 2);
+    CHECK_EQUAL(in_flight(owner), 2);
     pcc_save_abort(payload.save, -PCC_E_ABORTED);
     step_all(owner, 2);
     CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);

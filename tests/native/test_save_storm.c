@@ -81,7 +81,7 @@ static void test_a_storm_of_saves_loads_aborts_and_errors(void)
     atomic_store(&storm.stop, true);
     CHECK_EQUAL(pthread_join(reader, NULL), 0);
     CHECK(atomic_load(&storm.durable) > 100);
-    CHECK_EQUAL(pcc_saver_in_flight(owner->saver), 0);
+    CHECK_EQUAL(in_flight(owner), 0);
 
     /* Every slot is accounted for: in the table, free, or quarantined. */
     struct pcc_record record;

@@ -59,7 +59,7 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         return -PCC_E_TOO_LARGE;
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
-    struct pcc_save *save = pcc_saver_take_lane(saver);
+    struct pcc_save *save = pcc_saver_take_place(saver, PCC_SAVE_ANY_PLACE);
     if (!save)
         return -PCC_E_NO_LANE;
     const int result = pcc_volume_take_slot(saver->volume, &slot);

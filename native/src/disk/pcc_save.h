@@ -131,7 +131,6 @@ void pcc_save_abort(struct pcc_save *save, int error);
  * and still needs the chunk. True for ended saves. */
 bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position);
 
-uint32_t pcc_saver_in_flight(struct pcc_saver *saver);
 /* Only with writers_per_lane = 0: does one unit of work of one lane; -EAGAIN when it has none. */
 PCC_MUST_CHECK int pcc_saver_step(struct pcc_saver *saver, uint32_t lane);
 

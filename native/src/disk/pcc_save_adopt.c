@@ -1,7 +1,6 @@
 /* Going on with the saves of a daemon that was killed, out of the state memfd (pcc_kept.h). */
 #include <string.h>
 
-#include "base/pcc_hash.h"
 #include "disk/pcc_pace.h"
 #include "disk/pcc_save_private.h"
 
@@ -45,25 +44,6 @@ static int slot_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_cou
     return needs_slot ? -ENODATA : pcc_volume_take_slot(saver->volume, out);
 }
 
-static int lane_take(struct pcc_saver *saver, uint32_t place, struct pcc_save **out)
-{
-    struct pcc_lane *lane = &saver->lanes[place / PCC_SAVES_PER_LANE];
-    struct pcc_save *save = &lane->saves[place % PCC_SAVES_PER_LANE];
-    int error = -PCC_E_NO_LANE;
-
-    (void)pthread_mutex_lock(&saver->lock);
-    if (lane->current == NULL && !save->used && !saver->closing) {
-        save->used = true;
-        lane->current = save;
-        saver->in_flight++;
-        pcc_pace_save_begins(saver->identity.uid);
-        *out = save;
-        error = 0;
-    }
-    (void)pthread_mutex_unlock(&saver->lock);
-    return error;
-}
-
 static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, uint64_t tag,
                       uint32_t slot)
 {
@@ -104,14 +84,14 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
     if (!pcc_geometry_fits(&saver->geometry, found->payload_bytes))
         return -PCC_E_TOO_LARGE;
-    pcc_volume_sequence_taken(saver->volume, found->sequence);
+    (void)pcc_volume_take_sequence(saver->volume, found->sequence); /* the next ones are above */
     if (is_durable(saver->volume, found->sequence))
         return -EALREADY;
     const uint32_t pieces = (uint32_t)pcc_ceil_div(found->payload_bytes, saver->spec.chunk_bytes);
-    int error = lane_take(saver, place, &save);
-    if (error != 0)
-        return error;
-    error = slot_take(saver, place, pieces, &slot);
+    save = pcc_saver_take_place(saver, place);
+    if (save == NULL)
+        return -PCC_E_NO_LANE;
+    const int error = slot_take(saver, place, pieces, &slot);
     if (error != 0) {
         pcc_save_leave_lane(save);
         pcc_save_leave_place(save);
@@ -140,16 +120,11 @@ const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t po
 bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void *bytes,
                       uint32_t length_bytes)
 {
-    const uint64_t block_bytes = save->lane->saver->geometry.block_bytes;
     const uint64_t *expected = pcc_save_kept_checksums(save, position);
 
-    for (uint64_t at = 0; expected != NULL && at < length_bytes; at += block_bytes) {
-        const uint64_t left = length_bytes - at;
-        if (pcc_hash_bytes((const uint8_t *)bytes + at, left < block_bytes ? left : block_bytes) !=
-            *expected++)
-            return false;
-    }
-    return true;
+    return expected == NULL ||
+           pcc_checksums_match(bytes, length_bytes, save->lane->saver->geometry.block_bytes,
+                               expected);
 }
 
 int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void *bytes)

@@ -113,7 +113,6 @@ struct pcc_saver {
 
     pthread_mutex_t lock;
     pthread_cond_t ended; /* a place became free */
-    uint32_t in_flight;
     bool closing;
 
     pthread_mutex_t flushing; /* one flush at a time: who meets an error knows whom it concerns */
@@ -155,8 +154,10 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
                     uint64_t sequence, uint32_t slot);
 
 /* -- pcc_saver.c -- */
-/* A free lane with a free place, taken; NULL when there is none. */
-struct pcc_save *pcc_saver_take_lane(struct pcc_saver *saver);
+/* A free place of a free lane, both taken: this one of all of the saver's, or any; NULL when there
+ * is none. */
+#define PCC_SAVE_ANY_PLACE UINT32_MAX
+struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place);
 /* The lane may take the next save; the place itself is free when `ended` has returned. */
 void pcc_save_leave_lane(struct pcc_save *save);
 void pcc_save_leave_place(struct pcc_save *save);

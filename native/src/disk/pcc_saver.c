@@ -190,23 +190,22 @@ void pcc_saver_close(struct pcc_saver *saver)
 
 /* -- lanes -- */
 
-struct pcc_save *pcc_saver_take_lane(struct pcc_saver *saver)
+struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place)
 {
     struct pcc_save *found = NULL;
 
     (void)pthread_mutex_lock(&saver->lock);
     for (uint32_t i = 0; !found && !saver->closing && i < saver->spec.lanes; i++) {
         struct pcc_lane *lane = &saver->lanes[i];
-        if (lane->current)
-            continue;
-        for (uint32_t place = 0; !found && place < PCC_SAVES_PER_LANE; place++)
-            if (!lane->saves[place].used)
-                found = &lane->saves[place];
+        for (uint32_t k = 0; !found && !lane->current && k < PCC_SAVES_PER_LANE; k++) {
+            struct pcc_save *save = &lane->saves[k];
+            if (!save->used && (kept_place == PCC_SAVE_ANY_PLACE || kept_place == save->kept_place))
+                found = save;
+        }
     }
     if (found) {
         found->used = true;
         found->lane->current = found;
-        saver->in_flight++;
         pcc_pace_save_begins(saver->identity.uid);
     }
     (void)pthread_mutex_unlock(&saver->lock);
@@ -218,9 +217,8 @@ void pcc_save_leave_lane(struct pcc_save *save)
     struct pcc_saver *saver = save->lane->saver;
 
     (void)pthread_mutex_lock(&saver->lock);
-    PCC_ASSERT(save->lane->current == save && saver->in_flight > 0);
+    PCC_ASSERT(save->lane->current == save);
     save->lane->current = NULL;
-    saver->in_flight--;
     pcc_pace_save_ends(saver->identity.uid);
     (void)pthread_mutex_unlock(&saver->lock);
 }
@@ -233,14 +231,6 @@ void pcc_save_leave_place(struct pcc_save *save)
     save->used = false;
     (void)pthread_cond_broadcast(&saver->ended);
     (void)pthread_mutex_unlock(&saver->lock);
-}
-
-uint32_t pcc_saver_in_flight(struct pcc_saver *saver)
-{
-    (void)pthread_mutex_lock(&saver->lock);
-    const uint32_t in_flight = saver->in_flight;
-    (void)pthread_mutex_unlock(&saver->lock);
-    return in_flight;
 }
 
 int pcc_saver_step(struct pcc_saver *saver, uint32_t lane)

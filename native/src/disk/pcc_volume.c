@@ -249,29 +249,7 @@ static void free_dropped(struct pcc_volume *volume, uint32_t mask)
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
-int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
-{
-    if (!volume->writable)
-        return -EROFS;
-    if (keep == 0)
-        return -EINVAL;
-    (void)pthread_mutex_lock(&volume->publishing);
-    (void)pthread_mutex_lock(&volume->lock);
-    volume->staged.done = 1;
-    /* A job that never read what the run before left does not throw it away by ending (P7). */
-    struct pcc_volume_group last = volume->group;
-    last.oldest = last.newest;
-    const uint32_t dropped = pcc_commit_expendable(&volume->staged, keep, &last);
-    drop(volume, dropped);
-    (void)pthread_mutex_unlock(&volume->lock);
-    const int result = pcc_commit_staged(volume, NULL, NULL);
-    if (result == 0)
-        free_dropped(volume, dropped);
-    (void)pthread_mutex_unlock(&volume->publishing);
-    return result;
-}
-
-int pcc_volume_recycle(struct pcc_volume *volume)
+static int let_go(struct pcc_volume *volume, uint32_t keep, bool done)
 {
     int result = 0;
 
@@ -279,16 +257,32 @@ int pcc_volume_recycle(struct pcc_volume *volume)
         return -EROFS;
     (void)pthread_mutex_lock(&volume->publishing);
     (void)pthread_mutex_lock(&volume->lock);
+    struct pcc_volume_group group = volume->group;
+    if (done) {
+        volume->staged.done = 1;
+        /* A job that never read what the run before left does not throw it away by ending (P7). */
+        group.oldest = group.newest;
+    }
     const uint32_t dropped =
-        pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+        pcc_commit_expendable(&volume->staged, done ? keep : volume->staged.keep, &group);
     drop(volume, dropped);
     (void)pthread_mutex_unlock(&volume->lock);
-    if (dropped != 0)
+    if (done || dropped != 0)
         result = pcc_commit_staged(volume, NULL, NULL);
     if (result == 0)
         free_dropped(volume, dropped);
     (void)pthread_mutex_unlock(&volume->publishing);
     return result;
+}
+
+int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
+{
+    return volume->writable && keep == 0 ? -EINVAL : let_go(volume, keep, true);
+}
+
+int pcc_volume_recycle(struct pcc_volume *volume)
+{
+    return let_go(volume, 0, false);
 }
 
 uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
@@ -358,16 +352,6 @@ bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot)
     volume->free_slots &= ~(1u << slot);
     (void)pthread_mutex_unlock(&volume->lock);
     return found;
-}
-
-void pcc_volume_sequence_taken(struct pcc_volume *volume, uint64_t sequence)
-{
-    uint64_t next = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
-
-    while (next <= sequence &&
-           !atomic_compare_exchange_weak_explicit(&volume->next_sequence, &next, sequence + 1,
-                                                  memory_order_relaxed, memory_order_relaxed))
-        ;
 }
 
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot)

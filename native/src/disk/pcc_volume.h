@@ -112,8 +112,6 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted);
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
 /* The same for one that a save had when the daemon before was killed; false when it is not free. */
 bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot);
-/* `sequence` was given out by it: the next ones are above. */
-void pcc_volume_sequence_taken(struct pcc_volume *volume, uint64_t sequence);
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);     /* never published */
 void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
 enum pcc_published {
