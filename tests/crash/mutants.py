@@ -273,7 +273,7 @@ MUTANTS = (
         "rotten data is handed out",
         program="rot",
         source="disk/pcc_load.c",
-        changes=(("if (pcc_block_checksum(", "if (0 && pcc_block_checksum("),),
+        changes=(("return pcc_checksums_match(", "return true || pcc_checksums_match("),),
     ),
     Mutant(
         "single replica",

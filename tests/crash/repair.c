@@ -69,9 +69,8 @@ uint64_t repair_hash(const uint8_t *image, const struct pcc_geometry *geometry)
     for (uint32_t generation = 0; generation < PCC_GENERATIONS; generation++)
         for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++)
             hash = hash * 0x9e3779b97f4a7c15ull +
-                   pcc_block_checksum(image +
-                                          pcc_geometry_record_offset(geometry, generation, replica),
-                                      PCC_RECORD_BYTES);
+                   pcc_hash_bytes(image + pcc_geometry_record_offset(geometry, generation, replica),
+                                  PCC_RECORD_BYTES);
     return hash;
 }
 

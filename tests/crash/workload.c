@@ -205,7 +205,7 @@ static void hand_over(struct workload *workload, struct live *live, uint32_t ind
     uint64_t checksums[64] = {0};
     for (uint32_t at = 0; at < length; at += block_bytes) {
         uint32_t piece = length - at < block_bytes ? length - at : block_bytes;
-        checksums[at / block_bytes] = pcc_block_checksum(bytes + at, piece);
+        checksums[at / block_bytes] = pcc_hash_bytes(bytes + at, piece);
     }
     const bool given = (index + live->tag) % 2 == 0; /* else the writer makes them */
     struct pcc_chunk chunk = {.bytes = bytes,

@@ -52,8 +52,7 @@ static inline struct pcc_message full(struct fixture *f, uint64_t snapshot, uint
     uint64_t *checksums = f->page.checksums + (size_t)chunk * (CHUNK / BLOCK);
 
     for (uint32_t at = 0; at < length; at += BLOCK)
-        checksums[at / BLOCK] =
-            pcc_block_checksum(zeros, length - at < BLOCK ? length - at : BLOCK);
+        checksums[at / BLOCK] = pcc_hash_bytes(zeros, length - at < BLOCK ? length - at : BLOCK);
     return (struct pcc_message){.kind = PCC_MSG_FULL,
                                 .chunk = chunk,
                                 .id = snapshot,

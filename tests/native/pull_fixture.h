@@ -179,8 +179,8 @@ static inline void push_tree(struct pull *p, uint64_t snapshot)
     memset(tree, 0, 2 * BLOCK);
     pattern(tree, TREE_BYTES, snapshot);
     uint64_t *checksums = p->f.page.checksums + (size_t)message.chunk * (CHUNK / BLOCK);
-    checksums[0] = pcc_block_checksum(tree, BLOCK);
-    checksums[1] = pcc_block_checksum(tree + BLOCK, TREE_BYTES - BLOCK);
+    checksums[0] = pcc_hash_bytes(tree, BLOCK);
+    checksums[1] = pcc_hash_bytes(tree + BLOCK, TREE_BYTES - BLOCK);
     CHECK(munmap(tree, CHUNK) == 0);
     message.kind = PCC_MSG_FULL;
     message.id = snapshot;

@@ -156,8 +156,8 @@ static void test_vectors(void)
         bytes[i] = (uint8_t)i;
     CHECK_EQUAL(pcc_crc32c(0, "123456789", 9), 0xe3069283u);
     CHECK_EQUAL(pcc_crc32c(0, bytes, 4092), 0x5fb992b2u);
-    CHECK(pcc_block_checksum("", 0) == 0x2d06800538d394c2ull);
-    CHECK(pcc_block_checksum(bytes, 4096) == 0xeb4b7c3707879151ull);
+    CHECK(pcc_hash_bytes("", 0) == 0x2d06800538d394c2ull);
+    CHECK(pcc_hash_bytes(bytes, 4096) == 0xeb4b7c3707879151ull);
     magic = PCC_RECORD_MAGIC;
     CHECK(memcmp(&magic, "PCCPREC1", 8) == 0);
     magic = PCC_MANIFEST_MAGIC;

@@ -1,4 +1,4 @@
-/* XXH3-64 while data is copied: the streaming form of pcc_block_checksum, with the widest vector
+/* XXH3-64, at once or while data is copied, with the widest vector
  * instructions that the running machine has (a generic build of XXH3 reaches 60 % of them). Any
  * thread, each with a state of its own; nothing blocks or allocates. */
 #ifndef PCC_HASH_H
@@ -13,7 +13,7 @@ struct pcc_hash {
 void pcc_hash_start(struct pcc_hash *hash);
 void pcc_hash_add(struct pcc_hash *hash, const void *bytes, size_t length_bytes);
 uint64_t pcc_hash_end(const struct pcc_hash *hash);
-/* The same over one piece of memory. */
+/* The same over one piece of memory, unseeded. */
 uint64_t pcc_hash_bytes(const void *bytes, size_t length_bytes);
 
 #endif

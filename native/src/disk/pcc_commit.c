@@ -162,7 +162,7 @@ static void prepare(struct pcc_volume *volume)
     (void)pthread_mutex_lock(&volume->lock);
     *next = volume->staged;
     next->record_number = volume->durable.record_number + 1;
-    next->previous_hash = pcc_block_checksum(&volume->durable, sizeof volume->durable);
+    next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);
     /* Sequences that were given out but never published are passed over as well. */
     next->next_sequence = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
     (void)pthread_mutex_unlock(&volume->lock);
@@ -328,7 +328,7 @@ static bool chain_is_broken(const struct search *search)
     if (!search->have_other || before.record_number + 1 != search->found->record.record_number)
         return false;
     pcc_record_seal(&before, before.generation, 0);
-    return pcc_block_checksum(&before, sizeof before) != search->found->record.previous_hash;
+    return pcc_hash_bytes(&before, sizeof before) != search->found->record.previous_hash;
 }
 
 /* A volume whose second generation was never written is whole: number 1 is its first record. */

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "base/pcc_crc.h"
-#include "base/pcc_hash.h"
 #include "base/pcc_xxhash.h"
 
 #define BLOCK_BYTES_MAX (1u << 26)
@@ -247,7 +246,24 @@ int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, u
     return 0;
 }
 
-uint64_t pcc_block_checksum(const void *bytes, size_t length_bytes)
+static uint64_t block_checksum(const uint8_t *bytes, uint64_t left_bytes, uint32_t block_bytes)
 {
-    return pcc_hash_bytes(bytes, length_bytes);
+    return pcc_hash_bytes(bytes, left_bytes < block_bytes ? left_bytes : block_bytes);
+}
+
+void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
+                        uint64_t *out)
+{
+    for (uint64_t at = 0; at < length_bytes; at += block_bytes)
+        *out++ = block_checksum((const uint8_t *)bytes + at, length_bytes - at, block_bytes);
+}
+
+bool pcc_checksums_match(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
+                         const uint64_t *expected)
+{
+    for (uint64_t at = 0; at < length_bytes; at += block_bytes)
+        if (block_checksum((const uint8_t *)bytes + at, length_bytes - at, block_bytes) !=
+            *expected++)
+            return false;
+    return true;
 }

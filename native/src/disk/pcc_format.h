@@ -9,7 +9,7 @@
 #ifndef PCC_FORMAT_H
 #define PCC_FORMAT_H
 
-#include "base/pcc_base.h"
+#include "base/pcc_hash.h"
 
 #define PCC_FORMAT_VERSION 1u
 #define PCC_RECORD_BYTES 4096u
@@ -152,6 +152,10 @@ void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t
 PCC_MUST_CHECK int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume,
                                        uint32_t slot, const struct pcc_slot_entry *entry);
 
-uint64_t pcc_block_checksum(const void *bytes, size_t length_bytes); /* XXH3-64, unseeded */
+/* The checksums of a payload's blocks (XXH3-64, unseeded), of which the last may be shorter. */
+void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
+                        uint64_t *out);
+bool pcc_checksums_match(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
+                         const uint64_t *expected);
 
 #endif

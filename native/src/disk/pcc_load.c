@@ -109,17 +109,14 @@ static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64
 int pcc_load_check(const struct pcc_load *load, const void *bytes, uint64_t offset_bytes,
                    uint64_t length_bytes)
 {
-    const uint64_t block = load->geometry.block_bytes;
+    const uint32_t block_bytes = load->geometry.block_bytes;
 
     if (!is_whole_blocks(load, offset_bytes, length_bytes))
         return -EINVAL;
-    for (uint64_t at = 0; at < length_bytes; at += block) {
-        const uint64_t left = length_bytes - at;
-        if (pcc_block_checksum((const uint8_t *)bytes + at, left < block ? left : block) !=
-            load->checksums[(offset_bytes + at) / block])
-            return -PCC_E_DAMAGED;
-    }
-    return 0;
+    return pcc_checksums_match(bytes, length_bytes, block_bytes,
+                               load->checksums + offset_bytes / block_bytes)
+               ? 0
+               : -PCC_E_DAMAGED;
 }
 
 /* As one read, or piece by piece beside the saves of others (pcc_pace.h). */

@@ -5,7 +5,6 @@
 #include <string.h>
 #include <time.h>
 
-#include "base/pcc_hash.h"
 #include "disk/pcc_pace.h"
 #include "disk/pcc_save_private.h"
 
@@ -131,16 +130,11 @@ static bool start_piece(struct pcc_save *save, uint32_t position, bool *first_ou
 static void hash_piece(struct pcc_save *save, uint32_t position)
 {
     struct pcc_save_piece *piece = &save->pieces[position];
-    const uint64_t block_bytes = save->lane->saver->geometry.block_bytes;
-    uint64_t *checksum = pcc_save_checksums(save, position);
 
     if (piece->hashed)
         return;
-    for (uint64_t at = 0; at < piece->length_bytes; at += block_bytes) {
-        const uint64_t left = piece->length_bytes - at;
-        *checksum++ = pcc_hash_bytes((const uint8_t *)piece->bytes + at,
-                                     left < block_bytes ? left : block_bytes);
-    }
+    pcc_checksums_make(piece->bytes, piece->length_bytes, save->lane->saver->geometry.block_bytes,
+                       pcc_save_checksums(save, position));
     piece->hashed = true;
     pcc_kept_hashed(save->lane->saver->spec.kept, save->kept_place, position);
 }
