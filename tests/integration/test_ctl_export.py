@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pccheckctl.export import command, files, torch_file
-from pccheckctl.source.readers import FileReader, Watched
+from pccheckctl.source.readers import WholeReader
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, floats, make, mapping, numbers, scribble
 
@@ -130,7 +130,7 @@ def test_only_what_is_asked_for_is_read(
     ctl: Ctl, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bytes] = []
-    monkeypatch.setattr(FileReader, "read_into", lambda _, ranges: read.append(ranges))
+    monkeypatch.setattr(WholeReader, "read_into", lambda _, ranges: read.append(ranges))
     for name in ("a.pt", "a.safetensors"):
         read.clear()
         assert ctl(storage, "export", "job", "-o", tmp_path / name, "--only", "array").code == 0
@@ -277,12 +277,12 @@ def test_the_bar_is_about_what_is_read(
 ) -> None:
     bars = []
 
-    class Kept(Watched):
+    class Kept(WholeReader):
         def close(self) -> None:
             bars.append(self._bar)
             super().close()
 
-    monkeypatch.setattr(command, "Watched", Kept)
+    monkeypatch.setattr(command, "WholeReader", Kept)
     ctl(storage, "export", "job", "-o", tmp_path / "a.pt", "--only", "array")
     (bar,) = bars
     assert bar.total < 4 * WIDE

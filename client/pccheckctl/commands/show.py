@@ -16,7 +16,6 @@ from pccheckctl.output import render
 from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
-from pccheckctl.source.readers import read_tree
 
 TEXT_WIDTH_MAX = 60
 RUN_MAX, SHOWN_OF_RUN = 8, 3  # items of a list with a line each; items that stand for the others
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     for one in wanted:
         try:
             with storage.reader(one) as reader:
-                content = read_tree(reader)
+                content = reader.content()
         except (DamagedError, UnreadableError) as error:
             damaged.append(error)
             continue

@@ -19,7 +19,7 @@ from pccheckctl.output.documents import Document, answer
 from pccheckctl.output.progress import Bar, bytes_read
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
-from pccheckctl.source.readers import RecycledError, Store, read_tree
+from pccheckctl.source.readers import RecycledError, Store
 
 BAD = ("damaged", "unreadable")
 _Part = subset.Subset | None
@@ -96,7 +96,7 @@ def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Result:
         else:
             with storage.reader(one) as reader:
                 read_bytes, cleared = reader.verify(part), False
-                read_tree(reader)
+                reader.content()
     except (RecycledError, NoCheckpointError) as error:
         return Result(one, "recycled", error.message)
     except UnreadableError as error:

@@ -21,7 +21,7 @@ from pccheckctl.output.documents import Document, note, print_json, say
 from pccheckctl.output.progress import Bar
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
-from pccheckctl.source.readers import RecycledError, Store, Watched, WholeReader
+from pccheckctl.source.readers import RecycledError, Store, WholeReader
 
 from . import parts, safetensors_file
 from .files import Output
@@ -192,8 +192,8 @@ def _write_one(
     storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
 ) -> Written:
     made = Written(one, output.target, kind)
-    with WholeReader(storage, storage.reader(one)) as whole, Watched(whole, bar) as reader:
-        content = whole.tree()
+    with WholeReader(storage, one, bar) as reader:
+        content = reader.content()
         if only:
             content = parts.only(content, only, one.job)
             bar.spare(parts.spared_bytes(content))

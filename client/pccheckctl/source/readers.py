@@ -4,6 +4,7 @@ and `verify`, and for bytes from the file and from the daemon."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,25 +35,28 @@ class Reader:
     """Checked reads of one checkpoint. Use it as a context manager."""
 
     checkpoint: catalog.Checkpoint
-
-    @property
-    def tree_place(self) -> tuple[int, int]:
-        """Offset and bytes of the tree in the payload."""
-        raise NotImplementedError
-
-    def read(self, offset: int, length: int) -> bytes:
-        raise NotImplementedError
+    tree_place: tuple[int, int]  #: offset and bytes of the tree in the payload
 
     def read_into(self, ranges: bytes) -> None:
+        """Packed (address, offset, length), ascending. Raises DamagedError, UnreadableError,
+        RecycledError."""
         raise NotImplementedError
 
     def verify(self, part: Subset | None = None) -> int:
-        """Reads and checks the payload of this rank, or a part of it; how many bytes. Raises
-        DamagedError, UnreadableError."""
+        """Reads and checks the payload of this rank, or a part of it; how many bytes. Raises as
+        `read_into` does."""
         raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError
+
+    def read(self, offset: int, length: int) -> bytes:
+        made = (ctypes.c_char * length)()
+        self.read_into(struct.pack("<QQQ", ctypes.addressof(made), offset, length))
+        return bytes(made)
+
+    def content(self) -> tree.Tree:
+        return tree.decode(self.read(*self.tree_place), self.checkpoint.payload_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -73,11 +77,6 @@ def invalid(one: catalog.Checkpoint, problem: str) -> DamagedError | UnreadableE
     return DamagedError(f"{named} is damaged: {problem}", hint=hint)
 
 
-def read_tree(reader: Reader) -> tree.Tree:
-    """The decoded tree of a checkpoint. Raises DamagedError, UnreadableError."""
-    return tree.decode(reader.read(*reader.tree_place), reader.checkpoint.payload_bytes)
-
-
 class Store(Protocol):
     """Where checkpoints are: in a storage directory, or behind a daemon."""
 
@@ -96,6 +95,7 @@ class FileReader(Reader):
 
     def __init__(self, checkpoint: catalog.Checkpoint) -> None:
         self.checkpoint = checkpoint
+        self.tree_place = checkpoint.tree_offset, checkpoint.tree_bytes
         try:
             self._volume = _core.Volume(checkpoint.volume_path, writable=False, allow_buffered=True)
         except FileNotFoundError as error:
@@ -103,11 +103,8 @@ class FileReader(Reader):
         except _core.NativeError as error:
             raise DamagedError(f"{checkpoint.volume_path}: {error}") from error
 
-    @property
-    def tree_place(self) -> tuple[int, int]:
-        return self.checkpoint.tree_offset, self.checkpoint.tree_bytes
-
     def read(self, offset: int, length: int) -> bytes:
+        """Reads no block around them: damage of another one does not hide the tree."""
         with self._errors():
             return self._volume.read(self.checkpoint.sequence, offset, length)
 
@@ -139,29 +136,26 @@ class FileReader(Reader):
 
 
 class WholeReader(Reader):
-    """A checkpoint of replicated state: the payload of its rank, and what other ranks store."""
+    """A checkpoint of replicated state: the payload of its rank, and what other ranks store. Long
+    reads are cut, so that the bar moves during them."""
 
-    def __init__(self, storage: Store, own: Reader) -> None:
-        self.checkpoint = own.checkpoint
+    def __init__(self, storage: Store, one: catalog.Checkpoint, bar: Bar) -> None:
+        self.checkpoint = one
         self._storage = storage
-        self._readers = {own.checkpoint.rank: own}
+        self._bar = bar
+        self._readers = {one.rank: storage.reader(one)}
 
-    @property
-    def tree_place(self) -> tuple[int, int]:
-        return self._readers[self.checkpoint.rank].tree_place
-
-    def tree(self) -> tree.Tree:
+    def content(self) -> tree.Tree:
         """With the place of every extent. Raises StateMismatchError, NoCheckpointError."""
-        own = read_tree(self._readers[self.checkpoint.rank])
-        return parts.merge(own, self.checkpoint.rank, lambda rank: read_tree(self._of(rank)))
-
-    def read(self, offset: int, length: int) -> bytes:
-        rank, offset = parts.placed(offset)
-        return self._of(rank).read(offset, length)
+        rank = self.checkpoint.rank
+        own = self._of(rank).content()
+        return parts.merge(own, rank, lambda other: self._of(other).content())
 
     def read_into(self, ranges: bytes) -> None:
-        for rank, (mine, _) in parts.split(ranges).items():
-            self._of(rank).read_into(mine)
+        for piece, nbytes in cut(ranges, SLICE_BYTES):
+            for rank, (mine, _) in parts.split(piece).items():
+                self._of(rank).read_into(mine)
+            self._bar.advance(nbytes)
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -181,32 +175,6 @@ class WholeReader(Reader):
                 )
             self._readers[rank] = self._storage.reader(same[0])
         return self._readers[rank]
-
-
-class Watched(Reader):
-    """A reader that moves a bar: long reads are cut, so that the bar moves during them."""
-
-    def __init__(self, reader: Reader, bar: Bar) -> None:
-        self.checkpoint = reader.checkpoint
-        self._reader = reader
-        self._bar = bar
-
-    @property
-    def tree_place(self) -> tuple[int, int]:
-        return self._reader.tree_place
-
-    def read(self, offset: int, length: int) -> bytes:
-        data = self._reader.read(offset, length)
-        self._bar.advance(length)
-        return data
-
-    def read_into(self, ranges: bytes) -> None:
-        for part, nbytes in cut(ranges, SLICE_BYTES):
-            self._reader.read_into(part)
-            self._bar.advance(nbytes)
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:

@@ -3,7 +3,6 @@ lists them, and sends checked bytes as it does to a trainer."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import struct
@@ -89,25 +88,36 @@ class DaemonReader(Reader):
         )  # fmt: skip
         self._attachment = attach.connect(hello, socket)
         try:
-            self._opened = self._open()
+            opened = self._open()
             self._link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
         except BaseException:
             self._attachment.close()
             raise
-
-    @property
-    def tree_place(self) -> tuple[int, int]:
-        return self._opened.tree_offset, self._opened.tree_bytes
-
-    def read(self, offset: int, length: int) -> bytes:
-        made = (ctypes.c_char * length)()
-        self._transfer(struct.pack("<QQQ", ctypes.addressof(made), offset, length), offset, length)
-        return bytes(made)
+        self.tree_place = opened.tree_offset, opened.tree_bytes
 
     def read_into(self, ranges: bytes) -> None:
         places = [(offset, length) for _, offset, length in struct.iter_unpack("<QQQ", ranges)]
         first = places[0][0]
-        self._transfer(ranges, first, sum(places[-1]) - first)
+        nbytes = sum(places[-1]) - first
+        self._load += 1
+        deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
+        self._link.load_start(self._load, ranges)
+        try:
+            self._attachment.request(Read(self._load, self.checkpoint.sequence, first, nbytes))
+        except NoCheckpointError as error:
+            raise recycled(self.checkpoint) from error
+        try:
+            result = self._link.load_wait(self._load, deadline_ns)
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"the daemon sent no data for {LOAD_LIMIT_S:g} s") from error
+        except OSError as error:
+            raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
+        if result == -errno.ENOENT:
+            raise recycled(self.checkpoint)
+        if result != 0:
+            raise invalid(
+                self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"
+            )
 
     def verify(self, part: Subset | None = None) -> int:
         try:
@@ -128,27 +138,6 @@ class DaemonReader(Reader):
         if not isinstance(answer, Opened) or answer.sequence != one.sequence:
             raise recycled(self.checkpoint)
         return answer
-
-    def _transfer(self, ranges: bytes, offset: int, length: int) -> None:
-        self._load += 1
-        deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
-        self._link.load_start(self._load, ranges)
-        try:
-            self._attachment.request(Read(self._load, self.checkpoint.sequence, offset, length))
-        except NoCheckpointError as error:
-            raise recycled(self.checkpoint) from error
-        try:
-            result = self._link.load_wait(self._load, deadline_ns)
-        except TimeoutError as error:
-            raise WaitTimeoutError(f"the daemon sent no data for {LOAD_LIMIT_S:g} s") from error
-        except OSError as error:
-            raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
-        if result == -errno.ENOENT:
-            raise recycled(self.checkpoint)
-        if result != 0:
-            raise invalid(
-                self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"
-            )
 
 
 def verified(
