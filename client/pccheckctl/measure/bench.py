@@ -22,6 +22,7 @@ from . import disk
 
 SIZE_DEFAULT, SIZE_MIN = 2 * GIB, 64 * MIB
 CHUNK_DEFAULT = 16 * MIB
+PROBE_BYTES = 64 * MIB  # written first, to see how much the passes can write in their time
 WRITERS = (1, 2, 4)
 #: Limits of the passes, together below half a minute.
 FIRST_LIMIT_S, PASS_LIMIT_S, READ_LIMIT_S, FLUSH_LIMIT_S = 8.0, 3.5, 3.5, 2.0
@@ -89,28 +90,31 @@ def measure(
         raise UsageError(f"--chunk must be a multiple of 4KiB (got {chunk} bytes)")
     with (
         disk.Scratch(place) as scratch,
-        Bar("bench", len(writers) + 4, show=not quiet, unit="part") as bar,
+        Bar("bench", len(writers) + 5, show=not quiet, unit="part") as bar,
     ):
         size = _fitting(place, size, chunk)
         scratch.reserve(size)
 
-        def rate(threads: int, limit_s: float, nbytes: int, *, write: bool) -> tuple[int, float]:
-            moved, seconds = disk.sequential(
-                scratch.fd, size=nbytes, chunk=chunk, threads=threads, write=write, limit_s=limit_s
-            )
+        def writes(threads: int, nbytes: int) -> float:
             bar.advance(1)
-            return moved, moved / seconds
+            return nbytes / measure_engine(scratch.fd, "pwrite", nbytes, chunk, threads)
 
-        written, first = rate(2, FIRST_LIMIT_S, size, write=True)
-        written = max(chunk, written)  # only what was written can be overwritten
-        rates = {p: rate(p, PASS_LIMIT_S, written, write=True)[1] for p in writers}
+        def within(rate: float, limit_s: float, most: int) -> int:
+            """Bytes, in whole chunks, that take about so long."""
+            return max(chunk, min(int(rate * limit_s), most) // chunk * chunk)
+
+        probed = writes(2, within(PROBE_BYTES, 1, size))
+        written = within(probed, FIRST_LIMIT_S, size)  # only that can be overwritten
+        first = writes(2, written)
+        passed = within(first, PASS_LIMIT_S, written)
+        rates = {p: writes(p, passed) for p in writers}
         if not scratch.direct:  # else it would measure the page cache
             os.posix_fadvise(scratch.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        read = rate(2, READ_LIMIT_S, written, write=False)[1]
+        read = disk.reads(scratch.fd, size=written, chunk=chunk, threads=2, limit_s=READ_LIMIT_S)
+        bar.advance(1)
         flushes = disk.flushes(scratch.fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
         bar.advance(1)
-        worth = int(ENGINE_S * max(rates.values())) // chunk * chunk
-        engines = _engines(scratch.fd, max(chunk, min(written, worth)), chunk)
+        engines = _engines(scratch.fd, within(max(rates.values()), ENGINE_S, written), chunk)
         return Figures(
             str(place), size, chunk, scratch.direct, first, rates, read,
             statistics.median(flushes), flushes[-1], engines,

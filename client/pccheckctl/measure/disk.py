@@ -1,12 +1,11 @@
-"""Direct writes, reads and flushes of a disk, measured on a file that is removed afterwards; for
-`bench`, `tune` and `doctor`."""
+"""A file on a disk that is removed afterwards, and how fast it is read and flushed, for `bench`,
+`tune` and `doctor`. The daemon's own engines measure writes: `pccheck_native.measure_engine`."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,50 +86,34 @@ def noise(size: int) -> mmap.mmap:
     return made
 
 
-def sequential(
-    fd: int, *, size: int, chunk: int, threads: int, write: bool, limit_s: float
-) -> tuple[int, float]:
-    """Bytes and seconds of one pass over the file, as far as the time allows. The threads take
-    chunks in turn; a write ends with one fdatasync."""
-    move = _write if write else _read
-    chunks = iter(range(0, size - size % chunk, chunk))
-    lock = threading.Lock()
+def reads(fd: int, *, size: int, chunk: int, threads: int, limit_s: float) -> float:
+    """Bytes per second of a pass over the file, as far as the time allows. The threads take chunks
+    in turn."""
     began = time.monotonic()
 
-    def work(buffer: mmap.mmap) -> int:
-        moved = 0
-        with memoryview(buffer) as view:
-            while time.monotonic() - began < limit_s:
-                with lock:
-                    offset = next(chunks, None)
-                if offset is None:
-                    break
-                move(fd, view, offset)
-                moved += chunk
+    def work(first: int) -> int:
+        moved, buffer = 0, mmap.mmap(-1, chunk)
+        for offset in range(first * chunk, size, threads * chunk):
+            if moved and time.monotonic() - began > limit_s:
+                break
+            moved += _read(fd, buffer, offset)
         return moved
 
     with ThreadPoolExecutor(threads) as team:
-        buffers = [noise(chunk) for _ in range(threads)]
-        began = time.monotonic()
-        moved = sum(team.map(work, buffers))
-    if write:
-        os.fdatasync(fd)
-    return moved, time.monotonic() - began
+        moved = sum(team.map(work, range(threads)))
+    return moved / (time.monotonic() - began)
 
 
-def _write(fd: int, view: memoryview, offset: int) -> None:
+def _read(fd: int, buffer: mmap.mmap, offset: int) -> int:
+    """Fills the buffer; its size."""
     done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
-
-
-def _read(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            raise OSError(errno.EIO, "the file ends early")
-        done += count
+    with memoryview(buffer) as view:
+        while done < len(view):
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file ends early")
+            done += count
+    return done
 
 
 def flushes(fd: int, *, count: int, limit_s: float) -> list[float]:
@@ -149,9 +132,10 @@ def flushes(fd: int, *, count: int, limit_s: float) -> list[float]:
 def reads_back(fd: int, size: int) -> bool:
     """Whether the file returns what was written to it and flushed."""
     wanted, found = noise(size), mmap.mmap(-1, size)
+    done = 0
     with memoryview(wanted) as view:
-        _write(fd, view, 0)
+        while done < size:
+            done += os.pwrite(fd, view[done:], done)
     os.fdatasync(fd)
-    with memoryview(found) as view:
-        _read(fd, view, 0)
+    _read(fd, found, 0)
     return bytes(found) == bytes(wanted)
