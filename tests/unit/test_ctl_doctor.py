@@ -183,13 +183,6 @@ def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.level == OK
 
 
-@pytest.mark.parametrize(
-    ("release", "told"), [("6.10.9", 0), ("6.11.0-9-generic", 1), ("6.13", 1), ("6.14.1", 0)]
-)
-def test_kernels_that_pin_badly_are_told(release: str, told: int) -> None:
-    assert len(list(gpu._pinning(release))) == told
-
-
 def test_a_socket_that_others_can_replace_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     (found,) = daemon.socket_access(tmp_path / "attach.sock")

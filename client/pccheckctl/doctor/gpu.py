@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +29,6 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
         else:
             yield ok("cuda", "no GPU and no driver (libcuda.so.1): only CPU tensors are saved")
         return
-    yield from _pinning(platform.release())
     daemon, user = part(status, "daemon"), os.geteuid()
     reason = text(daemon, "transfer_reason")
     if not daemon:
@@ -54,17 +51,6 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield ok("cuda", f"pccheckd pulls: {reason}")
-
-
-def _pinning(release: str) -> Iterator[Finding]:
-    version = re.match(r"(\d+)\.(\d+)", release)
-    if version and (6, 11) <= (int(version[1]), int(version[2])) <= (6, 13):
-        yield warning(
-            "cuda", f"Linux {release}: kernels 6.11 to 6.13 are reported to leak or refuse memory "
-            "that is pinned for GPUs",
-            costs="pccheckd may fail to pin its pool; then copies from GPUs are slow",
-            mend="run Linux 6.10 or older, or 6.14 or newer",
-        )  # fmt: skip
 
 
 def _has_driver() -> bool:

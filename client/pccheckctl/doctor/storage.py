@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheck_native import catalog, layout, mounts
+from pccheck_native import catalog, mounts
 from pccheck_wire.errors import PccheckError
 from pccheckctl.measure import disk
 from pccheckctl.output import render
@@ -155,6 +155,3 @@ def room(place: Path, slots: int) -> Iterator[Finding]:
             costs="its job does not start, so that nothing is overwritten by accident",
             mend="pccheckctl verify; start the job with fresh=True, or pccheckctl drop it",
         )  # fmt: skip
-    if left := layout.list_temporary(place):
-        files = render.plural(len(left), "file")
-        yield ok("room", f"{files} of interrupted work: pccheckd removes them at its next start")
