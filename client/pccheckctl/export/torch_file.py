@@ -104,19 +104,12 @@ def _aligned(nbytes: int) -> int:
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """Ctrl-C and SIGTERM take effect when this ends: modules that torch imports swallow them, or
-    would be left half imported."""
-    came: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    held = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in held:
-        signal.signal(number, lambda number, _: came.append(number))
+    would be left half imported. The thread of a progress bar takes none."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
     finally:
-        for number in held:
-            signal.signal(number, before[number])
-        if came:
-            signal.raise_signal(came[0])
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

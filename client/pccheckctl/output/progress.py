@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -81,6 +82,7 @@ class Bar:
         self.close()
 
     def _draw(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         if self._stop.wait(DELAY_S):
             return
         while not self._stop.is_set():
