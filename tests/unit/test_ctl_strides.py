@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pccheck_wire.tree import Tensor
 from pccheckctl.export.parts import contiguous_strides
 from pccheckctl.export.safetensors_file import Piece, gather
 
@@ -38,4 +39,5 @@ def test_contiguous_strides() -> None:
      ((2,), (2,), False), ((2, 2), (0, 1), False)],
 )  # fmt: skip
 def test_same_layout(shape: tuple[int, ...], strides: tuple[int, ...], same: bool) -> None:
-    assert Piece("x", "float32", shape, strides, 0, 0).contiguous is same
+    tensor = Tensor(list(shape), list(strides), "float32", 0, 0, 0)
+    assert Piece("x", tensor, 0).contiguous is same

@@ -200,9 +200,8 @@ def _write_one(
         if kind == SAFETENSORS:
             names = ("job", "rank", "world_size", "step", "sequence")
             about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
-            plan = safetensors_file.plan(content, about | ({"pccheck.only": only} if only else {}))
-            safetensors_file.write(reader, plan, output)
-            made.changed = [f"{path} is left out" for path in plan.left_out]
+            about |= {"pccheck.only": only} if only else {}
+            made.changed = safetensors_file.write(reader, content, output, about)
         else:
             from . import torch_file  # imports torch when used
 

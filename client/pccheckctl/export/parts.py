@@ -22,6 +22,15 @@ NUMPY_TO_TORCH = {
 }  # fmt: skip
 
 
+def as_tensor(node: tree.Array) -> tree.Tensor | None:
+    """An array as a tensor on the same bytes; None when torch lacks its dtype."""
+    if node.dtype not in NUMPY_TO_TORCH:
+        return None
+    strides = list(contiguous_strides(node.shape, order=node.order))
+    dtype = NUMPY_TO_TORCH[node.dtype]
+    return tree.Tensor(node.shape, strides, dtype, 0, node.extent, node.offset)
+
+
 def only(content: tree.Tree, name: str, job: str) -> tree.Tree:
     """The tree with that part as its root, under the names that the part itself has: what `model`
     was saved from can load it. A tensor or a value keeps its last name. Raises UsageError."""

@@ -12,8 +12,8 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pccheck_wire import tree
@@ -22,7 +22,7 @@ from pccheckctl.output.documents import as_json
 from pccheckctl.source.readers import Reader
 
 from .files import Output, reserve
-from .parts import NUMPY_TO_TORCH, contiguous_strides
+from .parts import as_tensor, contiguous_strides
 
 HEADER_BYTES_MAX = 100_000_000
 _ALIGN = 8
@@ -45,54 +45,75 @@ class Piece:
     """One tensor: where it lies in the payload, and in the file after the header."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements, never negative
+    tensor: tree.Tensor
     source: int
-    span: int  # bytes from the first to the last one in the payload
     target: int = 0
 
     @property
+    def item_bytes(self) -> int:
+        return tree.ITEM_BYTES[self.tensor.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * tree.ITEM_BYTES[self.dtype]
+        return math.prod(self.tensor.shape) * self.item_bytes
 
     @property
     def contiguous(self) -> bool:
         """Strides of dimensions of length 1 do not matter."""
-        wanted = contiguous_strides(self.shape)
+        wanted = contiguous_strides(self.tensor.shape)
         return all(
             dim == 1 or have == want
-            for dim, have, want in zip(self.shape, self.strides, wanted, strict=True)
+            for dim, have, want in zip(self.tensor.shape, self.tensor.strides, wanted, strict=True)
         )
 
 
-@dataclass(slots=True)
-class Plan:
-    header: bytes
-    pieces: list[Piece]
-    left_out: list[str] = field(default_factory=list)
-
-    @property
-    def file_bytes(self) -> int:
-        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
-
-
-def plan(content: tree.Tree, about: dict[str, str]) -> Plan:
-    """Where everything goes. `about` becomes metadata; what the format cannot hold is listed."""
+def write(reader: Reader, content: tree.Tree, output: Output, about: dict[str, str]) -> list[str]:
+    """Fills `output`; every byte is checked on the way. `about` becomes metadata. Returns what the
+    format cannot hold. Raises DamagedError."""
     pieces, left_out = _pieces(content)
-    # Larger items first, so that every tensor starts on a multiple of its item size.
-    pieces.sort(key=lambda piece: (-tree.ITEM_BYTES[piece.dtype], piece.name))
     values, others = _values(content)
     metadata = {"format": "pt", **about, "pccheck.values": json.dumps(values)}
     if content.metadata is not None:
         metadata["pccheck.metadata"] = json.dumps(as_json(tree.plain(content.metadata)))
+    header = _header(metadata, pieces)
+    base = len(header)
+    file_bytes = base + sum(piece.nbytes for piece in pieces)
+    reserve(output.descriptor, file_bytes, output.target.parent)
+    with mmap.mmap(output.descriptor, file_bytes) as mapping:
+        mapping[:base] = header
+        anchor = ctypes.c_char.from_buffer(mapping)
+        try:
+            start = ctypes.addressof(anchor) + base
+            for batch in _disjoint(piece for piece in pieces if piece.nbytes and piece.contiguous):
+                reader.read_into(
+                    b"".join(
+                        struct.pack("<QQQ", start + piece.target, piece.source, piece.nbytes)
+                        for piece in batch
+                    )
+                )
+        finally:
+            del anchor  # or the mapping could not be closed
+        for piece in pieces:
+            if piece.nbytes and not piece.contiguous:
+                shape, strides = piece.tensor.shape, piece.tensor.strides
+                span = tree.span_bytes(shape, strides, piece.item_bytes)
+                data = reader.read(piece.source, span)
+                at = base + piece.target
+                mapping[at : at + piece.nbytes] = gather(data, piece.item_bytes, shape, strides)
+        mapping.flush()
+    return [f"{path} is left out" for path in left_out + others]
+
+
+def _header(metadata: dict[str, str], pieces: list[Piece]) -> bytes:
+    """Gives every piece its place. Larger items come first, so that every tensor starts on a
+    multiple of its item size."""
     header: dict[str, object] = {"__metadata__": metadata}
     at = 0
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: (-piece.item_bytes, piece.name)):
         piece.target, at = at, at + piece.nbytes
         header[piece.name] = {
-            "dtype": DTYPES[piece.dtype],
-            "shape": list(piece.shape),
+            "dtype": DTYPES[piece.tensor.dtype],
+            "shape": piece.tensor.shape,
             "data_offsets": [piece.target, at],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -102,35 +123,7 @@ def plan(content: tree.Tree, about: dict[str, str]) -> Plan:
             f"the header would have {len(text)} bytes, but safetensors allows {HEADER_BYTES_MAX}",
             hint="use --format torch",
         )
-    return Plan(struct.pack("<Q", len(text)) + text, pieces, left_out + others)
-
-
-def write(reader: Reader, chosen: Plan, output: Output) -> None:
-    """Fills `output`; every byte is checked on the way. Raises DamagedError."""
-    reserve(output.descriptor, chosen.file_bytes, output.target.parent)
-    with mmap.mmap(output.descriptor, chosen.file_bytes) as mapping:
-        base = len(chosen.header)
-        mapping[:base] = chosen.header
-        whole = [piece for piece in chosen.pieces if piece.nbytes and piece.contiguous]
-        anchor = ctypes.c_char.from_buffer(mapping)
-        try:
-            start = ctypes.addressof(anchor) + base
-            for batch in _disjoint(whole):
-                reader.read_into(
-                    b"".join(
-                        struct.pack("<QQQ", start + piece.target, piece.source, piece.nbytes)
-                        for piece in batch
-                    )
-                )
-        finally:
-            del anchor  # or the mapping could not be closed
-        for piece in chosen.pieces:
-            if piece.nbytes and not piece.contiguous:
-                data = reader.read(piece.source, piece.span)
-                at = base + piece.target
-                item = tree.ITEM_BYTES[piece.dtype]
-                mapping[at : at + piece.nbytes] = gather(data, item, piece.shape, piece.strides)
-        mapping.flush()
+    return struct.pack("<Q", len(text)) + text
 
 
 def gather(data: bytes, item: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
@@ -148,21 +141,18 @@ def gather(data: bytes, item: int, shape: Sequence[int], strides: Sequence[int])
     return b"".join(items[row : row + (length - 1) * step + 1 : step].tobytes() for row in rows)
 
 
-def _disjoint(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Batches that ascend in the payload without overlap; tied tensors come in a later one."""
-    rest = sorted(pieces, key=lambda piece: (piece.source, piece.nbytes))
-    while rest:
-        batch: list[Piece] = []
-        overlapping: list[Piece] = []
-        end = 0
-        for piece in rest:
-            if piece.source >= end:
-                batch.append(piece)
-                end = piece.source + piece.nbytes
-            else:
-                overlapping.append(piece)
-        yield batch
-        rest = overlapping
+def _disjoint(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """What ascends in the payload without overlap is read at once; tied tensors come after it."""
+    batch: list[Piece] = []
+    tied: list[list[Piece]] = []
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.source, piece.nbytes)):
+        if piece.source >= end:
+            batch.append(piece)
+            end = piece.source + piece.nbytes
+        else:
+            tied.append([piece])
+    return [batch, *tied] if batch else []
 
 
 def _pieces(content: tree.Tree) -> tuple[list[Piece], list[str]]:
@@ -173,18 +163,12 @@ def _pieces(content: tree.Tree) -> tuple[list[Piece], list[str]]:
     for path, node in tree.walk(content.root):
         if not isinstance(node, (tree.Tensor, tree.Array)):
             continue
-        shape = tuple(node.shape)
-        if isinstance(node, tree.Tensor):
-            dtype, strides = node.dtype, tuple(node.strides)
-            span = tree.span_bytes(node.shape, node.strides, tree.ITEM_BYTES[dtype])
-        else:
-            dtype = NUMPY_TO_TORCH.get(node.dtype, node.dtype)
-            strides, span = contiguous_strides(shape, order=node.order), node.nbytes
-        if dtype not in DTYPES:
-            left_out.append(f"{path or '.'} ({dtype})")
+        tensor = as_tensor(node) if isinstance(node, tree.Array) else node
+        if tensor is None or tensor.dtype not in DTYPES:
+            left_out.append(f"{path or '.'} ({(tensor or node).dtype})")
             continue
         source = content.extents[node.extent].offset + node.offset if node.extent >= 0 else 0
-        pieces.append(Piece(_unique(path or "state", taken), dtype, shape, strides, source, span))
+        pieces.append(Piece(_unique(path or "state", taken), tensor, source))
     return pieces, left_out
 
 
@@ -202,16 +186,11 @@ def _values(content: tree.Tree) -> tuple[dict[str, object], list[str]]:
     """Python values by path, where JSON keeps them exactly; the paths of the others."""
     values: dict[str, object] = {}
     left_out: list[str] = []
-    for path, node in tree.walk(content.root):
-        if isinstance(node, (tree.Tensor, tree.Array, tree.Sequence, tree.Mapping)):
-            continue
-        exact = node is None or type(node) in (bool, str)
-        exact = exact or (type(node) is int and not tree.is_long(node))
-        if (exact or (isinstance(node, float) and math.isfinite(node))) and path not in values:
-            values[path] = node
+    containers = tree.Tensor, tree.Array, tree.Sequence, tree.Mapping
+    nodes = (node for _, node in tree.walk(content.root) if not isinstance(node, containers))
+    for node, leaf in zip(nodes, tree.leaf_entries(content), strict=True):
+        if leaf.path not in values and as_json(node) is node:
+            values[leaf.path] = node
         else:
-            kind = f"torch.{node.tag.name.lower()}" if isinstance(node, tree.Named) else (
-                f"numpy {node.dtype}" if isinstance(node, tree.Scalar) else type(node).__name__
-            )  # fmt: skip
-            left_out.append(f"{path or '.'} ({kind})")
+            left_out.append(f"{leaf.path or '.'} ({leaf.kind})")
     return values, left_out

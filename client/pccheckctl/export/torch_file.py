@@ -25,7 +25,7 @@ from pccheckctl.memory import available
 from pccheckctl.source.readers import Reader
 
 from .files import Output, reserve
-from .parts import NUMPY_TO_TORCH, contiguous_strides, extents_of
+from .parts import as_tensor, extents_of
 
 if TYPE_CHECKING:
     import torch
@@ -221,14 +221,13 @@ class Plain:
         return tree.Mapping(tag, items, attributes=node.attributes)
 
     def _array(self, node: tree.Array, path: str) -> Node:
-        dtype = NUMPY_TO_TORCH.get(node.dtype, "")
+        made = as_tensor(node)
         lead = self.extents[node.extent].lead + node.offset if node.extent >= 0 else 0
-        if not dtype or lead % tree.ITEM_BYTES[dtype]:
+        if made is None or lead % tree.ITEM_BYTES[made.dtype]:
             self._note(path, f"array of {node.dtype} was left out")
             return None
         self._note(path, "array became tensor")
-        strides = list(contiguous_strides(node.shape, order=node.order))
-        return tree.Tensor(node.shape, strides, dtype, 0, node.extent, node.offset)
+        return made
 
     def _scalar(self, node: tree.Scalar, path: str) -> Node:
         from pccheck.restoring import rebuild
