@@ -8,9 +8,8 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -46,34 +45,40 @@ _RANGES: Mapping[str, range] = {
     "local_world_size": range(1, messages.RANKS_MAX + 1),
 }
 
-
 _M = TypeVar("_M")
-_Convert = Callable[[object, str], object]
 
 
 def encode(message: Message) -> bytes:
     """The msgpack map of a message; enums by value, nested messages with their tags."""
-    plain = _to_plain(message)
-    packer = msgpack.Packer(use_bin_type=True, buf_size=BUFFER_BYTES)
+    packer = msgpack.Packer(default=_plain, buf_size=BUFFER_BYTES)
     if isinstance(message, messages.Reply) and isinstance(message.body, messages.Report):
-        return b"".join(_pieces(plain, packer))
-    return typing.cast(bytes, packer.pack(plain))
+        return b"".join(_pieces(message, packer))
+    return typing.cast(bytes, packer.pack(message))
 
 
-def _pieces(plain: object, packer: msgpack.Packer) -> Iterator[bytes]:
+def _plain(value: object) -> dict[str, object]:
+    """The map of a message, whose values may be messages again."""
+    kind: type = type(value)
+    tag = {"t": typing.cast(Message, value).TAG}
+    return tag | {name: getattr(value, name) for name in _fields(kind)}
+
+
+def _pieces(value: object, packer: msgpack.Packer) -> Iterator[bytes]:
     """A document, down to the rows of its lists: packed at once it would keep all other threads
     waiting, however long it is."""
-    if isinstance(plain, dict):
-        yield packer.pack_map_header(len(plain))
-        for key, value in plain.items():
+    if isinstance(value, Message):
+        value = _plain(value)
+    if isinstance(value, dict):
+        yield packer.pack_map_header(len(value))
+        for key, item in value.items():
             yield packer.pack(key)
-            yield from _pieces(value, packer)
-    elif isinstance(plain, list):
-        yield packer.pack_array_header(len(plain))
-        for row in plain:
+            yield from _pieces(item, packer)
+    elif isinstance(value, list):
+        yield packer.pack_array_header(len(value))
+        for row in value:
             yield packer.pack(row)
     else:
-        yield packer.pack(plain)
+        yield packer.pack(value)
 
 
 def decode(data: bytes | memoryview, kind: type[_M], *, bytes_max: int = REQUEST_BYTES_MAX) -> _M:
@@ -81,169 +86,91 @@ def decode(data: bytes | memoryview, kind: type[_M], *, bytes_max: int = REQUEST
     return from_plain(unpack(data, bytes_max=bytes_max), kind)
 
 
-def decode_any(
-    data: bytes | memoryview, *kinds: type[Message], bytes_max: int = REPLY_BYTES_MAX
-) -> Message:
-    """Like decode, for a message that may be of several classes."""
-    return typing.cast(Message, _by_tag(kinds)(unpack(data, bytes_max=bytes_max), "$"))
-
-
 def from_plain(plain: object, kind: type[_M]) -> _M:
     """Typed conversion alone, of what `unpack` or a `Reassembler` returned."""
-    return typing.cast(_M, _by_tag((kind,))(plain, "$"))
+    return typing.cast(_M, _message(plain, (kind,), "$"))
 
 
 # -- typed conversion --------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    convert: _Convert
-    required: bool
-
-
-_SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
-
-
-def _to_plain(value: object) -> object:
-    kind: type = type(value)
-    if kind in _SCALARS:
-        return value
-    names = _field_names(kind)
-    if names is not None:
-        plain: dict[str, object] = {"t": typing.cast(Message, value).TAG}
-        for name in names:
-            plain[name] = _to_plain(getattr(value, name))
-        return plain
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, (list, tuple)):
-        return [_to_plain(item) for item in value]
-    return value
+_WORDS = {dict: "a map", list: "a list", int: "an integer"}
 
 
 @functools.cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    if not dataclasses.is_dataclass(kind):
-        return None
-    return tuple(item.name for item in dataclasses.fields(kind))
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[_Field, ...]:
+def _fields(kind: type) -> Mapping[str, tuple[object, bool]]:
+    """The fields of a message by name: the annotation, and whether it has no default."""
     hints = typing.get_type_hints(kind)
-    return tuple(
-        _Field(
-            item.name,
-            _converter(hints[item.name], item.name),
-            item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING,
-        )
+    missing = dataclasses.MISSING
+    return {
+        item.name: (hints[item.name], item.default is missing and item.default_factory is missing)
         for item in dataclasses.fields(kind)
-    )
+    }
 
 
-def _dataclass_from(plain: Mapping[str, object], kind: type, path: str) -> object:
-    fields = _fields(kind)
-    unknown = plain.keys() - {item.name for item in fields} - {"t"}
+@functools.cache
+def _by_tag(kinds: tuple[type, ...]) -> Mapping[str, type]:
+    return {typing.cast(Message, kind).TAG: kind for kind in kinds}
+
+
+def _message(value: object, kinds: tuple[type, ...], path: str) -> object:
+    """A message of one of these classes."""
+    plain, tags = _exactly(dict, value, path), _by_tag(kinds)
+    tag = plain.get("t")
+    if not isinstance(tag, str) or tag not in tags:
+        raise ProtocolError(f"{path}.t: one of {', '.join(sorted(tags))} is expected")
+    fields = _fields(tags[tag])
+    unknown = plain.keys() - fields.keys() - {"t"}
     if unknown:
         raise ProtocolError(f"{path}.{min(unknown)[:40]}: no such field")
     values: dict[str, object] = {}
-    for item in fields:
-        if item.name in plain:
-            values[item.name] = item.convert(plain[item.name], f"{path}.{item.name}")
-        elif item.required:
-            raise ProtocolError(f"{path}.{item.name}: missing")
-    return kind(**values)
+    for name, (hint, required) in fields.items():
+        if name in plain:
+            values[name] = _convert(plain[name], hint, name, f"{path}.{name}")
+        elif required:
+            raise ProtocolError(f"{path}.{name}: missing")
+    return tags[tag](**values)
 
 
-def _by_tag(kinds: tuple[type, ...]) -> _Convert:
-    tags = {typing.cast(Message, kind).TAG: kind for kind in kinds}
-
-    def convert(value: object, path: str) -> object:
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{path}: a map is expected, not {type(value).__name__}")
-        tag = value.get("t")
-        if not isinstance(tag, str) or tag not in tags:
-            raise ProtocolError(f"{path}.t: one of {', '.join(sorted(tags))} is expected")
-        return _dataclass_from(value, tags[tag], path)
-
-    return convert
-
-
-def _converter(hint: object, name: str) -> _Convert:
-    """The check for one annotation: scalars, enums, optionals, lists, messages, documents."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is int:
-        return _integer(_RANGES.get(name, _NATURAL))
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _member(hint)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _by_tag((hint,))
-    if hint in (bool, float, str, bytes):
-        return _scalar(typing.cast(type, hint))
-    if origin in (types.UnionType, typing.Union):
-        others = tuple(item for item in arguments if item is not types.NoneType)
-        if all(dataclasses.is_dataclass(item) for item in others):
-            return _by_tag(others)
-        return _optional(_converter(others[0], name))
-    if origin is list:
-        return _list(_converter(arguments[0], name))
-    if origin is dict:
-        return _document
-    raise TypeError(f"no conversion for {hint}")
-
-
-def _integer(allowed: range) -> _Convert:
-    def convert(value: object, path: str) -> object:
-        if type(value) is not int:
-            raise ProtocolError(f"{path}: an integer is expected, not {type(value).__name__}")
-        if value not in allowed:
+def _convert(value: object, hint: Any, name: str, path: str) -> object:
+    """The value of the field `name`, as its annotation wants it."""
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint in (bool, int, float, str, bytes):
+        _exactly(hint, value, path)
+        allowed = _RANGES.get(name, _NATURAL)
+        if hint is int and value not in allowed:
             raise ProtocolError(f"{path}: {value} is outside {allowed.start} to {allowed.stop - 1}")
         return value
-
-    return convert
-
-
-def _member(kind: type[enum.Enum]) -> _Convert:
-    def convert(value: object, path: str) -> object:
-        if type(value) in (int, str):  # bool would compare equal to 0 and 1
-            for member in kind:
-                if member.value == value:
-                    return member
-        raise ProtocolError(f"{path}: not a {kind.__name__}")
-
-    return convert
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        items = enumerate(_exactly(list, value, path))
+        return [_convert(item, arguments[0], name, f"{path}[{index}]") for index, item in items]
+    if origin is dict:
+        return _document(_exactly(dict, value, path), path)
+    if types.NoneType in arguments:
+        return None if value is None else _convert(value, arguments[0], name, path)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _member(value, hint, path)
+    return _message(value, arguments or (hint,), path)
 
 
-def _scalar(kind: type) -> _Convert:
-    def convert(value: object, path: str) -> object:
-        if kind is float and type(value) is int:
-            return float(value)
-        if type(value) is not kind:
-            raise ProtocolError(f"{path}: {kind.__name__} is expected, not {type(value).__name__}")
-        return value
-
-    return convert
+def _exactly(kind: type[_M], value: object, path: str) -> _M:
+    if type(value) is not kind:
+        wanted = _WORDS.get(kind, kind.__name__)
+        raise ProtocolError(f"{path}: {wanted} is expected, not {type(value).__name__}")
+    return value
 
 
-def _optional(inner: _Convert) -> _Convert:
-    return lambda value, path: None if value is None else inner(value, path)
-
-
-def _list(inner: _Convert) -> _Convert:
-    def convert(value: object, path: str) -> object:
-        if not isinstance(value, list):
-            raise ProtocolError(f"{path}: a list is expected, not {type(value).__name__}")
-        return [inner(item, f"{path}[{index}]") for index, item in enumerate(value)]
-
-    return convert
+def _member(value: object, kind: type[enum.Enum], path: str) -> object:
+    if type(value) in (int, str):  # bool would compare equal to 0 and 1
+        for member in kind:
+            if member.value == value:
+                return member
+    raise ProtocolError(f"{path}: not a {kind.__name__}")
 
 
 def _document(value: object, path: str, depth: int = 0) -> object:
     """A JSON-able document: maps, lists and scalars, no bytes, bounded depth."""
-    if depth == 0 and not isinstance(value, dict):
-        raise ProtocolError(f"{path}: a map is expected, not {type(value).__name__}")
     if depth > DEPTH_MAX:
         raise ProtocolError(f"{path}: nested more than {DEPTH_MAX} deep")
     if isinstance(value, dict):

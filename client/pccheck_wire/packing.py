@@ -21,8 +21,6 @@ def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> o
         raise ProtocolError(f"$: a message of {len(data)} bytes, the limit is {bytes_max}")
     try:
         plain: object = msgpack.unpackb(data, **_limits(bytes_max))
-    except ProtocolError:
-        raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"$: not a message: {_reason(error)}") from error
     return plain
@@ -46,8 +44,6 @@ class Reassembler:
             plain: object = self._unpacker.unpack()
         except msgpack.OutOfData:
             return None
-        except ProtocolError:
-            raise
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
             raise ProtocolError(f"$: not a message: {_reason(error)}") from error
         if self._unpacker.tell() != self._bytes:

@@ -339,8 +339,6 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
             data, raw=False, strict_map_key=True, object_pairs_hook=_no_map,
             ext_hook=_no_extension, timestamp=0,
         )  # fmt: skip
-    except DamagedError:
-        raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise _bad(f"not msgpack: {str(error)[:120] or type(error).__name__}") from error
     if type(top) is not list or len(top) < 2 or top[0] != MAGIC:

@@ -36,7 +36,9 @@ def request(**changes: object) -> bytes:
 def answer_to(observer: attach.Attachment, packet: bytes) -> Reply:
     observer.socket.settimeout(LIMIT_S)
     observer.socket.send(packet)
-    answer = codec.decode_any(observer.socket.recv(codec.PACKET_BYTES), Reply)
+    answer = codec.decode(
+        observer.socket.recv(codec.PACKET_BYTES), Reply, bytes_max=codec.REPLY_BYTES_MAX
+    )
     assert isinstance(answer, Reply)
     return answer
 
