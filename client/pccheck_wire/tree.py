@@ -22,12 +22,13 @@ attached optimizers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -88,7 +89,6 @@ class Tag(IntEnum):
 
 
 SEQUENCES = (Tag.LIST, Tag.TUPLE, Tag.SET, Tag.FROZENSET, Tag.SIZE)
-MAPPINGS = (Tag.DICT, Tag.ORDERED, Tag.COUNTER, Tag.DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A container of `tag` in MAPPINGS; keys are scalars and tuples of them."""
+    """A dict, or one of its kinds by `tag`; keys are scalars and tuples of them."""
 
     tag: Tag
     items: list[tuple[Node, Node]]
@@ -149,16 +149,9 @@ class Scalar:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """A node that is encoded already; never comes out of `decode`."""
-
-    data: bytes
-
-
 Node: TypeAlias = (
     bool | int | float | complex | str | bytes
-    | Sequence | Mapping | Named | Tensor | Array | Scalar | Fragment | None
+    | Sequence | Mapping | Named | Tensor | Array | Scalar | None
 )  # fmt: skip
 
 
@@ -198,17 +191,16 @@ class Tree:
 
 # -- encoding ----------------------------------------------------------------------------------
 
-_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
-_HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header
-NIL = _PACK(None)
-_NATIVE = {type(None), bool, float, str, bytes}
+_HEAD: Callable[[int], bytes] = msgpack.Packer().pack_array_header
+#: What the bytes of a node are packed into at first; most are short.
+_BUFFER_BYTES = 4096
 
 
 def encode(tree: Tree) -> bytes:
     """The bytes of a tree. Raises UnsupportedStateError when it is too deep or too large."""
     packed = b"".join(extent.packed() for extent in tree.extents)
     return assemble(
-        tree.step, tree.metadata, tree.attached, encode_node(packed), (encode_node(tree.root),),
+        tree.step, tree.metadata, tree.attached, packed, encode_node(tree.root),
         shared=any(extent.owner >= 0 for extent in tree.extents), about=encode_node(tree.about),
     )  # fmt: skip
 
@@ -218,16 +210,16 @@ def assemble(
     metadata: Node,
     attached: bool,
     extents: bytes,
-    root: Iterable[bytes],
+    root: bytes,
     *,
-    shared: bool = False,
-    about: bytes = NIL,
+    shared: bool,
+    about: bytes,
 ) -> bytes:
-    """A tree whose extents and root are encoded already (the fast path keeps what did not
-    change); the root may come in pieces."""
+    """A tree whose extents are packed and whose root is encoded already: the fast path keeps what
+    did not change."""
     version = VERSION_SHARED if shared else VERSION
-    head = _HEAD(8) + _PACK(MAGIC) + _PACK(version) + _PACK(step)
-    data = b"".join((head, encode_node(metadata), _PACK(attached), extents, *root, about))
+    head = map(encode_node, (MAGIC, version, step, metadata, attached, extents))
+    data = b"".join((_HEAD(8), *head, root, about))
     if len(data) > TREE_BYTES_MAX:
         raise UnsupportedStateError(
             f"the Python values of the state take {len(data)} bytes, more than {TREE_BYTES_MAX}",
@@ -237,83 +229,59 @@ def assemble(
 
 
 def encode_node(node: Node) -> bytes:
-    out: list[bytes] = []
-    _encode(node, out.append, 0)
-    return b"".join(out)
-
-
-def numbers(tag: Tag, items: Iterable[int]) -> Fragment:
-    """The node of a sequence of many ints below 2**64, made at C speed."""
-    return Fragment(_PACK([tag, tuple(items)]))
-
-
-def _encode(node: Node, put: Callable[[bytes], None], depth: int) -> None:
-    kind = type(node)
-    if kind in _NATIVE:
-        put(_text(node) if kind is str else _PACK(node))
-    elif kind is int:
-        put(_int(node))  # type: ignore[arg-type]
-    elif isinstance(node, Tensor):
-        put(_PACK([Tag.TENSOR, node.extent, node.offset, node.shape, node.strides, node.dtype,
-                   node.flags]))  # fmt: skip
-    elif isinstance(node, Sequence):
-        _encode_sequence(node, put, depth)
-    elif isinstance(node, Mapping):
-        put(_HEAD(2 + (node.tag in (Tag.ORDERED, Tag.DEFAULT))))
-        put(_PACK(node.tag))
-        put(_HEAD(2 * len(node.items)))
-        for key, value in node.items:
-            _encode(key, put, depth + 1)
-            _encode(value, put, depth + 1)
-        if node.tag is Tag.ORDERED:
-            _encode(node.attributes, put, depth + 1)
-        elif node.tag is Tag.DEFAULT:
-            put(_PACK(node.factory))
-    elif isinstance(node, Fragment):
-        put(node.data)
-    elif isinstance(node, complex):
-        put(_PACK([Tag.COMPLEX, struct.pack("<dd", node.real, node.imag)]))
-    elif isinstance(node, Named):
-        put(_PACK([node.tag, node.name]))
-    elif isinstance(node, Array):
-        put(_PACK([Tag.ARRAY, node.extent, node.offset, node.nbytes, node.dtype, node.shape,
-                   node.order]))  # fmt: skip
-    elif isinstance(node, Scalar):
-        put(_PACK([Tag.SCALAR, node.dtype, node.data]))
-    else:
-        raise TypeError(f"not a node: {kind}")
-
-
-def _encode_sequence(node: Sequence, put: Callable[[bytes], None], depth: int) -> None:
-    items = node.items
-    if node.tag in (Tag.SET, Tag.FROZENSET):
-        put(_HEAD(2) + _PACK(node.tag) + _HEAD(len(items)))
-        for data in sorted(encode_node(item) for item in items):
-            put(data)
-        return
-    try:  # the common long list of numbers, at C speed; most others end at their first item
-        put(_PACK([node.tag, items]))
-        return
-    except (TypeError, OverflowError, UnicodeEncodeError):
-        pass
-    put(_HEAD(2) + _PACK(node.tag) + _HEAD(len(items)))
-    for item in items:
-        _encode(item, put, depth + 1)
-
-
-def _int(value: int) -> bytes:
-    if -(2**63) <= value < 2**64:
-        return _PACK(value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return _PACK([Tag.INT, data])
-
-
-def _text(value: object) -> bytes:
+    # A packer of its own: it calls `_parts`, and another thread may encode meanwhile.
+    packer = msgpack.Packer(default=_parts, buf_size=_BUFFER_BYTES)
     try:
-        return _PACK(value)
+        data: bytes = packer.pack(node)
     except UnicodeEncodeError:
-        assert isinstance(value, str)
-        return _PACK([Tag.TEXT, value.encode("utf-8", "surrogatepass")])
+        data = packer.pack(_spelled(node))
+    return data
+
+
+def encode_dict(items: list[tuple[str, bytes]]) -> bytes:
+    """The node of a dict whose values are encoded already."""
+    parts = (part for key, value in items for part in (encode_node(key), value))
+    return b"".join((_HEAD(2), encode_node(Tag.DICT), _HEAD(2 * len(items)), *parts))
+
+
+def _parts(node: object) -> list[object]:
+    """The array of a node that msgpack has no form for."""
+    if isinstance(node, Tensor):
+        return [Tag.TENSOR, node.extent, node.offset, node.shape, node.strides, node.dtype,
+                node.flags]  # fmt: skip
+    if isinstance(node, Sequence):
+        unordered = node.tag in (Tag.SET, Tag.FROZENSET)
+        return [node.tag, sorted(node.items, key=encode_node) if unordered else node.items]
+    if isinstance(node, Mapping):
+        flat = list(itertools.chain.from_iterable(node.items))
+        if node.tag in (Tag.ORDERED, Tag.DEFAULT):
+            return [node.tag, flat, node.factory if node.tag is Tag.DEFAULT else node.attributes]
+        return [node.tag, flat]
+    if isinstance(node, int):  # msgpack's end at 64 bits
+        return [Tag.INT, node.to_bytes(node.bit_length() // 8 + 1, "little", signed=True)]
+    if isinstance(node, complex):
+        return [Tag.COMPLEX, struct.pack("<dd", node.real, node.imag)]
+    if isinstance(node, Named):
+        return [node.tag, node.name]
+    if isinstance(node, Array):
+        return [Tag.ARRAY, node.extent, node.offset, node.nbytes, node.dtype, node.shape,
+                node.order]  # fmt: skip
+    if isinstance(node, Scalar):
+        return [Tag.SCALAR, node.dtype, node.data]
+    raise TypeError(f"not a node: {type(node)}")
+
+
+def _spelled(node: Any) -> Any:
+    """The same with bytes for text that is not valid Unicode (surrogates)."""
+    if isinstance(node, str):
+        valid = not any("\ud800" <= letter <= "\udfff" for letter in node)
+        return node if valid else [Tag.TEXT, node.encode("utf-8", "surrogatepass")]
+    if isinstance(node, Sequence):
+        return replace(node, items=list(map(_spelled, node.items)))
+    if isinstance(node, Mapping):
+        items = [(_spelled(key), _spelled(value)) for key, value in node.items]
+        return replace(node, items=items, attributes=_spelled(node.attributes))
+    return node
 
 
 # -- decoding ----------------------------------------------------------------------------------
@@ -392,20 +360,23 @@ class _Reader:
 
     def __init__(self, extents: list[Extent]) -> None:
         self.extents = extents
-        self.readers: dict[int, Callable[[list[object]], Node]] = {
-            Tag.INT: lambda raw: int.from_bytes(_part(raw, 1, bytes), "little", signed=True),
-            Tag.COMPLEX: _complex,
-            Tag.TEXT: _surrogates,
-            Tag.DTYPE: lambda raw: Named(Tag.DTYPE, _choice(raw, 1, ITEM_BYTES)),
-            Tag.DEVICE: lambda raw: Named(Tag.DEVICE, _part(raw, 1, str)),
-            Tag.TENSOR: self._tensor,
-            Tag.ARRAY: self._array,
-            Tag.SCALAR: lambda raw: Scalar(_part(raw, 1, str), _part(raw, 2, bytes)),
+        #: By tag: how many parts its nodes have, and what reads them.
+        self.readers: dict[int, tuple[int, Callable[[list[object], int], Node]]] = {
+            **dict.fromkeys(SEQUENCES, (2, self._sequence)),
+            **dict.fromkeys((Tag.DICT, Tag.COUNTER), (2, self._mapping)),
+            **dict.fromkeys((Tag.ORDERED, Tag.DEFAULT), (3, self._mapping)),
+            Tag.INT: (
+                2,
+                lambda raw, _: int.from_bytes(_part(raw, 1, bytes), "little", signed=True),
+            ),
+            Tag.COMPLEX: (2, _complex),
+            Tag.TEXT: (2, _surrogates),
+            Tag.DTYPE: (2, lambda raw, _: Named(Tag.DTYPE, _choice(raw, 1, ITEM_BYTES))),
+            Tag.DEVICE: (2, lambda raw, _: Named(Tag.DEVICE, _part(raw, 1, str))),
+            Tag.TENSOR: (7, self._tensor),
+            Tag.ARRAY: (7, self._array),
+            Tag.SCALAR: (3, lambda raw, _: Scalar(_part(raw, 1, str), _part(raw, 2, bytes))),
         }
-        self.lengths = {
-            Tag.INT: 2, Tag.COMPLEX: 2, Tag.TEXT: 2, Tag.DTYPE: 2, Tag.DEVICE: 2,
-            Tag.TENSOR: 7, Tag.ARRAY: 7, Tag.SCALAR: 3,
-        }  # fmt: skip
 
     def node(self, raw: object, depth: int) -> Node:
         if type(raw) in _SCALARS:
@@ -414,21 +385,15 @@ class _Reader:
             raise _bad(f"a node is a {type(raw).__name__}")
         if depth >= DEPTH_MAX:
             raise _bad(f"nested more than {DEPTH_MAX} deep")
-        try:
-            tag = Tag(raw[0])
-        except ValueError:
-            raise _bad(f"unknown tag {raw[0]}") from None
-        if tag in SEQUENCES:
-            return self._sequence(tag, raw, depth)
-        if tag in MAPPINGS:
-            return self._mapping(tag, raw, depth)
-        if len(raw) != self.lengths[tag]:
-            raise _bad(f"a {tag.name} of {len(raw)} parts")
-        return self.readers[tag](raw)
+        if raw[0] not in self.readers:
+            raise _bad(f"unknown tag {raw[0]}")
+        length, read = self.readers[raw[0]]
+        if len(raw) != length:
+            raise _bad(f"a {Tag(raw[0]).name} of {len(raw)} parts")
+        return read(raw, depth)
 
-    def _sequence(self, tag: Tag, raw: list[object], depth: int) -> Sequence:
-        if len(raw) != 2:
-            raise _bad(f"a {tag.name} of {len(raw)} parts")
+    def _sequence(self, raw: list[object], depth: int) -> Sequence:
+        tag = Tag(_part(raw, 0, int))
         items = [self.node(item, depth + 1) for item in _part(raw, 1, list)]
         if tag is Tag.SIZE and not all(type(item) is int and 0 <= item < 2**63 for item in items):
             raise _bad("a torch.Size of something else than sizes")
@@ -436,11 +401,8 @@ class _Reader:
             raise _bad("a set with an item twice")
         return Sequence(tag, items)
 
-    def _mapping(self, tag: Tag, raw: list[object], depth: int) -> Mapping:
-        extra = tag in (Tag.ORDERED, Tag.DEFAULT)
-        if len(raw) != 2 + extra:
-            raise _bad(f"a {tag.name} of {len(raw)} parts")
-        flat = _part(raw, 1, list)
+    def _mapping(self, raw: list[object], depth: int) -> Mapping:
+        tag, flat = Tag(_part(raw, 0, int)), _part(raw, 1, list)
         if len(flat) % 2:
             raise _bad("a mapping with a key and no value")
         nodes = [self.node(item, depth + 1) for item in flat]
@@ -449,9 +411,11 @@ class _Reader:
             raise _bad("a mapping with a key twice")
         if tag is Tag.DEFAULT:
             return Mapping(tag, items, factory=_choice(raw, 2, FACTORIES))
-        return Mapping(tag, items, attributes=self.node(raw[2], depth + 1) if extra else None)
+        return Mapping(
+            tag, items, attributes=self.node(raw[2], depth + 1) if len(raw) > 2 else None
+        )
 
-    def _tensor(self, raw: list[object]) -> Tensor:
+    def _tensor(self, raw: list[object], _depth: int) -> Tensor:
         extent, offset = _natural(raw, 1, least=-1), _natural(raw, 2)
         shape, strides = _shape(raw, 3), _naturals(raw, 4)
         dtype, flags = _choice(raw, 5, ITEM_BYTES), _natural(raw, 6)
@@ -463,7 +427,7 @@ class _Reader:
         self._inside(extent, offset, span_bytes(shape, strides, item_bytes), item_bytes)
         return Tensor(shape, strides, dtype, flags, extent, offset)
 
-    def _array(self, raw: list[object]) -> Array:
+    def _array(self, raw: list[object], _depth: int) -> Array:
         extent, offset, nbytes = (_natural(raw, 1, least=-1), _natural(raw, 2), _natural(raw, 3))
         self._inside(extent, offset, nbytes, 1)
         return Array(
@@ -542,14 +506,14 @@ def _shape(raw: list[object], index: int) -> list[int]:
     return sizes
 
 
-def _complex(raw: list[object]) -> complex:
+def _complex(raw: list[object], _depth: int) -> complex:
     data = _part(raw, 1, bytes)
     if len(data) != 16:
         raise _bad("a complex number of another size")
     return complex(*struct.unpack("<dd", data))
 
 
-def _surrogates(raw: list[object]) -> str:
+def _surrogates(raw: list[object], _depth: int) -> str:
     try:
         return _part(raw, 1, bytes).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -610,7 +574,7 @@ def leaf_entries(tree: Tree) -> list[LeafEntry]:
             entries.append(LeafEntry(path, f"torch.{node.tag.name.lower()}", node.name))
         elif isinstance(node, Scalar):
             entries.append(LeafEntry(path, f"numpy {node.dtype}", node.data.hex()))
-        elif not isinstance(node, (Sequence, Mapping, Tensor, Array, Fragment)):
+        elif not isinstance(node, (Sequence, Mapping, Tensor, Array)):
             entries.append(LeafEntry(path, type(node).__name__, shown(node)))
     return entries
 

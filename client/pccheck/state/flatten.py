@@ -168,7 +168,7 @@ _MAKERS: dict[type, Callable[[Flattener, Any, str], Node]] = {
     np.ndarray: Flattener.array,
     torch.dtype: _dtype,
     torch.device: _device,
-    tree.Fragment: _plain,
+    tree.Sequence: _plain,
 }
 
 

@@ -8,11 +8,10 @@ that customise their state dict take the slow path, which calls it every time.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
 import torch
 
 from pccheck_wire import tree
@@ -121,7 +120,7 @@ class AttachedPlan:
         about: tree.Node = None,
     ) -> None:
         self._attached = dict(attached)
-        self._about = tree.Fragment(tree.encode_node(about))
+        self._about = about
         self.mode = mode
         self.shape = shape
         self.loose = loose  #: see Gating
@@ -169,30 +168,26 @@ class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
     def __init__(
-        self, attached: Mapping[str, Any], gating: Gating, shape: Shape, about: tree.Fragment
+        self, attached: Mapping[str, Any], gating: Gating, shape: Shape, about: tree.Node
     ) -> None:
         flattener = Flattener()
-        self._about = about.data
+        self._about = tree.encode_node(about)
         self._attached = attached
-        self._optimizers: list[OptimizerWatch] = []
+        self._optimizers: dict[str, OptimizerWatch] = {}
         modules: list[ModuleWatch] = []
-        static: dict[str, tree.Node | OptimizerWatch] = {}
+        static: dict[str, tree.Node] = {}
         for name, thing in attached.items():
             if isinstance(thing, torch.nn.Module):
                 static[name] = flattener.node(_state_of(name, thing), name)
                 modules.append(ModuleWatch(thing))
             elif isinstance(thing, torch.optim.Optimizer):
-                watch = static[name] = OptimizerWatch(thing, flattener, name)
-                self._optimizers.append(watch)
+                self._optimizers[name] = OptimizerWatch(thing, flattener, name)
         gating.mark(flattener.views)
         layout = lay_out(flattener.views, shape)
-        self._parts = [  # extents are known: what is static can be encoded
-            (tree.encode_node(name), _encoder(static[name]) if name in static else None, name)
-            for name in attached
-        ]
-        self._root_head = _ROOT_HEAD(2) + _ROOT_PACK(tree.Tag.DICT) + _ROOT_HEAD(2 * len(attached))
+        # Extents are known: what is static can be encoded.
+        self._static = {name: tree.encode_node(node) for name, node in static.items()}
         self._gating = gating
-        self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers]
+        self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers.values()]
         self._geometry = GeometryWatch([t for watch in self._watches for t in watch.tensors])
         self._keep(layout, flattener.views)
 
@@ -205,7 +200,6 @@ class _FastPlan:
         self._extent_count = len(layout.extents)
         self._extents = b"".join(map(tree.Extent.packed, layout.extents))
         self._shared = any(extent.owner >= 0 for extent in layout.extents)
-        self._extents_node = tree.encode_node(self._extents)
         spans = sorted((view.address, view.address + view.nbytes) for view in views)
         self._starts = [start for start, _ in spans]
         self._ends: list[int] = []
@@ -224,14 +218,15 @@ class _FastPlan:
         """None when a state that is not static is on a GPU, whose section is fixed here, or shares
         memory with the static tensors."""
         flattener = Flattener()
-        nodes: dict[str, tree.Node] = {}
-        for _, encoder, name in self._parts:
-            if encoder is None:
-                nodes[name] = _dynamic_node(name, self._attached[name], flattener)
-        for watch in self._optimizers:
+        nodes = {
+            name: _dynamic_node(name, thing, flattener)
+            for name, thing in self._attached.items()
+            if name not in self._static and name not in self._optimizers
+        }
+        for watch in self._optimizers.values():
             watch.take_groups(flattener)
         gated, volatile, in_place = self._gated, self._volatile, self._in_place
-        extents, end, owners = self._extents_node, self._end, self._owners
+        extents, end, owners = self._extents, self._end, self._owners
         if flattener.views:
             if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
                 return None
@@ -240,14 +235,11 @@ class _FastPlan:
             later, at_once = layout.packed(inline=layout.is_small)
             gated, volatile = gated + later, volatile + at_once
             in_place = in_place + _in_place(flattener.views, host=not layout.is_small)
-            extents = tree.encode_node(
-                self._extents + b"".join(map(tree.Extent.packed, layout.extents))
-            )
+            extents += b"".join(map(tree.Extent.packed, layout.extents))
             end, owners = layout.end, [self._owners, layout.owners]
-        root = [self._root_head]
-        for key, encoder, name in self._parts:
-            root.append(key)
-            root.append(encoder() if encoder else tree.encode_node(nodes[name]))
+        encoded = self._static | {name: tree.encode_node(node) for name, node in nodes.items()}
+        encoded |= {name: watch.encoded() for name, watch in self._optimizers.items()}
+        root = tree.encode_dict([(name, encoded[name]) for name in self._attached])
         data = tree.assemble(
             step, metadata, True, extents, root, shared=self._shared, about=self._about
         )
@@ -258,14 +250,3 @@ class _FastPlan:
     def _overlaps(self, view: View) -> bool:
         before = bisect.bisect_left(self._starts, view.address + view.nbytes)
         return before > 0 and self._ends[before - 1] > view.address
-
-
-def _encoder(part: tree.Node | OptimizerWatch) -> Callable[[], bytes]:
-    if isinstance(part, OptimizerWatch):
-        return part.encoder()
-    data = tree.encode_node(part)
-    return lambda: data
-
-
-_ROOT_PACK: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
-_ROOT_HEAD: Callable[[int], bytes] = msgpack.Packer(autoreset=True).pack_array_header

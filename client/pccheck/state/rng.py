@@ -31,7 +31,7 @@ def captured_node(flattener: Flattener, path: str) -> tree.Node:
     """The node of what capture_rng returns, without a look at each of Python's 625 numbers."""
     state = capture_rng()
     version, numbers, gauss = state["python"]
-    state["python"] = (version, tree.numbers(tree.Tag.TUPLE, numbers), gauss)
+    state["python"] = (version, tree.Sequence(tree.Tag.TUPLE, list(numbers)), gauss)
     return flattener.node(state, path)
 
 

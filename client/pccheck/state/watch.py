@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -148,11 +148,11 @@ class OptimizerWatch:
         assert isinstance(node, tree.Mapping)
         self._node: tree.Node = node
         self._numbers = [
-            tree.Fragment(tree.encode_node(tree.Sequence(tree.Tag.LIST, group["params"])))
-            for group in packed["param_groups"]
+            tree.Sequence(tree.Tag.LIST, group["params"]) for group in packed["param_groups"]
         ]
         self._groups_node: tree.Node = None
         self._groups_items: tuple[object, ...] | None = None  # None: may change inside
+        self._state: bytes | None = None  # encoded once extents are known
         self._encoded: bytes | None = None
         self._members = list(chain.from_iterable(_members(optimizer)))
         self._counts = list(map(len, _members(optimizer)))
@@ -219,20 +219,14 @@ class OptimizerWatch:
         self._groups_items = _items(live) if all(map(_is_constant, live)) else None
         self._encoded = None
 
-    def encoder(self) -> Callable[[], bytes]:
-        """Called once extents are known."""
-        state = tree.Fragment(tree.encode_node(self._node))
-        self._node = None
-
-        def encode() -> bytes:
-            if self._encoded is None:
-                items: list[tuple[tree.Node, tree.Node]] = [
-                    ("state", state), ("param_groups", self._groups_node),
-                ]  # fmt: skip
-                self._encoded = tree.encode_node(tree.Mapping(tree.Tag.DICT, items))
-            return self._encoded
-
-        return encode
+    def encoded(self) -> bytes:
+        """Its node, once extents are known."""
+        if self._state is None:
+            self._state, self._node = tree.encode_node(self._node), None
+        if self._encoded is None:
+            groups = tree.encode_node(self._groups_node)
+            self._encoded = tree.encode_dict([("state", self._state), ("param_groups", groups)])
+        return self._encoded
 
 
 _CONSTANTS = (int, float, bool, str, type(None))
