@@ -22,10 +22,11 @@ attached optimizers.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -58,8 +59,11 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 
 #: What a defaultdict may make; "" stands for no factory.
-FACTORIES = ("", "list", "dict", "set", "int", "float", "str", "tuple", "bool", "bytes", "complex",
-             "frozenset", "Counter", "OrderedDict")  # fmt: skip
+FACTORIES: dict[str, Any] = {
+    "": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str,
+    "tuple": tuple, "bool": bool, "bytes": bytes, "complex": complex, "frozenset": frozenset,
+    "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
+}  # fmt: skip
 
 #: Flags of a tensor. ON_DEVICE: it lay in a GPU's memory; its bytes in the payload are the same.
 REQUIRES_GRAD, PARAMETER, BUFFER, ON_DEVICE = 1, 2, 4, 8
@@ -88,7 +92,10 @@ class Tag(IntEnum):
     SCALAR = 17  # NumPy's dtype string, bin
 
 
-SEQUENCES = (Tag.LIST, Tag.TUPLE, Tag.SET, Tag.FROZENSET, Tag.SIZE)
+#: Which Python makes of them without torch.
+SEQUENCES: dict[Tag, Callable[[Iterable[Any]], object]] = {
+    Tag.LIST: list, Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset, Tag.SIZE: tuple,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,11 +628,7 @@ def _has_long(value: object) -> bool:
 def plain(node: Node) -> object:
     """Metadata and keys as Python values: for nodes without tensors and torch's own types."""
     if isinstance(node, Sequence):
-        items = [plain(item) for item in node.items]
-        made: Callable[[list[object]], object] = {
-            Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset, Tag.SIZE: tuple,
-        }.get(node.tag, list)  # fmt: skip
-        return made(items)
+        return SEQUENCES[node.tag](map(plain, node.items))
     if isinstance(node, Mapping):
         return {plain(key): plain(value) for key, value in node.items}
     if isinstance(node, Named):

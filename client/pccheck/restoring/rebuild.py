@@ -15,19 +15,10 @@ import numpy as np
 import torch
 
 from pccheck.state.extents import Range, pack
+from pccheck.state.flatten import SEQUENCES
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError
 from pccheck_wire.tree import ITEM_BYTES, Node, Tag
-
-_FACTORIES: dict[str, Any] = {
-    "": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str,
-    "tuple": tuple, "bool": bool, "bytes": bytes, "complex": complex, "frozenset": frozenset,
-    "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
-}  # fmt: skip
-_SEQUENCES: dict[Tag, Callable[[list[Any]], object]] = {
-    Tag.LIST: list, Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset,
-    Tag.SIZE: torch.Size,
-}  # fmt: skip
 
 
 class Loader(Protocol):
@@ -113,7 +104,7 @@ def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> An
     if isinstance(node, tree.Tensor):
         return memory.tensor(node, like)
     if isinstance(node, tree.Sequence):
-        return _SEQUENCES[node.tag]([state_of(memory, item, like) for item in node.items])
+        return SEQUENCES[node.tag]([state_of(memory, item, like) for item in node.items])
     if isinstance(node, tree.Mapping):
         return _mapping(memory, node, like)
     if isinstance(node, tree.Array):
@@ -135,7 +126,7 @@ def state_of_tree(described: tree.Tree, load: Callable[[bytes], None]) -> Any:
 def _mapping(memory: Memory, node: tree.Mapping, like: torch.Tensor | None) -> Any:
     made: Any
     if node.tag is Tag.DEFAULT:
-        made = collections.defaultdict(_FACTORIES[node.factory])
+        made = collections.defaultdict(tree.FACTORIES[node.factory])
     elif node.tag is Tag.ORDERED:
         made = collections.OrderedDict()
     else:

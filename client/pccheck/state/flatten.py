@@ -22,11 +22,9 @@ from .extents import View
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)
 }
-_FACTORIES: dict[object, str] = {
-    None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float", str: "str",
-    tuple: "tuple", bool: "bool", bytes: "bytes", complex: "complex", frozenset: "frozenset",
-    collections.Counter: "Counter", collections.OrderedDict: "OrderedDict",
-}  # fmt: skip
+#: What torch makes of the sequences of a tree.
+SEQUENCES = tree.SEQUENCES | {Tag.SIZE: torch.Size}
+_FACTORIES = {factory: name for name, factory in tree.FACTORIES.items()}
 _ARRAY_KINDS = "biufcSUmM"
 _KEY_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -151,10 +149,7 @@ def _device(_flattener: Flattener, value: Any, _path: str) -> Node:
     return tree.Named(Tag.DEVICE, str(value))
 
 
-_SEQUENCE_TAGS: dict[Any, Tag] = {
-    list: Tag.LIST, tuple: Tag.TUPLE, set: Tag.SET, frozenset: Tag.FROZENSET,
-    torch.Size: Tag.SIZE,
-}  # fmt: skip
+_SEQUENCE_TAGS: dict[Any, Tag] = {made: tag for tag, made in SEQUENCES.items()}
 _MAPPING_TAGS: dict[Any, Tag] = {
     dict: Tag.DICT, collections.OrderedDict: Tag.ORDERED, collections.Counter: Tag.COUNTER,
     collections.defaultdict: Tag.DEFAULT,
