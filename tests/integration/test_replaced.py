@@ -41,11 +41,9 @@ def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:
             opened_steps.append(payload.opened.step)
             return state_of_tree(described, payload.load)
 
-        found = read_newest(connection, None, use)
-    assert isinstance(found, tuple)
-    opened, _described, state, skipped = found
-    assert (opened_steps, opened.step, skipped) == ([2, 4], 4, [])
-    assert state["at"].tolist() == [4] * 9
+        found, _ = read_newest(connection, None, use)
+    assert (opened_steps, found.step, found.skipped) == ([2, 4], 4, [])
+    assert found.state["at"].tolist() == [4] * 9
 
 
 @pytest.mark.parametrize("read", ["read", "read_into", "verify"])

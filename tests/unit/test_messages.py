@@ -237,10 +237,11 @@ def fewer_gpus(kit: Kit) -> None:
 
 def skipped(kit: Kit) -> None:
     recovery = kit.client()._recovery
-    session: Any = SimpleNamespace(took_over=lambda *_: None)
+    session: Any = SimpleNamespace(took_over=lambda *_: None, identity=JOB)
     recovery._session = session
-    opened: Any = SimpleNamespace(sequence=8, step=40)
-    recovery._took_over(FakeConnection(), opened, [Skipped(9, 50, "bad checksum")], 0)  # type: ignore[arg-type]
+    opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
+    described, connection = tree.Tree(40, None, True, [], None), FakeConnection()
+    recovery._took_over(connection, opened, described, [Skipped(9, 50, "bad checksum")], 0)  # type: ignore[arg-type]
 
 
 def other_rank(kit: Kit) -> None:

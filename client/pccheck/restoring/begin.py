@@ -20,7 +20,7 @@ from pccheck_wire.errors import (
     StateMismatchError,
     UnreadableError,
 )
-from pccheck_wire.messages import Empty, ListVolumes, Open, Opened, Report, Skipped
+from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
 from .reading import Found, Payload, RestoreResult, ask_open, read_newest
@@ -73,39 +73,31 @@ class Recovery:
             self.torn = ""
             return placement.on_gpu
 
-        found = read_newest(connection, step, use, replicated=self._replicated)
+        found, source = read_newest(connection, step, use, replicated=self._replicated)
         self._planner.forget()
-        if isinstance(found, list):
+        if source is None:
             self._session.took_over(connection, 0)
             self._steps.restored()
-            return RestoreResult(skipped=found), False, 0
-        opened, described, on_gpu, skipped = found
-        self._took_over(connection, opened, skipped, newest)
-        self._log(opened, described)
+            return RestoreResult(skipped=found.skipped), False, 0
+        self._took_over(connection, *source, found.skipped, newest)
         result = RestoreResult(
-            opened.step, opened.sequence, opened.source, skipped, tree.plain(described.metadata)
+            found.step, found.sequence, found.source, found.skipped, found.metadata
         )
-        return result, on_gpu, opened.payload_bytes
+        return result, found.state, source[0].payload_bytes
 
     def recover(self, connection: Connection, step: int | None) -> Found:
         """As a value. Without `step` it counts as restored."""
-        found = read_newest(
+        found, source = read_newest(
             connection,
             step,
             lambda payload, described: state_of_tree(described, payload.load),
             replicated=self._replicated,
         )
-        if isinstance(found, list):
-            return Found(skipped=found)
-        opened, described, state, skipped = found
-        self._require(opened, described)
-        if step is None:
-            self._took_over(connection, opened, skipped, 0)
-            self._log(opened, described)
-        return Found(
-            opened.step, opened.sequence, opened.source, skipped,
-            tree.plain(described.metadata), state,
-        )  # fmt: skip
+        if source is not None:
+            self._require(*source)
+            if step is None:
+                self._took_over(connection, *source, found.skipped, 0)
+        return found
 
     def adopt(self, connection: Connection) -> None:
         """What there is counts as restored."""
@@ -145,7 +137,6 @@ class Recovery:
             opened = ask_open(connection, Open(None, None, self._replicated))
         except (DamagedError, UnreadableError, NoCheckpointError):
             return 0
-        assert isinstance(opened, (Opened, Empty))
         return opened.sequence if isinstance(opened, Opened) else 0
 
     def _require(self, opened: Opened, described: tree.Tree) -> None:
@@ -180,7 +171,12 @@ class Recovery:
         return left
 
     def _took_over(
-        self, connection: Connection, opened: Opened, skipped: list[Skipped], newest: int
+        self,
+        connection: Connection,
+        opened: Opened,
+        described: tree.Tree,
+        skipped: list[Skipped],
+        newest: int,
     ) -> None:
         self._session.took_over(connection, max(newest, opened.sequence))
         self._steps.restored()
@@ -192,10 +188,8 @@ class Recovery:
                     f"{opened.step} was restored instead: training repeats the steps between. "
                     "Check the disk: pccheckctl verify",
                 )
-
-    def _log(self, opened: Opened, described: tree.Tree) -> None:
-        """A job that is named after its script may not be the one that the user means."""
         identity = self._session.identity
+        # A job that is named after its script may not be the one that the user means.
         log = LOG.warning if identity.guessed else LOG.info
         log(
             "PCcheck: job %r%s continues from step %d, saved %s by %s",

@@ -94,7 +94,7 @@ class Placement:
         for device in sorted({devices.device_of(live) for _, live in self._pairs}):
             if device != devices.HOST:
                 devices.synchronize(device)  # what is enqueued may still use the tensors
-        load(*_packed([*direct.values(), *((devices.HOST, r) for r in memory.range_list())]))
+        load(*_packed([*direct.values(), *((devices.HOST, r) for r in memory.ranges)]))
         with torch.no_grad():
             for node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:

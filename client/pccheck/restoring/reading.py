@@ -26,7 +26,7 @@ from pccheck_wire.errors import (
     UnreadableError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Empty, Open, Opened, Part, Read, ReplyBody, Skipped, Writing
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Skipped, Writing
 from pccheck_wire.parts import merge, split
 
 OPEN_LIMIT_S = 120.0
@@ -82,12 +82,13 @@ def read_newest(
     use: Callable[[Payload, tree.Tree], Any],
     *,
     replicated: bool = False,
-) -> tuple[Opened, tree.Tree, Any, list[Skipped]] | list[Skipped]:
-    """Opens checkpoints, newest first, until `use` succeeds without damage or a read error.
+) -> tuple[Found, tuple[Opened, tree.Tree] | None]:
+    """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
+    it returns is the state that was found.
 
-    When newer ones replace an opened one, they are opened instead. Returns what was used and what
-    was skipped; a list alone when the volume holds nothing. Raises NoCheckpointError when there are
-    some, but none is valid.
+    When newer ones replace an opened one, they are opened instead. Returns also what was opened,
+    None when the volume holds nothing. Raises NoCheckpointError when there are some, but none is
+    valid.
     """
     skipped: dict[int, Skipped] = {}
     before: int | None = None
@@ -101,15 +102,13 @@ def read_newest(
                 reasons = "; ".join(f"step {i.step}: {i.reason}" for i in skipped.values())
                 raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
             raise
-        if isinstance(opened, (Opened, Empty)):
-            skipped.update({item.sequence: item for item in opened.skipped})
+        skipped.update({item.sequence: item for item in opened.skipped})
         if isinstance(opened, Empty):
             if step is not None or before is not None:
                 raise NoCheckpointError(
                     f"there is no valid checkpoint of step {step}", hint="see: pccheckctl list"
                 )
-            return list(skipped.values())
-        assert isinstance(opened, Opened)
+            return Found(skipped=list(skipped.values())), None
         payload = Payload(connection, opened)
         try:
             described = payload.read_tree()
@@ -123,18 +122,23 @@ def read_newest(
             skipped[opened.sequence] = Skipped(opened.sequence, opened.step, error.message)
             before, failed = opened.sequence, error
             continue
-        return opened, described, used, sorted(skipped.values(), key=lambda item: -item.sequence)
+        return Found(
+            opened.step, opened.sequence, opened.source,
+            sorted(skipped.values(), key=lambda item: -item.sequence),
+            tree.plain(described.metadata), used,
+        ), (opened, described)  # fmt: skip
 
 
-def ask_open(connection: Connection, wanted: Open) -> ReplyBody:
+def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
     """The answer, once what was copied is written. Raises WaitTimeoutError when nothing more is
     written."""
     before: Writing | None = None
     progress_s = time.monotonic()
     while True:
         answer = connection.request(wanted, timeout_s=OPEN_LIMIT_S)
-        if not isinstance(answer, Writing):
+        if isinstance(answer, (Opened, Empty)):
             return answer
+        assert isinstance(answer, Writing)
         written, total = answer.total_bytes - answer.left_bytes, answer.total_bytes
         how_far = (
             f"pccheckd is still writing step {answer.step}: {written / _MIB:.0f} of "

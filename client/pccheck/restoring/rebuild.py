@@ -1,7 +1,7 @@
 """A tree and its payload -> the state that was saved.
 
-Memory is allocated first and the payload is loaded straight into it: `Memory.ranges` is what
-`Link.load_start` and `Volume.read_into` take.
+Memory is allocated first and the payload is loaded straight into it: `Memory.ranges`, packed, is
+what `Link.load_start` and `Volume.read_into` take.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Memory:
             if wanted is None or index in wanted:
                 self._storages[index] = (make or _storage)(extent.lead + extent.nbytes)
 
-    def range_list(self) -> list[Range]:
+    @property
+    def ranges(self) -> list[Range]:
+        """Where the bytes of every extent go."""
         return [
             Range(
                 storage.data_ptr() + self._extents[index].lead,
@@ -53,11 +55,6 @@ class Memory:
             )
             for index, storage in self._storages.items()
         ]
-
-    @property
-    def ranges(self) -> bytes:
-        """Packed (address, offset, length) of every extent, ascending."""
-        return pack(self.range_list())
 
     def tensor(self, node: tree.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor on the node's extent, with its flags; a copy on the device of `like` when it lay
@@ -119,7 +116,7 @@ def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> An
 def state_of_tree(described: tree.Tree, load: Callable[[bytes], None]) -> Any:
     """Allocates everything on the CPU, has `load` fill the packed ranges; returns the state."""
     memory = Memory(described.extents)
-    load(memory.ranges)
+    load(pack(memory.ranges))
     return state_of(memory, described.root)
 
 

@@ -49,6 +49,7 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
             import torch
 
             from pccheck.restoring import rebuild
+            from pccheck.state.extents import pack
     except ImportError as error:
         raise PccheckError(
             f"cannot write a torch file without torch and NumPy: {error}",
@@ -63,7 +64,7 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
     place = output.target.parent
     memory = rebuild.Memory(content.extents, wanted, storages(sum(map(_aligned, sizes)), place))
     if wanted:
-        reader.read_into(memory.ranges)
+        reader.read_into(pack(memory.ranges))
     state = rebuild.state_of(memory, root)
     with _disk_errors(place):
         if output.directory:
