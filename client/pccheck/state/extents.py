@@ -47,6 +47,7 @@ class View:
     device: int = HOST  # CUDA ordinal of the GPU that the memory is on
     shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
     tensor: torch.Tensor | None = None  # whose in-place changes torch counts
+    number: int = 0  # of its appearance in the state
     loose: str = ""  # read in place as a frozen parameter of the attached thing of that name
 
 
@@ -196,10 +197,11 @@ def lay_out(
     equal payloads. GPU views need start=0.
     """
     layout = Layout(end=start)
-    by_device: dict[int, list[tuple[int, View]]] = {}
-    for item in enumerate(views):
-        by_device.setdefault(item[1].device, []).append(item)
-    groups = {device: _groups(items) for device, items in by_device.items()}
+    by_device: dict[int, list[View]] = {}
+    for number, view in enumerate(views):
+        view.number = number
+        by_device.setdefault(view.device, []).append(view)
+    groups = {device: _groups(some) for device, some in by_device.items()}
     if shape.world_size:
         groups = _divide(layout, groups, shape, first_extent)
     host = groups.pop(HOST, [])
@@ -251,27 +253,22 @@ def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Sha
     layout.owners.append(layout.device)
 
 
-def _groups(views: list[tuple[int, View]]) -> list[_Group]:
+def _groups(views: list[View]) -> list[_Group]:
     """Views of one device, by what they share; groups by ascending address."""
-    groups: list[list[tuple[int, View]]] = []
+    groups: list[list[View]] = []
     end, storage = -1, -1
-    for item in sorted(views, key=lambda item: (item[1].address, -item[1].nbytes)):
-        view = item[1]
+    for view in sorted(views, key=lambda view: (view.address, -view.nbytes)):
         if view.address < end or (view.address == end and view.storage == storage):
-            groups[-1].append(item)
+            groups[-1].append(view)
         else:
-            groups.append([item])
+            groups.append([view])
         end = max(end, view.address + view.nbytes)
         storage = view.storage
-    return [_group(group) for group in groups]
-
-
-def _group(items: list[tuple[int, View]]) -> _Group:
-    views = [view for _, view in items]
-    volatile = any(view.volatile for view in views)
-    for view in views:
-        view.volatile = volatile
-    return _Group(volatile, min(at for at, _ in items), views)
+    for group in groups:
+        volatile = any(view.volatile for view in group)
+        for view in group:
+            view.volatile = volatile
+    return [_Group(some[0].volatile, min(view.number for view in some), some) for some in groups]
 
 
 def _gap(placed: list[Range], group: _Group) -> int:
@@ -294,15 +291,11 @@ def _add_extent(layout: Layout, group: _Group, first_extent: int, offset: int, o
     first = group.views[0]
     lead = (first.address - first.storage) % tree.LEAD_ALIGN
     for view in group.views:
-        _record(view, first_extent + len(layout.extents), view.address - first.address, lead)
+        node, within = view.node, view.address - first.address
+        if isinstance(node, tree.Tensor) and (lead + within) % ITEM_BYTES[node.dtype]:
+            raise UnsupportedStateError(
+                f"{view.path}: the tensor overlaps another one at an odd address for {node.dtype}",
+                hint="attach a clone of it",
+            )
+        node.extent, node.offset = first_extent + len(layout.extents), within
     layout.extents.append(tree.Extent(offset, group.nbytes, lead, owner))
-
-
-def _record(view: View, extent: int, offset: int, lead: int) -> None:
-    node = view.node
-    if isinstance(node, tree.Tensor) and (lead + offset) % ITEM_BYTES[node.dtype]:
-        raise UnsupportedStateError(
-            f"{view.path}: the tensor overlaps another one at an odd address for {node.dtype}",
-            hint="attach a clone of it",
-        )
-    node.extent, node.offset = extent, offset
