@@ -68,7 +68,6 @@ class Session:
         self.identity = identity
         self.path = attach.socket_path(path)
         self.error: PccheckError | None = None  #: why there is no connection
-        self.registered: Registered | None = None
         self.uncounted = 0  #: failures that no daemon has counted
         self.incarnation = 0  #: of the last daemon's Welcome ...
         self._storage = ""  # ... and its storage directory
@@ -152,7 +151,7 @@ class Session:
             raise
         self.uncounted -= uncounted
         assert isinstance(answer, Registered)
-        self.registered, self._registered_bytes = answer, rounded
+        self._registered_bytes = rounded
         self.incarnation = answer.incarnation or self.incarnation
         self._warn_if_ranks_are_absent(answer)
         LOG.info(
@@ -226,7 +225,6 @@ class Session:
 
     def _greet(self, connection: Connection) -> None:
         self._registered_bytes = 0
-        self.registered = None
         welcome = connection.welcome
         if not self._has_connected and welcome.newest_step is None and self._restored is None:
             self._restored = 0  # the volume was empty: all later checkpoints are this run's

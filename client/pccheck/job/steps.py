@@ -18,7 +18,7 @@ class Steps:
         self._back = 0
         self._base = 0
         self._begun = False  # has restored, or asked for a checkpoint
-        self._last = -1
+        self.last = -1  #: the step of the last call since a restore; -1 before there was one
         self._incarnation = 0
 
     @property
@@ -26,11 +26,6 @@ class Steps:
         """How often this process went back in this start of the job: by restore(), or by a step
         lower than the one before."""
         return self._back - self._base
-
-    @property
-    def last(self) -> int:
-        """The step of the last call since the last restore; -1 before there was one."""
-        return self._last
 
     def of_start(self, incarnation: int) -> None:
         """The process belongs to this start now, and counts from here: in an earlier start it may
@@ -43,7 +38,7 @@ class Steps:
         """The state is another one from here on, and so is the next checkpoint. The first restore
         of a process is its beginning, the same on all ranks."""
         self._back += self._begun
-        self.repeat, self._last, self._begun = 0, -1, True
+        self.repeat, self.last, self._begun = 0, -1, True
 
     def fresh(self) -> None:
         """A client began without a checkpoint. In a process that had begun already it is a second
@@ -54,9 +49,9 @@ class Steps:
     def called(self, step: int) -> None:
         """`checkpoint()` was called for this step."""
         self._begun = True
-        self._back += step < self._last
-        self.repeat = self.repeat + 1 if step == self._last else 0
-        self._last = step
+        self._back += step < self.last
+        self.repeat = self.repeat + 1 if step == self.last else 0
+        self.last = step
 
 
 _OF_RANKS: dict[tuple[int, str, int], Steps] = {}

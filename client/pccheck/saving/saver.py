@@ -48,7 +48,6 @@ class Saver:
         self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
         self._moved: list[tuple[int, Moved]] = []  # not reported yet
-        self.counts: dict[CheckpointState, int] = {}
 
     def gate(self, *, on_cpu: bool = False) -> None:
         """Returns when the tensors may be changed; see Gate.wait."""
@@ -231,11 +230,10 @@ class Saver:
             if state in FINAL:
                 del self._unfinished[number]
                 self._pulled.discard(number)
-                self._count(checkpoint, state)
+                self._ended(checkpoint, state)
         self._explain()
 
-    def _count(self, checkpoint: InFlight, state: CheckpointState) -> None:
-        self.counts[state] = self.counts.get(state, 0) + 1
+    def _ended(self, checkpoint: InFlight, state: CheckpointState) -> None:
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
             self._warner.over("storage")
             self._warner.over("stall")
