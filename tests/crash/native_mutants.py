@@ -69,8 +69,7 @@ NATIVE_MUTANTS = (
         source="disk/pcc_commit.c",
         changes=(
             (
-                "next->previous_hash = pcc_hash_bytes(&volume->durable, "
-                "sizeof volume->durable);",
+                "next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);",
                 "next->previous_hash = 0;",
             ),
         ),
