@@ -95,7 +95,6 @@ def test_a_long_list_of_values_has_one_line(ctl: Ctl, tmp_path: Path) -> None:
 
 
 def test_what_there_is_none_of_is_named(ctl: Ctl, storage: Path) -> None:
-    assert ctl(storage, "list", "other").out == "no checkpoints of job 'other'\n"
     ran = ctl(storage, "verify", "job", "--step", 7, "--rank", 2)
     assert ran.code == 13
     assert "there is no checkpoint of job 'job' of rank 2 of step 7 in" in ran.err
@@ -124,7 +123,18 @@ def test_an_empty_store_lists_nothing_and_recovers_nothing(ctl: Ctl, tmp_path: P
     assert ctl(tmp_path, "verify").code == 13
 
 
-def test_an_unknown_job_names_those_there(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["other", "other --rank 1", "job --rank 1"])
+def test_list_and_show_name_what_there_is_none_of_alike(ctl: Ctl, storage: Path, of: str) -> None:
+    listed, shown = (ctl(storage, command, *of.split()) for command in ("list", "show"))
+    assert (listed.code, listed.out, shown.code) == (13, "", 13)
+    assert listed.err.splitlines()[0] == shown.err.splitlines()[0]
+    listed, shown = (ctl(storage, command, *of.split(), "--json") for command in ("list", "show"))
+    assert (listed.code, shown.code) == (13, 13)
+    assert listed.json["error"]["message"] == shown.json["error"]["message"]
+    assert listed.json["error"]["code"] == "NO_CHECKPOINT"
+
+
+def test_an_unknown_job_is_thirteen(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
     ran = ctl(storage, "recover", "other", "-o", tmp_path / "x", "--json")
     assert ran.code == 13
     assert ran.json["error"]["code"] == "NO_CHECKPOINT"

@@ -58,6 +58,12 @@ def test_status_and_list_have_what_nobody_connected_to(ctl: Ctl, daemon: Daemon)
     assert ctl("list", "--uid", 8)[1] == "no checkpoints\n"
 
 
+def test_a_job_without_checkpoints_is_thirteen(ctl: Ctl, way: str) -> None:
+    listed, shown = ctl("list", "nosuch"), ctl("show", "nosuch")
+    assert (listed[0], listed[1], shown[0]) == (13, "", 13)
+    assert listed[2] == shown[2] != ""
+
+
 def test_documents_have_the_same_keys_without_the_daemon(
     ctl: Ctl, daemon: Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:

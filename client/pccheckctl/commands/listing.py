@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from pccheck_wire.errors import PccheckError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
 from pccheckctl.source.choice import choose
@@ -13,24 +14,39 @@ HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """0, or 13 when the job that is asked for has no checkpoint, as `show` does."""
     if arguments.watch:
         from pccheckctl.output import watch
 
         return watch.run(arguments, fetch, as_text)
-    document = fetch(arguments)
+    every = _listing(arguments)
+    document = filtered(every, arguments.rank)
+    if arguments.job and not rows(document, "checkpoints") and not rows(document, "unreadable"):
+        raise _nothing(arguments, every)
     if arguments.json:
         print_json(document)
         return 0
-    nothing = arguments.job and not rows(document, "checkpoints")
-    say(as_text(document) + (f" of job {arguments.job!r}" if nothing else ""))
+    say(as_text(document))
     for item in rows(document, "unreadable"):
         note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
     return 0
 
 
 def fetch(arguments: argparse.Namespace) -> Document:
+    return filtered(_listing(arguments), arguments.rank)
+
+
+def _listing(arguments: argparse.Namespace) -> Document:
     with choose(arguments) as chosen:
-        return filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
+        return chosen.listing(arguments.job, uid=arguments.uid)
+
+
+def _nothing(arguments: argparse.Namespace, every: Document) -> PccheckError:
+    from pccheckctl.source import directory  # what an answer does not need is imported late
+
+    if rows(every, "checkpoints"):
+        return directory.missing(arguments.job, arguments.rank)
+    return directory.none_of(arguments.job, text(every, "storage"))
 
 
 def filtered(document: Document, rank: int | None) -> Document:

@@ -228,7 +228,7 @@ def _groups(found: catalog.Catalog) -> list[Document]:
 
 
 def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
-    """The checkpoints of a job by rank, newest first. Raises an error that names the jobs there."""
+    """The checkpoints of a job by rank, newest first. Raises why there is none."""
     mine = [one for one in found.checkpoints if one.job == job]
     one_owner(job, (one.uid for one in mine))
     if mine:
@@ -236,10 +236,12 @@ def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[ca
     for item in found.unreadable:
         if item.file.job == job:
             raise error_of(item)
-    known = sorted({info.job for info in found.volumes.values()})
-    raise NoCheckpointError(
-        f"there is no checkpoint of job {job!r} in {storage}",
-        hint=f"jobs there: {', '.join(known[:8])}" if known else "see: pccheckctl list",
+    raise none_of(job, storage)
+
+
+def none_of(job: str, storage: str | Path) -> PccheckError:
+    return NoCheckpointError(
+        f"there is no checkpoint of job {job!r} in {storage}", hint="see: pccheckctl list"
     )
 
 
@@ -251,7 +253,9 @@ def matching(
     ]
 
 
-def missing(job: str, rank: int, *, step: int | None, sequence: int | None) -> PccheckError:
+def missing(
+    job: str, rank: int, *, step: int | None = None, sequence: int | None = None
+) -> PccheckError:
     what = (
         f"with sequence {sequence} " if sequence is not None
         else f"of step {step} " if step is not None
