@@ -37,8 +37,12 @@ def limits(of_process: Path = OF_PROCESS, root: Path = ROOT) -> Iterator[Limit]:
 
 def memory_bytes(of_process: Path = OF_PROCESS, root: Path = ROOT) -> tuple[int, str]:
     """The most that this process may have, and what bounds it."""
-    best = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the RAM"
-    return min([best, *((one.nbytes, one.name) for one in limits(of_process, root))])
+    host = ram_bytes(), "the RAM of this host"
+    return min([host, *((one.nbytes, one.name) for one in limits(of_process, root))])
+
+
+def ram_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _above(root: Path, path: str, names: tuple[str, ...], used: str) -> Iterator[Limit]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pccheck_native import cgroups
-from pccheck_wire.basics import STORAGE_MISSING, VARIABLES, did_you_mean
+from pccheck_wire.basics import STORAGE_MISSING, VARIABLES, did_you_mean, size_text
 from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, MIB
@@ -269,10 +269,6 @@ def default_socket(environ: Mapping[str, str]) -> Path:
     return Path(runtime) / "pccheck" / "attach.sock"
 
 
-def ram_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _check(config: Config) -> None:
     """Raises UsageError for a value out of its range, or that does not go with another one."""
 
@@ -298,10 +294,13 @@ def _check(config: Config) -> None:
     require(not block & (block - 1), "block_bytes", "a power of two", f"{block} bytes")
     unit = max(block, IO_ALIGN)
     require(not chunk % unit, "chunk_bytes", f"a multiple of {show_size(unit)}", f"{chunk} bytes")
+    ram_bytes, (room, bound) = cgroups.ram_bytes(), cgroups.memory_bytes()
     require(
-        2 * chunk <= config.dram_bytes <= ram_bytes(), "dram_bytes",
-        f"at least two chunks ({2 * chunk}) and at most the RAM ({ram_bytes()})",
-        f"{config.dram_bytes} bytes",
+        2 * chunk <= config.dram_bytes <= ram_bytes, "dram_bytes",
+        f"at least two chunks ({size_text(2 * chunk)}) and at most the RAM of this host "
+        f"({size_text(ram_bytes)})",
+        size_text(config.dram_bytes),
+        f"{bound} allows {size_text(room)}" if room < ram_bytes else "",
     )  # fmt: skip
     require(
         len(os.fsencode(config.socket.parent)) <= SOCKET_DIRECTORY_BYTES_MAX, "socket",
@@ -316,7 +315,7 @@ def warnings(chosen: Config) -> list[str]:
     if chosen.dram_bytes <= room:
         return []
     return [
-        f"--dram {show_size(chosen.dram_bytes)} is more than {bound} allows ({show_size(room)}): "
+        f"--dram {size_text(chosen.dram_bytes)} is more than {bound} allows ({size_text(room)}): "
         "when the pool grows beyond that, the kernel slows down or kills processes of this cgroup, "
         "trainers among them. Lower --dram, or raise that limit"
     ]

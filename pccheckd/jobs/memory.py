@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from pccheck_wire.basics import size_text
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
@@ -252,7 +253,7 @@ class Memory(Background):
             back = min(claim.excess_bytes, short)
             if back <= 0:
                 return
-            LOG.info("%s: returns %d bytes of DRAM for others", claim.by.who, back)
+            LOG.info("%s: returns %s of DRAM for others", claim.by.who, size_text(back))
             self._resize(claim, claim.port.aim_bytes - back)
             short -= back
 
@@ -339,19 +340,23 @@ class Memory(Background):
         by, least = claim.by, claim.port.least_bytes
         limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
         mine = [one for one in self._claims.values() if one.by.uid == by.uid]
-        needs = f"{by.who} needs at least two chunks ({least} bytes) of DRAM"
+        needs = f"{by.who} needs at least two chunks ({size_text(least)}) of DRAM"
         refusal = None
         if limit and sum(one.port.least_bytes for one in mine) > limit:
-            used = [f"{c.by.who} has {c.port.granted_bytes}" for c in mine if c is not claim]
+            used = [
+                f"{one.by.who} has {size_text(one.port.granted_bytes)}"
+                for one in mine
+                if one is not claim
+            ]
             refusal = RefusedError(
-                f"{needs}, and the limit of uid {by.uid} is {limit} (--max-dram-per-user): "
-                f"{', '.join(used[:8]) or 'nothing is used'}",
+                f"{needs}, and the limit of uid {by.uid} is {size_text(limit)} "
+                f"(--max-dram-per-user): {', '.join(used[:8]) or 'nothing is used'}",
                 hint="end one of these jobs (pccheckctl drop frees the cache of an ended one), or "
                 "raise --max-dram-per-user", retryable=True,
             )  # fmt: skip
         elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
             refusal = RefusedError(
-                f"{needs}, and {budget} bytes are less than two chunks for each of "
+                f"{needs}, and {size_text(budget)} (--dram) are less than two chunks for each of "
                 f"{len(self._claims)} sessions, {len(mine)} of them of uid {by.uid}",
                 hint="end some of these sessions, raise --dram, or lower --chunk",
                 retryable=True,
@@ -364,9 +369,9 @@ class Memory(Background):
         budget, used = self._engine.pool.usage()
         back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
         return RefusedError(
-            f"{by.who} needs at least two chunks ({by.port.least_bytes} bytes) of DRAM: {used} of "
-            f"{budget} are used; {back} of them are being returned, which took longer than "
-            f"{CLAIM_LIMIT_S:g} s",
+            f"{by.who} needs at least two chunks ({size_text(by.port.least_bytes)}) of DRAM: "
+            f"{size_text(used)} of {size_text(budget)} (--dram) are used; {size_text(back)} of "
+            f"them are being returned, which took longer than {CLAIM_LIMIT_S:g} s",
             hint="try again; if it fails again, check for a slow disk or a stopped trainer: "
             "pccheckctl status", retryable=True,
         )  # fmt: skip

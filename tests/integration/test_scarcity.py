@@ -113,7 +113,7 @@ def test_the_default_dram_is_a_quarter_of_the_cgroups_limit(group: Path) -> None
         assert daemon.stop() == 0
         daemon.start("--dram", "1GiB")
         log = daemon.log.read_text()
-        assert f"--dram 1GiB is more than memory.limit_in_bytes of cgroup {group} allows" in log
+        assert f"--dram 1.00 GiB is more than memory.limit_in_bytes of cgroup {group} allows" in log
         assert daemon.stop() == 0
 
 

@@ -183,7 +183,7 @@ def test_two_chunks_for_everybody(start_daemon: Start) -> None:
         has(daemon, job0=3, job1=2)
         with pytest.raises(RefusedError, match=r"two chunks for each of 3 sessions") as refused:
             ranks[2].register(3 * MIB)
-        assert "5242880" in refused.value.message and "--dram" in refused.value.hint
+        assert "5.00 MiB (--dram)" in refused.value.message and "--dram" in refused.value.hint
         for index, rank in enumerate(ranks[:2]):
             data = payload_of(index, 3 * MIB)
             rank.save(1, data)

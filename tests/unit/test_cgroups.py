@@ -36,8 +36,8 @@ def groups(tmp_path: Path) -> Groups:
 
 
 def test_without_cgroups_the_ram_bounds(groups: Groups) -> None:
-    assert groups.memory("") == (RAM, "the RAM")
-    assert cgroups.memory_bytes(groups.root / "none", groups.root) == (RAM, "the RAM")
+    assert groups.memory("") == (RAM, "the RAM of this host")
+    assert cgroups.memory_bytes(groups.root / "none", groups.root) == (RAM, "the RAM of this host")
 
 
 def test_the_least_limit_above_counts(groups: Groups) -> None:

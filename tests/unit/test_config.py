@@ -84,7 +84,21 @@ def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
     assert made.dram_bytes == 100 * MIB
     assert config.warnings(made) == []
     (told,) = config.warnings(load("--dram 500MiB"))
-    assert "500MiB is more than memory.max of /job allows (400MiB)" in told
+    assert "500 MiB is more than memory.max of /job allows (400 MiB)" in told
+
+
+def test_too_much_dram_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for, what there is, and whether the host or a cgroup is the limit."""
+    monkeypatch.setattr(config.cgroups, "ram_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(config.cgroups, "memory_bytes", lambda: (2 * GIB, "the RAM of this host"))
+    with pytest.raises(UsageError) as refused:
+        load("--dram 3GiB")
+    assert "at most the RAM of this host (2.00 GiB) (got 3.00 GiB)" in refused.value.message
+    assert refused.value.hint == ""
+    monkeypatch.setattr(config.cgroups, "memory_bytes", lambda: (400 * MIB, "memory.max of /job"))
+    with pytest.raises(UsageError) as refused:
+        load("--dram 3GiB")
+    assert refused.value.hint == "memory.max of /job allows 400 MiB"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +118,7 @@ def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
         ("--metrics here", {}, r"--metrics: 'here'"),
         ("--stall-limit 0", {}, r"--stall-limit must be at least 0.1s \(got 0s\)"),
         ("--block-bytes 1000", {}, r"--block-bytes must be a power of two"),
-        ("--dram 1MiB", {}, r"--dram must be .*two chunks"),
+        ("--dram 1MiB", {}, r"at least two chunks \(32.0 MiB\).* \(got 1.00 MiB\)"),
         ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
         ("--engine aio", {}, r"--engine: 'aio' is not one of pwrite, mmap, pmem"),
         ("--log-format xml", {}, r"--log-format: 'xml'"),

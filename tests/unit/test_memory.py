@@ -216,7 +216,7 @@ def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPa
         first.port.channel.keeps = True
         with pytest.raises(RefusedError, match="being returned") as refused:
             await node.claim(2, second, 8)
-        assert refused.value.retryable and "80 of 80 are used" in refused.value.message
+        assert refused.value.retryable and "80 B of 80 B (--dram) are used" in refused.value.message
         assert node.stuck and set(node.stuck) == {1}
         first.port.channel.keeps = False  # its session was ended
         await node.settled(4, 4)
