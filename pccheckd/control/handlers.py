@@ -60,7 +60,7 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy import trace
-from pccheckd.tenancy.admission import ENDED_BEFORE
+from pccheckd.tenancy.ledger import ENDED_BEFORE
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
 from pccheckd.upkeep import expiry

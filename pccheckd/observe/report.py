@@ -176,7 +176,9 @@ def _store_full(limit: int, refused: int) -> str:
 
 
 def _worth_showing(tenant: Tenant) -> bool:
-    return tenant.owner is not None or bool(tenant.volumes.open) or bool(tenant.ledger.checkpoints)
+    if tenant.owner is not None or tenant.refused is not None:
+        return True
+    return bool(tenant.volumes.open) or bool(tenant.ledger.checkpoints)
 
 
 def _gpu(gpu: _core.GpuInfo) -> Document:
@@ -326,13 +328,9 @@ def troubles(engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job]) -> 
 
 def _warnings(tenant: Tenant) -> list[str]:
     found = [str(error) for error in tenant.volumes.unreadable.values()]
+    if unsaved := _unsaved(tenant):
+        found.insert(0, unsaved)
     if tenant.owner is not None:
-        if tenant.refused is not None:
-            found.insert(0, f"checkpoints are NOT saved: {tenant.refused}")
-        elif count := tenant.ledger.failing:
-            last = "last checkpoint" if count == 1 else f"last {count} checkpoints"
-            why = tenant.ledger.last_failure
-            found.insert(0, f"the {last} failed" + (f": {why}" if why else ""))
         found += tenant.volumes.losses.values()  # of an ended job they were removed on purpose
     if tenant.stalled:
         found.append(tenant.stalled)
@@ -350,6 +348,23 @@ def _warnings(tenant: Tenant) -> list[str]:
         if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
             found.append(f"{item.path} has only one good copy of its newest record")
     return found
+
+
+def _unsaved(tenant: Tenant) -> str:
+    """Why its trainer gets no checkpoints, or the last one got none; "" when it does. After the end
+    of a trainer that stays until a later one saves, or the job is dropped."""
+    ledger, has_ended = tenant.ledger, tenant.owner is None
+    if has_ended and not tenant.quiet:
+        return ""  # what it has copied is still being written
+    if tenant.refused is not None:
+        return f"checkpoints {'were' if has_ended else 'are'} NOT saved: {tenant.refused}"
+    failed = ""
+    if count := ledger.failing:
+        last = "last checkpoint" if count == 1 else f"last {count} checkpoints"
+        failed = f"{last} failed" + (f": {why}" if (why := ledger.last_failure) else "")
+    if has_ended and tenant.volumes.open and ledger.newest is None:
+        return "it ended without a durable checkpoint" + (f": its {failed}" if failed else "")
+    return f"the {failed}" if failed else ""
 
 
 def _notices(tenant: Tenant) -> list[str]:

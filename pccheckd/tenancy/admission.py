@@ -16,7 +16,7 @@ from pccheckd.base.logs import LOG
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
 from .group import Group
-from .ledger import Ledger
+from .ledger import ENDED_BEFORE, Ledger
 from .retention import Retention
 from .volumes import VolumeSet
 
@@ -30,7 +30,6 @@ LAG_LIMIT_S = 2.0
 
 #: Codes of the core that may change by waiting.
 BUSY = frozenset({"NO_LANE", "NO_SLOT"})
-ENDED_BEFORE = "the trainer ended before it was admitted"
 #: Reason and hint, by the code, of refusals that are not the volume's fault.
 _REFUSED = {
     "ABORTED": ("the trainer abandoned it before it began", ""),

@@ -16,6 +16,7 @@ from .checkpoint import GIVEN_UP, Checkpoint, End
 HISTORY = 256
 COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
+ENDED_BEFORE = "the trainer ended before it was admitted"
 _NOT_COMPLETE = ("the trainer ended or abandoned it before its copy was complete", "")
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {
@@ -55,6 +56,9 @@ class Ledger:
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
         self.failing = 0  # in a row: that failed since one became durable ...
         self.last_failure = ""  # ... and why the last of them did
+        self._trainer = 0  # the session of the present trainer, or the last one ...
+        self._has_saved = False  # ... of which a checkpoint became durable ...
+        self._has_ended = False  # ... and which has ended
         #: (session, snapshot) of requests that did not arrive; one that arrives later is refused.
         self.lost: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
@@ -86,11 +90,22 @@ class Ledger:
     def failed(self, count: int, reason: str = "") -> None:
         """Counts failures; without a reason those that the client reports, which may be false."""
         self.counters["failed"] = min(self.counters["failed"] + count, COUNT_MAX)
+        if self._has_ended and reason in (ENDED_BEFORE, _NOT_COMPLETE[0]):
+            return  # its own end was in the way, and nothing else
         self.failing = min(self.failing + count, COUNT_MAX)
         self.last_failure = reason or self.last_failure
 
-    def starts_again(self) -> None:
-        """A new trainer, or a durable checkpoint: no failures in a row."""
+    def trainer_came(self, session: int) -> None:
+        """Failures of an earlier trainer count until a checkpoint is durable."""
+        self._trainer, self._has_saved, self._has_ended = session, False, False
+
+    def trainer_ended(self) -> None:
+        """Of a trainer that has saved something, only what fails from now on counts as trouble."""
+        self._has_ended = True
+        if self._has_saved:
+            self._succeeded()
+
+    def _succeeded(self) -> None:
         self.failing, self.last_failure = 0, ""
 
     def inherit(self, checkpoint: Checkpoint) -> None:
@@ -195,7 +210,8 @@ class Ledger:
         elif event.kind == "durable":
             checkpoint.advance(State.DURABLE, now_ns)
             self.counters["durable"] += 1
-            self.starts_again()
+            self._succeeded()
+            self._has_saved = self._has_saved or checkpoint.session == self._trainer
             self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)

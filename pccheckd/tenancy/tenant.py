@@ -66,9 +66,10 @@ class Tenant:
         self.stalled = ""  # why its disk seems to hang
         self.stopped = False  # a commit record failed; reopened before the next save
         self.volume_lost = False  # its volume's file is gone; the next save makes another
-        self.refused: PccheckError | None = None  # why its trainer gets no room to save
+        self.refused: PccheckError | None = None  # why its last trainer got no room to save
         self.last_used_ns = time.monotonic_ns()
         self._reading = 0  # loads and checks in progress: their volumes stay open
+        self._was_refused = False  # its present trainer
         self._room_bytes = 0  # that its trainer has registered
         self._away = False  # the storage directory was missing at the last look for volumes
         self._looking = asyncio.Lock()
@@ -113,8 +114,8 @@ class Tenant:
             self.owner = owner
             self.finished = False
             self._room_bytes = 0
-            self.refused = None  # until it asks for room
-            self.ledger.starts_again()
+            self._was_refused = False
+            self.ledger.trainer_came(owner.session)
             return page_fd
 
     async def prepare(self) -> None:
@@ -152,6 +153,7 @@ class Tenant:
         back before the trainer can attach again."""
         if self.owner is None or self.owner.session != session:
             return
+        self.ledger.trainer_ended()
         self.queue.drop(session)
         self.leaving = True
         try:
@@ -325,8 +327,9 @@ class Tenant:
             return current
 
     def set_refusal(self, why: PccheckError | None) -> None:
-        """Its trainer was refused room, or (None) has got it."""
-        if why is not None and self.refused is None:
+        """Its trainer was refused room, or (None) has got it. What a trainer was refused is known
+        until a later one has got it."""
+        if why is not None and not self._was_refused:
             LOG.warning(
                 "%s: checkpoints are NOT saved: %s",
                 self.key,
@@ -335,7 +338,7 @@ class Tenant:
             )
         elif why is None and self.refused is not None:
             LOG.warning("%s: checkpoints are saved again", self.key)
-        self.refused = why
+        self.refused, self._was_refused = why, why is not None
 
     def wanted_bytes(self, payload_bytes: int) -> int:
         """DRAM for two checkpoints, within this rank's share of the budget."""

@@ -47,7 +47,8 @@ async def drop(
     files = await engine.look(
         asker_uid, dropping.victims, config.storage, uid=wanted, job=body.job, rank=body.rank
     )
-    owner = owner_of(body.job, body.rank, (victim.file.uid for victim in files))
+    owners = {victim.file.uid for victim in files} or registry.refused(wanted, body.job)
+    owner = owner_of(body.job, body.rank, owners)
     if body.dry_run:
         await registry.require_unused(owner, body.job)
         return dropping.document(config.storage, files, dropped=False)

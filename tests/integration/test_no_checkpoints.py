@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 from tests.integration.test_in_flight import status
-from tests.promises.test_p2_durable import pccheckctl, saved
+from tests.promises.test_p2_durable import pccheckctl, saved, until
+from tests.support.ctl import Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 
@@ -73,6 +76,108 @@ def test_a_refusal_ends_with_the_room(start_daemon: Start, start_trainer: Connec
     assert saved(new)[0] == "durable"
     told = pccheckctl(daemon, "status")
     assert (told.code, "REFUSED" in told.out) == (0, False)
+
+
+def ended(daemon: Daemon, job: str) -> bool:
+    ranks = {rank["job"]: rank for rank in status(daemon)["ranks"]}
+    return job in ranks and not ranks[job]["connected"] and not ranks[job]["in_flight"]
+
+
+def gone(daemon: Daemon, trainer: Trainer, job: str = "big") -> None:
+    trainer.kill()
+    until(daemon, lambda _: ended(daemon, job))
+
+
+def test_a_refused_job_is_the_loudest_after_its_end(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Without a volume only the daemon knows of it, until the job is dropped."""
+    daemon = start_daemon("--max-storage", "30MiB")
+    assert saved(start_trainer(daemon, [MIB], job="fits"))[0] == "durable"
+    big = start_trainer(daemon, [8 * MIB], job="big")
+    assert saved(big)[0] == "failed"
+    gone(daemon, big)
+    for _ in range(2):
+        told = pccheckctl(daemon, "status")
+        assert told.code == 3
+        assert told.out.index("checkpoints were NOT saved") < told.out.index("fits")
+        assert "REFUSED" in next(line for line in told.out.splitlines() if line.startswith("big"))
+        start_trainer(daemon, [8 * MIB], job="big").kill()  # a run that requests nothing
+        until(daemon, lambda _: ended(daemon, "big"))
+    assert pccheckctl(daemon, "drop", "big", "--yes").code == 0
+    told = pccheckctl(daemon, "status")
+    assert (told.code, "big" in told.out) == (0, False)
+    assert pccheckctl(daemon, "drop", "big", "--yes").code == 13
+
+
+def test_a_later_run_that_saves_ends_the_warning(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--max-storage", "30MiB")
+    big = start_trainer(daemon, [8 * MIB], job="big")
+    assert saved(big)[0] == "failed"
+    gone(daemon, big)
+    assert pccheckctl(daemon, "status").code == 3
+    again = start_trainer(daemon, [MIB], job="big")
+    assert saved(again)[0] == "durable"
+    assert pccheckctl(daemon, "status").code == 0
+    gone(daemon, again)
+    told = pccheckctl(daemon, "status")
+    assert (told.code, "REFUSED" in told.out) == (0, False)
+
+
+def test_a_job_without_a_durable_checkpoint_is_named_by_the_next_daemon(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """It has a volume, so that anybody can see that there is nothing in it."""
+    daemon = start_daemon(shim="dead:data:1")
+    trainer = start_trainer(daemon, job="big")
+    daemon.armed.touch()
+    assert saved(trainer)[0] == "failed"
+    gone(daemon, trainer)
+    told = pccheckctl(daemon, "status")
+    assert told.code == 3
+    assert "ended without a durable checkpoint: its last checkpoint failed" in told.out
+    daemon.stop()
+    offline = storage_status(daemon)
+    assert (offline.code, "job 'big' rank 0 of uid" in offline.out) == (3, True), offline.out
+    daemon.armed.unlink()
+    daemon.start()
+    told = pccheckctl(daemon, "status")
+    assert told.code == 3
+    assert "degraded" in told.out.splitlines()[0]
+    assert "it has no durable checkpoint" in told.out
+    row = next(line for line in told.out.splitlines() if line.startswith("big"))
+    assert "NO CHECKPOINT" in row
+    again = start_trainer(daemon, job="big")
+    assert saved(again)[0] == "durable"
+    gone(daemon, again)
+    told = pccheckctl(daemon, "status")
+    assert "slots of" in told.out  # quarantined, and nothing else is wrong
+    assert "durable checkpoint" not in told.out and "NO CHECKPOINT" not in told.out
+
+
+def test_a_run_that_ends_in_its_first_copy_is_no_trouble_beside_older_checkpoints(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Its older checkpoints are there, and only its own end was in the way: nothing is wrong."""
+    daemon = start_daemon()
+    trainer = start_trainer(daemon, job="big")
+    assert saved(trainer)[0] == "durable"
+    gone(daemon, trainer)
+    again = start_trainer(daemon, [4 * MIB, 4 * MIB], job="big", fresh=True)
+    again.step()
+    again.checkpoint()
+    gone(daemon, again)
+    assert pccheckctl(daemon, "status").code == 0
+
+
+def storage_status(daemon: Daemon) -> Ran:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--storage", str(daemon.storage), "status"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
 def test_failures_while_the_daemon_was_away_are_counted(

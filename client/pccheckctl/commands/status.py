@@ -168,13 +168,14 @@ def _groups(groups: list[Document], now_s: float) -> str:
 
 
 def _shown(ranks: list[Document], *, every: bool) -> list[Document]:
-    """Ranks with a trainer, or with checkpoints under way, then the others, newest first."""
-    live = [one for one in ranks if one.get("connected") or whole(one, "in_flight")]
-    ended = [one for one in ranks if one not in live]
+    """Ranks with a trainer, with checkpoints under way, or whose last trainer saved nothing, then
+    the others, newest first."""
+    first = [r for r in ranks if r.get("connected") or whole(r, "in_flight") or _trouble(r)]
+    ended = [one for one in ranks if one not in first]
     if every:
-        return [*live, *ended]
+        return [*first, *ended]
     ended.sort(key=lambda one: -(number(part(one, "newest"), "wall_ns") or 0))
-    return [*live, *ended[:ENDED_SHOWN]]
+    return [*first, *ended[:ENDED_SHOWN]]
 
 
 def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
@@ -202,11 +203,11 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
 
 
 def _trouble(rank: Document) -> str:
-    """Of a trainer that gets no checkpoints, in a word or two."""
-    if not rank.get("connected"):
-        return ""
+    """Of a trainer that gets no checkpoints, or the last one got none, in a word or two."""
     if rank.get("refused"):
         return "REFUSED"
+    if not rank.get("connected") and not whole(rank, "in_flight") and not part(rank, "newest"):
+        return "NO CHECKPOINT"
     return f"failing: {count}" if (count := whole(rank, "failing")) else ""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pccheckctl.output.documents import Document, rows
+from pccheckctl.output.documents import Document, part, rows, texts
+
+NOTHING = "it has no durable checkpoint"
 
 
 def add_stored(status: Document, listing: Document) -> None:
     """Adds the ranks of a list that the status lacks: no trainer has connected since the daemon
-    started, or there is no daemon."""
+    started, or there is no daemon. A volume without a checkpoint is of a job that could not save
+    one."""
     ranks = rows(status, "ranks")
     known = {_key(rank) for rank in ranks}
     added: dict[tuple[object, ...], Document] = {}
@@ -24,6 +27,16 @@ def add_stored(status: Document, listing: Document) -> None:
         if rank is not None and one.get("damaged") is not True:
             rank["newest"] = {key: one.get(key) for key in ("sequence", "step", "wall_ns")}
     status["ranks"] = [*ranks, *added.values()]
+    saved = {_key(one) for one in rows(listing, "checkpoints")}
+    empty = [rank for key, rank in added.items() if key not in saved]
+    for rank in empty:
+        rank["warnings"] = [NOTHING]
+    status["warnings"] = [
+        *texts(status, "warnings"),
+        *(f"job {r['job']!r} rank {r['rank']} of uid {r['uid']}: {NOTHING}" for r in empty),
+    ]
+    if empty and (daemon := part(status, "daemon")):
+        daemon["state"] = "degraded"
 
 
 def _key(one: Document) -> tuple[object, ...]:
