@@ -261,7 +261,8 @@ class PCcheckClient:
             reason = "a client does nothing in a forked process"
             return Checkpoint(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
         with self._lock:
-            number, closed = self._numbered(state, step), self._closed
+            self._require_open()
+            number = self._numbered(state, step)
             self._steps.called(number)
             try:
                 self._require_between_calls()
@@ -271,7 +272,7 @@ class PCcheckClient:
                 if isinstance(error, UnsupportedStateError) and not self._took_one:
                     raise
                 self._step = number
-                if self._closed and not closed:  # by a signal handler, during this call
+                if self._closed:  # by a signal handler, during this call
                     closing = CheckpointFailedError("the client was closed during the call")
                     return self._failed(number, closing)
                 if isinstance(error, ValueError):
@@ -307,7 +308,6 @@ class PCcheckClient:
         return number
 
     def _checkpoint(self, state: object, step: int, metadata: object) -> InFlight:
-        self._require_open()
         if self._recovery.torn:
             raise TornStateError(
                 f"{self._recovery.torn}, so it is not saved",

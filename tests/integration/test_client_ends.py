@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient
+from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, UsageError
 from tests.support.daemon import Daemon
 
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
@@ -141,3 +142,13 @@ def test_a_private_daemon_ends_with_the_last_client(monkeypatch: pytest.MonkeyPa
                 assert select.select([daemon], [], [], 30)[0], "the private daemon lives on"
             finally:
                 os.close(daemon)
+
+
+def test_a_closed_client_says_only_that_it_is_closed(start_daemon: Callable[..., Daemon]) -> None:
+    client = PCcheckClient(job="job", socket=start_daemon().socket)
+    client.checkpoint([torch.ones(3)], step=7)
+    client.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UsageError, match="this client is closed"):
+            client.checkpoint([torch.ones(3)], step=3)
