@@ -25,6 +25,7 @@ from pccheck import (
     DaemonUnreachableError,
     PCcheckClient,
     PccheckError,
+    PccheckWarning,
     StateMismatchError,
     UsageError,
     WaitTimeoutError,
@@ -286,6 +287,29 @@ def test_steps_and_metadata_are_taken_by_value(daemon: Daemon, connect: Connect)
     assert client.checkpoint([1]).step == 8
     with pytest.raises(UsageError):
         client.checkpoint([1], step=1.5)  # type: ignore[arg-type]
+
+
+class Lazy(dict[str, float]):
+    """Loads its items when they are asked for, and can no more."""
+
+    def items(self) -> Any:
+        raise RuntimeError("the tracker is gone")
+
+
+def test_a_value_that_raises_fails_its_checkpoint_and_not_training(
+    daemon: Daemon, connect: Connect
+) -> None:
+    client, kit, extra = connect(daemon), make(1), dict[str, Any]()
+    client.attach(**kit, extra=extra)
+    client.checkpoint(step=1).wait_durable(30)
+    with pytest.warns(PccheckWarning, match=r"step 2 failed: metadata\.log: .*tracker is gone"):
+        failed = client.checkpoint(step=2, metadata={"log": Lazy()})
+    extra["lazy"] = Lazy()
+    ends = [failed, client.checkpoint(step=3)]
+    assert [one.state for one in ends] == [CheckpointState.FAILED] * 2
+    assert "extra.lazy" in ends[1].reason
+    del extra["lazy"]
+    client.checkpoint(step=4).wait_durable(30)
 
 
 SCRIPT = """

@@ -230,6 +230,21 @@ class Tagged(torch.Tensor):
     pass
 
 
+class Raising:
+    """A lazy object that is not bound: whatever is asked of it raises."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+    __hash__ = __call__ = __repr__ = __getattribute__  # type: ignore[assignment]
+
+
+def _freed(nbytes: int) -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 def _cycle() -> list[object]:
     loop: list[object] = []
     loop.append({"again": loop})
@@ -249,6 +264,8 @@ def _cycle() -> list[object]:
         (torch.nn.UninitializedParameter(), "subclass"),
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "quint8"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (_freed(0), "freed"),
+        (_freed(396), "freed"),
         (object(), "object"),
         (lambda: None, "function"),
         (collections.namedtuple("Pair", "a b")(1, 2), "Pair"),
@@ -267,6 +284,12 @@ def test_refused_by_path(value: object, said: str) -> None:
     with pytest.raises(UnsupportedStateError, match=said) as error:
         snapshot({"model": [torch.ones(2), {"part": value}]})
     assert "model.1.part" in str(error.value)
+
+
+def test_objects_that_raise_are_refused_by_path() -> None:
+    for value in (Raising(), collections.defaultdict(Raising())):
+        with pytest.raises(UnsupportedStateError, match=r"model\.part: .*Raising"):
+            snapshot({"model": {"part": value}})
 
 
 def test_depth_is_refused() -> None:

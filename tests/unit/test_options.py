@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import enum
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
@@ -52,6 +53,28 @@ def test_metadata_refuses_the_rest_by_path() -> None:
     deep.append(deep)
     with pytest.raises(UnsupportedStateError, match="nested"):
         metadata_node(deep)
+
+
+@pytest.mark.parametrize(
+    "method", ["items", "__iter__", "__getitem__", "__len__", "__str__", "__repr__", "__format__"]
+)
+@pytest.mark.parametrize(
+    "kind", [dict, list, str, int, collections.Counter, PosixPath, type("Odd", (), {})]
+)
+def test_metadata_survives_whatever_its_methods_raise(kind: type, method: str) -> None:
+    value = type("Raising", (kind,), {method: hostile})()
+    for given in (value, {"a": value}, {"a": [value]}):
+        with contextlib.suppress(UnsupportedStateError):  # those that do not ask that method
+            metadata_node(given)
+
+
+def hostile(*_: object, **__: object) -> object:
+    raise Hostile
+
+
+class Hostile(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
 
 
 @pytest.mark.parametrize("wrong", ["30", None, 0, -1, float("nan"), float("inf")])

@@ -11,6 +11,7 @@ import torch
 from pccheck_wire.errors import UsageError
 
 from .flatten import Flattener
+from .foreign import in_words
 from .plan import RNG
 
 
@@ -80,8 +81,7 @@ def _try(name: str, thing: Any) -> None:
         state = thing.state_dict()
     except Exception as error:
         raise UsageError(
-            f"attach({name}=...): state_dict() of {type(thing).__name__} fails: "
-            f"{type(error).__name__}: {error}",
+            f"attach({name}=...): state_dict() of {type(thing).__name__} fails: {in_words(error)}",
             hint="attach an object whose state_dict() works from the start; for a data loader use "
             "torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",
         ) from error

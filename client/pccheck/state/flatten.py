@@ -44,7 +44,7 @@ class Flattener:
         make = _MAKERS.get(type(value))
         if make is not None:
             return make(self, value, path)
-        if isinstance(value, np.generic):
+        if issubclass(type(value), np.generic):  # isinstance() runs code of a proxy
             return _scalar(value, path)
         raise _unsupported(value, path)
 
@@ -73,23 +73,18 @@ class Flattener:
 
     def hashed(self, value: Any, path: str) -> Node:
         return tree.Sequence(
-            _SEQUENCE_TAGS[type(value)], [_key(item, f"{path}{{...}}") for item in value]
+            _SEQUENCE_TAGS[type(value)], [_key(item, f"{path}{{...}}") for item in tuple(value)]
         )
 
     def mapping(self, value: Any, path: str) -> Node:
         self._enter(value, path)
         items: list[tuple[Node, Node]] = []
-        for key, item in value.items():
+        for key, item in tuple(value.items()):  # another thread may add some meanwhile
             key_node = _key(key, path)
             items.append((key_node, self.node(item, tree.join(path, key))))
         factory, attributes = "", None
         if type(value) is collections.defaultdict:
-            if value.default_factory not in _FACTORIES:
-                raise UnsupportedStateError(
-                    f"{path}: a defaultdict of {value.default_factory!r} cannot be stored",
-                    hint=f"use a dict, or one of {', '.join(filter(None, tree.FACTORIES))}",
-                )
-            factory = _FACTORIES[value.default_factory]
+            factory = _factory(value.default_factory, path)
         elif type(value) is collections.OrderedDict and hasattr(value, "_metadata"):
             attributes = self.node(value._metadata, f"{path}._metadata")
         self._open.discard(id(value))
@@ -109,6 +104,7 @@ class Flattener:
         nbytes = tree.span_bytes(node.shape, node.strides, ITEM_BYTES[node.dtype])
         if nbytes:
             storage = value.untyped_storage()
+            _require_memory(storage, value.data_ptr() + nbytes, path)
             self.views.append(
                 View(
                     path, node, value.data_ptr(), nbytes, storage.data_ptr(), storage,
@@ -180,6 +176,17 @@ def _key(value: object, path: str) -> Node:
     )
 
 
+def _factory(made_by: object, path: str) -> str:
+    """The name of a defaultdict's factory."""
+    for factory, name in _FACTORIES.items():
+        if factory is made_by:  # == and hash() may be code of the user
+            return name
+    raise UnsupportedStateError(
+        f"{path}: a defaultdict with a factory of type {_name(made_by)} cannot be stored",
+        hint=f"use a dict, or one of {', '.join(filter(None, tree.FACTORIES))}",
+    )
+
+
 def _scalar(value: Any, path: str) -> Node:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise UnsupportedStateError(
@@ -194,7 +201,7 @@ def _name(value: object) -> str:
 
 def _unsupported(value: object, path: str) -> UnsupportedStateError:
     where = path or "the state"
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         return UnsupportedStateError(
             f"{where}: a tensor of the subclass {_name(value)} cannot be stored",
             hint="pass its plain tensors, or leave it out; for DTensors see examples/fsdp2.py",
@@ -203,6 +210,16 @@ def _unsupported(value: object, path: str) -> UnsupportedStateError:
         f"{where}: a value of type {_name(value)} cannot be stored",
         hint="convert it to plain Python values, tensors or NumPy arrays, or leave it out",
     )
+
+
+def _require_memory(storage: torch.UntypedStorage, end: int, path: str) -> None:
+    """Raises for a tensor that is larger than its storage, as sharding frameworks leave those
+    behind whose memory they have freed."""
+    if storage.data_ptr() == 0 or end > storage.data_ptr() + storage.nbytes():
+        raise UnsupportedStateError(
+            f"{path or 'the state'}: a tensor whose memory was freed cannot be stored",
+            hint="leave it out, or save when its memory is there",
+        )
 
 
 def _check_tensor(value: torch.Tensor, path: str) -> None:

@@ -15,6 +15,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 
 from .flatten import Flattener
+from .foreign import in_words
 
 METADATA_NUMBERS_MAX = 65536  # of one array
 METADATA_DEPTH_MAX = 64
@@ -27,6 +28,18 @@ def metadata_node(value: object) -> tree.Node:
 
 
 def _json(value: Any, path: str, depth: int) -> Any:
+    try:
+        return _converted(value, path, depth)
+    except UnsupportedStateError:
+        raise
+    except Exception as error:  # of a method; also without a value, or on a lost GPU
+        raise UnsupportedStateError(
+            f"{path}: type {type(value).__name__} cannot be read as metadata: {in_words(error)}",
+            hint="use numbers, text, dicts and lists",
+        ) from error
+
+
+def _converted(value: Any, path: str, depth: int) -> Any:
     if depth > METADATA_DEPTH_MAX:
         raise UnsupportedStateError(
             f"{path[:80]}: nested more than {METADATA_DEPTH_MAX} levels deep",
@@ -39,13 +52,7 @@ def _json(value: Any, path: str, depth: int) -> Any:
                 f"{path} has {count} numbers, and the limit in metadata is {METADATA_NUMBERS_MAX}",
                 hint="attach it instead: attach(extra={...})",
             )
-        try:
-            value = value.tolist()
-        except Exception as error:  # on the meta device, sparse, on a GPU that has failed
-            raise UnsupportedStateError(
-                f"{path}: type {type(value).__name__} without a value cannot be metadata: {error}",
-                hint="use numbers, text, dicts and lists",
-            ) from error
+        value = value.tolist()
     if value is None or type(value) in (bool, int, float, str):
         return value
     for plain in (bool, int, float, str):  # enumerations, NumPy's str

@@ -21,6 +21,7 @@ from .changes import Reading, Tensors
 from .devices import HOST
 from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out
 from .flatten import Flattener
+from .foreign import in_words
 from .gating import Gating
 from .rng import captured_node
 from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
@@ -102,7 +103,7 @@ def _state_of(name: str, thing: Any) -> object:
         return thing.state_dict()
     except Exception as error:  # the user's code must not end training
         raise UnsupportedStateError(
-            f"{name}: its state_dict() fails: {type(error).__name__}: {error}",
+            f"{name}: its state_dict() fails: {in_words(error)}",
             hint="mend that state_dict(); until then checkpoints fail",
         ) from error
 
