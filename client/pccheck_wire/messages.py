@@ -118,7 +118,8 @@ class Welcome(Message):
     storage: str = ""  # distinguishes storage directories, until the next boot
     #: The newest durable step of this volume, when it has one.
     newest_step: int | None = None
-    #: The newest step of a run before that the peer has not restored, and that is kept for it (P7).
+    #: The newest step of a run before that the peer has not restored, and that is kept for it, or
+    #: will be when it is durable (P7).
     protected_step: int | None = None
     #: With "push": the daemon may be able to pull later, and an `Expose` is worth trying then.
     transfer_later: bool = False

@@ -147,6 +147,10 @@ class Ledger:
         self._moving = [checkpoint for checkpoint in self._moving if checkpoint.live]
         return list(self._moving)
 
+    def copied(self) -> list[Checkpoint]:
+        """Checkpoints that will become durable, whatever happens to their trainer."""
+        return [one for one in self.live() if one.state in (State.COPIED, State.WRITING)]
+
     @property
     def in_flight(self) -> bool:
         """Some have a slot and have not ended."""

@@ -142,11 +142,16 @@ class Tenant:
             await self.retention.protect_instead(self.group.pins(self.key.rank, owner))
 
     def protected_step(self) -> int | None:
-        """The newest step that is kept for a trainer that has not restored."""
+        """The newest step that is kept for a trainer that has not restored, or will be when it is
+        durable."""
         if not self.retention.unrestored:
             return None
         kept = self.retention.protected
-        return next((c.step for c in self.volumes.checkpoints() if c.sequence in kept), None)
+        steps = {c.sequence: c.step for c in self.volumes.checkpoints() if c.sequence in kept}
+        steps |= {
+            c.sequence: c.step for c in self.ledger.copied() if c.incarnation < self.incarnation
+        }
+        return steps[max(steps)] if steps else None
 
     async def detach(self, session: int, *, give_way: bool = False) -> None:
         """The trainer is gone: what was copied goes on, the rest fails. `give_way`: its memory goes

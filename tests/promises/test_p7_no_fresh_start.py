@@ -37,6 +37,32 @@ def test_the_newest_of_the_run_before_is_kept(start_daemon: Start, start_trainer
     assert forgetful.recover(step=9)["wrong"] == ""
 
 
+def test_a_checkpoint_that_is_still_written_counts(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """The run before was killed when its only checkpoint was copied, and not yet durable."""
+    daemon = start_daemon("--max-bandwidth", "1MiB")
+    trainer = start_trainer(daemon)
+    trainer.step(9)
+    trainer.wait_copied(trainer.checkpoint())
+    trainer.kill()
+    forgetful = start_trainer(daemon)
+    forgetful.checkpoint()
+    assert any("a checkpoint of step 9 that was NOT restored" in w for w in forgetful.warnings)
+    assert forgetful.recover(step=9)["wrong"] == ""
+
+
+def test_what_was_never_copied_does_not_count(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--max-bandwidth", "256KiB", "--dram", "2MiB")
+    trainer = start_trainer(daemon, [1_000_000])
+    trainer.step()
+    assert trainer.watch(trainer.checkpoint(), "copying") == "copying"
+    trainer.kill()
+    forgetful = start_trainer(daemon, [1000])
+    forgetful.checkpoint()
+    assert not [w for w in forgetful.warnings if "NOT restored" in w]
+
+
 def test_fresh_says_that_it_is_meant(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--slots", "4", "--keep", "1")
     earlier_run(daemon, start_trainer)
