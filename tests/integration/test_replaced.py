@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from pccheck import PCcheckClient
+from pccheck.daemon.connection import RequestLostError
 from pccheck.restoring.reading import Payload, read_newest
 from pccheck.restoring.rebuild import state_of_tree
 from pccheck_wire import tree
+from pccheck_wire.messages import Read, ReplyBody, RequestBody
 from pccheckctl.commands import verify
 from pccheckctl.source.readers import RecycledError
 from pccheckctl.source.remote import DaemonStore
@@ -44,6 +46,27 @@ def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:
         found, _ = read_newest(connection, None, use)
     assert (opened_steps, found.step, found.skipped) == ([2, 4], 4, [])
     assert found.state["at"].tolist() == [4] * 9
+
+
+def test_a_read_whose_answer_was_lost_is_begun_again(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Read] = []
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        save(client, 1)
+        connection = client._connection()
+        request = connection.request
+
+        def lossy(body: RequestBody, *, timeout_s: float) -> ReplyBody:
+            answer = request(body, timeout_s=timeout_s)
+            if isinstance(body, Read) and len(lost) < 3:
+                lost.append(body)
+                raise RequestLostError("its front has ended")
+            return answer
+
+        monkeypatch.setattr(connection, "request", lossy)
+        assert client.recover().state["at"].tolist() == [1] * 9
+    assert [read.load for read in lost] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("read", ["read", "read_into", "verify"])

@@ -20,13 +20,33 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
     error_from_wire,
 )
-from pccheck_wire.messages import Failure, Reply, ReplyBody, Request, RequestBody
+from pccheck_wire.messages import (
+    Describe,
+    Failure,
+    Goodbye,
+    ListVolumes,
+    Open,
+    Pin,
+    Reply,
+    ReplyBody,
+    Request,
+    RequestBody,
+    Restored,
+)
 
 #: How long a thread sleeps while it waits: another thread may have received its answer.
 _POLL_MS = 10
 _WAITING_MAX = 64
 
 Callback = Callable[[ReplyBody], None]
+
+#: Asked twice, these do what they do when they are asked once.
+_REPEATABLE = (Describe, Goodbye, ListVolumes, Open, Pin, Restored)
+
+
+class RequestLostError(DaemonUnreachableError):
+    """The daemon's process that had the request has ended: nothing says whether it was carried
+    out."""
 
 
 #: One per process, by its id, and never destroyed: a context that is collected together with its
@@ -83,9 +103,10 @@ class Connection:
             return False
 
     def request(self, body: RequestBody, *, timeout_s: float) -> ReplyBody:
-        """Waits for the answer. Raises the daemon's failure, WaitTimeoutError, and
-        DaemonUnreachableError when the daemon ends meanwhile, or its process that has the
-        request."""
+        """Waits for the answer. A request that was lost is sent again where that is safe.
+
+        Raises the daemon's failure, WaitTimeoutError, DaemonUnreachableError when the daemon ends
+        meanwhile, and RequestLostError."""
         answers: list[ReplyBody] = []
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -103,8 +124,13 @@ class Connection:
                     break
                 if not alive:
                     raise self.gone()
-                if broke:
-                    raise DaemonUnreachableError(
+                if broke and isinstance(body, _REPEATABLE):
+                    with self._lock:
+                        self._waiting.pop(number, None)
+                        number = self._send(body, answers.append)
+                        breaks = self._break_count
+                elif broke:
+                    raise RequestLostError(
                         "pccheckd's process for this user's requests ended during a request",
                         hint="try again: pccheckd starts another one, and its log has the reason",
                     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pccheck.daemon.connection import Connection
+from pccheck.daemon.connection import Connection, RequestLostError
 from pccheck.state.extents import Range, devices_of, pack
 from pccheck.warn import LOG
 from pccheck_native import NativeError
@@ -42,6 +42,10 @@ _ATTEMPTS = 8
 _GONE = -errno.ENOENT
 _DAMAGED, _UNREADABLE = -10001, -10018  # -PCC_E_DAMAGED, -PCC_E_UNREADABLE
 _DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: the link's own copy failed
+
+
+#: Of a read: sequence, offset, length, rank.
+_Place = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +212,9 @@ class Payload:
     ) -> None:
         connection, step = self._connection, self.opened.step
         limit_s = _READ_LIMIT_S + length / _SLOWEST_BYTES_PER_S
-        request = Read(connection.next_load(), self.opened.sequence, offset, length, part.rank)
+        place = self.opened.sequence, offset, length, part.rank
         try:
-            code = _transfer(connection, request, ranges, device_ranges, limit_s)
+            code = _transfer_again(connection, place, ranges, device_ranges, limit_s)
         except TimeoutError as error:
             if isinstance(error, PccheckError):
                 raise
@@ -239,11 +243,24 @@ class Payload:
             raise DaemonUnreachableError(f"the daemon could not read step {step} (code {code})")
 
 
+def _transfer_again(
+    connection: Connection, place: _Place, ranges: bytes, device_ranges: bytes, limit_s: float
+) -> int:
+    """Begins again when the request was lost on its way to the daemon."""
+    deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
+    while True:
+        read = Read(connection.next_load(), *place)
+        try:
+            return _transfer(connection, read, ranges, device_ranges, deadline_ns)
+        except RequestLostError:
+            if time.monotonic_ns() >= deadline_ns:
+                raise
+
+
 def _transfer(
-    connection: Connection, read: Read, ranges: bytes, device_ranges: bytes, limit_s: float
+    connection: Connection, read: Read, ranges: bytes, device_ranges: bytes, deadline_ns: int
 ) -> int:
     """The native result of reading into the ranges."""
-    deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
     try:
         for device in devices_of(device_ranges):
             connection.link.device_open(device)
