@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -87,34 +87,29 @@ class Handover:
             link.mark(snapshot, device, stream, pull=self.map > 0, aside=bool(aside))
 
 
-@dataclass(slots=True)
-class _Tie:
-    """What one connection has agreed on."""
-
-    connection: Connection
-    refused: str  # why this connection pushes; "" while it pulls
-    for_good: bool  # no later try on this connection will end in another way
-    retry: Retry = field(default_factory=Retry)
-    opened: set[int] = field(default_factory=set)
-    map: int = 0
-    ranges: bytes = b""  # what is exposed; b"" when nothing is, or that is not certain
-    kept: list[object] = field(default_factory=list)  # the memory that is exposed
-    announced: tuple[str, str] | None = None
-    staging: dict[int, int] = field(default_factory=dict)
-    outgrown: bool = False  # there is staging memory that nothing new uses
-
-
 class Exposure:
-    """Decides between pull and push, and keeps the exposure up to date. Training thread only."""
+    """Decides between pull and push for one connection, and keeps what is exposed up to date.
+    Training thread only."""
 
-    def __init__(self, transfer: str, stall_limit_s: float) -> None:
+    def __init__(self, connection: Connection, transfer: str, stall_limit_s: float) -> None:
+        self.connection = connection
         self._transfer = transfer
         self._stall_limit_s = stall_limit_s
-        self._tie: _Tie | None = None
+        self._refused = self._known_obstacle()  # why it pushes; "" while it pulls
+        # No later try on this connection will end in another way.
+        self._for_good = transfer == "push" or not connection.welcome.transfer_later
+        self._retry = Retry()
+        if self._refused:
+            self._retry.refused()
+        self._opened: set[int] = set()
+        self._map = 0
+        self._ranges = b""  # what is exposed; b"" when nothing is, or that is not certain
+        self._kept: list[object] = []  # the memory that is exposed
+        self._announced: tuple[str, str] | None = None
+        self._staging: dict[int, int] = {}
+        self._outgrown = False  # there is staging memory that nothing new uses
 
-    def prepare(
-        self, connection: Connection, part: DevicePart, *, queued: bool = False
-    ) -> Handover:
+    def prepare(self, part: DevicePart, *, queued: bool = False) -> Handover:
         """Readies GPUs, staging memory and the exposure.
 
         `queued`: a snapshot that the daemon will pull has no slot yet. The exposure that it names
@@ -122,46 +117,43 @@ class Exposure:
         DeviceError, NoStagingError, and what a request raises when the daemon does not
         answer.
         """
-        tie = self._tie_to(connection)
-        if tie.refused and not (tie.for_good or queued) and tie.retry.due():
-            tie.refused = ""
+        connection = self.connection
+        if self._refused and not (self._for_good or queued) and self._retry.due():
+            self._refused = ""
         try:
-            self._open(tie, part)
+            self._open(part)
             staging = _staging(connection.link, part)
             ranges = part.ranges(staging)
-            fits = not tie.refused and ranges == tie.ranges and connection.link.exposure_holds()
-            if not (tie.refused or fits or queued):
-                self._expose(tie, part, ranges)
+            fits = not self._refused and ranges == self._ranges and connection.link.exposure_holds()
+            if not (self._refused or fits or queued):
+                self._expose(part, ranges)
                 fits = True
-            if tie.refused and tie.kept and not queued:
-                self._withdraw(tie)
+            if self._refused and self._kept and not queued:
+                self._withdraw()
         except NativeError as error:
             raise DeviceError(f"cannot copy the GPU tensors: {error}") from error
         except (ValueError, OSError) as error:
             if isinstance(error, PccheckError) or connection.alive():
                 raise
             raise connection.gone() from error
-        self._announce(tie)
-        if staging != tie.staging:
-            tie.outgrown = tie.outgrown or bool(tie.staging)
-            tie.staging = staging
-        if not (tie.refused or fits) and self._transfer == "pull":
+        self._announce()
+        if staging != self._staging:
+            self._outgrown = self._outgrown or bool(self._staging)
+            self._staging = staging
+        if not (self._refused or fits) and self._transfer == "pull":
             raise DeviceError(
                 'transfer="pull" is not available: tensors were replaced while an earlier '
                 "checkpoint waits for a slot",
                 hint='use transfer="auto", or start pccheckd with more --slots',
             )
-        return Handover(part, ranges, 0 if tie.refused or not fits else tie.map)
+        return Handover(part, ranges, 0 if self._refused or not fits else self._map)
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is recorded on a stream that trains."""
-        if devices.capturing():
-            return True
-        tie = self._tie
         try:
-            return tie is not None and any(
-                tie.connection.link.capturing(device, devices.current_stream(device))
-                for device in tie.opened
+            return any(
+                self.connection.link.capturing(device, devices.current_stream(device))
+                for device in self._opened
             )
         except (NativeError, ValueError, OSError):  # closed: there is nothing to protect
             return False
@@ -169,108 +161,93 @@ class Exposure:
     def broke(self) -> None:
         """The daemon failed a pulled snapshot half-way, perhaps for a stale handle: everything is
         exposed again."""
-        if self._tie is not None:
-            self._tie.ranges = b""
+        self._ranges = b""
 
     def trim(self) -> None:
         """Frees outgrown staging memory, when no snapshot is being read."""
-        tie = self._tie
-        if tie is not None and tie.outgrown:
-            tie.outgrown = False
+        if self._outgrown:
+            self._outgrown = False
             with contextlib.suppress(ValueError, OSError):
-                tie.connection.link.staging_trim()
+                self.connection.link.staging_trim()
 
-    def forget(self) -> None:
-        """The connection has ended."""
-        self._tie = None
-
-    def _tie_to(self, connection: Connection) -> _Tie:
-        if self._tie is None or self._tie.connection is not connection:
-            welcome = connection.welcome
-            later = self._transfer != "push" and welcome.transfer_later
-            self._tie = _Tie(connection, self._known_obstacle(connection), not later)
-            if self._tie.refused:
-                self._tie.retry.refused()
-        return self._tie
-
-    def _known_obstacle(self, connection: Connection) -> str:
+    def _known_obstacle(self) -> str:
         if self._transfer == "push":
             return 'the client has transfer="push"'
-        welcome = connection.welcome
+        welcome = self.connection.welcome
         if welcome.transfer != "pull":
             return welcome.transfer_reason or "this daemon cannot pull"
         return ""
 
-    def _open(self, tie: _Tie, part: DevicePart) -> None:
+    def _open(self, part: DevicePart) -> None:
         for device in part.devices:
-            if device in tie.opened:
+            if device in self._opened:
                 continue
-            reason = tie.connection.link.device_open(device)
-            tie.opened.add(device)
+            reason = self.connection.link.device_open(device)
+            self._opened.add(device)
             if reason:
-                tie.refused, tie.for_good = tie.refused or f"GPU {device}: {reason}", True
+                self._refused, self._for_good = self._refused or f"GPU {device}: {reason}", True
 
-    def _expose(self, tie: _Tie, part: DevicePart, ranges: bytes) -> None:
-        connection = tie.connection
-        tie.ranges = b""
-        before, tie.kept = tie.kept, [tie.kept, part.owners]
+    def _expose(self, part: DevicePart, ranges: bytes) -> None:
+        connection = self.connection
+        self._ranges = b""
+        before, self._kept = self._kept, [self._kept, part.owners]
         try:
             data = _with_room(lambda: connection.link.expose(ranges, part.nbytes), part)
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             too_many = isinstance(error, NativeError) and error.code_name == "TOO_LARGE"
-            _refuse(tie, _TOO_MANY if too_many else str(error), isinstance(error, NativeError))
-            tie.kept = before  # the earlier exposure stays
+            native = isinstance(error, NativeError)
+            self._refuse(_TOO_MANY if too_many else str(error), for_good=native)
+            self._kept = before  # the earlier exposure stays
             return
         try:
-            _with_room(lambda: self._send(tie, data), part)
+            _with_room(lambda: self._send(data), part)
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
-            _refuse(tie, error.message, not error.retryable)
-            tie.kept = []
+            self._refuse(error.message, for_good=not error.retryable)
+            self._kept = []
         else:
-            tie.ranges, tie.kept = ranges, part.owners
+            self._ranges, self._kept = ranges, part.owners
 
-    def _send(self, tie: _Tie, data: bytes) -> None:
-        tie.map += 1
-        for message in _messages(tie.map, data):
+    def _send(self, data: bytes) -> None:
+        self._map += 1
+        for message in _messages(self._map, data):
             if message.more:
-                tie.connection.post(message)  # the last one's answer is that of all
+                self.connection.post(message)  # the last one's answer is that of all
             else:
-                tie.connection.request(message, timeout_s=self._stall_limit_s)
+                self.connection.request(message, timeout_s=self._stall_limit_s)
 
-    def _withdraw(self, tie: _Tie) -> None:
+    def _withdraw(self) -> None:
         """Ends the exposure: the daemon unmaps the memory, and then it is released here."""
-        tie.map += 1
+        self._map += 1
         try:
-            tie.connection.request(Expose(tie.map, []), timeout_s=self._stall_limit_s)
+            self.connection.request(Expose(self._map, []), timeout_s=self._stall_limit_s)
         except WaitTimeoutError:  # tried again at the next checkpoint
             raise
         except PccheckError:  # an empty exposure is refused, and replaces the one before
             pass
-        tie.kept = []
+        self._kept = []
 
-    def _announce(self, tie: _Tie) -> None:
+    def _announce(self) -> None:
         """Reports a new choice. Raises DeviceError when it is push and the client has
         transfer="pull"."""
-        choice = ("push", tie.refused) if tie.refused else ("pull", "")
-        if choice != tie.announced:
-            tie.announced = choice
-            tie.connection.post(Chose(choice[0], _printable(choice[1])))
+        choice = ("push", self._refused) if self._refused else ("pull", "")
+        if choice != self._announced:
+            self._announced = choice
+            self.connection.post(Chose(choice[0], _printable(choice[1])))
             LOG.info("GPU tensors go by %s%s", choice[0], f": {choice[1]}" if choice[1] else "")
-        if tie.refused and self._transfer == "pull":
-            reason = tie.refused  # tried again with the next checkpoint
-            tie.refused = self._known_obstacle(tie.connection)
-            tie.opened.clear()  # finds again what a GPU lacks
+        if self._refused and self._transfer == "pull":
+            reason = self._refused  # tried again with the next checkpoint
+            self._refused = self._known_obstacle()
+            self._opened.clear()  # finds again what a GPU lacks
             raise DeviceError(
                 f'transfer="pull" is not available: {reason}',
                 hint='use transfer="auto", which pushes instead',
             )
 
-
-def _refuse(tie: _Tie, reason: str, for_good: bool) -> None:
-    tie.refused, tie.for_good = reason, for_good
-    tie.retry.refused()
+    def _refuse(self, reason: str, *, for_good: bool) -> None:
+        self._refused, self._for_good = reason, for_good
+        self._retry.refused()
 
 
 def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:

@@ -10,6 +10,7 @@ from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
 from pccheck.job.steps import Steps
 from pccheck.options import Options
+from pccheck.state import devices
 from pccheck.state.changes import Moved
 from pccheck.state.plan import Snapshot
 from pccheck.warn import LOG, Warner
@@ -40,7 +41,8 @@ class Saver:
         self._stall_limit_s = options.stall_limit_s
         self._gate = Gate(options.stall_limit_s, self._expired)
         self._breaker = Breaker(options.stall_limit_s)
-        self._exposure = Exposure(options.transfer, options.stall_limit_s)
+        self._transfer = options.transfer
+        self._exposure: Exposure | None = None  # of the connection, once it has a GPU's tensors
         self._unfinished: dict[int, InFlight] = {}
         self._pulled: set[int] = set()  # of the unfinished ones
         self._recent: dict[int, InFlight] = {}  # by entry of the page
@@ -56,7 +58,7 @@ class Saver:
 
     def capturing(self) -> bool:
         """Whether this thread records a CUDA graph."""
-        return self._exposure.capturing()
+        return devices.capturing() or (self._exposure is not None and self._exposure.capturing())
 
     def ready(self) -> Connection:
         """The connection to use for a checkpoint. Raises CheckpointFailedError or the cause."""
@@ -138,25 +140,22 @@ class Saver:
         self._late.add(verdict, snapshot.payload_bytes)
         return verdict
 
-    def expose(self, connection: Connection, snapshot: Snapshot) -> None:
+    def expose(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """Makes the daemon map the GPU memory now. Raises PccheckError."""
-        if snapshot.device is not None:
-            self._exposure.prepare(connection, snapshot.device, queued=self._queued())
-
-    def _queued(self) -> bool:
-        """Whether a snapshot that is to be pulled waits for a slot."""
+        if snapshot.device is None:
+            return None
+        if self._exposure is None or self._exposure.connection is not connection:
+            self._exposure = Exposure(connection, self._transfer, self._stall_limit_s)
+        # A snapshot that is to be pulled waits for a slot.
         waiting = (self._unfinished[number] for number in self._pulled)
-        return any(item.state is CheckpointState.REQUESTED for item in waiting)
+        queued = any(item.state is CheckpointState.REQUESTED for item in waiting)
+        return self._exposure.prepare(snapshot.device, queued=queued)
 
     def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """Prepares GPUs and daemon. Memory is mapped first: the daemon then allocates its own near
         the GPU."""
-        handover = None
         try:
-            if snapshot.device is not None:
-                handover = self._exposure.prepare(
-                    connection, snapshot.device, queued=self._queued()
-                )
+            handover = self.expose(connection, snapshot)
             self._session.register(connection, snapshot.payload_bytes)
         except WaitTimeoutError:
             self._trip(connection, 0)
@@ -217,7 +216,7 @@ class Saver:
         states = [(number, item, item.state) for number, item in self._unfinished.items()]
         self._report_moved()
         self._gate.collect()  # after the states: what was abandoned by then has its reason now
-        if self._gate.idle:
+        if self._gate.idle and self._exposure is not None:
             self._exposure.trim()
         for number, checkpoint, state in states:
             copied = state >= CheckpointState.COPIED and state not in NOT_SAVED
@@ -225,7 +224,7 @@ class Saver:
                 self._breaker.copied()
             if number in self._pulled and (copied or checkpoint.copy_broke):
                 self._pulled.discard(number)
-                if not copied:
+                if not copied and self._exposure is not None:
                     self._exposure.broke()
             if state in FINAL:
                 del self._unfinished[number]
@@ -294,7 +293,7 @@ class Saver:
         self._unfinished.clear()
         self._pulled.clear()
         self._gate.release()
-        self._exposure.forget()
+        self._exposure = None
         self._breaker.reset()
 
     def drain(self, limit_s: float) -> None:
