@@ -133,7 +133,7 @@ class PCcheckClient:
             identity, self._private.socket if self._private else Path(socket) if socket else None,
             fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
         )  # fmt: skip
-        self._saver = Saver(self._session, self._warner, self._options)
+        self._saver = Saver(self._session, self._warner, self._options, self._planner.moved)
         self._recovery = Recovery(
             self._session, self._planner, self._steps, self._warner, replicated=replicated
         )

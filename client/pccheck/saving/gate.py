@@ -14,7 +14,6 @@ from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
 
 from .in_flight import TIMED_OUT, InFlight, abandoned_because, entry_of
-from .verdict import Verdict
 
 _BACKOFF_DOUBLINGS_MAX = 6
 
@@ -26,7 +25,6 @@ class _Pending:
     owners: list[object]  # keeps the memory that is being read
     host: bool  # host memory is read in the background
     part: DevicePart | None
-    verdict: Verdict | None
     held: set[tuple[int, int]] = field(default_factory=set)  # (GPU, stream) that will wait
 
     @property
@@ -35,8 +33,8 @@ class _Pending:
 
     def judge(self) -> None:
         """For the training thread, before it waits: changes are held back from now on."""
-        if self.verdict is not None:
-            self.verdict.give()
+        if self.checkpoint.verdict is not None:
+            self.checkpoint.verdict.give()
 
     def read(self) -> bool:
         """Whether the source was read, or never will be. Asks the link, even of an abandoned one:
@@ -121,9 +119,8 @@ class Gate:
         *,
         host: bool = True,
         part: DevicePart | None = None,
-        verdict: Verdict | None = None,
     ) -> None:
-        self._pending.append(_Pending(checkpoint, connection, owners, host, part, verdict))
+        self._pending.append(_Pending(checkpoint, connection, owners, host, part))
 
     @property
     def idle(self) -> bool:
@@ -133,8 +130,8 @@ class Gate:
         """Releases memory that was read, and notes snapshots that the link's thread abandoned at
         their deadline while a stream waited for them."""
         for item in self._pending:
-            if item.verdict is not None:
-                item.verdict.ask()
+            if item.checkpoint.verdict is not None:
+                item.checkpoint.verdict.ask()
             why = item.checkpoint.link_error
             if why:
                 item.checkpoint.end(

@@ -7,13 +7,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from pccheck.daemon.connection import Connection
 from pccheck.warn import LOG
 from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, LinkState
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
+
+if TYPE_CHECKING:
+    from .verdict import Verdict
 
 _DESCRIBE_LIMIT_S = 2.0
 _DESCRIBE_PAUSE_S = 0.005
@@ -32,17 +35,6 @@ class Durable(NamedTuple):
 
     sequence: int
     step: int | None
-
-
-class _WaitCall(Protocol):
-    def __call__(self, snapshot: int, deadline_ns: int) -> bool: ...
-
-
-class _Verdict(Protocol):
-    """See verdict.py."""
-
-    def ask(self) -> None: ...
-    def wait(self, deadline_ns: int) -> None: ...
 
 
 def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
@@ -76,7 +68,8 @@ class InFlight:
         self._described = False  # the reason is known
         self._asked_s: float | None = None  # when the reason was asked for, until it arrives
         self.copy_broke = False  #: the daemon failed it before it was copied
-        self.verdict: _Verdict | None = None  #: whether its tensors were left alone
+        self.verdict: Verdict | None = None  #: whether its tensors were left alone
+        self.pulled = False  #: the daemon pulls its device part, and has not yet
         self.reported = False  #: the user was warned of what made it fail
         self._settled = False  # its entry in the page belongs to another snapshot now
 
@@ -200,7 +193,7 @@ class InFlight:
             self.state not in FINAL
             or (what == "wait_global" and self._state is CheckpointState.DURABLE)
         ):
-            wait: _WaitCall = getattr(connection.link, what)
+            wait: Callable[[int, int], bool] = getattr(connection.link, what)
             with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
                 wait(self.snapshot, deadline_ns)
         _ = self.state

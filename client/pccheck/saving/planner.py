@@ -77,7 +77,7 @@ class Planner:
         blocking = self._unstaged or self._unheld or self._options.snapshot == "blocking"
         return "read" if blocking else ""
 
-    def _moved(self, moved: Moved) -> None:
+    def moved(self, moved: Moved) -> None:
         """A tensor was changed while it was read, without a gate: from now on it is read before
         checkpoint() returns. Any thread."""
         if moved.loose:
@@ -96,20 +96,13 @@ class Planner:
             about = origin.node({})
             made = plan_state(state, gating, step, metadata, shape, about)
         else:
-            made = self._planned(mode, shape, step, metadata)
+            made = self._of_attached(mode, shape, step, metadata)
         made.wait = wait
         if made.in_place and not wait:
-            made.reading = Reading.begin(made.in_place, self._moved)
+            made.reading = Reading(made.in_place)
         return made
 
-    def _planned(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
-        try:
-            return self._of_attached(mode, shape).snapshot(step, metadata)
-        except BaseException:  # Ctrl-C, too: the plan may be half updated
-            self._plan = None
-            raise
-
-    def _of_attached(self, mode: str, shape: Shape) -> AttachedPlan:
+    def _of_attached(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
         if not self.attached:
             raise UsageError(
                 "checkpoint() has nothing to save",
@@ -121,4 +114,8 @@ class Planner:
             self._plan = AttachedPlan(
                 self.attached, mode=mode, shape=shape, loose=self._loose, about=about
             )
-        return self._plan
+        try:
+            return self._plan.snapshot(step, metadata)
+        except BaseException:  # Ctrl-C, too: the plan may be half updated
+            self._plan = None
+            raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
+from collections.abc import Callable
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
@@ -33,7 +34,14 @@ from .verdict import LateVerdicts, Verdict
 class Saver:
     """Submits snapshots, watches them, holds the gate. Used by the training thread."""
 
-    def __init__(self, session: Session, warner: Warner, options: Options) -> None:
+    def __init__(
+        self,
+        session: Session,
+        warner: Warner,
+        options: Options,
+        on_moved: Callable[[Moved], None],
+    ) -> None:
+        """`on_moved` learns of tensors that were changed while they were read, in any thread."""
         self._session = session
         self._warner = warner
         self._on_busy = options.on_busy
@@ -43,12 +51,12 @@ class Saver:
         self._breaker = Breaker(options.stall_limit_s)
         self._transfer = options.transfer
         self._exposure: Exposure | None = None  # of the connection, once it has a GPU's tensors
-        self._unfinished: dict[int, InFlight] = {}
-        self._pulled: set[int] = set()  # of the unfinished ones
+        self._unfinished: list[InFlight] = []
         self._recent: dict[int, InFlight] = {}  # by entry of the page
         self._unexplained: list[InFlight] = []
         self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
+        self._on_moved = on_moved
         self._moved: list[tuple[int, Moved]] = []  # not reported yet
 
     def gate(self, *, on_cpu: bool = False) -> None:
@@ -109,17 +117,15 @@ class Saver:
                 )
             )
             _submit(connection.link, number, snapshot, handover, inline=not wait)
-            self._recent[number % SNAPSHOTS] = self._unfinished[number] = checkpoint
-            if handover and handover.map:
-                self._pulled.add(number)
+            self._recent[number % SNAPSHOTS] = checkpoint
+            self._unfinished.append(checkpoint)
+            checkpoint.pulled = bool(handover and handover.map)
             if wait:
                 self._wait(checkpoint, connection, wait)
             else:
                 host = bool(snapshot.ranges)
-                verdict = self._verdict_on(checkpoint, connection, snapshot)
-                self._gate.add(
-                    checkpoint, connection, snapshot.owners, host=host, part=part, verdict=verdict
-                )
+                self._expect_verdict(checkpoint, connection, snapshot)
+                self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=part)
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             abandon(checkpoint, connection, self._stall_limit_s)
             if isinstance(error, NativeError):
@@ -127,18 +133,18 @@ class Saver:
             raise
         return checkpoint
 
-    def _verdict_on(
+    def _expect_verdict(
         self, checkpoint: InFlight, connection: Connection, snapshot: Snapshot
-    ) -> Verdict | None:
-        if snapshot.reading is None:
-            return None
-        verdict = Verdict(
-            checkpoint, connection, snapshot.reading,
-            lambda item, moved: self._moved.append((item.step, moved)),
-        )  # fmt: skip
-        checkpoint.verdict = verdict
-        self._late.add(verdict, snapshot.payload_bytes)
-        return verdict
+    ) -> None:
+        if snapshot.reading is not None:
+            verdict = Verdict(checkpoint, connection, snapshot.reading, self._note_moved)
+            checkpoint.verdict = verdict
+            self._late.add(verdict, snapshot.payload_bytes)
+
+    def _note_moved(self, step: int, moved: Moved) -> None:
+        """Any thread."""
+        self._on_moved(moved)
+        self._moved.append((step, moved))
 
     def expose(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """Makes the daemon map the GPU memory now. Raises PccheckError."""
@@ -146,9 +152,9 @@ class Saver:
             return None
         if self._exposure is None or self._exposure.connection is not connection:
             self._exposure = Exposure(connection, self._transfer, self._stall_limit_s)
-        # A snapshot that is to be pulled waits for a slot.
-        waiting = (self._unfinished[number] for number in self._pulled)
-        queued = any(item.state is CheckpointState.REQUESTED for item in waiting)
+        queued = any(  # for a slot
+            item.pulled and item.state is CheckpointState.REQUESTED for item in self._unfinished
+        )
         return self._exposure.prepare(snapshot.device, queued=queued)
 
     def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
@@ -208,27 +214,26 @@ class Saver:
         self._trip(connection, checkpoint.snapshot)
 
     def _trip(self, connection: Connection, snapshot: int) -> None:
-        in_flight = [item for item in self._unfinished.values() if item.state not in FINAL]
+        in_flight = [item for item in self._unfinished if item.state not in FINAL]
         self._breaker.trip(connection, in_flight, snapshot)
 
     def _look_around(self) -> None:
         """Notes checkpoints that ended, and reports the first that failed."""
-        states = [(number, item, item.state) for number, item in self._unfinished.items()]
+        states = [(item, item.state) for item in self._unfinished]
         self._report_moved()
         self._gate.collect()  # after the states: what was abandoned by then has its reason now
         if self._gate.idle and self._exposure is not None:
             self._exposure.trim()
-        for number, checkpoint, state in states:
+        for checkpoint, state in states:
             copied = state >= CheckpointState.COPIED and state not in NOT_SAVED
             if copied:
                 self._breaker.copied()
-            if number in self._pulled and (copied or checkpoint.copy_broke):
-                self._pulled.discard(number)
+            if checkpoint.pulled and (copied or checkpoint.copy_broke):
+                checkpoint.pulled = False
                 if not copied and self._exposure is not None:
                     self._exposure.broke()
             if state in FINAL:
-                del self._unfinished[number]
-                self._pulled.discard(number)
+                self._unfinished.remove(checkpoint)
                 self._ended(checkpoint, state)
         self._explain()
 
@@ -291,7 +296,6 @@ class Saver:
         self._look_around()
         self._recent.clear()
         self._unfinished.clear()
-        self._pulled.clear()
         self._gate.release()
         self._exposure = None
         self._breaker.reset()
@@ -300,7 +304,7 @@ class Saver:
         """Waits until everything in flight is durable, superseded or has failed."""
         self._raises = False  # there is no next call to raise in
         deadline = time.monotonic() + limit_s
-        for checkpoint in list(self._unfinished.values()):
+        for checkpoint in list(self._unfinished):
             try:
                 checkpoint.wait_durable(max(0.0, deadline - time.monotonic()))
             except WaitTimeoutError:

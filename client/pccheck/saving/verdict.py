@@ -34,7 +34,7 @@ _LATE_LIMIT_S = 20.0
 _TICK_S = 0.05
 
 
-_NOTHING = Reading([], lambda _: None)
+_NOTHING = Reading(())
 
 
 class Verdict:
@@ -46,7 +46,7 @@ class Verdict:
         checkpoint: InFlight,
         connection: Connection,
         reading: Reading,
-        on_moved: Callable[[InFlight, Moved], None],
+        on_moved: Callable[[int, Moved], None],
     ) -> None:
         self.checkpoint = checkpoint
         self.given = threading.Event()
@@ -62,25 +62,20 @@ class Verdict:
         with self._lock:
             if self.given.is_set():
                 return
-            reading = self._reading
-            moved = reading.moved()
+            moved = self._reading.moved()
             with contextlib.suppress(ValueError, OSError):  # closed
                 if moved is None:
                     self._link.confirm(self.checkpoint.snapshot)
                 elif self._link.abandon(self.checkpoint.snapshot):
-                    reading.on_moved(moved)
-                    self._failed(moved)
+                    self._on_moved(self.checkpoint.step, moved)
+                    self.checkpoint.end(
+                        CheckpointState.FAILED,
+                        f"abandoned: {moved.path} was changed while it was read, without gate()",
+                        reported=True,
+                    )
             self._reading = _NOTHING  # a handle that is kept keeps no tensors
             # Before the caller returns: what it changes later does not concern this snapshot.
             self.given.set()
-
-    def _failed(self, moved: Moved) -> None:
-        self.checkpoint.end(
-            CheckpointState.FAILED,
-            f"abandoned: {moved.path} was changed while it was read, without gate()",
-            reported=True,
-        )
-        self._on_moved(self.checkpoint, moved)
 
     def ask(self) -> None:
         """In a call of the client: gives the verdict if that is possible now."""

@@ -4,7 +4,7 @@ torch counts the in-place changes of every tensor (`_version`), when the operati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -44,19 +44,13 @@ class Tensors:
         return Moved(self._views[at].path, self._views[at].loose)
 
 
-@dataclass(frozen=True, slots=True)
 class Reading:
-    """The tensors that one snapshot reads in place, and their counts when it was asked for."""
+    """The tensors that one snapshot reads in place, and their counts when it was asked for: now."""
 
-    parts: list[tuple[Tensors, list[int]]]
-    on_moved: Callable[[Moved], None]  # called by any thread
-
-    @classmethod
-    def begin(cls, parts: Iterable[Tensors], on_moved: Callable[[Moved], None]) -> Reading:
-        """Counts now."""
-        return cls([(tensors, tensors.counts()) for tensors in parts], on_moved)
+    def __init__(self, parts: Iterable[Tensors]) -> None:
+        self._parts = [(tensors, tensors.counts()) for tensors in parts]
 
     def moved(self) -> Moved | None:
         """The first tensor that was changed since."""
-        found = (tensors.moved(then) for tensors, then in self.parts)
+        found = (tensors.moved(then) for tensors, then in self._parts)
         return next((moved for moved in found if moved is not None), None)
