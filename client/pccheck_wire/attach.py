@@ -67,11 +67,6 @@ class Attachment:
         self.close()
 
 
-def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
-    """See `basics.socket_name`."""
-    return Path(socket_name(given))
-
-
 def connect(
     hello: Hello,
     path: str | os.PathLike[str] | None = None,

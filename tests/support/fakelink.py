@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -158,11 +159,7 @@ class FakeConnection:
         self.refusal: PccheckError | None = None
         self.refusals = -1  # so many more; -1: all
         self.lives = True
-        self._snapshots = 0
-
-    def next_snapshot(self) -> int:
-        self._snapshots += 1
-        return self._snapshots
+        self.snapshots = itertools.count(1)
 
     def alive(self) -> bool:
         return self.lives

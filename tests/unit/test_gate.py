@@ -30,7 +30,7 @@ class Kit:
     def add(
         self, part: DevicePart | None = None, *, host: bool = False, owners: object = None
     ) -> InFlight:
-        number = self.connection.next_snapshot()
+        number = next(self.connection.snapshots)
         self.link.request(number)
         made = InFlight(1, self.connection, number)  # type: ignore[arg-type]
         self.gate.add(made, self.connection, [owners], host=host, part=part)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from pccheck.version import VERSION
 from pccheck.warn import LOG
@@ -120,7 +119,10 @@ class PrivateDaemon:
                 hint="choose a directory of your own with storage=",
             ) from error
         with lock:
-            while not _taken(lock):
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if time.monotonic() >= deadline:
                     raise WaitTimeoutError(
                         f"another process has held {path} for {_LOCK_LIMIT_S:g} s",
@@ -192,14 +194,6 @@ class PrivateDaemon:
                 os.kill(pid, signal.SIGTERM)
                 # Under the lock: a client that starts now waits, and then starts another daemon.
                 _await_end(pid, _END_LIMIT_S)
-
-
-def _taken(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _answers(socket: Path) -> bool:

@@ -74,8 +74,7 @@ class Connection:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Callback] = {}
-        self._snapshots = itertools.count(1)
-        self._loads = itertools.count(1)
+        self.snapshots, self.loads = itertools.count(1), itertools.count(1)  #: their numbers
         self._break_count = 0
         with contextlib.ExitStack() as undo:  # an attempt that fails leaves no descriptor open
             undo.callback(attachment.close)
@@ -88,12 +87,6 @@ class Connection:
             undo.callback(self._breaks.close, 0)
             self._socket.connect(attachment.welcome.endpoint)
             undo.pop_all()
-
-    def next_snapshot(self) -> int:
-        return next(self._snapshots)
-
-    def next_load(self) -> int:
-        return next(self._loads)
 
     def alive(self) -> bool:
         """About a microsecond; False once the daemon or this session has ended."""

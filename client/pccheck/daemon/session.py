@@ -14,7 +14,7 @@ from pccheck.job.naming import Identity
 from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
-from pccheck_wire.basics import START_HINT
+from pccheck_wire.basics import START_HINT, socket_name
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
@@ -66,7 +66,7 @@ class Session:
         stall_limit_s: float, warner: Warner,
     ) -> None:  # fmt: skip
         self.identity = identity
-        self.path = attach.socket_path(path)
+        self.path = Path(socket_name(path))
         self.error: PccheckError | None = None  #: why there is no connection
         self.uncounted = 0  #: failures that no daemon has counted
         self.incarnation = 0  #: of the last daemon's Welcome ...

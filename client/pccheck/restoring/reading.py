@@ -249,7 +249,7 @@ def _transfer_again(
     """Begins again when the request was lost on its way to the daemon."""
     deadline_ns = time.monotonic_ns() + int(limit_s * 1e9)
     while True:
-        read = Read(connection.next_load(), *place)
+        read = Read(next(connection.loads), *place)
         try:
             return _transfer(connection, read, ranges, device_ranges, deadline_ns)
         except RequestLostError:

@@ -121,19 +121,15 @@ def state_of_tree(described: tree.Tree, load: Callable[[bytes], None]) -> Any:
 
 
 def _mapping(memory: Memory, node: tree.Mapping, like: torch.Tensor | None) -> Any:
-    made: Any
+    made: Any = {}
     if node.tag is Tag.DEFAULT:
         made = collections.defaultdict(tree.FACTORIES[node.factory])
     elif node.tag is Tag.ORDERED:
         made = collections.OrderedDict()
-    else:
-        made = {}
+    elif node.tag is Tag.COUNTER:
+        made = collections.Counter()
     for key, value in node.items:
         made[state_of(memory, key)] = state_of(memory, value, like)
-    if node.tag is Tag.COUNTER:
-        counter: collections.Counter[Any] = collections.Counter()
-        dict.update(counter, made)  # Counter.update would add
-        return counter
     if node.tag is Tag.ORDERED and node.attributes is not None:
         made._metadata = state_of(memory, node.attributes)
     return made

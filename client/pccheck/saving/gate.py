@@ -46,9 +46,7 @@ class _Pending:
         """On the CPU; False when the deadline passed."""
         link, snapshot = self.connection.link, self.checkpoint.snapshot
         try:
-            if host_only:
-                return link.wait_read(snapshot, deadline_ns, host_only=True)
-            return link.wait_read(snapshot, deadline_ns)
+            return link.wait_read(snapshot, deadline_ns, host_only=host_only)
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more
             return True
 

@@ -97,7 +97,7 @@ class Saver:
         part, wait = snapshot.device, snapshot.wait
         handover = self._prepare(connection, snapshot)
         steps.of_start(self._session.incarnation)
-        number = connection.next_snapshot()
+        number = next(connection.snapshots)
         self._free_entry(number)
         checkpoint = InFlight(step, connection, number)
         _request(connection, number)

@@ -47,32 +47,24 @@ class GeometryWatch:
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
         self._lazy = [t for t in tensors if t.dtype in _IMAGINARY]  # may become conjugated views
-        self._packed: bytes | None = None
         self._exchange = _exchange()
+        self._packed: bytes | None = None
         if self._exchange is not None:
             # DLPack raises for dtypes that it does not know; the slow way works for all.
             with contextlib.suppress(Exception):
                 self._packed = tensor_geometry(self._exchange, tensors)
-        self._pointers = list(map(Tensor.data_ptr, tensors))
-        self._sizes = list(map(Tensor.size, tensors))
-        self._strides = list(map(Tensor.stride, tensors))
-        self._dtypes = list(map(_DTYPE, tensors))
+        self._slow = _geometry(tensors) if self._packed is None else []
 
     def holds(self) -> bool:
         if self._packed is not None:
             same = same_geometry(self._exchange, self._tensors, self._packed)
         else:
-            same = self._holds_slowly()
+            same = _geometry(self._tensors) == self._slow
         return same and not any(map(Tensor.is_conj, self._lazy))
 
-    def _holds_slowly(self) -> bool:
-        tensors = self._tensors
-        return (
-            list(map(Tensor.data_ptr, tensors)) == self._pointers
-            and list(map(Tensor.size, tensors)) == self._sizes
-            and list(map(Tensor.stride, tensors)) == self._strides
-            and list(map(_DTYPE, tensors)) == self._dtypes
-        )
+
+def _geometry(tensors: list[Tensor]) -> list[list[Any]]:
+    return [list(map(f, tensors)) for f in (Tensor.data_ptr, Tensor.size, Tensor.stride, _DTYPE)]
 
 
 def _exchange() -> object:
