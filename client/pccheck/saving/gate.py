@@ -13,7 +13,7 @@ from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
 
-from .in_flight import TIMED_OUT, InFlight, abandoned_because, entry_of
+from .in_flight import TIMED_OUT, InFlight, abandoned_because, is_read
 
 _BACKOFF_DOUBLINGS_MAX = 6
 
@@ -37,10 +37,7 @@ class _Pending:
             self.checkpoint.verdict.give()
 
     def read(self) -> bool:
-        """Whether the source was read, or never will be. Asks the link, even of an abandoned one:
-        copies under way may still be at it."""
-        now = entry_of(self.connection, self.checkpoint.snapshot)
-        return now is None or now.source_read or not self.connection.alive()
+        return is_read(self.connection, self.checkpoint.snapshot)
 
     def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
         """On the CPU; False when the deadline passed."""

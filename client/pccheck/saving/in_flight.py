@@ -45,6 +45,13 @@ def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
         return None
 
 
+def is_read(connection: Connection, snapshot: int) -> bool:
+    """Whether its source was read, or never will be. Asks the link, even of an abandoned one:
+    copies under way may still be at it."""
+    now = entry_of(connection, snapshot)
+    return now is None or now.source_read or not connection.alive()
+
+
 def abandoned_because(name: str) -> str:
     """The reason of a checkpoint that the link abandoned by itself."""
     if name == TIMED_OUT:
@@ -140,8 +147,7 @@ class InFlight:
         if self.verdict is not None:
             self.verdict.ask()
         connection = self._connection
-        now = entry_of(connection, self.snapshot) if connection else None
-        return connection is None or now is None or now.source_read or not connection.alive()
+        return connection is None or is_read(connection, self.snapshot)
 
     def wait_read(self, timeout: float | None = None) -> None:
         """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError

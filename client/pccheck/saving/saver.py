@@ -44,12 +44,11 @@ class Saver:
         """`on_moved` learns of tensors that were changed while they were read, in any thread."""
         self._session = session
         self._warner = warner
-        self._on_busy = options.on_busy
+        self._options = options
         self._raises = options.raises
         self._stall_limit_s = options.stall_limit_s
         self._gate = Gate(options.stall_limit_s, self._expired)
         self._breaker = Breaker(options.stall_limit_s)
-        self._transfer = options.transfer
         self._exposure: Exposure | None = None  # of the connection, once it has a GPU's tensors
         self._unfinished: list[InFlight] = []
         self._recent: dict[int, InFlight] = {}  # by entry of the page
@@ -109,7 +108,7 @@ class Saver:
                     snapshot.payload_bytes,
                     snapshot.tree_offset,
                     len(snapshot.tree),
-                    self._on_busy,
+                    self._options.on_busy,
                     handover.map if handover else 0,
                     *self._gate.held.take(),
                     branch=steps.branch,
@@ -151,7 +150,7 @@ class Saver:
         if snapshot.device is None:
             return None
         if self._exposure is None or self._exposure.connection is not connection:
-            self._exposure = Exposure(connection, self._transfer, self._stall_limit_s)
+            self._exposure = Exposure(connection, self._options.transfer, self._stall_limit_s)
         queued = any(  # for a slot
             item.pulled and item.state is CheckpointState.REQUESTED for item in self._unfinished
         )
@@ -167,7 +166,7 @@ class Saver:
             self._trip(connection, 0)
             raise
         if snapshot.device is not None and snapshot.device.staging_bytes:
-            self._gate.free_staging(snapshot.device, skip=self._on_busy == "skip")
+            self._gate.free_staging(snapshot.device, skip=self._options.on_busy == "skip")
         return handover
 
     def _wait(self, checkpoint: InFlight, connection: Connection, what: str) -> None:
@@ -193,7 +192,7 @@ class Saver:
         if before is None:
             return
         if before.state not in FINAL:
-            if self._on_busy == "skip":
+            if self._options.on_busy == "skip":
                 raise _too_many()
             try:
                 before.wait_durable(self._stall_limit_s)
