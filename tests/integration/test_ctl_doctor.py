@@ -136,14 +136,7 @@ def test_bench_does_not_fill_the_disk(ctl: Ctl, tmp_path: Path) -> None:
 def test_a_directory_without_direct_io_is_measured_all_the_same(
     ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = disk.Scratch._open
-
-    def buffered(self: disk.Scratch, mode: int) -> int:
-        fd = opened(self, mode)
-        self.direct = False
-        return fd
-
-    monkeypatch.setattr(disk.Scratch, "_open", buffered)
+    monkeypatch.setattr(disk, "_make_direct", lambda fd: False)
     ran = ctl(tmp_path, "bench", "--size", "8MiB", "--chunk", "1MiB")
     assert ran.code == 0
     assert "direct I/O is refused" in ran.out

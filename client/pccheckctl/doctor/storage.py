@@ -77,34 +77,31 @@ def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
 def direct_io(place: Path) -> Iterator[Finding]:
     """Writes, flushes, reads back; how long a flush takes."""
     try:
-        scratch = disk.Scratch(place)
+        with disk.scratch(place) as (fd, direct):
+            if not direct:
+                yield problem(
+                    "disk", f"{place} refuses direct I/O (O_DIRECT)",
+                    costs="pccheckd refuses the directory: through the page cache it cannot tell "
+                    "when data is on the disk",
+                    mend="use ext4 or xfs on a local disk",
+                )  # fmt: skip
+                return
+            disk.reserve(fd, PROBE_BYTES, place)
+            same = disk.reads_back(fd, PROBE_BYTES)
+            seconds = disk.flushes(fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
     except PccheckError as error:
         yield warning(
             "disk", error.message, costs="the disk was not tested",
             mend=error.hint or "run this as the user of pccheckd",
         )  # fmt: skip
-        return
-    with scratch:
-        scratch.reserve(PROBE_BYTES)
-        if not scratch.direct:
-            yield problem(
-                "disk", f"{place} refuses direct I/O (O_DIRECT)",
-                costs="pccheckd refuses the directory: through the page cache it cannot tell when "
-                "data is on the disk",
-                mend="use ext4 or xfs on a local disk",
-            )  # fmt: skip
-            return
-        try:
-            same = disk.reads_back(scratch.fd, PROBE_BYTES)
-            seconds = disk.flushes(scratch.fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
-        except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, "an error")
-            yield problem(
-                "disk", f"the disk fails to write, flush or read: {name} ({error.strerror})",
-                costs="every checkpoint fails", mend="see dmesg; replace the disk, or free space",
-            )  # fmt: skip
-            return
-    yield _judged(same, seconds)
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "an error")
+        yield problem(
+            "disk", f"the disk fails to write, flush or read: {name} ({error.strerror})",
+            costs="every checkpoint fails", mend="see dmesg; replace the disk, or free space",
+        )  # fmt: skip
+    else:
+        yield _judged(same, seconds)
 
 
 def _judged(same: bool, seconds: list[float]) -> Finding:

@@ -89,15 +89,15 @@ def measure(
     if chunk % disk.ALIGN:
         raise UsageError(f"--chunk must be a multiple of 4KiB (got {chunk} bytes)")
     with (
-        disk.Scratch(place) as scratch,
+        disk.scratch(place) as (fd, direct),
         Bar("bench", len(writers) + 5, show=not quiet, unit="part") as bar,
     ):
         size = _fitting(place, size, chunk)
-        scratch.reserve(size)
+        disk.reserve(fd, size, place)
 
         def writes(threads: int, nbytes: int) -> float:
             bar.advance(1)
-            return nbytes / measure_engine(scratch.fd, "pwrite", nbytes, chunk, threads)
+            return nbytes / measure_engine(fd, "pwrite", nbytes, chunk, threads)
 
         def within(rate: float, limit_s: float, most: int) -> int:
             """Bytes, in whole chunks, that take about so long."""
@@ -108,15 +108,15 @@ def measure(
         first = writes(2, written)
         passed = within(first, PASS_LIMIT_S, written)
         rates = {p: writes(p, passed) for p in writers}
-        if not scratch.direct:  # else it would measure the page cache
-            os.posix_fadvise(scratch.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        read = disk.reads(scratch.fd, size=written, chunk=chunk, threads=2, limit_s=READ_LIMIT_S)
+        if not direct:  # else it would measure the page cache
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        read = disk.reads(fd, size=written, chunk=chunk, threads=2, limit_s=READ_LIMIT_S)
         bar.advance(1)
-        flushes = disk.flushes(scratch.fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
+        flushes = disk.flushes(fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
         bar.advance(1)
-        engines = _engines(scratch.fd, within(max(rates.values()), ENGINE_S, written), chunk)
+        engines = _engines(fd, within(max(rates.values()), ENGINE_S, written), chunk)
         return Figures(
-            str(place), size, chunk, scratch.direct, first, rates, read,
+            str(place), size, chunk, direct, first, rates, read,
             statistics.median(flushes), flushes[-1], engines,
         )  # fmt: skip
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 from pccheck_wire.errors import NoStoreError, PccheckError, RefusedError, StorageFullError
 
@@ -17,51 +20,32 @@ ALIGN = 4096
 _NOISE_BYTES = 1 << 20
 
 
-class Scratch:
-    """A file in a directory, opened for direct I/O where that is possible. It has no name where the
-    file system allows that, and is removed in any case."""
+@contextlib.contextmanager
+def scratch(place: Path) -> Iterator[tuple[int, bool]]:
+    """A file without a name in a directory: its descriptor, and whether that reads and writes
+    directly. Raises NoStoreError, RefusedError."""
+    try:
+        file = tempfile.TemporaryFile(dir=place, buffering=0)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise _cannot(error, place) from error
+    with file:
+        yield file.fileno(), _make_direct(file.fileno())
 
-    def __init__(self, place: Path) -> None:
-        """Raises NoStoreError, RefusedError."""
-        self.place = place
-        self.path: Path | None = None
-        self.direct = True
-        mode = os.O_RDWR | os.O_CLOEXEC
-        try:
-            self.fd = self._open(mode)
-        except OSError as error:
-            raise _cannot(error, place) from error
 
-    def _open(self, mode: int) -> int:
-        try:
-            fd = os.open(self.place, mode | os.O_TMPFILE, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-            self.path = self.place / f".pccheckctl-{os.getpid()}.tmp"
-            fd = os.open(self.path, mode | os.O_CREAT | os.O_EXCL, 0o600)
-        try:  # a second open, so that a refusal of O_DIRECT is not taken for another error
-            direct = os.open(f"/proc/self/fd/{fd}", mode | os.O_DIRECT)
-        except OSError:
-            self.direct = False
-            return fd
-        os.close(fd)
-        return direct
+def reserve(fd: int, size: int, place: Path) -> None:
+    """Allocates the space. Raises StorageFullError."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        raise _cannot(error, place) from error
 
-    def reserve(self, size: int) -> None:
-        """Allocates the space. Raises StorageFullError."""
-        try:
-            os.posix_fallocate(self.fd, 0, size)
-        except OSError as error:
-            raise _cannot(error, self.place) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        os.close(self.fd)
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+def _make_direct(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
 
 
 def _cannot(error: OSError, place: Path) -> PccheckError:
