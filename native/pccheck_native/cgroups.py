@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OF_PROCESS = Path("/proc/self/cgroup")
+MEMORY = Path("/proc/meminfo")
 ROOT = Path("/sys/fs/cgroup")
 
 
@@ -43,6 +44,18 @@ def memory_bytes(of_process: Path = OF_PROCESS, root: Path = ROOT) -> tuple[int,
 
 def ram_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available() -> tuple[int, str]:
+    """Bytes that may still be taken, and what limits them: the RAM, or a cgroup."""
+    lines = _read(MEMORY).splitlines()
+    shown = next(line for line in lines if line.startswith("MemAvailable:"))
+    free, bound = int(shown.split()[1]) << 10, "RAM"
+    for limit in limits():
+        left = max(0, limit.nbytes - limit.used_bytes)
+        if left < free:
+            free, bound = left, limit.name
+    return free, bound
 
 
 def _above(root: Path, path: str, names: tuple[str, ...], used: str) -> Iterator[Limit]:

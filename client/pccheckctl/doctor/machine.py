@@ -11,7 +11,7 @@ import re
 import resource
 from collections.abc import Iterator
 
-from pccheckctl.memory import available
+from pccheck_native.cgroups import available
 from pccheckctl.output import render
 
 from .finding import Finding, ok, problem, read, warning

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pccheck_native.cgroups import available
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
-from pccheckctl.memory import available
 from pccheckctl.source.readers import Reader
 
 from .files import Output, reserve
