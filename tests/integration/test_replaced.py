@@ -84,4 +84,4 @@ def test_a_reader_is_told_so(daemon: Daemon, read: str) -> None:
             }
             with pytest.raises(RecycledError, match="replaced by a newer one"):
                 calls[read]()
-        assert verify.check(store, one, None).result == "recycled"
+        assert verify.check(store, one, None)["result"] == "recycled"

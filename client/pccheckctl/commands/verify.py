@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from dataclasses import dataclass
 
 from pccheck_native import catalog, subset
 from pccheck_wire.errors import (
@@ -15,7 +14,7 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, answer
+from pccheckctl.output.documents import Document, answer, whole
 from pccheckctl.output.progress import Bar, bytes_read
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
@@ -24,14 +23,6 @@ from pccheckctl.source.readers import RecycledError, Store
 BAD = ("damaged", "unreadable")
 _Part = subset.Subset | None
 _Unreadable = list[catalog.Unreadable]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    checkpoint: catalog.Checkpoint
-    result: str  # "ok", "damaged", "unreadable", "recycled"
-    reason: str = ""
-    read_bytes: int = 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.advance(one.payload_bytes)
     found = results, unreadable, part
     answer(arguments, document(*found), lambda: as_text(*found))
-    bad = unreadable or any(one.result in BAD for one in results)
+    bad = unreadable or any(one["result"] in BAD for one in results)
     return DamagedError.exit_code if bad else 0
 
 
@@ -84,9 +75,14 @@ def chosen(arguments: argparse.Namespace) -> _Part:
         raise UsageError(f"--read-data-subset: {error}") from error
 
 
-def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Result:
+def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Document:
     """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was found
     damaged before, and only after it has read all of the checkpoint itself."""
+
+    def result(name: str, reason: str = "", read_bytes: int = 0) -> Document:
+        made = {"result": name, "reason": reason, "read_bytes": read_bytes}
+        return catalog.checkpoint_document(one) | made
+
     ask_daemon = one.is_damaged and part is None and storage.served
     try:
         if ask_daemon:
@@ -98,38 +94,34 @@ def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Result:
                 read_bytes, cleared = reader.verify(part), False
                 reader.content()
     except (RecycledError, NoCheckpointError) as error:
-        return Result(one, "recycled", error.message)
+        return result("recycled", error.message)
     except UnreadableError as error:
-        return Result(one, "unreadable", error.message)
+        return result("unreadable", error.message)
     except PccheckError as error:
         if ask_daemon and not isinstance(error, DamagedError):
             raise
-        return Result(one, "damaged", error.message.rpartition(" is damaged: ")[2])
+        return result("damaged", error.message.rpartition(" is damaged: ")[2])
     if not one.is_damaged:
-        return Result(one, "ok", "", read_bytes)
+        return result("ok", read_bytes=read_bytes)
     if cleared:
         reason = "an earlier read found damage; the data is valid, and the flag was removed"
-        return Result(one, "ok", reason, read_bytes)
+        return result("ok", reason, read_bytes)
     reason = "an earlier read found damage; the data is valid now, but the flag stays: "
     reason += (
         "see the log of pccheckd"
         if ask_daemon
         else "only a full verify through pccheckd removes it"
     )
-    return Result(one, "damaged", reason, read_bytes)
+    return result("damaged", reason, read_bytes)
 
 
-def document(results: list[Result], unreadable: _Unreadable, part: _Part) -> Document:
+def document(results: list[Document], unreadable: _Unreadable, part: _Part) -> Document:
     """What `verify --json` prints."""
     return {
         "schema": 1,
         "subset": {"text": part.text, "seed": part.seed} if part else None,
-        "read_bytes": sum(one.read_bytes for one in results),
-        "checkpoints": [
-            catalog.checkpoint_document(one.checkpoint)
-            | {"result": one.result, "reason": one.reason, "read_bytes": one.read_bytes}
-            for one in results
-        ],
+        "read_bytes": _sum(results, "read_bytes"),
+        "checkpoints": results,
         "unreadable": [
             {"path": str(item.file.path), "reason": directory.reason_of(item)}
             for item in unreadable
@@ -137,23 +129,27 @@ def document(results: list[Result], unreadable: _Unreadable, part: _Part) -> Doc
     }
 
 
-def as_text(results: list[Result], unreadable: _Unreadable, part: _Part) -> str:
+def _sum(results: list[Document], key: str) -> int:
+    return sum(whole(one, key) for one in results)
+
+
+def as_text(results: list[Document], unreadable: _Unreadable, part: _Part) -> str:
     lines: list[tuple[object, ...]] = [
-        (r.checkpoint.job, r.checkpoint.rank, r.checkpoint.sequence, r.checkpoint.step,
-         render.size(r.checkpoint.payload_bytes), r.result, r.reason)
-        for r in results
+        (one["job"], one["rank"], one["sequence"], one["step"],
+         render.size(whole(one, "payload_bytes")), one["result"], one["reason"])
+        for one in results
     ]  # fmt: skip
     lines += [
         (item.file.job, item.file.rank, "", "", "", "unreadable", directory.reason_of(item))
         for item in unreadable
     ]
     table = render.table(("job", "rank", "sequence", "step", "size", "result", "reason"), lines)
-    valid, damaged, lost = (sum(r.result == name for r in results) for name in ("ok", *BAD))
+    valid, damaged, lost = (sum(r["result"] == name for r in results) for name in ("ok", *BAD))
     ending = f"{valid} ok, {damaged + len(unreadable)} damaged"
     ending += f", {lost} unreadable" if lost else ""
     if part:
-        total = render.size(sum(one.checkpoint.payload_bytes for one in results))
-        read = render.size(sum(one.read_bytes for one in results))
+        total = render.size(_sum(results, "payload_bytes"))
+        read = render.size(_sum(results, "read_bytes"))
         again = f"; --seed {part.seed} reads the same again" if not part.parts else ""
         ending += f"\nread {read} of {total} ({part.text}{again})"
     return f"{table}\n\n{ending}"

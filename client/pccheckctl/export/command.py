@@ -11,13 +11,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, note, print_json, say
+from pccheckctl.output.documents import Document, note, part, print_json, say, text, texts, whole
 from pccheckctl.output.progress import Bar
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
@@ -33,21 +32,7 @@ TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
 
 Ranks = dict[int, list[catalog.Checkpoint]]
 Chosen = dict[int, catalog.Checkpoint]
-
-
-@dataclass(slots=True)
-class Written:
-    checkpoint: catalog.Checkpoint
-    path: Path
-    format: str
-    bytes: int = 0
-    changed: list[str] = field(default_factory=list)  # what the format cannot hold unchanged
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    checkpoint: catalog.Checkpoint
-    reason: str
+Skipped = list[tuple[catalog.Checkpoint, str]]  # and why
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             "torch.distributed.checkpoint: pccheckctl export --format dcp",
         )
     storage = files(arguments)
-    skipped: list[Skipped] = []
+    skipped: Skipped = []
     for _ in range(ATTEMPTS):
         found = storage.scan(uid=arguments.uid, job=arguments.job)
         stored = directory.of_job(found, arguments.job, storage.path)
@@ -71,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             rank: directory.matching(mine, step=arguments.step, sequence=arguments.sequence)
             for rank, mine in stored.items()
         }
-        without = {key_of(one.checkpoint) for one in skipped}
+        without = {key_of(one) for one, _ in skipped}
         try:
             chosen = choose(ranks, directory.ranks_of(stored), arguments, without)
             with _terminable():
@@ -79,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         except RecycledError:
             continue
         except _DamageError as damage:
-            skipped.append(damage.skipped)
+            skipped.append(damage.args)
             continue
         except NoCheckpointError as error:
             if not skipped:
@@ -90,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
                 hint=f"see: pccheckctl verify {arguments.job}",
             ) from error
         flagged = [
-            Skipped(one, "an earlier read found it damaged")
+            (one, "an earlier read found it damaged")
             for rank, taken in chosen.items()
             for one in ranks[rank]
             if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in without
         ]
         return _report(arguments, written, [*flagged, *skipped])
     if skipped:
-        raise DamagedError(skipped[-1].reason)
+        raise DamagedError(skipped[-1][1])
     raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
 
 
@@ -156,14 +141,14 @@ def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.
 
 
 class _DamageError(Exception):
-    def __init__(self, skipped: Skipped) -> None:
-        super().__init__(skipped.reason)
-        self.skipped = skipped
+    """The checkpoint that is damaged, and why it is skipped."""
+
+    args: tuple[catalog.Checkpoint, str]
 
 
 def write(
     storage: Store, chosen: Chosen, output: Path, arguments: argparse.Namespace
-) -> list[Written]:
+) -> list[Document]:
     """Writes all files, then renames them: a damaged rank leaves none behind.
 
     Raises RecycledError, or _DamageError with the checkpoint that is damaged.
@@ -182,7 +167,7 @@ def write(
             try:
                 written.append(_write_one(storage, one, made, kind, bar, arguments.only))
             except (DamagedError, UnreadableError) as error:
-                raise _DamageError(Skipped(one, error.message)) from error
+                raise _DamageError(one, error.message) from error
         for made in outputs:
             made.commit()
     return written
@@ -190,8 +175,7 @@ def write(
 
 def _write_one(
     storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
-) -> Written:
-    made = Written(one, output.target, kind)
+) -> Document:
     with WholeReader(storage, one, bar) as reader:
         content = reader.content()
         if only:
@@ -201,13 +185,16 @@ def _write_one(
             names = ("job", "rank", "world_size", "step", "sequence")
             about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
             about |= {"pccheck.only": only} if only else {}
-            made.changed = safetensors_file.write(reader, content, output, about)
+            changed = safetensors_file.write(reader, content, output, about)
         else:
             from . import torch_file  # imports torch when used
 
-            made.changed = torch_file.write(reader, content, output)
-    made.bytes = output.size()
-    return made
+            changed = torch_file.write(reader, content, output)
+    return {
+        "path": str(output.target), "format": kind, "bytes": output.size(),
+        "changed": changed,  # what the format cannot hold unchanged
+        "checkpoint": catalog.checkpoint_document(one),
+    }  # fmt: skip
 
 
 def _target(output: Path, rank: int) -> Path:
@@ -229,39 +216,32 @@ def _terminable() -> Iterator[None]:
 # -- output ------------------------------------------------------------------------------------
 
 
-def _report(arguments: argparse.Namespace, written: list[Written], skipped: list[Skipped]) -> int:
-    if arguments.json:
-        print_json(_document(written, skipped))
-    else:
-        for skip in skipped:
-            one = skip.checkpoint
-            note(
-                f"skipped the checkpoint of step {one.step} (sequence {one.sequence}, rank "
-                f"{one.rank}): {skip.reason}"
-            )
-        for item in written:
-            say(
-                f"{item.path}: step {item.checkpoint.step} of job {item.checkpoint.job} rank "
-                f"{item.checkpoint.rank}, {render.size(item.bytes)}, {item.format}"
-            )
-            for change in item.changed[:NAMED_MAX]:
-                note(f"{item.path.name}: {change}")
-            if len(item.changed) > NAMED_MAX:
-                note(f"{item.path.name}: {len(item.changed) - NAMED_MAX} more; --json has all")
-    return DamagedError.exit_code if skipped else 0
-
-
-def _document(written: list[Written], skipped: list[Skipped]) -> Document:
-    """What `export --json` and `recover --json` print."""
-    return {
+def _report(arguments: argparse.Namespace, written: list[Document], skipped: Skipped) -> int:
+    document: Document = {
         "schema": 1,
-        "written": [
-            {"path": str(item.path), "format": item.format, "bytes": item.bytes,
-             "changed": item.changed, "checkpoint": catalog.checkpoint_document(item.checkpoint)}
-            for item in written
-        ],
+        "written": written,
         "skipped": [
-            {"checkpoint": catalog.checkpoint_document(skip.checkpoint), "reason": skip.reason}
-            for skip in skipped
+            {"checkpoint": catalog.checkpoint_document(one), "reason": reason}
+            for one, reason in skipped
         ],
-    }  # fmt: skip
+    }
+    if arguments.json:
+        print_json(document)
+        return DamagedError.exit_code if skipped else 0
+    for one, reason in skipped:
+        note(
+            f"skipped the checkpoint of step {one.step} (sequence {one.sequence}, rank "
+            f"{one.rank}): {reason}"
+        )
+    for item in written:
+        of, changed = part(item, "checkpoint"), texts(item, "changed")
+        say(
+            f"{item['path']}: step {of['step']} of job {of['job']} rank {of['rank']}, "
+            f"{render.size(whole(item, 'bytes'))}, {item['format']}"
+        )
+        name = Path(text(item, "path")).name
+        for change in changed[:NAMED_MAX]:
+            note(f"{name}: {change}")
+        if len(changed) > NAMED_MAX:
+            note(f"{name}: {len(changed) - NAMED_MAX} more; --json has all")
+    return DamagedError.exit_code if skipped else 0
