@@ -13,8 +13,11 @@ import msgpack
 import pytest
 
 import pccheckctl
+from pccheck_wire.errors import DaemonUnreachableError
 from pccheckctl import cli
+from pccheckctl.commands import verify
 from pccheckctl.source import choice
+from pccheckctl.source.remote import DaemonStore
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import UID, WIDE, floats, make, scribble
@@ -253,3 +256,11 @@ def test_the_storage_flag_asks_no_daemon(
 def test_a_daemon_that_ended_is_twelve(ctl: Ctl, daemon: Daemon) -> None:
     daemon.stop()
     assert ctl("status")[0] == 12
+
+
+def test_a_daemon_that_ends_during_verify_is_no_damage(daemon: Daemon) -> None:
+    store = DaemonStore(str(daemon.socket), daemon.storage)
+    one = store.scan().checkpoints[0]
+    daemon.stop()
+    with pytest.raises(DaemonUnreachableError):
+        verify.check(store, one, None)

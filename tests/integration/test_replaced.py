@@ -69,7 +69,7 @@ def test_a_read_whose_answer_was_lost_is_begun_again(
     assert [read.load for read in lost] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("read", ["read", "read_into", "verify"])
+@pytest.mark.parametrize("read", ["read", "read_into"])
 def test_a_reader_is_told_so(daemon: Daemon, read: str) -> None:
     store = DaemonStore(str(daemon.socket), daemon.storage)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
@@ -80,7 +80,6 @@ def test_a_reader_is_told_so(daemon: Daemon, read: str) -> None:
             calls: dict[str, Callable[[], object]] = {
                 "read": lambda: reader.read(*reader.tree_place),
                 "read_into": lambda: reader.read_into(bytes(24)),
-                "verify": lambda: reader.verify(None),
             }
             with pytest.raises(RecycledError, match="replaced by a newer one"):
                 calls[read]()

@@ -9,7 +9,6 @@ from pccheck_native import catalog, subset
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
-    PccheckError,
     UnreadableError,
     UsageError,
 )
@@ -76,30 +75,17 @@ def chosen(arguments: argparse.Namespace) -> _Part:
 
 
 def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Document:
-    """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was found
-    damaged before, and only after it has read all of the checkpoint itself."""
-
     def result(name: str, reason: str = "", read_bytes: int = 0) -> Document:
         made = {"result": name, "reason": reason, "read_bytes": read_bytes}
         return catalog.checkpoint_document(one) | made
 
-    ask_daemon = one.is_damaged and part is None and storage.served
     try:
-        if ask_daemon:
-            from pccheckctl.source.remote import verified
-
-            read_bytes, cleared = verified(storage.socket, one)
-        else:
-            with storage.reader(one) as reader:
-                read_bytes, cleared = reader.verify(part), False
-                reader.content()
-    except (RecycledError, NoCheckpointError) as error:
+        read_bytes, cleared = storage.verify(one, part)
+    except RecycledError as error:
         return result("recycled", error.message)
     except UnreadableError as error:
         return result("unreadable", error.message)
-    except PccheckError as error:
-        if ask_daemon and not isinstance(error, DamagedError):
-            raise
+    except DamagedError as error:
         return result("damaged", error.message.rpartition(" is damaged: ")[2])
     if not one.is_damaged:
         return result("ok", read_bytes=read_bytes)
@@ -109,7 +95,7 @@ def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Document:
     reason = "an earlier read found damage; the data is valid now, but the flag stays: "
     reason += (
         "see the log of pccheckd"
-        if ask_daemon
+        if storage.served and part is None
         else "only a full verify through pccheckd removes it"
     )
     return result("damaged", reason, read_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pccheck_native import catalog, dropping, group, layout
+from pccheck_native import catalog, dropping, group, layout, subset
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -85,6 +85,18 @@ class Storage:
         )
 
         return FileReader(checkpoint)
+
+    def verify(
+        self, checkpoint: catalog.Checkpoint, part: subset.Subset | None
+    ) -> tuple[int, bool]:
+        """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was
+        found damaged before, and only after it has read all of the checkpoint itself."""
+        if self.served and checkpoint.is_damaged and part is None:
+            from .remote import DaemonStore
+
+            return DaemonStore(self.socket, self.path).verify(checkpoint, None)
+        with self.reader(checkpoint) as reader:
+            return reader.verify(part), False
 
     def listing(self, job: str = "", *, uid: int | None = None) -> Document:
         """What `list --json` prints; the daemon's document has the same keys."""

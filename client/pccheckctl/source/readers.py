@@ -42,11 +42,6 @@ class Reader:
         RecycledError."""
         raise NotImplementedError
 
-    def verify(self, part: Subset | None = None) -> int:
-        """Reads and checks the payload of this rank, or a part of it; how many bytes. Raises as
-        `read_into` does."""
-        raise NotImplementedError
-
     def close(self) -> None:
         raise NotImplementedError
 
@@ -88,6 +83,9 @@ class Store(Protocol):
         self, *, uid: int | None = None, job: str = "", rank: int | None = None
     ) -> catalog.Catalog: ...
     def reader(self, checkpoint: catalog.Checkpoint) -> Reader: ...
+    def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
+        """Reads and checks it, or a part of it. Returns how many bytes that were, and whether the
+        flag that it is damaged was removed. Raises as `Reader.read_into` does."""
 
 
 class FileReader(Reader):
@@ -112,7 +110,9 @@ class FileReader(Reader):
         with self._errors():
             self._volume.read_into(self.checkpoint.sequence, ranges)
 
-    def verify(self, part: Subset | None = None) -> int:
+    def verify(self, part: Subset | None) -> int:
+        """Reads and checks the payload, or a part of it, and the tree; how many bytes."""
+        self.content()
         with self._errors():
             if part is not None:
                 return verify_part(self._volume, self.checkpoint, part)

@@ -51,6 +51,24 @@ class DaemonStore:
     def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
         return DaemonReader(checkpoint, self.socket)
 
+    def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
+        one = checkpoint
+        try:
+            with Observer(self.socket) as observer:
+                document = observer.verify(
+                    one.job, rank=one.rank, sequence=one.sequence, uid=one.uid,
+                    subset=part.text if part else "", seed=part.seed if part else 0,
+                )  # fmt: skip
+        except NoCheckpointError as error:
+            raise recycled(one) from error
+        read, cleared = 0, False
+        for item in rows(document, "checkpoints"):
+            if item.get("valid") is not True:
+                raise invalid(one, text(item, "problem"))
+            read += whole(item, "read_bytes")
+            cleared = cleared or item.get("cleared") is True
+        return read, cleared
+
     def _unreadable(self, item: Document) -> catalog.Unreadable:
         path = Path(text(item, "path"))
         try:
@@ -80,7 +98,6 @@ class DaemonReader(Reader):
     def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
         """Raises RecycledError when the daemon has used its slot for a newer one."""
         self.checkpoint = checkpoint
-        self._path = socket
         self._load = 0
         hello = Hello(
             PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=checkpoint.job,
@@ -119,12 +136,6 @@ class DaemonReader(Reader):
                 self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"
             )
 
-    def verify(self, part: Subset | None = None) -> int:
-        try:
-            return verified(self._path, self.checkpoint, part)[0]
-        except NoCheckpointError as error:
-            raise recycled(self.checkpoint) from error
-
     def close(self) -> None:
         self._link.close()
         self._attachment.close()
@@ -138,22 +149,3 @@ class DaemonReader(Reader):
         if not isinstance(answer, Opened) or answer.sequence != one.sequence:
             raise recycled(self.checkpoint)
         return answer
-
-
-def verified(
-    socket: str | None, one: catalog.Checkpoint, part: Subset | None = None
-) -> tuple[int, bool]:
-    """Lets the daemon read and check it. Returns how many bytes it read, and whether it removed the
-    flag that the checkpoint is damaged. Raises DamagedError, UnreadableError, NoCheckpointError."""
-    with Observer(socket) as observer:
-        document = observer.verify(
-            one.job, rank=one.rank, sequence=one.sequence, uid=one.uid, timeout_s=LOAD_LIMIT_S,
-            subset=part.text if part else "", seed=part.seed if part else 0,
-        )  # fmt: skip
-    read, cleared = 0, False
-    for item in rows(document, "checkpoints"):
-        if item.get("valid") is not True:
-            raise invalid(one, text(item, "problem"))
-        read += whole(item, "read_bytes")
-        cleared = cleared or item.get("cleared") is True
-    return read, cleared
