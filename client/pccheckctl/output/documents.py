@@ -7,6 +7,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 
+from .render import safe
+
 Document = dict[str, object]
 
 
@@ -26,20 +28,11 @@ def print_json(document: Document) -> None:
 
 def say(text: str) -> None:
     """A result for people. Line breaks in names of other users were escaped before."""
-    print(lines_of(text), flush=True)
-
-
-def lines_of(text: str) -> str:
-    """The same text, safe for a terminal."""
-    from pccheckctl.output.render import safe
-
-    return "\n".join(safe(line) for line in text.split("\n"))
+    print("\n".join(map(safe, text.split("\n"))), flush=True)
 
 
 def note(text: str) -> None:
     """A remark for people, on stderr; stdout is for results."""
-    from pccheckctl.output.render import safe
-
     print(f"pccheckctl: {safe(text)}", file=sys.stderr)
 
 

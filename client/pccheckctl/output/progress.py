@@ -66,20 +66,16 @@ class Bar:
         left = f", {render.duration(elapsed_s / share - elapsed_s)} left" if 0 < share < 1 else ""
         return f"{self.label} [{bar}] {share:4.0%} {what}{left}"
 
-    def close(self) -> None:
-        """Removes the bar."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            if self._drawn:
-                self._put("")
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self.close()
+        """Removes the bar."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            if self._drawn:
+                self._put("")
 
     def _draw(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

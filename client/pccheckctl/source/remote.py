@@ -105,10 +105,16 @@ class DaemonReader(Reader):
         )  # fmt: skip
         self._attachment = attach.connect(hello, socket)
         try:
-            opened = self._open()
+            opened = self._attachment.request(
+                Open(step=checkpoint.step, before=checkpoint.sequence + 1)
+            )
+            if not isinstance(opened, Opened) or opened.sequence != checkpoint.sequence:
+                raise recycled(checkpoint)
             self._link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
-        except BaseException:
+        except BaseException as error:
             self._attachment.close()
+            if isinstance(error, NoCheckpointError):
+                raise recycled(checkpoint) from error
             raise
         self.tree_place = opened.tree_offset, opened.tree_bytes
 
@@ -139,13 +145,3 @@ class DaemonReader(Reader):
     def close(self) -> None:
         self._link.close()
         self._attachment.close()
-
-    def _open(self) -> Opened:
-        one = self.checkpoint
-        try:
-            answer = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
-        except NoCheckpointError as error:
-            raise recycled(self.checkpoint) from error
-        if not isinstance(answer, Opened) or answer.sequence != one.sequence:
-            raise recycled(self.checkpoint)
-        return answer
