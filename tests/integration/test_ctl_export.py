@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pccheckctl.export import command, files, torch_file
+from pccheckctl.export import command, torch_file
+from pccheckctl.output import files
 from pccheckctl.source.readers import WholeReader
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, floats, make, mapping, numbers, scribble

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheckctl.export.files import Output
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, print_json, rows, say, text, whole
+from pccheckctl.output.files import Output
 from pccheckctl.source.choice import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200

@@ -14,6 +14,7 @@ from pccheck_native import catalog, mounts
 from pccheck_wire.errors import PccheckError
 from pccheckctl.measure import disk
 from pccheckctl.output import render
+from pccheckctl.output.files import reserve
 
 from .finding import Finding, ok, problem, warning
 
@@ -86,7 +87,7 @@ def direct_io(place: Path) -> Iterator[Finding]:
                     mend="use ext4 or xfs on a local disk",
                 )  # fmt: skip
                 return
-            disk.reserve(fd, PROBE_BYTES, place)
+            reserve(fd, PROBE_BYTES, place)
             same = disk.reads_back(fd, PROBE_BYTES)
             seconds = disk.flushes(fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
     except PccheckError as error:

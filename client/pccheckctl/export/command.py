@@ -17,13 +17,13 @@ from pccheck_native import catalog
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, part, print_json, say, text, texts, whole
+from pccheckctl.output.files import Output
 from pccheckctl.output.progress import Bar
 from pccheckctl.source import directory
 from pccheckctl.source.choice import files
 from pccheckctl.source.readers import RecycledError, Store, WholeReader
 
 from . import parts, safetensors_file
-from .files import Output
 
 #: How often a running daemon may replace a checkpoint while it is read.
 ATTEMPTS = 8

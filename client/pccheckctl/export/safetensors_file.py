@@ -19,9 +19,9 @@ from typing import Literal
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError
 from pccheckctl.output.documents import as_json
+from pccheckctl.output.files import Output, reserve
 from pccheckctl.source.readers import Reader
 
-from .files import Output, reserve
 from .parts import as_tensor, contiguous_strides
 
 HEADER_BYTES_MAX = 100_000_000

@@ -22,9 +22,9 @@ from pccheck_native.cgroups import available
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
+from pccheckctl.output.files import Output, reserve
 from pccheckctl.source.readers import Reader
 
-from .files import Output, reserve
 from .parts import as_tensor, extents_of
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from pccheck_wire.errors import StorageFullError, UsageError
 from pccheck_wire.units import GIB, MIB
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part, text
+from pccheckctl.output.files import reserve
 from pccheckctl.output.progress import Bar
 from pccheckctl.source.choice import choose
 
@@ -93,7 +94,7 @@ def measure(
         Bar("bench", len(writers) + 5, show=not quiet, unit="part") as bar,
     ):
         size = _fitting(place, size, chunk)
-        disk.reserve(fd, size, place)
+        reserve(fd, size, place)
 
         def writes(threads: int, nbytes: int) -> float:
             bar.advance(1)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pccheck_wire.errors import NoStoreError, PccheckError, RefusedError, StorageFullError
+from pccheck_wire.errors import NoStoreError, PccheckError, RefusedError
 
 ALIGN = 4096
 _NOISE_BYTES = 1 << 20
@@ -30,14 +30,6 @@ def scratch(place: Path) -> Iterator[tuple[int, bool]]:
         raise _cannot(error, place) from error
     with file:
         yield file.fileno(), _make_direct(file.fileno())
-
-
-def reserve(fd: int, size: int, place: Path) -> None:
-    """Allocates the space. Raises StorageFullError."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        raise _cannot(error, place) from error
 
 
 def _make_direct(fd: int) -> bool:
@@ -56,8 +48,6 @@ def _cannot(error: OSError, place: Path) -> PccheckError:
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return NoStoreError(f"there is no directory {place}", hint=f"create it: mkdir -p {place}")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return StorageFullError(f"{place} has no space left", hint="use a smaller --size")
     return NoStoreError(f"{place} cannot be used: {error.strerror or error}")
 
 

@@ -95,7 +95,7 @@ class Output:
 
 
 def reserve(descriptor: int, nbytes: int, where: Path) -> None:
-    """Allocates the space before it is mapped: a full disk would end the process under a mapping.
+    """Allocates the space before it is used: under a mapping a full disk would end the process.
     Raises StorageFullError."""
     if nbytes == 0:
         return
@@ -105,7 +105,8 @@ def reserve(descriptor: int, nbytes: int, where: Path) -> None:
         number = error.errno if isinstance(error, OSError) else errno.EFBIG
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageFullError(
-                f"{where} has no space for {size_text(nbytes)}", hint="choose another --output"
+                f"{where} has no space for {size_text(nbytes)}",
+                hint="choose another directory, or free space",
             ) from error
         raise
 
