@@ -120,7 +120,7 @@ int main(void)
     scarcity_begin(directory);
     (void)snprintf(path, sizeof(path), "%s/volume", directory);
     RUN(test_engines);
-    scarcity_end(26);
+    scarcity_end(25);
     CHECK(rmdir(directory) == 0);
     return 0;
 }
