@@ -1,10 +1,11 @@
 /* Native threads: named, and with every signal blocked, so that an interpreter's handlers run on
- * its own threads and our system calls are not interrupted. */
+ * its own threads and our system calls are not interrupted. Conditions with deadlines. */
 #ifndef PCC_THREAD_H
 #define PCC_THREAD_H
 
 #include <pthread.h>
 #include <signal.h>
+#include <time.h>
 
 #include "base/pcc_base.h"
 
@@ -22,6 +23,44 @@ PCC_MUST_CHECK static inline int pcc_thread_start(pthread_t *out, void *(*run)(v
         return -error;
     (void)pthread_setname_np(*out, name);
     return 0;
+}
+
+#define PCC_THREADS_MAX 64u
+/* `run` so many times at once (none counts as one), once of them in the caller; returns when all
+ * have. A thread that cannot be started is one less. */
+static inline void pcc_threads_run(uint32_t count, void *(*run)(void *), void *argument,
+                                   const char *name)
+{
+    pthread_t started[PCC_THREADS_MAX];
+    uint32_t others = 0;
+
+    while (others + 1 < count && others < PCC_THREADS_MAX &&
+           pcc_thread_start(&started[others], run, argument, name) == 0)
+        others++;
+    (void)run(argument);
+    for (uint32_t i = 0; i < others; i++)
+        (void)pthread_join(started[i], NULL);
+}
+
+/* A condition whose deadlines are times of pcc_now_ns: the clock of the machine may be set. */
+static inline void pcc_condition_make(pthread_cond_t *out)
+{
+    pthread_condattr_t monotonic;
+
+    (void)pthread_condattr_init(&monotonic); /* these cannot fail */
+    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(out, &monotonic);
+    (void)pthread_condattr_destroy(&monotonic);
+}
+
+/* With the lock held. False when the deadline has passed. */
+static inline bool pcc_condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock,
+                                      uint64_t deadline_ns)
+{
+    const struct timespec deadline = {.tv_sec = (time_t)(deadline_ns / 1000000000u),
+                                      .tv_nsec = (long)(deadline_ns % 1000000000u)};
+
+    return pthread_cond_timedwait(condition, lock, &deadline) == 0;
 }
 
 #endif

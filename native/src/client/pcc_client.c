@@ -82,26 +82,15 @@ static bool arrays_make(struct pcc_client *client)
            client->free_chunks != NULL && client->flights != NULL;
 }
 
-/* Waits for `idle` have deadlines of pcc_now_ns. */
-static void locks_make(struct pcc_client *client)
-{
-    pthread_condattr_t monotonic;
-
-    (void)pthread_mutex_init(&client->lock, NULL); /* cannot fail with such attributes */
-    (void)pthread_mutex_init(&client->gpu_lock, NULL);
-    (void)pthread_condattr_init(&monotonic);
-    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&client->idle, &monotonic);
-    (void)pthread_condattr_destroy(&monotonic);
-}
-
 int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
 {
     struct pcc_client *client = calloc(1, sizeof(*client));
 
     if (client == NULL)
         return -ENOMEM;
-    locks_make(client);
+    (void)pthread_mutex_init(&client->lock, NULL); /* cannot fail with such attributes */
+    (void)pthread_mutex_init(&client->gpu_lock, NULL);
+    pcc_condition_make(&client->idle);
     client->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
     client->page_by = PCC_HOST;
     atomic_store_explicit(&client->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
@@ -346,14 +335,12 @@ int pcc_client_wait(struct pcc_client *client, uint64_t id, enum pcc_wait_for wh
 static void job_await(struct pcc_client *client, const struct pcc_job *job)
 {
     const uint64_t limit = pcc_now_ns() + ABANDON_PATIENCE_NS;
-    const struct timespec deadline = {.tv_sec = (time_t)(limit / 1000000000u),
-                                      .tv_nsec = (long)(limit % 1000000000u)};
 
     while (job->busy)
         (void)pthread_cond_wait(&client->idle, &client->lock);
     /* Not on a dead client: its thread, which would see them end, is gone. */
     while (job->flying > 0 && !atomic_load_explicit(&client->dead, memory_order_relaxed) &&
-           pthread_cond_timedwait(&client->idle, &client->lock, &deadline) == 0)
+           pcc_condition_wait(&client->idle, &client->lock, limit))
         ;
 }
 

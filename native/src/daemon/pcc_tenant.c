@@ -24,7 +24,6 @@
 int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc_gpus *gpus,
                     const struct pcc_tenant_spec *spec, struct pcc_tenant **out)
 {
-    pthread_condattr_t monotonic;
     struct pcc_page_geometry geometry;
     const int error =
         pcc_page_plan(spec->chunk_bytes, spec->block_bytes, spec->chunk_capacity, &geometry);
@@ -49,10 +48,7 @@ int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc
     (void)pthread_mutex_init(&tenant->growing, NULL);
     (void)pthread_mutex_init(&tenant->lock, NULL);
     (void)pthread_cond_init(&tenant->chunk_back, NULL);
-    (void)pthread_condattr_init(&monotonic);
-    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&tenant->pull.part_ended, &monotonic);
-    (void)pthread_condattr_destroy(&monotonic);
+    pcc_condition_make(&tenant->pull.part_ended);
     tenant->pull.limit_ns = PULL_LIMIT_NS;
     tenant->pool = pool;
     tenant->events = events;

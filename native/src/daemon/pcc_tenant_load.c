@@ -243,19 +243,10 @@ static void load_end(struct pcc_tenant *tenant, int error)
 static void *leader_run(void *argument)
 {
     struct pcc_tenant *tenant = argument;
-    pthread_t helpers[PCC_LOAD_THREADS_MAX];
-    uint32_t count = 0;
     const int error = load_prepare(tenant);
 
-    if (error == 0) {
-        /* A helper that cannot be started only makes it slower. */
-        while (count + 1 < tenant->spec.writers_per_lane && count < PCC_LOAD_THREADS_MAX &&
-               pcc_thread_start(&helpers[count], reader_run, tenant, "pcc-load") == 0)
-            count++;
-        (void)reader_run(tenant);
-        for (uint32_t i = 0; i < count; i++)
-            (void)pthread_join(helpers[i], NULL);
-    }
+    if (error == 0)
+        pcc_threads_run(tenant->spec.writers_per_lane, reader_run, tenant, "pcc-load");
     load_end(tenant, error);
     return NULL;
 }

@@ -23,7 +23,6 @@
 /* N of every volume, and 64 ended saves that messages may still name. */
 #define PCC_TENANT_SAVES 128u
 #define PCC_TENANT_VOLUMES 4u /* the bound one and grown-out ones that still have saves */
-#define PCC_LOAD_THREADS_MAX 16u
 
 enum pcc_chunk_state {
     PCC_CHUNK_FREE = 0,

@@ -3,9 +3,9 @@
  * read is judged by the drain thread (pcc_tenant_admit.c). */
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/pcc_futex.h"
+#include "base/pcc_thread.h"
 #include "daemon/pcc_tenant_private.h"
 
 /* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under
@@ -352,14 +352,6 @@ static void part_orphan(struct pcc_tenant *tenant, struct pcc_tenant_part *part)
     part_left(tenant, save);
 }
 
-static void wait_until(struct pcc_tenant *tenant, uint64_t deadline_ns)
-{
-    const struct timespec until = {.tv_sec = (time_t)(deadline_ns / 1000000000u),
-                                   .tv_nsec = (long)(deadline_ns % 1000000000u)};
-
-    (void)pthread_cond_timedwait(&tenant->pull.part_ended, &tenant->lock, &until);
-}
-
 void pcc_tenant_pull_end(struct pcc_tenant *tenant)
 {
     if (tenant->gpus == NULL)
@@ -370,8 +362,7 @@ void pcc_tenant_pull_end(struct pcc_tenant *tenant)
     tenant->pull.map = NULL;
     uint64_t deadline_ns = pcc_now_ns() + tenant->pull.limit_ns;
     while (tenant->pull.parts != NULL) {
-        wait_until(tenant, deadline_ns);
-        if (pcc_now_ns() < deadline_ns)
+        if (pcc_condition_wait(&tenant->pull.part_ended, &tenant->lock, deadline_ns))
             continue;
         for (struct pcc_tenant_part *part = tenant->pull.parts, *next; part != NULL; part = next) {
             next = part->next;

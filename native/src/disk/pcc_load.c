@@ -1,6 +1,5 @@
 #include "disk/pcc_load.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +7,6 @@
 #include "base/pcc_thread.h"
 #include "disk/pcc_pace.h"
 
-#define LOAD_THREADS_MAX 64u
 #define CHUNK_BYTES_MAX (256u << 20)
 /* Ranges closer than this are read in one stream: seeking would cost more than reading the gap. */
 #define GAP_BYTES_MAX (4ull << 20)
@@ -211,8 +209,6 @@ int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t lengt
 {
     const uint64_t payload = load->entry.payload_bytes;
     struct stream stream = {.load = load, .sink = sink, .context = context};
-    pthread_t started[LOAD_THREADS_MAX];
-    uint32_t count = 0;
 
     if (chunk_bytes == 0 || chunk_bytes % PCC_IO_ALIGN != 0 ||
         chunk_bytes % load->geometry.block_bytes != 0 || offset_bytes > payload ||
@@ -225,14 +221,7 @@ int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t lengt
     stream.chunk_bytes = chunk_bytes;
     atomic_init(&stream.next_chunk, offset_bytes / chunk_bytes);
     atomic_init(&stream.result, 0);
-    /* A thread that cannot be had is one reader less; with none the caller reads. */
-    while (count < threads && count < LOAD_THREADS_MAX &&
-           pcc_thread_start(&started[count], stream_run, &stream, "pcc-load") == 0)
-        count++;
-    if (count == 0)
-        (void)stream_run(&stream);
-    for (uint32_t i = 0; i < count; i++)
-        (void)pthread_join(started[i], NULL);
+    pcc_threads_run(threads, stream_run, &stream, "pcc-load");
     return atomic_load_explicit(&stream.result, memory_order_relaxed);
 }
 

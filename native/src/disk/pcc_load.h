@@ -29,10 +29,10 @@ PCC_MUST_CHECK int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t o
 
 /* The chunk size for reads that is next to `wanted_bytes`: whole blocks, whole direct-I/O units. */
 uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes);
-/* Streams payload [offset, offset+length) through `threads` readers, each with a buffer of
- * chunk_bytes; sink is called from them, for disjoint parts in any order, with checked bytes
- * cut to the range, or NULL: they are only checked. Non-zero from sink stops it and is returned.
- * threads = 0: in the caller. */
+/* Streams payload [offset, offset+length) through `threads` readers, the caller among them, each
+ * with a buffer of chunk_bytes; sink is called from them, for disjoint parts in any order, with
+ * checked bytes cut to the range; with NULL they are only checked. Non-zero from sink stops it and
+ * is returned. */
 typedef int (*pcc_load_sink)(void *context, const void *bytes, uint64_t offset_bytes,
                              uint64_t length_bytes);
 PCC_MUST_CHECK int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes,

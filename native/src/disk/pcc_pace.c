@@ -1,7 +1,6 @@
 #include "disk/pcc_pace.h"
 
-#include <pthread.h>
-#include <time.h>
+#include "base/pcc_thread.h"
 
 #define WAIT_NS 10000000u
 
@@ -26,20 +25,14 @@ static struct user *user_of(uint32_t uid)
     return &pace_users[uid % PCC_PACE_USERS];
 }
 
-/* The clock of the machine may be set meanwhile. */
-static void use_monotonic_clock(void)
+static void make_condition(void)
 {
-    pthread_condattr_t attributes;
-
-    PCC_ASSERT(pthread_condattr_init(&attributes) == 0);
-    PCC_ASSERT(pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC) == 0);
-    PCC_ASSERT(pthread_cond_init(&pace_moved, &attributes) == 0);
-    (void)pthread_condattr_destroy(&attributes);
+    pcc_condition_make(&pace_moved);
 }
 
 static void lock(void)
 {
-    (void)pthread_once(&pace_once, use_monotonic_clock);
+    (void)pthread_once(&pace_once, make_condition);
     (void)pthread_mutex_lock(&pace_lock);
 }
 

@@ -107,7 +107,6 @@ fail:
 
 static int gpu_open(const uint8_t uuid[16], struct pcc_gpu **out)
 {
-    pthread_condattr_t monotonic;
     struct pcc_gpu *gpu = calloc(1, sizeof(*gpu));
 
     if (gpu == NULL)
@@ -115,10 +114,7 @@ static int gpu_open(const uint8_t uuid[16], struct pcc_gpu **out)
     memcpy(&gpu->uuid, uuid, sizeof(gpu->uuid));
     (void)pthread_mutex_init(&gpu->reading, NULL);
     (void)pthread_mutex_init(&gpu->lock, NULL);
-    (void)pthread_condattr_init(&monotonic);
-    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&gpu->wake, &monotonic);
-    (void)pthread_condattr_destroy(&monotonic);
+    pcc_condition_make(&gpu->wake);
     void *const page = mmap(NULL, PCC_GPU_LANDING_BYTES, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     int error = -ENOMEM;

@@ -2,9 +2,9 @@
  * have arrived, in the order in which they were enqueued, and lets every job enqueue one more. It
  * asks the driver and never waits in it, so that no job can hold up another one. */
 #include <stdlib.h>
-#include <time.h>
 
 #include "base/pcc_numa.h"
+#include "base/pcc_thread.h"
 #include "gpu/pcc_gpu.h"
 
 #define NAP_MIN_NS 20000u
@@ -281,16 +281,6 @@ static bool feed(struct pcc_gpu *gpu)
     return moved;
 }
 
-/* With the lock held. */
-static void nap(struct pcc_gpu *gpu, uint64_t length_ns)
-{
-    const uint64_t until_ns = pcc_now_ns() + length_ns;
-    const struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u),
-                                   .tv_nsec = (long)(until_ns % 1000000000u)};
-
-    (void)pthread_cond_timedwait(&gpu->wake, &gpu->lock, &until);
-}
-
 /* False when it is to end. */
 static bool sleep_until_work(struct pcc_gpu *gpu, uint64_t *nap_ns, bool moved)
 {
@@ -303,7 +293,7 @@ static bool sleep_until_work(struct pcc_gpu *gpu, uint64_t *nap_ns, bool moved)
         (void)pthread_cond_wait(&gpu->wake, &gpu->lock);
         *nap_ns = NAP_MIN_NS;
     } else if (go_on) {
-        nap(gpu, *nap_ns);
+        (void)pcc_condition_wait(&gpu->wake, &gpu->lock, pcc_now_ns() + *nap_ns);
         *nap_ns = *nap_ns < NAP_MAX_NS / 2 ? *nap_ns * 2 : NAP_MAX_NS;
     }
     unlock(gpu);

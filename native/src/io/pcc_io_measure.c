@@ -1,12 +1,9 @@
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "base/pcc_thread.h"
 #include "io/pcc_io.h"
-
-#define THREADS_MAX 64u
 
 struct measure {
     struct pcc_io *io;
@@ -37,16 +34,9 @@ static void *write_chunks(void *argument)
 
 static int overwrite(struct measure *measure, uint32_t threads, uint64_t *ns_out)
 {
-    pthread_t started[THREADS_MAX];
-    uint32_t count = 0;
     const uint64_t start = pcc_now_ns();
 
-    while (count + 1 < threads && count < THREADS_MAX &&
-           pcc_thread_start(&started[count], write_chunks, measure, "pcc-measure") == 0)
-        count++;
-    (void)write_chunks(measure);
-    for (uint32_t i = 0; i < count; i++)
-        (void)pthread_join(started[i], NULL);
+    pcc_threads_run(threads, write_chunks, measure, "pcc-measure");
     int result = atomic_load_explicit(&measure->error, memory_order_relaxed);
     if (result == 0)
         result = pcc_io_flush(measure->io);

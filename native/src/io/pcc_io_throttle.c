@@ -3,11 +3,10 @@
  *
  * The line is counted in bytes, not in time: each transfer takes a place at its end, and may go on
  * when the bucket, which fills at the rate of the moment, has come that far. */
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "base/pcc_thread.h"
 #include "io/pcc_io.h"
 
 #define BURST_S 0.02 /* what an idle engine may catch up on */
@@ -54,11 +53,7 @@ static bool wait_for(struct throttle_io *self, double place)
     const double wait_ns = (place - self->filled) / (double)rate * SECOND_NS;
     /* Rounded up, so that the place is reached then; a century is as good as for ever. */
     const uint64_t until = self->since_ns + (uint64_t)(wait_ns < 3e18 ? wait_ns : 3e18) + 1;
-    const struct timespec wake = {
-        .tv_sec = (time_t)(until / 1000000000u),
-        .tv_nsec = (long)(until % 1000000000u),
-    };
-    (void)pthread_cond_timedwait(&self->changed, &self->lock, &wake);
+    (void)pcc_condition_wait(&self->changed, &self->lock, until);
     return true;
 }
 
@@ -123,7 +118,6 @@ static const struct pcc_io_ops throttle_ops = {
 
 int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second, struct pcc_io **out)
 {
-    pthread_condattr_t monotonic;
     struct throttle_io *self = calloc(1, sizeof *self);
 
     if (!self) {
@@ -138,10 +132,7 @@ int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second, struct
     self->since_ns = pcc_now_ns();
     atomic_init(&self->bytes_per_second, bytes_per_second);
     (void)pthread_mutex_init(&self->lock, NULL);
-    (void)pthread_condattr_init(&monotonic);
-    (void)pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&self->changed, &monotonic);
-    (void)pthread_condattr_destroy(&monotonic);
+    pcc_condition_make(&self->changed);
     *out = &self->io;
     return 0;
 }
