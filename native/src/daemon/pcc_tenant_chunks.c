@@ -11,7 +11,7 @@
  * fewer than this many left to fill: late, but before it stalls. */
 #define CHUNKS_AHEAD 4u
 
-static struct pcc_tenant_save *save_of(struct pcc_tenant *tenant, uint64_t tag)
+struct pcc_tenant_save *pcc_tenant_save_of(struct pcc_tenant *tenant, uint64_t tag)
 {
     struct pcc_tenant_save *save = &tenant->saves[(tag & 0xff) % PCC_TENANT_SAVES];
 
@@ -54,7 +54,7 @@ void pcc_tenant_chunk_set(struct pcc_tenant *tenant, struct pcc_tenant_chunk *ch
         list_enter(chunk, &tenant->lists[PCC_CHUNKS_FREE]);
     } else if (state == PCC_CHUNK_CACHED) {
         const enum pcc_chunk_list list =
-            save_of(tenant, chunk->tag) != NULL ? PCC_CHUNKS_FLIGHT : PCC_CHUNKS_ENDED;
+            pcc_tenant_save_of(tenant, chunk->tag) != NULL ? PCC_CHUNKS_FLIGHT : PCC_CHUNKS_ENDED;
         list_enter(chunk, tenant->lists[list].before);
     }
 }
@@ -78,7 +78,7 @@ void pcc_tenant_chunks_retire(struct pcc_tenant *tenant)
 static bool uncache(struct pcc_tenant *tenant, uint32_t index)
 {
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
-    struct pcc_tenant_save *save = save_of(tenant, chunk->tag);
+    struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, chunk->tag);
 
     if (chunk->state == PCC_CHUNK_CACHED && save != NULL) {
         if (!pcc_save_uncache(tenant->bindings[save->binding].saver, chunk->tag,
@@ -122,7 +122,7 @@ int64_t pcc_tenant_pick(struct pcc_tenant *tenant, uint64_t spare, bool gently)
 
 bool pcc_tenant_uncache(struct pcc_tenant *tenant, uint32_t index)
 {
-    const struct pcc_tenant_save *save = save_of(tenant, tenant->chunks[index].tag);
+    const struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tenant->chunks[index].tag);
 
     /* While its save may still have to be written elsewhere, it may be the only copy. */
     return (save == NULL || save->immovable) && uncache(tenant, index);
@@ -136,6 +136,35 @@ void pcc_tenant_chunk_free(struct pcc_tenant *tenant, uint32_t index)
     chunk->tag = 0;
     chunk->sequence = 0;
     pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FREE);
+}
+
+void pcc_tenant_chunk_fill(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                           uint32_t index, uint64_t offset_bytes, uint32_t length_bytes)
+{
+    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+
+    pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FULL);
+    chunk->tag = save->tag;
+    chunk->sequence = save->sequence;
+    chunk->offset_bytes = offset_bytes;
+    chunk->length_bytes = length_bytes;
+    chunk->payload_chunks = save->chunk_count;
+}
+
+int pcc_tenant_hand_over(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                         uint32_t index, const uint64_t *checksums)
+{
+    const struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
+    const struct pcc_segment *segment = &tenant->segments[chunk->segment].memory;
+    const struct pcc_chunk piece = {.bytes = chunk->bytes,
+                                    .payload_offset_bytes = chunk->offset_bytes,
+                                    .length_bytes = chunk->length_bytes,
+                                    .index = index,
+                                    .segment = segment->id,
+                                    .segment_chunk = index - segment->first_chunk,
+                                    .checksums = checksums};
+
+    return pcc_save_chunk(save->save, &piece);
 }
 
 void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, uint64_t tag, bool keep_cached)
@@ -239,4 +268,10 @@ void pcc_tenant_hand_out(struct pcc_tenant *tenant)
     }
     if (sent)
         pcc_tenant_wake_client(tenant);
+}
+
+void pcc_tenant_pass_on(struct pcc_tenant *tenant)
+{
+    pcc_tenant_hand_out(tenant);
+    (void)pthread_cond_broadcast(&tenant->chunk_back);
 }

@@ -109,23 +109,8 @@ void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save 
                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
                               const uint64_t *checksums)
 {
-    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
-    const struct pcc_segment *segment = &tenant->segments[chunk->segment].memory;
-    const struct pcc_chunk piece = {.bytes = chunk->bytes,
-                                    .payload_offset_bytes = offset_bytes,
-                                    .length_bytes = length_bytes,
-                                    .index = index,
-                                    .segment = segment->id,
-                                    .segment_chunk = index - segment->first_chunk,
-                                    .checksums = checksums};
-
-    pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FULL);
-    chunk->tag = save->tag;
-    chunk->sequence = save->sequence;
-    chunk->offset_bytes = offset_bytes;
-    chunk->length_bytes = length_bytes;
-    chunk->payload_chunks = save->chunk_count;
-    const int error = pcc_save_chunk(save->save, &piece);
+    pcc_tenant_chunk_fill(tenant, save, index, offset_bytes, length_bytes);
+    const int error = pcc_tenant_hand_over(tenant, save, index, checksums);
     if (error != 0) { /* it was not taken */
         pcc_tenant_chunk_free(tenant, index);
         pcc_tenant_give_up(tenant, save, error);
@@ -200,8 +185,7 @@ static int take_back(struct pcc_tenant *tenant, const struct pcc_message *messag
     if (chunk->state == PCC_CHUNK_GRANTED) {
         tenant->granted_count--;
         pcc_tenant_chunk_free(tenant, message->chunk);
-        if (tenant->load.waiting > 0)
-            (void)pthread_cond_broadcast(&tenant->chunk_back);
+        (void)pthread_cond_broadcast(&tenant->chunk_back);
     } else if (chunk->state == PCC_CHUNK_LENT) {
         pcc_tenant_load_put_back(tenant, message->chunk, true);
     } else {
@@ -295,20 +279,12 @@ void *pcc_tenant_drain_run(void *argument)
 
 /* -- what the savers say -- */
 
-static struct pcc_tenant_save *save_of_tag(struct pcc_tenant *tenant, uint64_t tag)
-{
-    struct pcc_tenant_save *save = &tenant->saves[(tag & 0xff) % PCC_TENANT_SAVES];
-
-    PCC_ASSERT(save->tag == tag);
-    return save;
-}
-
 static void on_writing(void *owner, uint64_t tag)
 {
     struct pcc_tenant *tenant = owner;
 
     pcc_tenant_lock(tenant);
-    struct pcc_tenant_save *save = save_of_tag(tenant, tag);
+    struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
     if (!save->writing) {
         save->writing = true;
         if (save->copied) { /* else reported with COPIED: states come in order */
@@ -328,9 +304,7 @@ static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     if (chunk->tag == tag && chunk->state == PCC_CHUNK_FULL) /* not so when written again */
         pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
-    pcc_tenant_hand_out(tenant);
-    if (tenant->load.waiting > 0)
-        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
 }
 
@@ -364,7 +338,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     struct pcc_tenant *tenant = owner;
 
     pcc_tenant_lock(tenant);
-    struct pcc_tenant_save *save = save_of_tag(tenant, result->tag);
+    struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, result->tag);
     save->save = NULL;
     tenant->missing -= save->wanted;
     save->wanted = 0;
@@ -384,9 +358,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
                                         .times = result->times};
         pcc_tenant_put(tenant, &event);
     }
-    pcc_tenant_hand_out(tenant);
-    if (tenant->load.waiting > 0)
-        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
 }
 

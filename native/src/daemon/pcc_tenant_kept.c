@@ -123,13 +123,8 @@ static void chunks_claim(struct pcc_tenant *tenant, const struct pcc_tenant_save
         if (index < 0)
             continue; /* in its slot only */
         const uint64_t left = save->payload_bytes - i * chunk_bytes;
-        struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
-        pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FULL);
-        chunk->tag = save->tag;
-        chunk->sequence = save->sequence;
-        chunk->offset_bytes = i * chunk_bytes;
-        chunk->length_bytes = (uint32_t)(left < chunk_bytes ? left : chunk_bytes);
-        chunk->payload_chunks = save->chunk_count;
+        pcc_tenant_chunk_fill(tenant, save, (uint32_t)index, i * chunk_bytes,
+                              (uint32_t)(left < chunk_bytes ? left : chunk_bytes));
     }
 }
 
@@ -306,15 +301,8 @@ static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
         tenant->chunks[index].settling = false;
     if (error != 0 || index < 0 || save->save == NULL)
         return error;
-    const struct pcc_segment *segment = &tenant->segments[tenant->chunks[index].segment].memory;
-    const struct pcc_chunk piece = {.bytes = tenant->chunks[index].bytes,
-                                    .payload_offset_bytes = tenant->chunks[index].offset_bytes,
-                                    .length_bytes = tenant->chunks[index].length_bytes,
-                                    .index = (uint32_t)index,
-                                    .segment = segment->id,
-                                    .segment_chunk = (uint32_t)index - segment->first_chunk,
-                                    .checksums = pcc_save_kept_checksums(saved, position)};
-    return pcc_save_chunk(saved, &piece);
+    return pcc_tenant_hand_over(tenant, save, (uint32_t)index,
+                                pcc_save_kept_checksums(saved, position));
 }
 
 static void settle(struct pcc_tenant *tenant, struct pcc_tenant_save *save, void *buffer)

@@ -28,9 +28,7 @@ static bool over(const struct pcc_tenant *tenant)
 
 static void wait_for_chunk(struct pcc_tenant *tenant)
 {
-    tenant->load.waiting++;
     (void)pthread_cond_wait(&tenant->chunk_back, &tenant->lock);
-    tenant->load.waiting--;
 }
 
 static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
@@ -79,8 +77,7 @@ void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool in
     } else {
         pcc_tenant_chunk_free(tenant, index);
     }
-    if (tenant->load.waiting > 0)
-        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    (void)pthread_cond_broadcast(&tenant->chunk_back);
 }
 
 static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece)

@@ -28,9 +28,7 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
     pcc_tenant_chunks_add(tenant, added->memory.first_chunk, added->memory.chunk_count);
     atomic_store_explicit(&tenant->numa_node, segment->numa_node, memory_order_relaxed);
     pcc_tenant_grant_segments(tenant);
-    pcc_tenant_hand_out(tenant);
-    if (tenant->load.waiting > 0)
-        (void)pthread_cond_broadcast(&tenant->chunk_back);
+    pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
 }
 
@@ -115,17 +113,25 @@ int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted
     return error;
 }
 
+/* Saves, with the lock held. */
+static uint32_t in_flight(const struct pcc_tenant *tenant)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        count += tenant->bindings[i].active;
+    return count;
+}
+
 int pcc_tenant_release_memory(struct pcc_tenant *tenant)
 {
     uint32_t count = 0;
-    bool busy;
 
     (void)pthread_mutex_lock(&tenant->control);
     (void)pthread_mutex_lock(&tenant->growing);
     pcc_tenant_lock(tenant);
-    busy = tenant->attached || tenant->load.active || tenant->settling != NULL;
-    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
-        busy = busy || tenant->bindings[i].active > 0;
+    const bool busy = tenant->attached || tenant->load.active || tenant->settling != NULL ||
+                      in_flight(tenant) > 0;
     if (!busy) {
         count = tenant->segment_count;
         tenant->segment_count = tenant->lasting_count = 0;
@@ -200,8 +206,7 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
             break;
         }
     }
-    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
-        usage.in_flight += tenant->bindings[i].active;
+    usage.in_flight = in_flight(tenant);
     usage.pinned_bytes = tenant->pull.pinned_bytes;
     usage.exposed_bytes = tenant->pull.exposed_bytes;
     usage.mappings = tenant->pull.mappings;
@@ -366,14 +371,6 @@ static uint32_t lasting_chunks(const struct pcc_tenant *tenant)
                : tenant->chunk_count;
 }
 
-static bool is_idle(const struct pcc_tenant *tenant)
-{
-    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
-        if (tenant->bindings[i].active > 0)
-            return false;
-    return true;
-}
-
 /* The first segment with a LEFT chunk goes, and those behind it. While saves are in flight that
  * would hold up the next ones: then it waits, as long as there are chunks to go on with. */
 static void choose_left(struct pcc_tenant *tenant)
@@ -382,7 +379,7 @@ static void choose_left(struct pcc_tenant *tenant)
 
     for (uint32_t i = 0; i < tenant->lasting_count; i++)
         usable_count += usable(tenant, &tenant->segments[i].memory);
-    if (usable_count > 0 && !is_idle(tenant))
+    if (usable_count > 0 && in_flight(tenant) > 0)
         return;
     for (uint32_t i = 0; i < lasting_chunks(tenant); i++)
         if (tenant->chunks[i].state == PCC_CHUNK_LEFT)

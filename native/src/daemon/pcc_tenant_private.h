@@ -151,8 +151,7 @@ struct pcc_tenant_load {
     uint64_t cached_as;  /* the sequence of chunks that hold it; 0: it is another rank's */
     uint64_t next_bytes; /* the next piece starts here */
     uint64_t end_bytes;
-    uint32_t lent;    /* chunks READING or LENT */
-    uint32_t waiting; /* readers asleep on chunk_back */
+    uint32_t lent; /* chunks READING or LENT */
     int result;
 };
 
@@ -237,8 +236,20 @@ int64_t pcc_tenant_pick(struct pcc_tenant *tenant, uint64_t spare, bool gently);
 void pcc_tenant_grant_segments(struct pcc_tenant *tenant);
 /* FREE messages for what admitted snapshots still need. Never more. */
 void pcc_tenant_hand_out(struct pcc_tenant *tenant);
+/* The same, and loads look again: chunks may have become free. */
+void pcc_tenant_pass_on(struct pcc_tenant *tenant);
 /* Its content is dropped, if it may be. */
 bool pcc_tenant_uncache(struct pcc_tenant *tenant, uint32_t index);
+/* The chunk holds this part of the save's payload, and is FULL. */
+void pcc_tenant_chunk_fill(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                           uint32_t index, uint64_t offset_bytes, uint32_t length_bytes);
+/* What it holds goes to the saver, which copies the checksums, or makes them (NULL). Codes of
+ * pcc_save_chunk. */
+PCC_MUST_CHECK int pcc_tenant_hand_over(struct pcc_tenant *tenant,
+                                        const struct pcc_tenant_save *save, uint32_t index,
+                                        const uint64_t *checksums);
+/* The save with that tag, until it ends; or NULL. */
+struct pcc_tenant_save *pcc_tenant_save_of(struct pcc_tenant *tenant, uint64_t tag);
 /* The chunk's content is worthless from now on. */
 void pcc_tenant_chunk_free(struct pcc_tenant *tenant, uint32_t index);
 /* Chunks of an ended save: what was never written or is not worth keeping becomes FREE. */
@@ -256,7 +267,7 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_o
                         uint64_t sequence);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
 void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
-/* A filled chunk goes to the saver, which copies the checksums, or makes them (NULL). */
+/* The chunk is filled and handed over. */
 void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
                               const uint64_t *checksums);

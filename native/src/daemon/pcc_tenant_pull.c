@@ -156,14 +156,6 @@ static void chunk_arrived(struct pcc_tenant_part *part, uint32_t index)
     pcc_bell_ring(&tenant->view.page->daemon_bell);
 }
 
-/* With the lock held: chunks may have become free. */
-static void pass_on(struct pcc_tenant *tenant)
-{
-    pcc_tenant_hand_out(tenant);
-    if (tenant->load.waiting > 0)
-        (void)pthread_cond_broadcast(&tenant->chunk_back);
-}
-
 static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
 {
     struct pcc_tenant_part *part = part_of(job);
@@ -182,7 +174,7 @@ static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
         pcc_tenant_chunk_free(tenant, token);
     if (error != 0)
         pcc_tenant_give_up(tenant, part->save, error);
-    pass_on(tenant);
+    pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
 }
 
