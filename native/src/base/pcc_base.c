@@ -18,42 +18,43 @@ _Noreturn void pcc_assert_failed(const char *condition, const char *file, int li
     abort();
 }
 
-static const char *const error_names[PCC_E_LAST - PCC_E_FIRST] = {
-    [PCC_E_NOT_A_VOLUME - PCC_E_FIRST] = "NOT_A_VOLUME",
-    [PCC_E_DAMAGED - PCC_E_FIRST] = "DAMAGED",
-    [PCC_E_NEWER_FORMAT - PCC_E_FIRST] = "NEWER_FORMAT",
-    [PCC_E_TRUNCATED - PCC_E_FIRST] = "TRUNCATED",
-    [PCC_E_LOCKED - PCC_E_FIRST] = "LOCKED",
-    [PCC_E_NO_SLOT - PCC_E_FIRST] = "NO_SLOT",
-    [PCC_E_NO_LANE - PCC_E_FIRST] = "NO_LANE",
-    [PCC_E_TOO_LARGE - PCC_E_FIRST] = "TOO_LARGE",
-    [PCC_E_STOPPED - PCC_E_FIRST] = "STOPPED",
-    [PCC_E_ABORTED - PCC_E_FIRST] = "ABORTED",
-    [PCC_E_BAD_PEER - PCC_E_FIRST] = "BAD_PEER",
-    [PCC_E_NO_MEMORY - PCC_E_FIRST] = "NO_MEMORY",
-    [PCC_E_SHUT_DOWN - PCC_E_FIRST] = "SHUT_DOWN",
-    [PCC_E_UNSUPPORTED - PCC_E_FIRST] = "UNSUPPORTED",
-    [PCC_E_NO_DRIVER - PCC_E_FIRST] = "NO_DRIVER",
-    [PCC_E_DEVICE - PCC_E_FIRST] = "DEVICE",
-    [PCC_E_DEVICE_LOST - PCC_E_FIRST] = "DEVICE_LOST",
-    [PCC_E_BAD_HANDLE - PCC_E_FIRST] = "BAD_HANDLE",
-    [PCC_E_UNREADABLE - PCC_E_FIRST] = "UNREADABLE",
-    [PCC_E_REMOVED - PCC_E_FIRST] = "REMOVED",
-    [PCC_E_REPLACED - PCC_E_FIRST] = "REPLACED",
+static const struct {
+    const char *name, *text;
+} codes[] = {
+#define CODE_ROW(name, text) {#name, text},
+    PCC_CODES(CODE_ROW)
+#undef CODE_ROW
 };
+
+static long number_of(int code)
+{
+    return code < 0 ? -(long)code : code;
+}
+
+static bool is_ours(long number)
+{
+    return number >= PCC_E_FIRST && number - PCC_E_FIRST < (long)(sizeof codes / sizeof codes[0]);
+}
 
 const char *pcc_error_name(int code)
 {
-    const long number = code < 0 ? -(long)code : code;
+    const long number = number_of(code);
     const char *name = NULL;
 
     if (number == 0)
         return "OK";
-    if (number >= PCC_E_FIRST && number < PCC_E_LAST)
-        name = error_names[number - PCC_E_FIRST];
+    if (is_ours(number))
+        name = codes[number - PCC_E_FIRST].name;
     else if (number < PCC_E_FIRST)
         name = strerrorname_np((int)number);
     return name ? name : "UNKNOWN";
+}
+
+const char *pcc_error_text(int code)
+{
+    const long number = number_of(code);
+
+    return is_ours(number) ? codes[number - PCC_E_FIRST].text : "failed";
 }
 
 static uint64_t clock_ns(clockid_t clock)

@@ -22,39 +22,46 @@ _Noreturn void pcc_assert_failed(const char *condition, const char *file, int li
 #error "the volume format is little-endian and this code stores structs as they lie in memory"
 #endif
 
+/* X(name, text): PCC_E_<name>, and what it says to people. Numbers are places in this list. */
+#define PCC_CODES(X)                                                                               \
+    X(NOT_A_VOLUME, "no valid commit record: not a volume")                                        \
+    X(DAMAGED, "a checksum does not fit: damaged") /* or a binding, or a digest */                 \
+    X(NEWER_FORMAT, "written by a later version of the volume format")                             \
+    X(TRUNCATED, "the file is shorter than its records say")                                       \
+    X(LOCKED, "another process has the volume open for writing")                                   \
+    X(NO_SLOT, "no free slot") /* now */                                                           \
+    X(NO_LANE, "as many checkpoints are in flight as the volume allows")                           \
+    X(TOO_LARGE, "the checkpoint does not fit into a slot")                                        \
+    X(STOPPED, "a commit record could not be written: nothing is published until the volume "      \
+               "is opened again")                                                                  \
+    X(ABORTED, "given up on request") /* the trainer died or abandoned it */                       \
+    X(BAD_PEER, "shared memory holds what no honest peer writes")                                  \
+    X(NO_MEMORY, "the DRAM budget is used up") /* M */                                             \
+    X(SHUT_DOWN, "it is being closed")                                                             \
+    X(UNSUPPORTED, "the file system or the kernel lacks what is needed")                           \
+    X(NO_DRIVER, "there is no CUDA driver that can be used")                                       \
+    X(DEVICE, "the CUDA driver refused or failed a call")                                          \
+    X(DEVICE_LOST, "the GPU's context is gone for this process")                                   \
+    X(BAD_HANDLE, "this GPU memory cannot be shared with the daemon")                              \
+    X(UNREADABLE, "the disk could not read it") /* whether it is whole is not known */             \
+    X(REMOVED, "the file was removed or moved away while it was open")                             \
+    X(REPLACED, "another file was put in the place of the open one")
+
+#define PCC_E_FIRST 10000
 enum {
-    PCC_E_FIRST = 10000,
-    PCC_E_NOT_A_VOLUME = 10000, /* no valid commit record, and nothing that looks like one */
-    PCC_E_DAMAGED,              /* a checksum, a binding or a digest does not fit */
-    PCC_E_NEWER_FORMAT,         /* written by a later format version */
-    PCC_E_TRUNCATED,            /* the file is shorter than its records say */
-    PCC_E_LOCKED,               /* another process has the volume open for writing */
-    PCC_E_NO_SLOT,              /* no free slot now */
-    PCC_E_NO_LANE,              /* as many checkpoints in flight as the volume allows */
-    PCC_E_TOO_LARGE,            /* the checkpoint does not fit into a slot */
-    PCC_E_STOPPED,              /* a commit record could not be written: nothing is published
-                                   until the volume is reopened and read from the media */
-    PCC_E_ABORTED,              /* given up on request: the trainer died or abandoned it */
-    PCC_E_BAD_PEER,             /* shared memory holds what no honest client writes */
-    PCC_E_NO_MEMORY,            /* the DRAM budget M is used up */
-    PCC_E_SHUT_DOWN,            /* the object is being closed */
-    PCC_E_UNSUPPORTED,          /* the file system or kernel lacks what we need */
-    PCC_E_NO_DRIVER,            /* no CUDA driver, or none that can be used */
-    PCC_E_DEVICE,               /* the CUDA driver refused or failed a call */
-    PCC_E_DEVICE_LOST,          /* the GPU's context is gone for this process */
-    PCC_E_BAD_HANDLE,           /* device memory that cannot be shared with the daemon */
-    PCC_E_UNREADABLE,           /* data could not be read: whether it is whole is not known */
-    PCC_E_REMOVED,              /* an open file is no longer at its path */
-    PCC_E_REPLACED,             /* another file is at the path of an open one */
-    PCC_E_LAST,
+    PCC_E_BEFORE = PCC_E_FIRST - 1,
+#define PCC_E_MEMBER(name, text) PCC_E_##name,
+    PCC_CODES(PCC_E_MEMBER)
+#undef PCC_E_MEMBER
 };
 
 /* The code's name ("DAMAGED", "EIO"), for messages and tests. Never NULL. */
 const char *pcc_error_name(int code);
+/* The text of one of our own. */
+const char *pcc_error_text(int code);
 
 #define PCC_IO_ALIGN 4096u       /* offset, length and address of every direct I/O */
 #define PCC_BLOCK_BYTES_MIN 512u /* the smallest unit of checksums */
-#define PCC_TENSOR_ALIGN 64u     /* extents start here within the payload */
 
 static inline uint64_t pcc_align_up(uint64_t value, uint64_t alignment)
 {
