@@ -230,7 +230,6 @@ static void take_off(struct pcc_client *client, struct pcc_job *job, uint32_t ch
     struct pcc_flight *flight = &client->flights[chunk];
 
     flight->job = job;
-    flight->snapshot = job->snapshot;
     flight->offset_bytes = job->filled_bytes;
     flight->length_bytes = (uint32_t)part->length_bytes;
     flight->pieces = part->pieces;

@@ -14,7 +14,7 @@ bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_jo
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         /* Acquire pairs with the daemon's release: his reads came before our next update. */
         if ((job->pulled >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_client_words(client, job->snapshot, i)->done,
+            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
                                  memory_order_acquire) < job->snapshot)
             return false;
     }
@@ -28,7 +28,7 @@ void pcc_client_let_go(struct pcc_client *client, struct pcc_job *job)
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->pulled >> i & 1) == 0)
             continue;
-        _Atomic uint64_t *done = &pcc_client_words(client, job->snapshot, i)->done;
+        _Atomic uint64_t *done = &pcc_page_words(&client->view, job->snapshot, i)->done;
         uint64_t now = atomic_load_explicit(done, memory_order_relaxed);
         /* Release: the word's move comes before it. The words only grow. */
         while (now < job->snapshot &&
@@ -49,7 +49,7 @@ static bool held_back(struct pcc_client *client, struct pcc_job *job)
     }
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->held >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_client_words(client, job->snapshot, i)->done,
+            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
                                  memory_order_relaxed) >= job->snapshot)
             job->held &= ~(1u << i);
     }
@@ -62,7 +62,7 @@ static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->held >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_client_words(client, job->snapshot, i)->ready,
+            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->ready,
                                  memory_order_relaxed) >= job->snapshot)
             return true;
     }
@@ -250,7 +250,7 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
         return HOLD_EVENT;
     if ((job->pulled >> device & 1) != 0)
         /* Acquire pairs with the daemon's release of done. */
-        return atomic_load_explicit(&pcc_client_words(client, snapshot, device)->done,
+        return atomic_load_explicit(&pcc_page_words(&client->view, snapshot, device)->done,
                                     memory_order_acquire) < snapshot
                    ? HOLD_WORD
                    : HOLD_NOT;

@@ -105,7 +105,6 @@ struct pcc_client_segment {
 
 struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; the thread's own */
     struct pcc_job *job;
-    uint64_t snapshot;
     uint64_t offset_bytes;
     uint32_t length_bytes;
     uint32_t pieces;
@@ -236,12 +235,6 @@ static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_
 
     return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
            word == pcc_word(snapshot, PCC_WORD_COPYING);
-}
-
-static inline struct pcc_device_words *pcc_client_words(const struct pcc_client *client,
-                                                        uint64_t snapshot, uint32_t device)
-{
-    return &client->view.page->devices[snapshot % PCC_SNAPSHOTS][device];
 }
 
 /* -- pcc_client.c -- */
