@@ -118,31 +118,13 @@ static PyObject *events_fileno(PyObject *self, PyObject *Py_UNUSED(unused))
     return PyLong_FromLong(fd);
 }
 
-static const char *kind_name(uint32_t kind)
-{
-    switch (kind) {
-    case PCC_EVENT_COPIED:
-        return "copied";
-    case PCC_EVENT_WRITING:
-        return "writing";
-    case PCC_EVENT_DURABLE:
-        return "durable";
-    case PCC_EVENT_SUPERSEDED:
-        return "superseded";
-    case PCC_EVENT_GIVEN_UP:
-        return "given_up";
-    case PCC_EVENT_FAILED:
-        return "failed";
-    case PCC_EVENT_LOAD_ENDED:
-        return "load_ended";
-    case PCC_EVENT_BAD_PEER:
-        return "bad_peer";
-    case PCC_EVENT_DETACHED:
-        return "detached";
-    default:
-        return "unknown";
-    }
-}
+static const char *const kinds[] = {
+    [PCC_EVENT_COPIED] = "copied",         [PCC_EVENT_WRITING] = "writing",
+    [PCC_EVENT_DURABLE] = "durable",       [PCC_EVENT_SUPERSEDED] = "superseded",
+    [PCC_EVENT_GIVEN_UP] = "given_up",     [PCC_EVENT_FAILED] = "failed",
+    [PCC_EVENT_LOAD_ENDED] = "load_ended", [PCC_EVENT_BAD_PEER] = "bad_peer",
+    [PCC_EVENT_DETACHED] = "detached",
+};
 
 static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *event)
 {
@@ -155,7 +137,7 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
         return NULL;
     }
     return pcc_py_result(state, PCC_PY_EVENT,
-                         Py_BuildValue("(sKKKKIissIN)", kind_name(event->kind), event->tenant,
+                         Py_BuildValue("(sKKKKIissIN)", kinds[event->kind], event->tenant,
                                        event->session, event->id, event->sequence, event->slot,
                                        event->error,
                                        event->error ? pcc_error_name(event->error) : "",

@@ -8,11 +8,6 @@
 
 #include "disk/pcc_volume_private.h"
 
-static void *record_buffer(void)
-{
-    return aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
-}
-
 uint64_t pcc_commit_newest(const struct pcc_record *record)
 {
     uint64_t newest = 0;
@@ -380,7 +375,7 @@ int pcc_commit_find(struct pcc_io *io, struct pcc_commit_found *out)
     struct search search = {.io = io, .found = out};
 
     memset(out, 0, sizeof *out);
-    search.buffer = record_buffer();
+    search.buffer = aligned_alloc(PCC_IO_ALIGN, PCC_RECORD_BYTES);
     if (!search.buffer)
         return -ENOMEM;
     const int result = find_newest(&search);
