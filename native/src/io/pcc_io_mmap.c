@@ -24,9 +24,17 @@
 #include "base/pcc_map.h"
 #include "io/pcc_io_mapped.h"
 
-static struct pcc_mapped_io *self_of(struct pcc_io *io)
+struct mapped_io {
+    struct pcc_io io; /* first member */
+    struct pcc_io_ops ops;
+    struct pcc_mapping how;
+    int fd;
+    uint8_t *bytes;
+};
+
+static struct mapped_io *self_of(struct pcc_io *io)
 {
-    return (struct pcc_mapped_io *)io;
+    return (struct mapped_io *)io;
 }
 
 /* Brings the pages in: twice as fast as fault by fault when they are not cached (1.0 instead of
@@ -42,58 +50,66 @@ static int populate(uint8_t *bytes, uint64_t length)
     return errno == EFAULT || errno == EHWPOISON ? -EIO : 0;
 }
 
-int64_t pcc_mapped_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
+static int64_t mapped_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
 {
-    const struct pcc_mapped_io *self = self_of(io);
+    const struct mapped_io *self = self_of(io);
 
     if (offset > io->size_bytes || length > io->size_bytes - offset)
         return -EFBIG;
     int result = populate(self->bytes + offset, length);
     if (result == 0)
-        result = pcc_guard_copy(self->copy, self->bytes + offset, bytes, length);
+        result = pcc_guard_copy(self->how.copy, self->bytes + offset, bytes, length);
     return result == 0 ? (int64_t)length : result;
 }
 
-int64_t pcc_mapped_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
+static int64_t mapped_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
 {
     return pcc_io_file_read(self_of(io)->fd, bytes, length, offset);
 }
 
-int64_t pcc_mapped_write_durable(struct pcc_io *io, const void *bytes, uint64_t length,
-                                 uint64_t offset)
+static int64_t mapped_write_durable(struct pcc_io *io, const void *bytes, uint64_t length,
+                                    uint64_t offset)
 {
-    const struct pcc_mapped_io *self = self_of(io);
+    const struct mapped_io *self = self_of(io);
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-    const int64_t moved = pcc_mapped_write(io, bytes, length, offset);
+    const int64_t moved = mapped_write(io, bytes, length, offset);
 
-    if (moved <= 0 || self->persists)
+    if (moved <= 0 || self->how.persists)
         return moved;
     const uint64_t start = offset / page * page;
     return msync(self->bytes + start, offset + length - start, MS_SYNC) == 0 ? moved : -errno;
 }
 
-int pcc_mapped_flush(struct pcc_io *io)
+static int mapped_flush(struct pcc_io *io)
 {
-    const struct pcc_mapped_io *self = self_of(io);
+    const struct mapped_io *self = self_of(io);
 
-    if (self->persists)
+    if (self->how.persists)
         return 0;
     return msync(self->bytes, io->size_bytes, MS_SYNC) == 0 ? 0 : -errno;
 }
 
-void pcc_mapped_close(struct pcc_io *io)
+static void mapped_close(struct pcc_io *io)
 {
-    struct pcc_mapped_io *self = self_of(io);
+    struct mapped_io *self = self_of(io);
 
     (void)munmap(self->bytes, io->size_bytes);
     (void)close(self->fd);
     free(self);
 }
 
-int pcc_mapped_start(int fd, uint64_t size_bytes, int map_flags, const struct pcc_mapped_io *how,
+static const struct pcc_io_ops mapped_ops = {
+    .write = mapped_write,
+    .read = mapped_read,
+    .write_durable = mapped_write_durable,
+    .flush = mapped_flush,
+    .close = mapped_close,
+};
+
+int pcc_mapped_start(int fd, uint64_t size_bytes, const struct pcc_mapping *how,
                      struct pcc_io **out)
 {
-    struct pcc_mapped_io *self;
+    struct mapped_io *self;
     const int result = pcc_guard_install();
 
     if (result != 0)
@@ -103,12 +119,12 @@ int pcc_mapped_start(int fd, uint64_t size_bytes, int map_flags, const struct pc
     self = malloc(sizeof *self);
     if (!self)
         return -ENOMEM;
-    *self = *how;
-    self->io.size_bytes = size_bytes;
-    self->fd = fd;
+    *self = (struct mapped_io){.ops = mapped_ops, .how = *how, .fd = fd};
+    self->ops.name = how->name;
+    self->io = (struct pcc_io){.ops = &self->ops, .size_bytes = size_bytes};
     /* Not possible: read-only descriptors (EACCES), files without mappings (ENODEV), no MAP_SYNC
      * (EOPNOTSUPP, EINVAL), no address space left (ENOMEM). */
-    self->bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, map_flags, fd, 0);
+    self->bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, how->flags, fd, 0);
     if (self->bytes == MAP_FAILED) {
         free(self);
         return -PCC_E_UNSUPPORTED;
@@ -118,15 +134,6 @@ int pcc_mapped_start(int fd, uint64_t size_bytes, int map_flags, const struct pc
     return 0;
 }
 
-static const struct pcc_io_ops mmap_ops = {
-    .name = "mmap",
-    .write = pcc_mapped_write,
-    .read = pcc_mapped_read,
-    .write_durable = pcc_mapped_write_durable,
-    .flush = pcc_mapped_flush,
-    .close = pcc_mapped_close,
-};
-
 static void copy_plainly(void *to, const void *from, uint64_t length)
 {
     memcpy(to, from, length);
@@ -134,7 +141,7 @@ static void copy_plainly(void *to, const void *from, uint64_t length)
 
 int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io **out)
 {
-    const struct pcc_mapped_io how = {.io = {.ops = &mmap_ops}, .copy = copy_plainly};
+    const struct pcc_mapping how = {.name = "mmap", .copy = copy_plainly, .flags = MAP_SHARED};
 
-    return pcc_mapped_start(fd, size_bytes, MAP_SHARED, &how, out);
+    return pcc_mapped_start(fd, size_bytes, &how, out);
 }

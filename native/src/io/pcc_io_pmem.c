@@ -89,25 +89,19 @@ static void copy_durably(void *to, const void *from, uint64_t length)
 }
 #endif
 
-static const struct pcc_io_ops pmem_ops = {
-    .name = "pmem",
-    .write = pcc_mapped_write,
-    .read = pcc_mapped_read,
-    .write_durable = pcc_mapped_write_durable,
-    .flush = pcc_mapped_flush,
-    .close = pcc_mapped_close,
-};
-
 int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere, struct pcc_io **out)
 {
-    struct pcc_mapped_io how = {
-        .io = {.ops = &pmem_ops}, .copy = copy_durably, .persists = can_persist()};
+    struct pcc_mapping how = {.name = "pmem",
+                              .copy = copy_durably,
+                              .flags = MAP_SHARED_VALIDATE | MAP_SYNC,
+                              .persists = can_persist()};
     int result = -PCC_E_UNSUPPORTED;
 
     if (how.persists)
-        result = pcc_mapped_start(fd, size_bytes, MAP_SHARED_VALIDATE | MAP_SYNC, &how, out);
+        result = pcc_mapped_start(fd, size_bytes, &how, out);
     if (result != -PCC_E_UNSUPPORTED || !anywhere)
         return result;
     how.persists = false;
-    return pcc_mapped_start(fd, size_bytes, MAP_SHARED, &how, out);
+    how.flags = MAP_SHARED;
+    return pcc_mapped_start(fd, size_bytes, &how, out);
 }
