@@ -28,33 +28,19 @@ int pcc_events_open(uint32_t capacity, struct pcc_events **out)
     struct pcc_events *events = calloc(1, sizeof(*events));
     if (events == NULL)
         return -ENOMEM;
-    int error = -ENOMEM;
     events->entries = calloc(capacity, sizeof(*events->entries));
-    if (events->entries == NULL)
-        goto fail;
-    error = -pthread_mutex_init(&events->lock, NULL);
-    if (error != 0)
-        goto fail;
-    error = -pthread_cond_init(&events->taken, NULL);
-    if (error != 0)
-        goto fail_lock;
-    events->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    events->fd = events->entries != NULL ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -1;
     if (events->fd < 0) {
-        error = -errno;
-        goto fail_cond;
+        const int error = events->entries != NULL ? -errno : -ENOMEM;
+        free(events->entries);
+        free(events);
+        return error;
     }
+    (void)pthread_mutex_init(&events->lock, NULL); /* cannot fail with default attributes */
+    (void)pthread_cond_init(&events->taken, NULL);
     events->capacity = capacity;
     *out = events;
     return 0;
-
-fail_cond:
-    (void)pthread_cond_destroy(&events->taken);
-fail_lock:
-    (void)pthread_mutex_destroy(&events->lock);
-fail:
-    free(events->entries);
-    free(events);
-    return error;
 }
 
 void pcc_events_close(struct pcc_events *events)
