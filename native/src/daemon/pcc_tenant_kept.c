@@ -198,31 +198,18 @@ static uint32_t saves_adopt(struct pcc_tenant *tenant, uint32_t binding,
 }
 
 /* Whether the state is one of this volume, and of a tenant like this. */
-static int state_check(const struct pcc_tenant *tenant, const struct pcc_kept *kept,
-                       const struct pcc_record *record, const struct pcc_geometry *geometry)
+static bool state_fits(const struct pcc_tenant *tenant, const struct pcc_kept *kept,
+                       struct pcc_volume *volume)
 {
     const struct pcc_kept_header *header = pcc_kept_header(kept);
-    const bool fits = memcmp(header->volume_uuid, record->volume_uuid, PCC_UUID_BYTES) == 0 &&
-                      header->chunk_bytes == tenant->spec.chunk_bytes &&
-                      header->block_bytes == geometry->block_bytes &&
-                      header->slot_stride_bytes == geometry->slot_stride_bytes &&
-                      header->places == tenant->spec.lanes * PCC_SAVES_PER_LANE;
-
-    return fits ? 0 : -EINVAL;
-}
-
-/* With control held. */
-static int state_take_over(struct pcc_tenant *tenant, uint32_t index, struct pcc_volume *volume)
-{
-    struct pcc_kept *kept = &tenant->bindings[index].kept;
-    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
     struct pcc_record record;
 
     pcc_volume_record(volume, &record);
-    int error = state_check(tenant, kept, &record, &geometry);
-    if (error != 0)
-        return error;
-    return pcc_tenant_binding_open(tenant, index, volume);
+    return memcmp(header->volume_uuid, record.volume_uuid, PCC_UUID_BYTES) == 0 &&
+           header->chunk_bytes == tenant->spec.chunk_bytes &&
+           header->block_bytes == record.block_bytes &&
+           header->slot_stride_bytes == record.slot_stride_bytes &&
+           header->places == tenant->spec.lanes * PCC_SAVES_PER_LANE;
 }
 
 int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume, int fd, uint64_t id,
@@ -246,7 +233,9 @@ int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume, i
     if (error == 0) {
         error = pcc_kept_accept(&binding->kept, bytes, length);
         if (error == 0)
-            error = state_take_over(tenant, index, volume);
+            error = state_fits(tenant, &binding->kept, volume)
+                        ? pcc_tenant_binding_open(tenant, index, volume)
+                        : -EINVAL;
         if (error != 0) {
             binding->kept = (struct pcc_kept){0};
             (void)munmap(bytes, length);
