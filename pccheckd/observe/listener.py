@@ -1,16 +1,20 @@
 """A small HTTP server for a few readers: metrics and health.
 
-It has its own thread and loop. A slow scraper costs only its connection, and the server can report
-when the daemon's loop hangs."""
+It has threads of its own. A slow scraper costs only its connection, and the server can report when
+the daemon's loop hangs."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import io
 import socket
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, NamedTuple
 
 from pccheck_wire.errors import UsageError
 from pccheckd.base.logs import LOG
@@ -25,8 +29,6 @@ BODY_LIMIT_S = 30.0
 CONNECTIONS_MAX = 16
 STOP_LIMIT_S = 5.0
 TEXT = "text/plain; charset=utf-8"
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed",
-            500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -35,126 +37,124 @@ class Answer(NamedTuple):
     kind: str = TEXT
 
 
-Page = Callable[[], Awaitable[Answer]]
+#: Runs in a thread of its connection. Raises TimeoutError when the daemon's loop does not answer.
+Page = Callable[[], Answer]
 
 
-def bind(place: Place) -> socket.socket:
-    """A listening socket. Raises UsageError."""
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((place.host, place.port))
-        made.listen(CONNECTIONS_MAX)
-    except OSError as error:
-        made.close()
-        raise UsageError(
-            f"--metrics: cannot listen at {place}: {error.strerror}",
-            hint="choose a free port, and an address of this machine",
-        ) from error
-    return made
+class Listener(ThreadingMixIn, TCPServer):
+    """Serves `pages` by path until it is stopped."""
 
+    allow_reuse_address = True
+    request_queue_size = CONNECTIONS_MAX
+    daemon_threads = True
 
-class Listener:
-    """Serves `pages` by path until it is stopped. The pages run on this thread's loop."""
-
-    def __init__(self, listening: socket.socket, pages: Mapping[str, Page]) -> None:
-        self.port: int = listening.getsockname()[1]
-        self._listening = listening
-        self._pages = pages
-        self._serving: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._loop = asyncio.new_event_loop()
-        self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+    def __init__(self, place: Place, pages: Mapping[str, Page]) -> None:
+        """Listens from now on. Raises UsageError when it cannot."""
+        self.address_family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        self.pages = pages
+        self._open: dict[socket.socket, None] = {}  # oldest first
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        try:
+            super().__init__((place.host, place.port), _Request)
+        except OSError as error:
+            raise UsageError(
+                f"--metrics: cannot listen at {place}: {error.strerror}",
+                hint="choose a free port, and an address of this machine",
+            ) from error
+        self.port: int = self.server_address[1]
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits a moment for answers under way."""
-        with contextlib.suppress(RuntimeError):  # it has ended by itself
-            self._loop.call_soon_threadsafe(self._ended.set)
+        """Ends what is under way. Blocks for a moment."""
+        self.shutdown()
+        for connection in list(self._open):
+            self._end(connection)
         self._thread.join(STOP_LIMIT_S)
+        self.server_close()
 
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        except Exception:
-            LOG.exception("metrics and health are no longer served")
-        finally:
-            self._loop.close()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        present = list(self._open)
+        if len(present) >= CONNECTIONS_MAX:
+            self._end(present[0])
+        self._open[request] = None
+        super().process_request(request, client_address)
 
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._connected, sock=self._listening, limit=HEAD_BYTES_MAX
-        )
-        await self._ended.wait()
-        server.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._serving) >= CONNECTIONS_MAX:
-            oldest = next(iter(self._serving))
-            del self._serving[oldest]
-            oldest.cancel()
-        self._serving[task] = None
-        try:
-            async with asyncio.timeout(HEAD_LIMIT_S):
-                method, path = await _request(reader)
-            answer, head = await self._answer(method, path), method == "HEAD"
-            async with asyncio.timeout(BODY_LIMIT_S):
-                writer.write(_response(answer, head=head))
-                await writer.drain()
-        except (OSError, EOFError, TimeoutError):
-            pass  # it has gone, or is too slow
-        except asyncio.CancelledError:
-            pass  # Python 3.11 would log each task that ends as cancelled
-        except Exception:  # the edge of this connection
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # else the reader has gone, or is too slow
             LOG.exception("a request for metrics failed")
-        finally:
-            self._serving.pop(task, None)
-            if writer.transport.get_write_buffer_size():
-                writer.transport.abort()  # it does not read
-            else:
-                writer.close()
 
-    async def _answer(self, method: str, path: str) -> Answer:
-        page = self._pages.get(path.partition("?")[0])
-        if not method:
-            return Answer(400, b"not a request\n")
-        if method not in ("GET", "HEAD"):
-            return Answer(405, b"only GET\n")
-        if page is None:
-            return Answer(404, f"try {', '.join(sorted(self._pages))}\n".encode())
+    def _end(self, connection: socket.socket) -> None:
+        """Its thread reads the end, and closes it."""
+        self._open.pop(connection, None)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Request(BaseHTTPRequestHandler):
+    """One request of one connection."""
+
+    server: Listener
+    protocol_version = default_request_version = "HTTP/1.1"
+    error_message_format, error_content_type = "%(message)s\n", TEXT
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BytesIO(_head(self.request))
+        self.request.settimeout(BODY_LIMIT_S)
+
+    def handle(self) -> None:
+        self.raw_requestline = self.rfile.readline()
+        if not self.raw_requestline or not self.parse_request():
+            return
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if self.command not in ("GET", "HEAD"):
+            self.send_error(405, "only GET")
+        elif page is None:
+            self.send_error(404, f"try {', '.join(sorted(self.server.pages))}")
+        else:
+            self._send(page)
+
+    def _send(self, page: Page) -> None:
         try:
-            return await page()
+            answer = page()
         except TimeoutError:
-            return Answer(503, b"the daemon's event loop does not answer\n")
+            self.send_error(503, "the daemon's event loop does not answer")
+            return
         except Exception:
-            LOG.exception("the page %s failed", path[:40])
-            return Answer(500, b"see the daemon's log\n")
+            LOG.exception("the page %s failed", self.path[:40])
+            self.send_error(500, "see the daemon's log")
+            return
+        self.send_response_only(answer.status)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def version_string(self) -> str:
+        return "pccheckd"
+
+    def log_message(self, *_: object) -> None:
+        """Readers must not fill the log."""
 
 
-async def _request(reader: asyncio.StreamReader) -> tuple[str, str]:
-    """Method and path, both empty for an invalid request. Raises EOFError, OSError."""
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-    except asyncio.LimitOverrunError:
-        return "", ""
-    words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
-    return (words[0], words[1]) if len(words) == 3 and words[2].startswith("HTTP/1.") else ("", "")
-
-
-def _response(answer: Answer, *, head: bool) -> bytes:
-    lines = (
-        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
-        f"Content-Type: {answer.kind}",
-        f"Content-Length: {len(answer.body)}",
-        "Cache-Control: no-store",
-        "Connection: close",
-    )
-    return "\r\n".join((*lines, "", "")).encode() + (b"" if head else answer.body)
+def _head(connection: socket.socket) -> bytes:
+    """The head of a request; empty when the reader has gone. Raises OSError when it is late."""
+    head, deadline = b"", time.monotonic() + HEAD_LIMIT_S
+    while b"\r\n\r\n" not in head:
+        connection.settimeout(max(0.0, deadline - time.monotonic()))
+        more = connection.recv(HEAD_BYTES_MAX)
+        if not more:
+            return b""
+        head += more
+        if len(head) > HEAD_BYTES_MAX:
+            return b"too long a head\r\n\r\n"  # which is answered like any other nonsense
+    return head

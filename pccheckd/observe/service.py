@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 from collections.abc import Awaitable, Callable
@@ -21,9 +20,9 @@ from pccheckd.upkeep.scrub import Scrubber
 
 from . import gauges
 from .health import Health
-from .listener import Answer, Listener, bind
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported when metrics are wanted
+    from .listener import Answer, Listener
     from .metrics import Metrics
 
 #: How long a scrape or probe waits for the daemon's loop.
@@ -67,6 +66,7 @@ class Observing:
             await self._file.close()
 
     def _serve(self, place: Place) -> None:
+        from .listener import Listener
         from .metrics import Metrics
 
         self._loop = asyncio.get_running_loop()
@@ -77,8 +77,7 @@ class Observing:
             self._file.start()
             return
         self._listener = Listener(
-            bind(place),
-            {"/metrics": self._page, "/healthz": self._healthz, "/readyz": self._readyz},
+            place, {"/metrics": self._page, "/healthz": self._healthz, "/readyz": self._readyz}
         )
         self._listener.start()
         here = Place(place.host, self._listener.port)
@@ -89,49 +88,36 @@ class Observing:
                 here,
             )  # fmt: skip
 
-    # -- pages, on the listener's loop ---------------------------------------------------------
+    # -- pages, in the listener's threads ------------------------------------------------------
 
-    async def _page(self) -> Answer:
+    def _page(self) -> Answer:
+        from .listener import Answer
         from .metrics import CONTENT_TYPE
 
         assert self._metrics is not None
-        families = await self._ask(self._families)
-        text = await asyncio.to_thread(self._metrics.render, families)
-        return Answer(200, text, CONTENT_TYPE)
+        return Answer(200, self._metrics.render(self._ask(self._families)), CONTENT_TYPE)
 
-    async def _healthz(self) -> Answer:
+    def _healthz(self) -> Answer:
         """Alive: the loop and the native core answer. A disk that hangs is reported but is no
         failure: a restart would lose the checkpoints in memory, and not help the disk."""
-        faults, stalled = await self._ask(
-            lambda: (list(self.health.faults), len(self.health.stalled()))
-        )
+        faults, stalled = self._ask(lambda: (list(self.health.faults), len(self.health.stalled())))
         if faults:
             return _text(503, *faults)
         return _text(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
 
-    async def _readyz(self) -> Answer:
+    def _readyz(self) -> Answer:
         """Accepts new sessions."""
-        draining = await self._ask(lambda: self._sessions.draining)
+        draining = self._ask(lambda: self._sessions.draining)
         return _text(503, "stopping") if draining else _text(200, "ready")
 
-    async def _ask(self, question: Callable[[], _T]) -> _T:
+    def _ask(self, question: Callable[[], _T]) -> _T:
         """The answer from the daemon's loop. Raises TimeoutError when it does not come."""
+
+        async def asked() -> _T:
+            return question()
+
         assert self._loop is not None
-        answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-        def run() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return  # the listener has given up
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(run)
-        except RuntimeError:  # it is closed
-            raise TimeoutError from None
-        return await asyncio.wait_for(asyncio.wrap_future(answer), LOOP_LIMIT_S)
+        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result(LOOP_LIMIT_S)
 
     async def _text(self) -> bytes:
         """What the file holds; on the daemon's loop."""
@@ -170,4 +156,6 @@ class _File(Background):
 
 
 def _text(status: int, *lines: str) -> Answer:
+    from .listener import Answer
+
     return Answer(status, "".join(f"{line}\n" for line in lines).encode())

@@ -12,31 +12,31 @@ import pytest
 from pccheck_wire.errors import UsageError
 from pccheckd.config.metrics_place import Place, parse
 from pccheckd.observe import listener as module
-from pccheckd.observe.listener import Answer, Listener, bind
+from pccheckd.observe.listener import Answer, Listener
 
 LARGE = b"x" * (16 << 20)
 
 
-async def hello() -> Answer:
+def hello() -> Answer:
     return Answer(200, b"hello\n")
 
 
-async def large() -> Answer:
+def large() -> Answer:
     return Answer(200, LARGE)
 
 
-async def late() -> Answer:
+def late() -> Answer:
     raise TimeoutError
 
 
-async def broken() -> Answer:
+def broken() -> Answer:
     raise RuntimeError("no")
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     pages = {"/hello": hello, "/large": large, "/late": late, "/broken": broken}
-    listener = Listener(bind(parse("0")), pages)
+    listener = Listener(parse("0"), pages)
     listener.start()
     yield listener.port
     listener.stop()
@@ -110,16 +110,18 @@ def test_many_that_say_nothing_keep_no_probe_out_and_fill_no_log(
 
 
 def test_an_address_in_use_is_told() -> None:
-    with bind(Place("127.0.0.1", 0)) as first, pytest.raises(UsageError, match="in use"):
-        bind(Place("127.0.0.1", first.getsockname()[1]))
+    with (
+        Listener(Place("127.0.0.1", 0), {}) as first,
+        pytest.raises(UsageError, match="in use"),
+    ):
+        Listener(Place("127.0.0.1", first.port), {})
 
 
 def test_a_stop_comes_to_its_end_with_readers_connected() -> None:
-    listener = Listener(bind(parse("0")), {"/large": large})
+    listener = Listener(parse("0"), {"/large": large})
     listener.start()
     with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as slow:
         slow.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         assert slow.recv(10)
         listener.stop()
         assert not listener._thread.is_alive()
-    assert listener._loop.is_closed()
