@@ -3,21 +3,20 @@ PCCHECK_JOB=NAME`. See systemd's JOURNAL_NATIVE_PROTOCOL."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
 import struct
 from collections.abc import Mapping
 
-from .log_queue import Output, Write, write_all
+from .log_queue import write_all
 
 SOCKET = "/run/systemd/journal/socket"
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (logging.DEBUG, 7))
 _TEXT_BYTES_MAX = 32 * 1024  # of one field; a datagram takes about 200 KiB
 
 
-def output(environ: Mapping[str, str] = os.environ, *, path: str = "") -> Output | None:
+def output(environ: Mapping[str, str] = os.environ, *, path: str = "") -> logging.Handler | None:
     """When stderr is the journal's and its socket can be reached; else None."""
     stderr = os.fstat(2)
     if environ.get("JOURNAL_STREAM") != f"{stderr.st_dev}:{stderr.st_ino}":
@@ -42,29 +41,22 @@ def priority(level: int) -> int:
     return next((number for least, number in _PRIORITIES if level >= least), 7)
 
 
-class _Journal:
+class _Journal(logging.Handler):
     """Falls back to stderr, which is the journal's too, for what the socket does not take."""
 
     def __init__(self, channel: socket.socket) -> None:
+        super().__init__()
         self._channel = channel
-        self._formatter = logging.Formatter("%(message)s")
 
-    def line(self, record: logging.LogRecord) -> tuple[int, Write]:
-        text = self._formatter.format(record)
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
         entry = {"MESSAGE": text, "PRIORITY": priority(record.levelno)}
         entry["SYSLOG_IDENTIFIER"] = "pccheckd"
         entry |= {f"PCCHECK_{k.upper()}": v for k, v in fields_of(record).items()}
-        data, plain = encode(entry), f"<{entry['PRIORITY']}>{text}\n".encode(errors="replace")
-        return len(data) + len(plain), functools.partial(self._write, data, plain)
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _write(self, data: bytes, plain: bytes) -> None:
         try:
-            self._channel.send(data)
+            self._channel.send(encode(entry))
         except OSError:
-            write_all(2, plain)
+            write_all(2, f"<{entry['PRIORITY']}>{text}\n".encode(errors="replace"))
 
 
 def encode(entry: Mapping[str, object]) -> bytes:

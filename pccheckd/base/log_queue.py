@@ -4,116 +4,90 @@ contains the count."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import select
-import threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from logging.handlers import QueueHandler, QueueListener
+from queue import Queue
 
 LINES_MAX = 512
-BYTES_MAX = 1 << 20
 #: At the end of the process, for what is still queued.
 FLUSH_LIMIT_S = 2.0
-
-#: Writes one line. Blocks; raises OSError when the line is lost.
-Write = Callable[[], None]
+_TRACEBACKS = logging.Formatter()
 
 
-class Output(Protocol):
-    """Where lines go, and how they look."""
-
-    def line(self, record: logging.LogRecord) -> tuple[int, Write]:
-        """The size of a line in bytes, and what writes it. Does not block."""
-
-    def close(self) -> None:
-        """After the last line."""
-
-
-@dataclass(slots=True)
-class _Gap:
+class _Gap(logging.LogRecord):
     """Stands in the queue where lines were dropped."""
 
-    output: Output
-    lines: int = 0
+    def __init__(self) -> None:
+        super().__init__("pccheckd", logging.WARNING, "", 0, "", None, None)
+        self.lines = 1
+
+    def getMessage(self) -> str:  # noqa: N802
+        return f"{self.lines} log lines dropped: the log reader was stopped"
 
 
-class Queued(logging.Handler):
+class _Writer(QueueListener):
+    """The thread. Its handler may block, and raises when the line is lost."""
+
+    lost = 0
+
+    def handle(self, record: logging.LogRecord) -> None:
+        try:
+            self.handlers[0].emit(record)
+        except Exception:  # a closed pipe, a full disk: it cannot be logged
+            self.lost += 1
+
+
+class Queued(QueueHandler):
     """Any thread may log: `emit` never waits for the reader."""
 
-    def __init__(self, output: Output) -> None:
-        """Raises RuntimeError when no thread can be started."""
-        super().__init__()
-        self.dropped = 0
-        self._output = output
-        self._lines: deque[tuple[int, Write] | _Gap] = deque()
-        self._bytes = 0  # of those, and of the one that is being written
-        self._writing = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="log", daemon=True).start()
+    def __init__(self, output: logging.Handler) -> None:
+        """`output` writes lines by `emit`. Raises RuntimeError when no thread can be started."""
+        self._lines: Queue[logging.LogRecord] = Queue()
+        super().__init__(self._lines)
+        self._unqueued = 0
+        self._writer = _Writer(self._lines, output)
+        self._writer.start()
 
-    def use(self, output: Output) -> None:
-        """Writes to `output` from now on; queued lines go to the previous one."""
-        with self._changed:
-            before, self._output = self._output, output
-            self._lines.append((0, before.close))
-            self._changed.notify_all()
+    @property
+    def dropped(self) -> int:
+        """Lines that were lost."""
+        return self._unqueued + self._writer.lost
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            size, write = self._output.line(record)
-        except Exception:  # as in the standard library's handlers
-            self.handleError(record)
+    def use(self, output: logging.Handler) -> None:
+        """Writes to `output` from now on."""
+        self._writer.handlers = (output,)
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """With its text: the values in it may have changed when it is written."""
+        record = copy.copy(record)
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text = _TRACEBACKS.formatException(record.exc_info)
+            record.exc_info = None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """With the handler's lock held, so only the writer's thread takes lines meanwhile."""
+        if self._lines.qsize() < LINES_MAX:
+            self._lines.put(record)
             return
-        with self._changed:
-            self._put(size, write)
-            self._changed.notify_all()
+        self._unqueued += 1
+        with self._lines.mutex:
+            last = self._lines.queue[-1] if self._lines.queue else None
+            if isinstance(last, _Gap):
+                last.lines += 1
+                return
+        self._lines.put(_Gap())
 
     def flush(self) -> None:
         """Waits a moment for the queued lines. Not for the event loop."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._lines and not self._writing, FLUSH_LIMIT_S)
-
-    def _put(self, size: int, write: Write) -> None:
-        if len(self._lines) < LINES_MAX and self._bytes + size <= BYTES_MAX:
-            self._lines.append((size, write))
-            self._bytes += size
-            return
-        last = self._lines[-1] if self._lines else None
-        if not isinstance(last, _Gap):
-            last = _Gap(self._output)
-            self._lines.append(last)
-        last.lines += 1
-        self.dropped += 1
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines)
-                line = self._lines.popleft()
-                self._writing = True
-            size, write = (0, _report(line)) if isinstance(line, _Gap) else line
-            lost = 0
-            try:
-                write()
-            except Exception:  # a closed pipe, a full disk: it cannot be logged
-                lost = 1
-            with self._changed:
-                self._writing = False
-                self._bytes -= size
-                self.dropped += lost
-                self._changed.notify_all()
-
-
-def _report(gap: _Gap) -> Write:
-    record = logging.LogRecord(
-        "pccheckd", logging.WARNING, "", 0,
-        "%d log lines dropped: the log reader was stopped", (gap.lines,),
-        None,
-    )  # fmt: skip
-    return gap.output.line(record)[1]
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(
+                lambda: not self._lines.unfinished_tasks, FLUSH_LIMIT_S
+            )
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -3,7 +3,6 @@ waits for the reader of the log (log_queue.py)."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from pccheck_wire.errors import RefusedError
 
 from . import journal
 from .errors import SHORTAGE_HINT, shortage
-from .log_queue import Output, Queued, Write, write_all
+from .log_queue import Queued, write_all
 from .repeats import Repeats
 
 #: Set for a private daemon (client/pccheck/daemon/autostart.py): stderr is a file of at most this
@@ -47,30 +46,24 @@ class _Json(logging.Formatter):
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         } | journal.fields_of(record)
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+        if record.exc_text:
+            line["traceback"] = record.exc_text
         return json.dumps(line)
 
 
-class _Stderr:
+class _Stderr(logging.Handler):
     def __init__(self, formatter: logging.Formatter, bytes_max: int = 0) -> None:
         """`bytes_max`: the limit of stderr, a file of this daemon; 0: no limit."""
-        self._formatter = formatter
+        super().__init__()
+        self.setFormatter(formatter)
         self._bytes_max = bytes_max
 
-    def line(self, record: logging.LogRecord) -> tuple[int, Write]:
-        data = (self._formatter.format(record) + "\n").encode(errors="replace")
-        return len(data), functools.partial(self._write, data)
-
-    def _write(self, data: bytes) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         if self._bytes_max and os.fstat(2).st_size >= self._bytes_max:
             here = Path("/proc/self/fd/2").readlink()
             shutil.copyfile(here, f"{here}.1")
             os.ftruncate(2, 0)
-        write_all(2, data)
-
-    def close(self) -> None:
-        """It stays open: the next output may be stderr, too."""
+        write_all(2, (self.format(record) + "\n").encode(errors="replace"))
 
 
 def set_up(
@@ -110,7 +103,7 @@ def _queue() -> Queued | None:
     return next((one for one in LOG.handlers if isinstance(one, Queued)), None)
 
 
-def _output(log_format: str, environ: Mapping[str, str]) -> Output:
+def _output(log_format: str, environ: Mapping[str, str]) -> logging.Handler:
     if log_format == "auto":
         log_format = "journal" if environ.get("JOURNAL_STREAM") else "plain"
     bytes_max = int(environ.get(BYTES_VARIABLE, "0"))

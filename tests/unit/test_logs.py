@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from _pytest.capture import CaptureResult
 
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base import journal, logs
-from pccheckd.base.log_queue import LINES_MAX, Queued, Write
+from pccheckd.base.log_queue import LINES_MAX, Queued
 from pccheckd.base.logs import LOG
 from pccheckd.base.repeats import BURST, WINDOW_S, Repeats
 from pccheckd.tenancy.checkpoint import Checkpoint
@@ -171,17 +170,11 @@ def test_lines_are_dropped_and_counted_where_the_reader_has_stopped() -> None:
     reader = threading.Event()
     reached, seen = threading.Event(), list[str]()
 
-    class Stopped:
-        def line(self, record: logging.LogRecord) -> tuple[int, Write]:
-            return 1, functools.partial(self._write, record.getMessage())
-
-        def close(self) -> None:
-            raise AssertionError("nobody asked for it")
-
-        def _write(self, text: str) -> None:
+    class Stopped(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
             reached.set()
             assert reader.wait(30)
-            seen.append(text)
+            seen.append(record.getMessage())
 
     queue = Queued(Stopped())
     LOG.handlers[:], LOG.propagate = [queue], False
@@ -219,12 +212,9 @@ def test_a_log_file_of_ones_own_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_be_written_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    class Full:
-        def line(self, _: logging.LogRecord) -> tuple[int, Write]:
-            return 1, functools.partial(os.write, -1, b"line")
-
-        def close(self) -> None:
-            pass
+    class Full(logging.Handler):
+        def emit(self, _: logging.LogRecord) -> None:
+            os.write(-1, b"line")
 
     queue = Queued(Full())
     LOG.handlers[:], LOG.propagate = [queue], False
