@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
@@ -15,10 +15,10 @@ from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
-from .group import Group
-from .ledger import ENDED_BEFORE, Ledger
-from .retention import Retention
-from .volumes import VolumeSet
+from .ledger import ENDED_BEFORE
+
+if TYPE_CHECKING:
+    from .tenant import Tenant
 
 PENDING_MAX = 64  # PCC_SNAPSHOTS: no honest client has more outstanding
 #: A slot is freed a moment after the event that announces it, so waiting ones try again by time.
@@ -43,12 +43,15 @@ _REFUSED = {
 }  # fmt: skip
 
 
-class Queue:
-    """The queue. What an attempt is, and how a checkpoint is refused, say the subclasses."""
+class Admission:
+    """The queue of one tenant, in front of the native core. Owned by the tenant."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: Tenant) -> None:
         self._pending: deque[Checkpoint] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._tenant = tenant
+        self._late = ""  # ranks that are waited for although they have requested nothing ...
+        self._late_since_s = 0.0  # ... and since when (time.monotonic)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -56,7 +59,9 @@ class Queue:
     def submit(self, checkpoint: Checkpoint) -> None:
         """Queues one; it is admitted, skipped or refused later."""
         if len(self._pending) >= PENDING_MAX:
-            self.refuse(checkpoint, End(State.FAILED, f"more than {PENDING_MAX} snapshots wait"))
+            self._tenant.refuse(
+                checkpoint, End(State.FAILED, f"more than {PENDING_MAX} snapshots wait")
+            )
             return
         self._pending.append(checkpoint)
         if self._task is None or self._task.done():
@@ -66,24 +71,13 @@ class Queue:
         """Ends the waiting checkpoints of a session that has ended."""
         for checkpoint in [c for c in self._pending if c.session == session]:
             self._pending.remove(checkpoint)
-            self.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+            self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
 
     async def close(self) -> None:
         self._pending.clear()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def attempt(self, checkpoint: Checkpoint) -> str:
-        """Tries to begin one: "" when it has begun or ended, else why it waits (BUSY)."""
-        raise NotImplementedError
-
-    async def hopeless(self) -> End | None:
-        """How a checkpoint ends for which no slot becomes free by waiting; None when one may."""
-        raise NotImplementedError
-
-    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
-        raise NotImplementedError
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -122,49 +116,17 @@ class Queue:
     def _end_first(self, checkpoint: Checkpoint, end: End) -> None:
         if self._pending and self._pending[0] is checkpoint:
             self._pending.popleft()
-            self.refuse(checkpoint, end)
-
-
-class Rank(Protocol):
-    """What admission needs of its tenant."""
-
-    async def begin_save(self, checkpoint: Checkpoint) -> int:
-        """Begins one in the core. The sequence; 0 when its session has ended. Raises what the core
-        answers."""
-
-    def refuse(self, checkpoint: Checkpoint, end: End) -> None: ...
-
-    @property
-    def is_read(self) -> bool: ...
-
-    @property
-    def is_grouped(self) -> bool:
-        """Its trainer is one of several ranks."""
-
-
-class Admission(Queue):
-    """The queue of one tenant, in front of the native core. Owned by the tenant."""
-
-    def __init__(
-        self, tenant: Rank, volumes: VolumeSet, ledger: Ledger, retention: Retention, group: Group
-    ) -> None:
-        super().__init__()
-        self._tenant = tenant
-        self._volumes = volumes
-        self._ledger = ledger
-        self._retention = retention
-        self._group = group
-        self._late = ""  # ranks that are waited for although they have requested nothing ...
-        self._late_since_s = 0.0  # ... and since when (time.monotonic)
+            self._tenant.refuse(checkpoint, end)
 
     async def attempt(self, checkpoint: Checkpoint) -> str:
+        """Tries to begin one: "" when it has begun or ended, else why it waits (BUSY)."""
         if checkpoint.state is not State.REQUESTED:
             return ""
-        if self._group.gives_up(checkpoint.sequence):
-            reason = self._group.why_given_up(checkpoint.sequence)
-            self.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
+        if self._tenant.group.gives_up(checkpoint.sequence):
+            reason = self._tenant.group.why_given_up(checkpoint.sequence)
+            self._tenant.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
             return ""
-        what = f"the volume of {self._volumes.key}"
+        what = f"the volume of {self._tenant.volumes.key}"
         try:
             sequence = await self._tenant.begin_save(checkpoint)
         except _core.NativeError as error:
@@ -175,26 +137,24 @@ class Admission(Queue):
                 return code
             why = translated(error, what)
             reason, hint = _REFUSED.get(code, (why.message, why.hint))
-            self.refuse(checkpoint, End(State.FAILED, reason, hint, code))
+            self._tenant.refuse(checkpoint, End(State.FAILED, reason, hint, code))
             return ""
         except Exception as error:  # the edge of this checkpoint: it fails, the others go on
             why = translated(error, what)
-            self.refuse(checkpoint, End(State.FAILED, why.message, why.hint, why.code))
+            self._tenant.refuse(checkpoint, End(State.FAILED, why.message, why.hint, why.code))
             if not isinstance(error, OSError):
-                LOG.warning("%s: cannot begin", self._volumes.key, exc_info=error)
+                LOG.warning("%s: cannot begin", self._tenant.volumes.key, exc_info=error)
             return ""
         if not sequence:
-            self.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+            self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
             return ""
         self._late = ""
         if checkpoint.state is State.REQUESTED:  # its events may have come first
             checkpoint.advance(State.COPYING, time.monotonic_ns())
         return ""
 
-    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
-        self._tenant.refuse(checkpoint, end)
-
     async def hopeless(self) -> End | None:
+        """How a checkpoint ends for which no slot becomes free by waiting; None when one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
             return End(
                 State.SKIPPED,
@@ -203,19 +163,21 @@ class Admission(Queue):
                 "call checkpoint() for the same steps on every rank; if only one rank saves, make "
                 "its client with solo=True",
             )
-        if self._ledger.in_flight or self._tenant.is_read:  # a reader holds the slot it reads
+        if (
+            self._tenant.ledger.in_flight or self._tenant.is_read
+        ):  # a reader holds the slot it reads
             return None
-        await self._volumes.refresh()
-        current = self._volumes.current
+        await self._tenant.volumes.refresh()
+        current = self._tenant.volumes.current
         if current is None or current.info.free_slots:
             return None
         with contextlib.suppress(ValueError):  # it is being reopened
             if current.volume.has_expendable():  # since a moment ago
                 return None
-        newest = self._group.newest_common
+        newest = self._tenant.group.newest_common
         if self._tenant.is_grouped and any(one.sequence > newest for one in current.checkpoints):
             return None  # until the other ranks have caught up
-        protected = sorted(self._retention.protected)
+        protected = sorted(self._tenant.retention.protected)
         if protected:
             return End(
                 State.FAILED,
@@ -231,11 +193,11 @@ class Admission(Queue):
     async def _recycled(self) -> bool:
         """No slot is free: recycles what is no longer kept now, instead of with the next record.
         Whether a slot became free."""
-        if self._volumes.current is None:
+        if self._tenant.volumes.current is None:
             return False
         if self._tenant.is_grouped:
-            late, before = self._group.wants_slot(self._volumes.key.rank), self._late
+            late, before = self._tenant.group.wants_slot(self._tenant.volumes.key.rank), self._late
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late
-        return await self._volumes.recycle()
+        return await self._tenant.volumes.recycle()

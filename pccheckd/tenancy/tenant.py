@@ -58,7 +58,7 @@ class Tenant:
         self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
-        self.queue = Admission(self, self.volumes, self.ledger, self.retention, group)
+        self.queue = Admission(self)
         self.readers = 0  # sessions that may load
         self.closed = False
         self.leaving = False  # the trainer has ended, and what it handed over is being drained

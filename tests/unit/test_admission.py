@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, cast
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.admission import PENDING_MAX, Queue
+from pccheckd.tenancy.admission import PENDING_MAX, Admission
 from pccheckd.tenancy.checkpoint import Checkpoint, End
 
 
@@ -17,11 +18,11 @@ def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkp
     )  # fmt: skip
 
 
-class Desk(Queue):
+class Desk(Admission):
     """Stands for a volume with so many free lanes; time passes only in `sleep`."""
 
     def __init__(self, free: int, answer: str = "NO_LANE") -> None:
-        super().__init__()
+        super().__init__(cast(Any, self))
         self.free = free
         self.answer = answer
         self.reason = ""
