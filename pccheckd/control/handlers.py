@@ -160,7 +160,7 @@ class Handlers:
             case Open():
                 return await recovery.open_checkpoint(session, body)
             case Read():
-                await recovery.read(session, self._sessions, body)
+                await recovery.read(session, self._registry.memory, body)
             case Restored():
                 assert session.job is not None
                 await session.job.restored(session.rank, body.sequence)
@@ -211,7 +211,7 @@ class Handlers:
         assert job is not None
         volume = await tenant.register(body.payload_bytes)
         wanted = tenant.wanted_bytes(body.payload_bytes)
-        granted = await self._sessions.claim(session, wanted)
+        granted = await self._registry.memory.claim(session, wanted)
         expected = max(granted, min(wanted, self._registry.memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
         return Registered(

@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import RefusedError
@@ -39,6 +40,9 @@ from pccheckd.tenancy.tenant import Tenant
 
 from .shares import Wish, fair
 
+if TYPE_CHECKING:
+    from .sessions import Session
+
 LEFT_ALONE_S = 60.0
 #: A trainer's Register has a deadline of half a minute; it gets its answer before that.
 CLAIM_LIMIT_S = 15.0
@@ -46,29 +50,14 @@ PAUSE_S = 1.0
 _RETRY_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Claimant:
-    """The session that wants memory, and what can be done to it."""
-
-    session: int
-    uid: int
-    who: str
-    port: Port
-    stuck: Callable[[], None]  # it does not return memory
-    is_busy: Callable[[], bool]  # it saves or loads
-    end: Callable[[], None]  # there are no two chunks for it
-
-
 @dataclass(slots=True, eq=False)
 class Claim:
-    by: Claimant
+    by: Session
+    port: Port
+    who: str
     wanted_bytes: int
     share_bytes: int = 0
     settled: bool = False  # it has had its share
-
-    @property
-    def port(self) -> Port:
-        return self.by.port
 
     @property
     def lacks_bytes(self) -> int:
@@ -104,39 +93,43 @@ class Memory(Background):
 
     # -- who wants what ------------------------------------------------------------------------
 
-    async def claim(self, by: Claimant, wanted_bytes: int) -> int:
-        """At least two chunks when this returns; more follows in the background. Returns the
-        present amount. Raises RefusedError with the numbers."""
+    async def claim(self, by: Session, wanted_bytes: int) -> int:
+        """DRAM for a session: at least two chunks when this returns; more follows in the
+        background, up to its fair share. Returns the present amount. Raises RefusedError with the
+        numbers."""
         claim = self.enter(by, wanted_bytes)
+        port = claim.port
         claim.settled = claim.settled and wanted_bytes <= claim.wanted_bytes
-        claim.wanted_bytes = max(wanted_bytes, by.port.least_bytes)
+        claim.wanted_bytes = max(wanted_bytes, port.least_bytes)
         self._stale = True
         deadline = time.monotonic() + CLAIM_LIMIT_S
-        if by.port.granted_bytes:
-            await by.port.send_segments()
+        if port.granted_bytes:
+            await port.send_segments()
         while True:
             self._changed.clear()
-            if self._claims.get(by.session) is not claim:
+            if self._claims.get(by.number) is not claim:
                 raise RefusedError("the session has ended")
             # Once for all that wait.
             if self._stale or time.monotonic() - self._balanced_s >= _RETRY_S:
                 self.balance()
             if not claim.starves:
-                return by.port.granted_bytes
+                return port.granted_bytes
             self._require_room(claim)
             if time.monotonic() > deadline:  # the claim stays, so that the next try finds room
-                raise self._too_late(by)
+                raise self._too_late(claim)
             try:
                 await asyncio.wait_for(self._changed.wait(), _RETRY_S)
             except TimeoutError:
                 continue
 
-    def enter(self, by: Claimant, wanted_bytes: int) -> Claim:
-        """The claim of a session; of a new one, to what it has or wants."""
-        claim = self._claims.get(by.session)
+    def enter(self, by: Session, wanted_bytes: int) -> Claim:
+        """The claim of a session; of a new one, to what it has or wants. Raises RefusedError."""
+        if by.port is None or by.tenant is None or by.ending:
+            raise RefusedError("the session has ended")
+        claim = self._claims.get(by.number)
         if claim is None:
             wanted = max(by.port.least_bytes, wanted_bytes)
-            claim = self._claims[by.session] = Claim(by, wanted)
+            claim = self._claims[by.number] = Claim(by, by.port, str(by.tenant.key), wanted)
         return claim
 
     def gone(self, session: int) -> None:
@@ -212,10 +205,10 @@ class Memory(Background):
                 "%s: session ended: DRAM has no two chunks for each of %d sessions, and its user "
                 "has the most sessions or exceeds --max-dram-per-user. The client reconnects "
                 "when memory is free; raise --dram or lower --chunk",
-                claim.by.who, len(self._claims),
+                claim.who, len(self._claims),
             )  # fmt: skip
             self._ending.add(port)
-            claim.by.end()
+            claim.by.give_way()
 
     def _renew(self) -> None:
         """Replaces memory that a process of an earlier session may still write to."""
@@ -253,7 +246,7 @@ class Memory(Background):
             back = min(claim.excess_bytes, short)
             if back <= 0:
                 return
-            LOG.info("%s: returns %s of DRAM for others", claim.by.who, size_text(back))
+            LOG.info("%s: returns %s of DRAM for others", claim.who, size_text(back))
             self._resize(claim, claim.port.aim_bytes - back)
             short -= back
 
@@ -279,7 +272,7 @@ class Memory(Background):
             claim.settled = claim.settled or enough
 
     def _resize(self, claim: Claim, aim_bytes: int) -> None:
-        claim.port.resize(aim_bytes, self._moved, claim.by.stuck)
+        claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
 
     # -- small ---------------------------------------------------------------------------------
 
@@ -340,11 +333,11 @@ class Memory(Background):
         by, least = claim.by, claim.port.least_bytes
         limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
         mine = [one for one in self._claims.values() if one.by.uid == by.uid]
-        needs = f"{by.who} needs at least two chunks ({size_text(least)}) of DRAM"
+        needs = f"{claim.who} needs at least two chunks ({size_text(least)}) of DRAM"
         refusal = None
         if limit and sum(one.port.least_bytes for one in mine) > limit:
             used = [
-                f"{one.by.who} has {size_text(one.port.granted_bytes)}"
+                f"{one.who} has {size_text(one.port.granted_bytes)}"
                 for one in mine
                 if one is not claim
             ]
@@ -362,14 +355,14 @@ class Memory(Background):
                 retryable=True,
             )  # fmt: skip
         if refusal is not None and claim.share_bytes < least:
-            self.gone(by.session)
+            self.gone(by.number)
             raise refusal
 
-    def _too_late(self, by: Claimant) -> RefusedError:
+    def _too_late(self, claim: Claim) -> RefusedError:
         budget, used = self._engine.pool.usage()
         back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
         return RefusedError(
-            f"{by.who} needs at least two chunks ({size_text(by.port.least_bytes)}) of DRAM: "
+            f"{claim.who} needs at least two chunks ({size_text(claim.port.least_bytes)}) of DRAM: "
             f"{size_text(used)} of {size_text(budget)} (--dram) are used; {size_text(back)} of "
             f"them are being returned, which took longer than {CLAIM_LIMIT_S:g} s",
             hint="try again; if it fails again, check for a slow disk or a stopped trainer: "

@@ -15,7 +15,8 @@ from pccheckd.base.logs import LOG
 from pccheckd.tenancy.tenant import Tenant
 
 from .job import Job
-from .sessions import Session, Sessions
+from .memory import Memory
+from .sessions import Session
 
 MAX_SEQUENCE = 2**63
 
@@ -148,7 +149,7 @@ async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint)
     return await tenant.engine.call(tenant.key.uid, port.channel.cached, chosen.sequence)
 
 
-async def read(session: Session, sessions: Sessions, body: Read) -> None:
+async def read(session: Session, memory: Memory, body: Read) -> None:
     """Starts to send payload through the page; its END carries the result."""
     job, own = _place(session)
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
@@ -168,7 +169,7 @@ async def read(session: Session, sessions: Sessions, body: Read) -> None:
     try:
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
-            await sessions.claim(session, own.wanted_bytes(payload.payload_bytes))
+            await memory.claim(session, own.wanted_bytes(payload.payload_bytes))
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )

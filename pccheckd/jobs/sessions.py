@@ -31,7 +31,6 @@ from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
 from .job import Job
-from .memory import Claimant
 from .registry import Registry
 
 READER_CHUNKS = 8
@@ -151,20 +150,6 @@ class Sessions:
         if offer.transfer == "pull" and not session.kernel_pid:
             return Offer("push", "the daemon cannot see this process: another PID namespace")
         return offer
-
-    async def claim(self, session: Session, wanted_bytes: int) -> int:
-        """DRAM for a session: at least two chunks when this returns, more later, up to its fair
-        share. Returns the present amount. Raises RefusedError."""
-        return await self.registry.memory.claim(self._claimant(session), wanted_bytes)
-
-    def _claimant(self, session: Session) -> Claimant:
-        port, tenant = session.port, session.tenant
-        if port is None or tenant is None or session.ending:
-            raise RefusedError("the session has ended")
-        return Claimant(
-            session.number, session.uid, str(tenant.key), port, session.keeps_memory,
-            session.is_busy, session.give_way,
-        )  # fmt: skip
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
@@ -288,7 +273,7 @@ class Sessions:
         session.port = tenant.port
         session.chose("push", "CPU tensors")
         if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
-            self.registry.memory.enter(self._claimant(session), tenant.port.granted_bytes)
+            self.registry.memory.enter(session, tenant.port.granted_bytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,
@@ -327,7 +312,7 @@ class Sessions:
         with ours:
             try:
                 page_fd = await session.port.attach(ours.fileno(), session.number)
-                await self.claim(session, READER_CHUNKS * chunk)
+                await self.registry.memory.claim(session, READER_CHUNKS * chunk)
             except BaseException:
                 theirs.close()
                 raise

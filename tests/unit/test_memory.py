@@ -14,7 +14,7 @@ from pccheck_wire.errors import RefusedError
 from pccheckd.core import port as port_module
 from pccheckd.core.port import Port
 from pccheckd.jobs import memory as memory_module
-from pccheckd.jobs.memory import Claimant, Memory
+from pccheckd.jobs.memory import Memory
 
 CHUNK = 10
 UID = 1000
@@ -103,10 +103,11 @@ class Node:
         return tenant
 
     async def claim(self, session: int, tenant: Any, chunks: int) -> int:
-        by = Claimant(
-            session, tenant.key.uid, f"s{session}", tenant.port,
-            stuck=lambda: self.stuck.append(session),
-            is_busy=lambda: session in self.busy, end=lambda: self.ended.append(session),
+        by: Any = SimpleNamespace(
+            number=session, uid=tenant.key.uid, port=tenant.port, ending=False,
+            tenant=SimpleNamespace(key=f"s{session}"),
+            keeps_memory=lambda: self.stuck.append(session),
+            is_busy=lambda: session in self.busy, give_way=lambda: self.ended.append(session),
         )  # fmt: skip
         return await self.memory.claim(by, chunks * CHUNK) // CHUNK
 
