@@ -81,31 +81,9 @@ class Catalog:
         self.unreadable: list[Unreadable] = []
 
 
-class CommonStep(NamedTuple):
-    """What a group recovers: each rank its own checkpoint of this step and incarnation."""
-
-    incarnation: int
-    step: int
-    checkpoints: dict[int, Checkpoint]  # by rank
-
-
 def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
-    return Checkpoint(
-        uid=info.uid,
-        job=info.job,
-        rank=info.rank,
-        sequence=entry.sequence,
-        step=entry.step,
-        incarnation=entry.incarnation,
-        world_size=entry.world_size,
-        payload_bytes=entry.payload_bytes,
-        tree_offset=entry.tree_offset,
-        tree_bytes=entry.tree_bytes,
-        wall_ns=entry.wall_ns,
-        flags=entry.flags,
-        slot=entry.slot,
-        volume_path=path,
-    )
+    of_slot = {name: value for name, value in entry._asdict().items() if name in Checkpoint._fields}
+    return Checkpoint(info.uid, info.job, info.rank, volume_path=path, **of_slot)
 
 
 def checkpoints_of(volume: Volume, path: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -122,17 +100,12 @@ def newest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence, reverse=True)
 
 
-def _misplaced(file: VolumeFile, info: VolumeInfo) -> bool:
-    return (file.uid, file.job, file.rank) != (info.uid, info.job, info.rank)
-
-
 def scan(
     storage: str | os.PathLike[str],
     *,
     uid: int | None = None,
     job: str | None = None,
     rank: int | None = None,
-    allow_buffered: bool = True,
 ) -> Catalog:
     """Reads the records of every volume that matches; None means any.
 
@@ -142,9 +115,7 @@ def scan(
     catalog = Catalog()
     for file in list_volumes(storage, uid=uid, job=job, rank=rank):
         try:
-            with closing(
-                Volume(file.path, writable=False, allow_buffered=allow_buffered)
-            ) as volume:
+            with closing(Volume(file.path, writable=False, allow_buffered=True)) as volume:
                 info = volume.info()
                 found = checkpoints_of(volume, file.path)
         except FileNotFoundError:
@@ -156,7 +127,7 @@ def scan(
             name = errno_name(error)
             catalog.unreadable.append(Unreadable(file, name, str(error)))
             continue
-        if _misplaced(file, info):
+        if (file.uid, file.job, file.rank) != (info.uid, info.job, info.rank):
             whose = f"{info.uid}/{info.job}/rank {info.rank}"
             reason = f"{file.path} holds the volume of {whose}"
             catalog.unreadable.append(Unreadable(file, "MISPLACED", reason))
@@ -190,18 +161,17 @@ def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]]) -> dict[in
 
 def common_step(
     checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]], world_size: int
-) -> CommonStep | None:
-    """The newest checkpoint that every rank 0..world_size-1 has undamaged; else None."""
+) -> dict[int, Checkpoint] | None:
+    """By rank: the newest checkpoint that every rank 0..world_size-1 has undamaged; else None."""
     ranks = {rank: list(checkpoints) for rank, checkpoints in checkpoints_by_rank.items()}
     for held in common(ranks_of(ranks)):
         if held.world_size == world_size:
-            found = {
+            return {
                 rank: one
                 for rank in range(world_size)
                 for one in ranks.get(rank, ())
                 if one.sequence == held.sequence
             }
-            return CommonStep(held.incarnation, held.step, found)
     return None
 
 
@@ -226,16 +196,10 @@ def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, ob
 
 def checkpoint_document(item: Checkpoint) -> dict[str, object]:
     """One checkpoint in the same documents; alone it cannot say whether it is global."""
+    names = ("uid", "job", "rank", "sequence", "step", "incarnation", "world_size",
+             "payload_bytes", "wall_ns")  # fmt: skip
     return {
-        "uid": item.uid,
-        "job": item.job,
-        "rank": item.rank,
-        "sequence": item.sequence,
-        "step": item.step,
-        "incarnation": item.incarnation,
-        "world_size": item.world_size,
-        "payload_bytes": item.payload_bytes,
-        "wall_ns": item.wall_ns,
+        **{name: getattr(item, name) for name in names},
         "pinned": item.is_pinned,
         "protected": item.is_protected,
         "damaged": item.is_damaged,
@@ -245,22 +209,10 @@ def checkpoint_document(item: Checkpoint) -> dict[str, object]:
 
 def volume_document(path: Path, info: VolumeInfo) -> dict[str, object]:
     """One volume in the same documents."""
-    return {
-        "path": str(path),
-        "uid": info.uid,
-        "job": info.job,
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "slots": info.slots,
-        "keep": info.keep,
-        "volume_bytes": info.volume_bytes,
-        "payload_capacity": info.payload_capacity,
-        "free_slots": info.free_slots,
-        "incarnation": info.incarnation,
-        "done": info.done,
-        "stopped": info.stopped,
-        "valid_replicas": info.valid_replicas,
-    }
+    names = ("uid", "job", "rank", "world_size", "slots", "keep", "volume_bytes",
+             "payload_capacity", "free_slots", "incarnation", "done", "stopped",
+             "valid_replicas")  # fmt: skip
+    return {"path": str(path), **{name: getattr(info, name) for name in names}}
 
 
 def group_document(

@@ -96,32 +96,26 @@ def jobs(storage: str | os.PathLike[str], *, uid: int | None = None) -> list[Job
     return made
 
 
-def victim_document(victim: Victim) -> dict[str, object]:
-    """One file in the document of `pccheckctl drop --json`, with and without a daemon."""
-    return {
-        "path": str(victim.file.path),
-        "uid": victim.file.uid,
-        "job": victim.file.job,
-        "rank": victim.file.rank,
-        "bytes": victim.bytes,
-        "last_write_s": round(victim.last_write_s, 3),
-        "done": victim.done,
-        "checkpoints": victim.checkpoints,
-        "newest_step": victim.newest_step,
-        "problem": victim.problem,
-    }
-
-
 def document(
     storage: str | os.PathLike[str], files: Iterable[Victim], *, dropped: bool
 ) -> dict[str, object]:
-    """What `pccheckctl drop --json` prints."""
-    listed = [victim_document(victim) for victim in files]
+    """What `pccheckctl drop --json` prints, with and without a daemon."""
+    names = ("bytes", "done", "checkpoints", "newest_step", "problem")
     return {
         "schema": 1,
         "storage": os.fspath(storage),
         "dropped": dropped,
-        "files": listed,
+        "files": [
+            {
+                "path": str(victim.file.path),
+                "uid": victim.file.uid,
+                "job": victim.file.job,
+                "rank": victim.file.rank,
+                "last_write_s": round(victim.last_write_s, 3),
+                **{name: getattr(victim, name) for name in names},
+            }
+            for victim in files
+        ],
         "bytes": sum(victim.bytes for victim in files),
     }
 
@@ -136,7 +130,10 @@ def drop(paths: Sequence[Path]) -> None:
     with contextlib.ExitStack() as held:
         present = [path for path in paths if _lock(held, path)]
         for directory in dict.fromkeys(path.parent for path in present):
-            ordered = sorted((p for p in present if p.parent == directory), key=_generation)
+            ordered = sorted(
+                (p for p in present if p.parent == directory),
+                key=lambda path: int(path.name.split(".")[1]),
+            )
             gone = []
             for path in ordered:
                 away = path.with_name(path.name + _DROPPED)
@@ -162,19 +159,15 @@ def clear(storage: str | os.PathLike[str]) -> int:
 def _remove(directory: Path, gone: list[Path]) -> None:
     """Once the names are durable. All that can be, then raises why the first one could not."""
     failed: OSError | None = None
-    _sync(directory)
+    layout.sync_directory(directory)
     for path in gone:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             failed = failed or error
-    _sync(directory)
+    layout.sync_directory(directory)
     if failed is not None:
         raise failed
-
-
-def _generation(path: Path) -> int:
-    return int(path.name.split(".")[1])
 
 
 def _lock(held: contextlib.ExitStack, path: Path) -> bool:
@@ -191,11 +184,3 @@ def _lock(held: contextlib.ExitStack, path: Path) -> bool:
             raise InUseError(path) from error
         raise
     return True
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

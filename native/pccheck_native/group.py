@@ -203,21 +203,16 @@ def choose(
     world_size: int,
     *,
     step: int | None = None,
-    solo: bool = False,
     replicated: bool = False,
 ) -> Held | Refused | None:
     """What `rank` of a start of `world_size` ranks restores: the newest common checkpoint, of
     `step` if given. None only when no rank holds anything.
 
-    `solo`: the rank's own newest, whoever else there was. `replicated`: saved by any number of
-    ranks, since each can read what all have written.
+    `replicated`: saved by any number of ranks, since each can read what all have written.
     """
     if not any(known.held for known in ranks.values()):
         return None
     mine = ranks.get(rank, NOBODY).held
-    if solo:
-        own = [one for one in mine if one.usable and step in (None, one.step)]
-        return max(own, default=None) or _nothing_common(ranks, (rank,), step)
     shared = [one for one in common(ranks) if step in (None, one.step)]
     if not shared:
         return _nothing_common(ranks, range(max(world_size, _saved_by(ranks))), step)

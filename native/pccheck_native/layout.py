@@ -96,18 +96,14 @@ def lock_path(storage: str | os.PathLike[str]) -> Path:
     return Path(storage) / LOCK_NAME
 
 
-def job_directory(storage: str | os.PathLike[str], uid: int, job: str) -> Path:
-    """Where the volumes of one job lie."""
-    return Path(storage) / str(_check_number("uid", uid, UID_MAX)) / check_job(job)
-
-
 def volume_path(
     storage: str | os.PathLike[str], uid: int, job: str, rank: int, generation: int = 0
 ) -> Path:
     """The file of one (uid, job, rank) and generation."""
     _check_number("rank", rank, RANK_MAX)
     _check_number("generation", generation, GENERATION_MAX)
-    return job_directory(storage, uid, job) / f"rank-{rank}.{generation}.pcc"
+    owner = str(_check_number("uid", uid, UID_MAX))
+    return Path(storage) / owner / check_job(job) / f"rank-{rank}.{generation}.pcc"
 
 
 def parse_volume_path(storage: str | os.PathLike[str], path: str | os.PathLike[str]) -> VolumeFile:
@@ -189,19 +185,10 @@ def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
     )
 
 
-def rank_files(
-    storage: str | os.PathLike[str], uid: int, job: str, rank: int
-) -> list[tuple[int, Path]]:
-    """(generation, path) of every volume of one rank, oldest generation first."""
-    check_job(job)
-    files = list_volumes(storage, uid=uid, job=job, rank=rank)
-    return [(file.generation, file.path) for file in files]
-
-
 def next_generation(storage: str | os.PathLike[str], uid: int, job: str, rank: int) -> int:
     """The generation that no volume of this rank has had while its followers lie there."""
-    files = rank_files(storage, uid, job, rank)
-    return files[-1][0] + 1 if files else 0
+    files = list_volumes(storage, uid=uid, job=check_job(job), rank=rank)
+    return files[-1].generation + 1 if files else 0
 
 
 def capacity_for(payload_bytes: int) -> int:
@@ -221,10 +208,11 @@ def make_directories(path: Path) -> None:
             if directory.is_symlink() or not directory.is_dir():
                 raise
     for directory in (path.parent, path.parents[1], storage):
-        _sync_directory(directory)
+        sync_directory(directory)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Makes the names in it durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

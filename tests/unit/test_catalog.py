@@ -105,9 +105,9 @@ def test_the_newest_step_that_every_rank_has() -> None:
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert (common.incarnation, common.step) == (1, 20)
-    assert {rank: c.sequence for rank, c in common.checkpoints.items()} == {0: 2, 1: 2}
-    assert [c.rank for c in common.checkpoints.values()] == [0, 1]
+    assert (common[0].incarnation, common[0].step) == (1, 20)
+    assert {rank: c.sequence for rank, c in common.items()} == {0: 2, 1: 2}
+    assert [c.rank for c in common.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_later_save_wins_over_a_higher_step_and_an_incarnation() -> None:
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert (common.incarnation, common.step) == (2, 50)
+    assert (common[0].incarnation, common[0].step) == (2, 50)
 
 
 def test_damage_and_other_world_sizes_do_not_count() -> None:
@@ -141,7 +141,7 @@ def test_damage_and_other_world_sizes_do_not_count() -> None:
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert common.step == 10
+    assert common[0].step == 10
 
 
 @pytest.mark.parametrize("world_size", [0, 3])
@@ -153,7 +153,7 @@ def test_a_missing_rank_leaves_nothing_common(world_size: int) -> None:
 def test_a_step_saved_twice_counts_once_by_its_newest() -> None:
     common = common_step({0: [made(0, 1, 10, world_size=1), made(0, 4, 10, world_size=1)]}, 1)
     assert common is not None
-    assert common.checkpoints[0].sequence == 4
+    assert common[0].sequence == 4
 
 
 def test_documents_say_what_all_ranks_of_a_job_have() -> None:

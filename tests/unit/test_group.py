@@ -291,15 +291,6 @@ def test_what_another_rank_saved_alone_is_refused() -> None:
     assert group.choose(ranks, 0, 1, replicated=True).sequence == 1
 
 
-def test_solo_restores_a_ranks_own_newest() -> None:
-    ranks = {0: Rank(held(1, 2, 3, damaged=(3,))), 1: Rank(held(1))}
-    assert group.choose(ranks, 0, 2, solo=True).sequence == 2
-    assert group.choose(ranks, 0, 2, solo=True, step=10).sequence == 1
-    said = refusal(group.choose(ranks, 1, 2, solo=True, step=20))
-    assert "no checkpoint of step 20 of rank 1 that is valid (durable steps: rank 1: 10)" in said
-    assert "rank 2: none" in refusal(group.choose(ranks, 2, 2, solo=True))
-
-
 # -- numbers ------------------------------------------------------------------------------------
 
 

@@ -172,8 +172,9 @@ class ChoosesOwn(Rules):
 
     def __init__(self) -> None:
         super().__init__()
-        real = self.group.choose
-        self.group.choose = lambda ranks, rank, world: real(ranks, rank, world, solo=True)
+        self.group.choose = lambda ranks, rank, _world: max(
+            (one for one in ranks[rank].held if one.usable), default=None
+        )
 
 
 class NumbersDiffer(Rules):

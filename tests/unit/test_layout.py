@@ -107,7 +107,6 @@ def test_listing_is_by_number_and_selects(tmp_path: Path) -> None:
     assert listed(uid=1, job="a", rank=2) == [(1, "a", 2, g) for g in (0, 9, 11)]
     assert listed(job="b") == [(1, "b", 0, 0)]
     assert listed(uid=3) == []
-    assert layout.rank_files(tmp_path, 1, "b", 0) == [(0, tmp_path / "1/b/rank-0.0.pcc")]
     assert layout.next_generation(tmp_path, 1, "a", 2) == 12
     assert layout.next_generation(tmp_path, 1, "a", 3) == 0
 

@@ -113,19 +113,19 @@ def choose(
             hint="copy the volumes of all ranks into one directory, or choose one with --rank",
         )
     if arguments.all_ranks and common is not None:
-        return common.checkpoints
+        return common
     if arguments.rank is None and len(ranks) > 1:
         named = ", ".join(map(str, ranks))
         if len(ranks) > NAMED_MAX:
             named = f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
-        shared = f"; the newest step that all have is {common.step}" if common else ""
+        shared = f"; the newest step that all have is {common[0].step}" if common else ""
         raise UsageError(
             f"job {arguments.job!r} has ranks {named}{shared}",
             hint="choose one with --rank R, or all with --all-ranks",
         )
     rank = next(iter(ranks)) if arguments.rank is None else arguments.rank
-    if common is not None and rank in common.checkpoints:
-        return {rank: common.checkpoints[rank]}
+    if common is not None and rank in common:
+        return {rank: common[rank]}
     if not alone:
         note(f"not all {world_size} ranks have this step here: do not mix it with other ranks")
     return {rank: _newest(usable, rank, arguments)}

@@ -229,7 +229,7 @@ def _groups(found: catalog.Catalog) -> list[Document]:
             continue
         shared = catalog.common_step(by_rank, world_size)
         behind = group.behind(catalog.ranks_of(by_rank), world_size)
-        mine = list(shared.checkpoints.values()) if shared else []
+        mine = list(shared.values()) if shared else []
         newest_ns = max((one.wall_ns for one in mine), default=0)
         common = (mine[0].sequence, mine[0].step, newest_ns) if mine else None
         documents.append(catalog.group_document(uid, job, world_size, common, behind=behind))
