@@ -59,7 +59,6 @@ from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
-from pccheckd.tenancy import trace
 from pccheckd.tenancy.ledger import ENDED_BEFORE
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
@@ -287,8 +286,8 @@ class Handlers:
         if not 0 <= body.last_s <= TRACE_S_MAX:
             raise UsageError(f"$.body.last_s must be 0 to {TRACE_S_MAX:g} (got {body.last_s:g})")
         async with self._making(session.uid):
-            taken = report.trace(session.uid, self._registry, body.last_s)
-            return await self._engine.document(session.uid, trace.document, taken)
+            make = report.trace(session.uid, self._registry, body.last_s)
+            return await self._engine.document(session.uid, make)
 
     def _making(self, uid: int) -> asyncio.Lock:
         """A user's documents are made one after another, however many it requests."""

@@ -227,9 +227,9 @@ def _scrub(scrubber: Scrubber) -> Iterator[Family]:
     yield _one("scrub_running", "1 during a pass", float(now is not None))
     yield _one("scrub_paused", "1 while a pass waits for saves", float(scrubber.paused))
     yield _one("scrub_pass_ratio", "Progress of the pass", now.ratio if now else 0.0)
-    yield _one("scrub_damaged", "Found damaged by the last or present pass", scrubber.damaged)
-    yield _one("scrub_unreadable", "What that pass could not read", scrubber.unreadable)
+    yield _one("scrub_damaged", "Found damaged by the last or present pass", scrubber.state.damaged)
+    yield _one("scrub_unreadable", "What that pass could not read", scrubber.state.unreadable)
     yield Family(
         "scrub_last_pass_timestamp_seconds", "When the last pass ended, by the wall clock",
-        [((), scrubber.last_ended_s)] if scrubber.last_ended_s else [],
+        [((), scrubber.state.ended_s)] if scrubber.state.ended_s else [],
     )  # fmt: skip

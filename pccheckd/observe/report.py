@@ -24,9 +24,9 @@ from pccheckd.jobs.memory import Memory
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
 from pccheckd.storage.space import Disk
+from pccheckd.tenancy import trace as traces
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.tenant import Tenant
-from pccheckd.tenancy.trace import Taken, take
 from pccheckd.tenancy.volumes import Key, OpenVolume
 
 SCHEMA = 1
@@ -135,8 +135,9 @@ async def _aside(describe: Callable[[_T], Document], what: _T) -> Document:
     return describe(what)
 
 
-def trace(asker_uid: int, registry: Registry, last_s: float) -> Taken:
-    """What `pccheckctl trace` shows: checkpoints that ended in the last seconds, or are live."""
+def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Document]:
+    """What `pccheckctl trace` shows: checkpoints that ended in the last seconds, or are live. A
+    call for a thread."""
     now_ns = time.monotonic_ns()
     since_ns = max(0, now_ns - int(last_s * 1e9))
     live = [
@@ -145,7 +146,7 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Taken:
         if may_see(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
     ]
-    return take(
+    return traces.document(
         registry.chronicle.ring.newest(asker_uid, since_ns), live, since_ns=since_ns,
         now_ns=now_ns, wall_ns=time.time_ns(),
     )  # fmt: skip

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
 
 from .checkpoint import Record
 
@@ -44,29 +43,21 @@ class Ring:
                     yield item
 
 
-class Taken(NamedTuple):
-    """What a document is made of, as it was on the loop; nothing of it changes any more."""
-
-    records: list[Record]
-    since_ns: int
-    now_ns: int
-    wall_ns: int  # the wall clock at `now_ns`
-
-
-def take(
+def document(
     ended: Iterable[Record], live: Iterable[Record], *, since_ns: int, now_ns: int, wall_ns: int
-) -> Taken:
-    """On the loop, and quick: references only."""
-    return Taken([*live, *islice(ended, RECORDS_PER_ANSWER)], since_ns, now_ns, wall_ns)
+) -> Callable[[], Document]:
+    """What `pccheckctl trace` makes a trace of: a call that makes the document, for a thread, from
+    what there is now. `wall_ns`: the wall clock at `now_ns`."""
+    taken = [*live, *islice(ended, RECORDS_PER_ANSWER)]
 
+    def make() -> Document:
+        records = sorted(taken, key=lambda item: item.requested)
+        return {
+            "schema": SCHEMA,
+            "since_ns": since_ns,
+            "now_ns": now_ns,
+            "wall_ns": wall_ns,
+            "checkpoints": [item._asdict() for item in records],
+        }
 
-def document(taken: Taken) -> Document:
-    """What `pccheckctl trace` makes a trace of. Too long for the loop."""
-    records = sorted(taken.records, key=lambda item: item.requested)
-    return {
-        "schema": SCHEMA,
-        "since_ns": taken.since_ns,
-        "now_ns": taken.now_ns,
-        "wall_ns": taken.wall_ns,
-        "checkpoints": [item._asdict() for item in records],
-    }
+    return make

@@ -115,7 +115,7 @@ class Scrubber(Background):
         self._config = config
         self._registry = registry
         self._wall = wall
-        self._state = State()
+        self.state = State()
         self._changed = asyncio.Event()
         self._thread = Threads(1, "scrub", initializer=_yield_disk)
         self._pieces = Pieces(PIECE_BYTES, threads=0)  # used in that thread
@@ -136,24 +136,9 @@ class Scrubber(Background):
     def enabled(self) -> bool:
         return self._config.scrub_rate_bytes > 0 and self._config.scrub_interval_s > 0
 
-    @property
-    def damaged(self) -> int:
-        """Found by the last or present pass."""
-        return self._state.damaged
-
-    @property
-    def unreadable(self) -> int:
-        """Volumes and checkpoints that this pass could not read."""
-        return self._state.unreadable
-
-    @property
-    def last_ended_s(self) -> float:
-        """Wall time; 0 before the first complete pass."""
-        return self._state.ended_s
-
     def document(self) -> dict[str, object]:
         """For `status`: its state and results."""
-        now, state = self.progress, self._state
+        now, state = self.progress, self.state
         doing = "paused" if self.paused else "reading" if now else "waiting"
         names = ("volumes", "volumes_done", "bytes", "bytes_done")
         return {
@@ -172,9 +157,9 @@ class Scrubber(Background):
     # -- passes --------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._state = await self._read(State.load, self._storage)
-        if not self._state.since_s:
-            self._state.since_s = self._wall()
+        self.state = await self._read(State.load, self._storage)
+        if not self.state.since_s:
+            self.state.since_s = self._wall()
             await self._remember()
         while True:
             try:
@@ -188,10 +173,10 @@ class Scrubber(Background):
 
     def _due_in_s(self) -> float:
         """Until the next pass; 0 when one was interrupted."""
-        if self._state.running:
+        if self.state.running:
             return 0.0
         now = self._wall()
-        before = min(max(self._state.began_s, self._state.since_s), now)  # a clock was set back
+        before = min(max(self.state.began_s, self.state.since_s), now)  # a clock was set back
         return max(0.0, before + max(self._config.scrub_interval_s, INTERVAL_MIN_S) - now)
 
     async def _pause(self, limit_s: float) -> None:
@@ -201,9 +186,9 @@ class Scrubber(Background):
 
     async def _pass(self) -> None:
         """Reads every volume, or continues behind the one that was finished before a restart."""
-        state, files = self._state, await self._read(layout.list_volumes, self._storage)
+        state, files = self.state, await self._read(layout.list_volumes, self._storage)
         if not state.running:
-            self._state = state = State(
+            self.state = state = State(
                 since_s=state.since_s, began_s=self._wall(), ended_s=state.ended_s, running=True
             )
         left = sorted((file for file in files if self._name(file) > state.after), key=self._name)
@@ -242,7 +227,7 @@ class Scrubber(Background):
 
     async def _remember(self) -> None:
         try:
-            await self._read(self._state.store, self._storage)
+            await self._read(self.state.store, self._storage)
         except OSError as error:
             LOG.warning("%s cannot be written: %s", self._storage / STATE_NAME, error)
 
@@ -355,9 +340,9 @@ class Scrubber(Background):
         self.results[result] += 1
         if self.progress is not None:
             self.progress.results[result] += 1
-        self._state.checked += result in ("ok", "damaged")
-        self._state.unreadable += result == "unreadable"
-        self._state.damaged += result == "damaged"
+        self.state.checked += result in ("ok", "damaged")
+        self.state.unreadable += result == "unreadable"
+        self.state.damaged += result == "damaged"
 
     # -- in the thread -------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Place:
 
     async def pass_(self) -> None:
         """One pass, at once."""
-        self.scrubber._state = State.load(self.config.storage)
+        self.scrubber.state = State.load(self.config.storage)
         await self.scrubber._pass()
 
     @property
@@ -107,14 +107,14 @@ def test_damage_is_flagged_as_recovery_does(run: Callable[..., None], loaded: bo
             await place.registry.existing(KEY)
         await place.pass_()
         assert place.results == {"ok": 2, "damaged": 1}
-        assert place.scrubber.damaged == 1
+        assert place.scrubber.state.damaged == 1
         assert damaged(place.config.storage) == [2]
         _, tenant = await place.registry.existing(KEY)
         assert [c.step for c in tenant.volumes.checkpoints() if c.is_damaged] == [2]
         assert not tenant.is_read
         await place.pass_()  # what is known is not told again
         assert place.results == {"ok": 4, "damaged": 1}
-        assert place.scrubber.damaged == 0
+        assert place.scrubber.state.damaged == 0
 
     run(work)
 
@@ -150,7 +150,7 @@ def test_a_disk_that_was_away_for_a_moment_has_lost_nothing(
 
         monkeypatch.setattr(Pieces, "check", away)
         await place.pass_()
-        assert (place.results, place.scrubber.damaged) == ({"ok": 3}, 0)
+        assert (place.results, place.scrubber.state.damaged) == ({"ok": 3}, 0)
         assert damaged(place.config.storage) == []
 
     run(work)
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_twice_is_told_but_not_flagged(
         monkeypatch.setattr(Pieces, "check", broken)
         await place.pass_()
         assert place.results == {"ok": 2, "unreadable": 1}
-        assert (place.scrubber.damaged, place.scrubber.unreadable) == (0, 1)
+        assert (place.scrubber.state.damaged, place.scrubber.state.unreadable) == (0, 1)
         assert damaged(place.config.storage) == []
         _, tenant = await place.registry.existing(KEY)
         assert tenant.retention.unreadable == {2}
@@ -178,7 +178,7 @@ def test_what_cannot_be_read_twice_is_told_but_not_flagged(
         assert [one.sequence for one in every if tenant.is_usable(one)] == [3, 1]
         bad = 0
         await place.pass_()
-        assert (place.results, place.scrubber.unreadable) == ({"ok": 5, "unreadable": 1}, 0)
+        assert (place.results, place.scrubber.state.unreadable) == ({"ok": 5, "unreadable": 1}, 0)
         assert tenant.retention.unreadable == set()
         assert all(map(tenant.is_usable, tenant.volumes.checkpoints()))
 
@@ -281,7 +281,7 @@ def test_a_volume_that_cannot_be_checked_does_not_keep_the_others_from_it(
         monkeypatch.setattr(place.registry, "existing", existing)
         await place.pass_()
         assert place.results == {"ok": 2, "unreadable": 1}  # of the last: the newest one, and later
-        assert (place.scrubber.passes, place.scrubber._state.running) == (1, False)
+        assert (place.scrubber.passes, place.scrubber.state.running) == (1, False)
 
     run(work)
 
@@ -349,7 +349,7 @@ def test_a_pass_goes_on_where_a_restart_interrupted_it(run: Callable[..., None])
             await place.pass_()
         assert (seen, place.results) == (["job"], {"ok": 3})
         place.now = 2050.0
-        place.fresh()._state = State.load(place.config.storage)
+        place.fresh().state = State.load(place.config.storage)
         assert place.scrubber._due_in_s() == 0.0  # it goes on at once
         await place.pass_()
         assert place.results == {"ok": 1}  # the other job's only
@@ -372,7 +372,7 @@ def test_the_first_pass_comes_after_one_interval(run: Callable[..., None]) -> No
         while not place.scrubber.passes:
             await asyncio.sleep(0.001)
         assert place.results == {"ok": 3}
-        assert place.scrubber.last_ended_s == 1100.0
+        assert place.scrubber.state.ended_s == 1100.0
 
     run(work)
 
@@ -388,7 +388,7 @@ def test_zero_turns_it_off_and_a_reload_on_again(run: Callable[..., None], off: 
         await asyncio.sleep(0)
         setattr(place.config, off, before)
         place.scrubber.wake()
-        while place.scrubber._state.since_s == 0.0:
+        while place.scrubber.state.since_s == 0.0:
             await asyncio.sleep(0.001)
         place.now += 200.0
         place.scrubber.wake()
@@ -415,10 +415,10 @@ def test_off_ends_it_in_the_middle_of_a_volume(
 
         monkeypatch.setattr(Pieces, "check", once)
         await place.pass_()
-        assert (reads, place.scrubber.passes, place.scrubber._state.running) == (2, 0, True)
+        assert (reads, place.scrubber.passes, place.scrubber.state.running) == (2, 0, True)
         setattr(place.config, off, before)
         await place.pass_()
-        assert (place.scrubber.passes, place.scrubber._state.running) == (1, False)
+        assert (place.scrubber.passes, place.scrubber.state.running) == (1, False)
 
     run(work)
 

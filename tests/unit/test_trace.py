@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pccheckctl.commands import trace as viewer
 from pccheckctl.output.documents import Document, rows, whole
 from pccheckd.tenancy.checkpoint import Record
-from pccheckd.tenancy.trace import Ring, document, take
+from pccheckd.tenancy.trace import Ring, document
 
 MS = 1_000_000
 
@@ -29,7 +29,7 @@ def record(step: int, begin: int, end: int, *, uid: int = 7, state: str = "durab
 
 
 def made(ended: Iterable[Record], live: Iterable[Record] = ()) -> Document:
-    return document(take(ended, live, since_ns=0, now_ns=1000 * MS, wall_ns=5000 * MS))
+    return document(ended, live, since_ns=0, now_ns=1000 * MS, wall_ns=5000 * MS)()
 
 
 def slices(chrome: Document) -> list[Document]:
