@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import hashlib
 import os
-import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,10 +33,8 @@ class ControlServer:
         self._handle: Handle
         self._interrupted: Callable[[int], None]
         self._idle_s = idle_s
-        self._directory = socket_path.parent / f"ctl-{secrets.token_hex(16)}"
-        #: Names the directory, so that the next start removes it if this daemon is killed.
-        self._note = socket_path.with_name(socket_path.name + ".ctl")
-        _remove_noted(self._note)
+        _remove_left(socket_path)
+        self._directory = socket_path.parent / f"{_prefix(socket_path)}{secrets.token_hex(12)}"
         self._keepers: dict[int, Keeper] = {}
         self._threads = Threads(1, "fronts")
         self._threads.begin()
@@ -97,13 +93,11 @@ class ControlServer:
         await self._ending.settle()
         self._threads.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._note.unlink(missing_ok=True)
 
     def _open(self, uid: int, gid: int) -> Keeper:
         """Replaces an endpoint that was removed (for example by a cleaner of /tmp). Existing
         sessions lose the old endpoint, and find the new one."""
         if not self._directory.exists():
-            _write_note(self._note, self._directory.name)
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
         keeper = Keeper(
@@ -142,33 +136,14 @@ def _not_made(path: Path, error: OSError) -> RefusedError:
     )  # fmt: skip
 
 
-def _write_note(note: Path, text: str) -> None:
-    """Into a file of this user: others may write to the directory."""
-    descriptor = _open_note(note, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+def _prefix(socket_path: Path) -> str:
+    """Of the directories of daemons with this socket: others may be in the same place."""
+    return "ctl-" + hashlib.blake2b(os.fsencode(socket_path.name), digest_size=4).hexdigest()
 
 
-def _open_note(note: Path, flags: int) -> int:
-    """Follows no link, waits for no pipe. Raises OSError for a file of another user."""
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(note, flags, 0o600)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(descriptor)
-        raise PermissionError(errno.EPERM, "another user has created a file there", str(note))
-    return descriptor
-
-
-def _remove_noted(note: Path) -> None:
-    """Removes the endpoints of a killed daemon, and the note, whoever owns it."""
-    with contextlib.suppress(OSError):
-        with open(_open_note(note, os.O_RDONLY), encoding="ascii", errors="replace") as opened:
-            name = opened.read(64)
-        if re.fullmatch(r"ctl-[0-9a-f]{32}", name):
-            shutil.rmtree(note.with_name(name), ignore_errors=True)
-    with contextlib.suppress(OSError):
-        note.unlink()
+def _remove_left(socket_path: Path) -> None:
+    """Removes the endpoints of a killed daemon; not what another user has created there."""
+    for place in socket_path.parent.glob(f"{_prefix(socket_path)}*"):
+        with contextlib.suppress(OSError):
+            if place.lstat().st_uid == os.geteuid():
+                shutil.rmtree(place)

@@ -10,7 +10,7 @@ import pytest
 
 from pccheck_wire.errors import NoStoreError
 from pccheckd.control import attach
-from pccheckd.front.endpoints import _remove_noted, _write_note
+from pccheckd.front.endpoints import _prefix, _remove_left
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
@@ -40,34 +40,23 @@ def test_a_link_in_the_place_of_the_socket_is_not_followed(
     assert target.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
-    target, note = tmp_path / "target", tmp_path / "note"
-    target.write_text("kept")
-    note.symlink_to(target)
-    with pytest.raises(OSError):
-        _write_note(note, "ctl-0")
-    assert target.read_text() == "kept"
-
-
-def test_a_planted_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    os.mkfifo(note)
-    with pytest.raises(OSError):
-        _write_note(note, "ctl-0")
-    _remove_noted(note)
-    _write_note(note, "ctl-0")
-    assert note.read_text() == "ctl-0"
+def test_endpoints_of_a_killed_daemon_are_removed(tmp_path: Path) -> None:
+    ours, other, target = (tmp_path / name for name in ("a.sock", "b.sock", "target"))
+    left, its = (tmp_path / f"{_prefix(one)}{'0' * 24}" for one in (ours, other))
+    for place in (left, its, target):
+        place.mkdir()
+        (place / "1000.sock").touch()
+    planted = tmp_path / f"{_prefix(ours)}{'1' * 24}"
+    planted.symlink_to(target)
+    _remove_left(ours)
+    assert not left.exists() and (its / "1000.sock").exists() and (target / "1000.sock").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_planted_note_names_nothing_to_remove(tmp_path: Path) -> None:
-    """It would name the endpoints of another daemon in the same directory."""
-    note, other = tmp_path / "note", tmp_path / f"ctl-{'0' * 32}"
-    other.mkdir()
-    note.write_text(other.name)
-    os.chown(note, 12345, 12345)
-    _remove_noted(note)
-    assert other.is_dir() and not note.exists()
-    note.write_text(other.name)
-    _remove_noted(note)
-    assert not other.exists() and not note.exists()
+def test_what_another_user_has_created_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    planted = tmp_path / f"{_prefix(path)}{'0' * 24}"
+    planted.mkdir()
+    os.chown(planted, 12345, 12345)
+    _remove_left(path)
+    assert planted.is_dir()
