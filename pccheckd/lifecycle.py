@@ -90,12 +90,12 @@ async def _serve(
     """True when all that was copied is durable."""
     notifier = Notifier()
     engine = Engine(config, directory, store=inherited.store_of(os.environ, left), stored=len(left))
-    registry = Registry(config, engine, Chronicle(enabled=lambda: config.chronicle))
+    registry = Registry(engine, Chronicle(enabled=lambda: config.chronicle))
     control = ControlServer(config.socket)
-    sessions = Sessions(config, engine, registry, control)
-    observing = Observing(config, engine, registry, sessions)
-    handlers = Handlers(config, engine, registry, sessions, observing.scrubber)
-    expiry = Expiry(config, engine, registry)
+    sessions = Sessions(registry, control)
+    observing = Observing(sessions)
+    handlers = Handlers(sessions, observing.scrubber)
+    expiry = Expiry(registry)
     reloader = Reloader(config, sources, notifier)
     reloader.then(registry.limit, observing.scrubber.wake, expiry.wake)
     stop, hurry = _signals(reloader)
@@ -104,8 +104,8 @@ async def _serve(
         engine.start()
         parts.callback(engine.stop)
         notifier.extend(survey.LIMIT_S + EXTENSION_S)
-        found = await survey.take(config, engine)
-        registry.took_over(await takeover.inherit(left, engine, registry))
+        found = await survey.take(engine)
+        registry.took_over(await takeover.inherit(left, registry))
         await parts.enter_async_context(observing)
         work = contextlib.AsyncExitStack()
         work.push_async_callback(engine.close_gpus)
@@ -116,15 +116,12 @@ async def _serve(
             registry.memory,
             attach.AttachServer(listener, sessions, handlers),
             observing.scrubber,
-            GpuRelease(config, engine, registry),
+            GpuRelease(registry),
             expiry,
-            FileWatch(engine, registry),
+            FileWatch(registry),
         ):
             await work.enter_async_context(part)
-        supervisor = Supervisor(
-            notifier, config, engine, registry, sessions, found,
-            faults=lambda: observing.health.faults,
-        )  # fmt: skip
+        supervisor = Supervisor(notifier, sessions, found, faults=lambda: observing.health.faults)
         async with reloader:
             LOG.info("ready: %s", describe(config))
             # What the start has logged is written before READY.

@@ -52,11 +52,8 @@ from pccheck_wire.messages import (
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config import text as config_text
-from pccheckd.config.sources import Config
 from pccheckd.core import exposing
-from pccheckd.core.engine import Engine
 from pccheckd.jobs import pinning, recovery
-from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy.ledger import ENDED_BEFORE
@@ -96,17 +93,9 @@ def readable(what: str) -> Iterator[None]:
 
 
 class Handlers:
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        registry: Registry,
-        sessions: Sessions,
-        scrubber: Scrubber | None = None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._registry = registry
+    def __init__(self, sessions: Sessions, scrubber: Scrubber | None = None) -> None:
+        self._engine, self._config = sessions.engine, sessions.config
+        self._registry = sessions.registry
         self._sessions = sessions
         self._scrubber = scrubber
         self._started_ns = time.monotonic_ns()
@@ -180,9 +169,7 @@ class Handlers:
             case Verify():
                 return Report(await self._verify(session, body))
             case Drop():
-                return Report(
-                    await expiry.drop(self._config, self._engine, self._registry, session.uid, body)
-                )
+                return Report(await expiry.drop(self._registry, session.uid, body))
             case Trace():
                 return Report(await self._trace(session, body))
         return Done()
@@ -278,8 +265,8 @@ class Handlers:
     async def _status(self, session: Session) -> report.Document:
         async with self._making(session.uid):
             return await report.status(
-                session.uid, self._config, self._engine, self._registry, self._sessions.all(),
-                self._started_ns, self._scrubber.document() if self._scrubber else None,
+                session.uid, self._registry, self._sessions.all(), self._started_ns,
+                self._scrubber.document() if self._scrubber else None,
             )  # fmt: skip
 
     async def _trace(self, session: Session, body: Trace) -> report.Document:

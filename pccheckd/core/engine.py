@@ -108,6 +108,7 @@ class Engine:
         """`directory`: that of the storage, locked. `store`: the service manager's notify socket,
         how many descriptors it keeps, and how many are there already."""
         self.pool = _open_pool(config.dram_bytes, *store, stored)
+        self.config = config
         self.driver = Driver()
         self.directory = directory
         self.io = IoEngine(config)

@@ -33,7 +33,6 @@ from pccheck_wire.basics import size_text
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
-from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
 from pccheckd.tenancy.tenant import Tenant
@@ -75,13 +74,8 @@ class Claim:
 class Memory(Background):
     """Owns the claims. On the loop only; memory itself moves in the ports' threads."""
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        tenants: Callable[[], Iterable[Tenant]],
-    ) -> None:
-        self._config = config
+    def __init__(self, engine: Engine, tenants: Callable[[], Iterable[Tenant]]) -> None:
+        self._config = engine.config
         self._engine = engine
         self._tenants = tenants
         self._claims: dict[int, Claim] = {}  # by session

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 
 from pccheck_native import layout
 from pccheck_wire.errors import NoCheckpointError, RefusedError
-from pccheckd.config.sources import Config
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
 from pccheckd.tenancy.inherited import Summary
@@ -24,13 +23,12 @@ IDLE_MAX = 64
 
 
 class Registry:
-    def __init__(self, config: Config, engine: Engine, chronicle: Chronicle | None = None) -> None:
+    def __init__(self, engine: Engine, chronicle: Chronicle | None = None) -> None:
         self.chronicle = chronicle or Chronicle()
-        self.config = config
-        self.engine = engine
+        self.engine, self.config = engine, engine.config
         self.inherited = Summary()  # from the daemon before
         self.jobs: dict[tuple[int, str], Job] = {}
-        self.memory = Memory(config, engine, self.tenants)
+        self.memory = Memory(engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
     def took_over(self, summary: Summary) -> None:
@@ -172,7 +170,7 @@ class Registry:
         return self._locks.setdefault(uid, asyncio.Lock())
 
     async def _load(self, job: Job, rank: int) -> None:
-        tenant = Tenant(Key(job.uid, job.name, rank), self.config, self.engine, job, self.chronicle)
+        tenant = Tenant(Key(job.uid, job.name, rank), self.engine, job, self.chronicle)
         await tenant.open()
         job.loaded(tenant)
 

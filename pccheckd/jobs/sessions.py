@@ -20,8 +20,7 @@ from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, We
 from pccheckd import VERSION
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
-from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine, Shape
+from pccheckd.core.engine import Shape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.gpus import Offer
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
@@ -118,11 +117,8 @@ class Session:
 class Sessions:
     """Opens, ends and finds them."""
 
-    def __init__(
-        self, config: Config, engine: Engine, registry: Registry, control: ControlServer
-    ) -> None:
-        self.config = config
-        self.engine = engine
+    def __init__(self, registry: Registry, control: ControlServer) -> None:
+        self.engine, self.config = registry.engine, registry.config
         self.registry = registry
         self.control = control
         self.draining = False

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from pccheck_native import catalog
 from pccheckd.base.logs import LOG
-from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 
 #: A slower disk does not delay the start any longer.
@@ -33,26 +32,27 @@ class Survey:
         return f"{self.volumes} volumes with {self.checkpoints} checkpoints{unreadable}"
 
 
-async def take(config: Config, engine: Engine, *, limit_s: float = LIMIT_S) -> Survey:
+async def take(engine: Engine, *, limit_s: float = LIMIT_S) -> Survey:
     """Reads records only; data is verified when it is recovered. Never raises for a bad volume."""
-    scan = asyncio.create_task(engine.look(os.getuid(), catalog.scan, config.storage))
+    storage = engine.config.storage
+    scan = asyncio.create_task(engine.look(os.getuid(), catalog.scan, storage))
     done, _ = await asyncio.wait({scan}, timeout=limit_s)
     if not done:
         scan.add_done_callback(_looked_at)
         LOG.error(
             "the volumes in %s could not be listed within %g s: check the disk (dmesg)",
-            config.storage, limit_s,
+            storage, limit_s,
         )  # fmt: skip
         return Survey(complete=False)
     try:
         found = scan.result()
     except OSError as error:
-        LOG.error("the volumes in %s cannot be listed: %s", config.storage, error)
+        LOG.error("the volumes in %s cannot be listed: %s", storage, error)
         return Survey(complete=False)
     for item in found.unreadable[:NAMED_MAX]:
         LOG.warning("the volume %s cannot be read: %s", item.file.path, item.reason)
     survey = Survey(len(found.volumes), len(found.checkpoints), len(found.unreadable))
-    LOG.info("%s holds %s", config.storage, survey)
+    LOG.info("%s holds %s", storage, survey)
     return survey
 
 

@@ -11,7 +11,6 @@ from pccheck_native import _core
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
 from pccheckd.tenancy import inherited
 from pccheckd.tenancy.checkpoint import Checkpoint
@@ -30,14 +29,14 @@ _WHY = {
 }
 
 
-async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -> Summary:
+async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
     """Takes over what is usable, and closes the rest. Never raises for what it finds."""
     summary = Summary(descriptors=len(found))
     left, useless = inherited.sort(found)
     for key, one in left.items():
         try:
             _, tenant = await registry.existing(key)
-            await _take_over(tenant, one, engine, summary)
+            await _take_over(tenant, one, summary)
         except (OSError, PccheckError, _core.NativeError) as error:
             why = translated(error, f"the memory of {key}")
             LOG.error("%s: copied checkpoints are lost: %s", key, why)
@@ -47,7 +46,7 @@ async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -
             summary.dropped.append((key, f"an internal error: {type(error).__name__}"))
         useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
     for item in useless:
-        await engine.call(os.getuid(), inherited.close, item, engine.pool)
+        await registry.engine.call(os.getuid(), inherited.close, item, registry.engine.pool)
     if found:
         LOG.info(
             "%d stored descriptors found; %d segments (%d bytes) taken over, with %d checkpoints "
@@ -57,7 +56,7 @@ async def inherit(found: list[Descriptor], engine: Engine, registry: Registry) -
     return summary
 
 
-async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summary) -> None:
+async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
     """Removes from `left` what it takes over."""
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
@@ -65,7 +64,7 @@ async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summar
         port = await tenant.adopt(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
-                summary.segments += await _adopt(port, number, left, tenant, engine)
+                summary.segments += await _adopt(port, number, left, tenant)
             usage = port.channel.usage()
             port.adopted(usage.bytes)
             for state in list(left.states):
@@ -75,9 +74,10 @@ async def _take_over(tenant: Tenant, left: Left, engine: Engine, summary: Summar
             await _settle(tenant, port)
 
 
-async def _adopt(port: Port, number: int, left: Left, tenant: Tenant, engine: Engine) -> bool:
+async def _adopt(port: Port, number: int, left: Left, tenant: Tenant) -> bool:
+    fd = left.segments[number].fd
     try:
-        await engine.call(tenant.key.uid, port.channel.adopt, left.segments[number].fd, number)
+        await tenant.engine.call(tenant.key.uid, port.channel.adopt, fd, number)
     except (OSError, _core.NativeError) as error:
         LOG.warning("%s: a segment cannot be taken over: %s", tenant.key, _refused(error))
         return False

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from pccheck_native import _core
 from pccheckd import VERSION
 from pccheckd.base import logs
-from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs import group_state
 from pccheckd.jobs.job import Job
@@ -39,22 +37,16 @@ class Family(NamedTuple):
     counts: bool = False
 
 
-def read(
-    config: Config,
-    engine: Engine,
-    registry: Registry,
-    sessions: Sessions,
-    health: Health,
-    scrubber: Scrubber,
-) -> list[Family]:
+def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]:
+    registry, engine = sessions.registry, sessions.engine
     ranks = list(registry.tenants())
     warnings = len(troubles(engine, ranks, registry.jobs.values()))
     return [
-        *_daemon(config, engine, registry, health, warnings),
+        *_daemon(registry, health, warnings),
         *_gpus(engine.driver.info()),
         _sessions(sessions.all()),
         *_fronts(sessions.control),
-        *_groups(registry.jobs.values(), config.stall_limit_s),
+        *_groups(registry.jobs.values(), registry.config.stall_limit_s),
         *_ranks(ranks),
         *_scrub(scrubber),
     ]
@@ -64,9 +56,8 @@ def _one(name: str, text: str, value: float, *, counts: bool = False) -> Family:
     return Family(name, text, [((), value)], counts=counts)
 
 
-def _daemon(
-    config: Config, engine: Engine, registry: Registry, health: Health, warnings: int
-) -> Iterator[Family]:
+def _daemon(registry: Registry, health: Health, warnings: int) -> Iterator[Family]:
+    engine, config = registry.engine, registry.config
     facts = VERSION, str(config.slots), str(config.keep), engine.io.running
     yield Family("info", "Always 1", [(facts, 1)], ("version", "slots", "keep", "engine"))
     yield _one("degraded", "1 when pccheckctl status shows degraded", float(warnings > 0))

@@ -26,12 +26,10 @@ ANSWER_LIMIT_S = 20.0
 class Health(Background):
     """Started and stopped by the daemon's start and stop; only the loop touches it."""
 
-    def __init__(
-        self, engine: Engine, registry: Registry, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.lag_s = 0.0  # how late the last beat was
         self.faults: list[str] = []
-        self._engine = engine
+        self._engine = registry.engine
         self._registry = registry
         self._clock = clock
         self._thread = Threads(1, "health")

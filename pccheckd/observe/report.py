@@ -43,8 +43,6 @@ def may_see(asker_uid: int, owner_uid: int) -> bool:
 
 async def status(
     asker_uid: int,
-    config: Config,
-    engine: Engine,
     registry: Registry,
     sessions: Iterable[Session],
     started_ns: int,
@@ -52,6 +50,7 @@ async def status(
 ) -> Document:
     """What `pccheckctl status --json` prints. Waits a moment for one statvfs, in a thread. Yields
     to the loop between rows: there may be hundreds of checkpoints."""
+    config, engine = registry.config, registry.engine
     tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
     seen = [s for s in sessions if s.role is not Role.OBSERVER and may_see(asker_uid, s.uid)]
     rows = [await _aside(_session, session) for session in seen]
@@ -140,16 +139,16 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
     call for a thread."""
     now_ns = time.monotonic_ns()
     since_ns = max(0, now_ns - int(last_s * 1e9))
-    live = [
+    records = registry.chronicle.ring.newest(asker_uid, since_ns)
+    records += [
         item.record(tenant.key)
         for tenant in registry.tenants()
         if may_see(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
     ]
-    return traces.document(
-        registry.chronicle.ring.newest(asker_uid, since_ns), live, since_ns=since_ns,
-        now_ns=now_ns, wall_ns=time.time_ns(),
-    )  # fmt: skip
+    return functools.partial(
+        traces.document, records, since_ns=since_ns, now_ns=now_ns, wall_ns=time.time_ns()
+    )
 
 
 def listing(asker_uid: int, config: Config, job: str) -> Document:

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.config.metrics_place import Place, parse, require
-from pccheckd.config.sources import Config
-from pccheckd.core.engine import Engine
-from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
 from pccheckd.upkeep.scrub import Scrubber
 
@@ -36,14 +33,9 @@ class Observing:
     """Health, and the metrics of `--metrics`, within `async with`: the last part to stop, since
     probes ask until the end. Owns the background check, which others start and stop."""
 
-    def __init__(
-        self, config: Config, engine: Engine, registry: Registry, sessions: Sessions
-    ) -> None:
-        self.health = Health(engine, registry)
-        self.scrubber = Scrubber(config, registry)
-        self._config = config
-        self._engine = engine
-        self._registry = registry
+    def __init__(self, sessions: Sessions) -> None:
+        self.health = Health(sessions.registry)
+        self.scrubber = Scrubber(sessions.registry)
         self._sessions = sessions
         self._metrics: Metrics | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,9 +44,9 @@ class Observing:
 
     async def __aenter__(self) -> Self:
         """Raises UsageError when the address is in use, or the extra is missing."""
-        if self._config.metrics:
-            require(self._config.metrics)
-            self._serve(parse(self._config.metrics))
+        if place := self._sessions.config.metrics:
+            require(place)
+            self._serve(parse(place))
         self.health.start()
         return self
 
@@ -71,7 +63,7 @@ class Observing:
 
         self._loop = asyncio.get_running_loop()
         self._metrics = Metrics()
-        self._registry.chronicle.count_with(self._metrics)
+        self._sessions.registry.chronicle.count_with(self._metrics)
         if place.file is not None:
             self._file = _File(place.file, self._text)
             self._file.start()
@@ -125,9 +117,7 @@ class Observing:
         return await asyncio.to_thread(self._metrics.render, self._families())
 
     def _families(self) -> list[gauges.Family]:
-        return gauges.read(
-            self._config, self._engine, self._registry, self._sessions, self.health, self.scrubber,
-        )  # fmt: skip
+        return gauges.read(self._sessions, self.health, self.scrubber)
 
 
 class _File(Background):

@@ -16,9 +16,6 @@ from pccheck_wire.units import GIB
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.base.notify import Notifier
-from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine
-from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
 from pccheckd.jobs.survey import Survey
 from pccheckd.observe import report
@@ -34,9 +31,6 @@ class Supervisor(Background):
     def __init__(
         self,
         notifier: Notifier,
-        config: Config,
-        engine: Engine,
-        registry: Registry,
         sessions: Sessions,
         survey: Survey,
         *,
@@ -47,12 +41,11 @@ class Supervisor(Background):
         self._survey = survey
         self._faults = faults
         self._notifier = notifier
-        self._config = config
-        self._engine = engine
-        self._registry = registry
+        self._config = sessions.config
+        self._registry = sessions.registry
         self._sessions = sessions
         self._clock = clock
-        self._progress = Progress(config, engine, registry, clock)
+        self._progress = Progress(sessions.registry, clock)
 
     @property
     def period_s(self) -> float:
@@ -70,14 +63,16 @@ class Supervisor(Background):
         """For `systemctl status`: warnings first."""
         warnings = [
             *self._faults(),
-            *report.troubles(self._engine, self._registry.tenants(), self._registry.jobs.values()),
+            *report.troubles(
+                self._registry.engine, self._registry.tenants(), self._registry.jobs.values()
+            ),
         ]
         if self._survey.unreadable or not self._survey.complete:
             warnings.append(f"at the start: {self._survey}")
         trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)
         moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
-        budget, used = self._engine.pool.usage()
+        budget, used = self._registry.engine.pool.usage()
         work = (
             f"{_count(trainers, 'trainer')}, {_count(moving, 'checkpoint')} in flight, "
             f"{durable} made durable; memory {used / GIB:.1f} of {budget / GIB:.1f} GiB"

@@ -16,7 +16,6 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.config.sources import Config
 from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.port import Owner, Port
 
@@ -40,18 +39,11 @@ INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 class Tenant:
     """Others call its methods and read its attributes; only its own methods change them."""
 
-    def __init__(
-        self,
-        key: Key,
-        config: Config,
-        engine: Engine,
-        group: Group,
-        chronicle: Chronicle,
-    ) -> None:
+    def __init__(self, key: Key, engine: Engine, group: Group, chronicle: Chronicle) -> None:
         self.key = key
-        self.config = config
+        self.config = engine.config
         self.engine = engine
-        self.volumes = VolumeSet(key, config, engine)
+        self.volumes = VolumeSet(key, engine)
         self.port: Port | None = None
         self.owner: Owner | None = None
         self.group = group

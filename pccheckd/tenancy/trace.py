@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from .checkpoint import Record
@@ -33,8 +33,12 @@ class Ring:
         if len(self._kept) > self._uids:
             self._kept.popitem(last=False)
 
-    def newest(self, asker_uid: int, since_ns: int) -> Iterator[Record]:
-        """Newest first, of what the asker may see (its own; root sees all), ended after `since`."""
+    def newest(self, asker_uid: int, since_ns: int) -> list[Record]:
+        """Of what the asker may see (its own; root sees all), ended after `since`: newest first,
+        RECORDS_PER_ANSWER at most."""
+        return list(islice(self._newest(asker_uid, since_ns), RECORDS_PER_ANSWER))
+
+    def _newest(self, asker_uid: int, since_ns: int) -> Iterator[Record]:
         for uid, kept in self._kept.items():
             if asker_uid in (0, uid):
                 for item in reversed(kept):
@@ -43,21 +47,15 @@ class Ring:
                     yield item
 
 
-def document(
-    ended: Iterable[Record], live: Iterable[Record], *, since_ns: int, now_ns: int, wall_ns: int
-) -> Callable[[], Document]:
-    """What `pccheckctl trace` makes a trace of: a call that makes the document, for a thread, from
-    what there is now. `wall_ns`: the wall clock at `now_ns`."""
-    taken = [*live, *islice(ended, RECORDS_PER_ANSWER)]
-
-    def make() -> Document:
-        records = sorted(taken, key=lambda item: item.requested)
-        return {
-            "schema": SCHEMA,
-            "since_ns": since_ns,
-            "now_ns": now_ns,
-            "wall_ns": wall_ns,
-            "checkpoints": [item._asdict() for item in records],
-        }
-
-    return make
+def document(records: list[Record], *, since_ns: int, now_ns: int, wall_ns: int) -> Document:
+    """What `pccheckctl trace` makes a trace of; `wall_ns`: the wall clock at `now_ns`. Too long for
+    the loop."""
+    return {
+        "schema": SCHEMA,
+        "since_ns": since_ns,
+        "now_ns": now_ns,
+        "wall_ns": wall_ns,
+        "checkpoints": [
+            item._asdict() for item in sorted(records, key=lambda item: item.requested)
+        ],
+    }

@@ -21,7 +21,6 @@ from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.core.io_engine import PWRITE
 from pccheckd.storage.space import Reservation
@@ -114,9 +113,9 @@ def _size(path: Path) -> int:
 
 
 class VolumeSet:
-    def __init__(self, key: Key, config: Config, engine: Engine) -> None:
+    def __init__(self, key: Key, engine: Engine) -> None:
         self.key = key
-        self._config = config
+        self._config = engine.config
         self._engine = engine
         self.open: list[OpenVolume] = []
         self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks

@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pccheck_native import _core, dropping, layout
 from pccheck_wire.errors import PccheckError, RefusedError, UsageError
@@ -16,7 +17,6 @@ from pccheck_wire.owners import owner_of
 from pccheckd.base.background import Background
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 
@@ -30,9 +30,7 @@ PAUSE_S_MAX = 3600.0
 DROPS_MAX = 16
 
 
-async def drop(
-    config: Config, engine: Engine, registry: Registry, asker_uid: int, body: Drop
-) -> Document:
+async def drop(registry: Registry, asker_uid: int, body: Drop) -> Document:
     """Drops the volumes of a job, or with `dry_run` lists them. Only their owner and root may do
     so. Raises RefusedError while the job is in use."""
     if body.uid >= 0 and asker_uid not in (0, body.uid):
@@ -41,30 +39,31 @@ async def drop(
         layout.check_job(body.job)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    engine, storage = registry.engine, registry.config.storage
     if not body.dry_run:
-        await _clear(engine, config)
+        await _clear(engine, storage)
     wanted = body.uid if body.uid >= 0 else None if asker_uid == 0 else asker_uid
     files = await engine.look(
-        asker_uid, dropping.victims, config.storage, uid=wanted, job=body.job, rank=body.rank
+        asker_uid, dropping.victims, storage, uid=wanted, job=body.job, rank=body.rank
     )
     owners = {victim.file.uid for victim in files} or registry.refused(wanted, body.job)
     owner = owner_of(body.job, body.rank, owners)
     if body.dry_run:
         await registry.require_unused(owner, body.job)
-        return dropping.document(config.storage, files, dropped=False)
+        return dropping.document(storage, files, dropped=False)
     async with registry.unloaded(owner, body.job):
         await _remove(engine, owner, files)
         LOG.info(
             "uid %d dropped job %r of uid %d: %d files, %d bytes", asker_uid, body.job,
             owner, len(files), sum(victim.bytes for victim in files),
         )  # fmt: skip
-    return dropping.document(config.storage, files, dropped=True)
+    return dropping.document(storage, files, dropped=True)
 
 
-async def _clear(engine: Engine, config: Config) -> None:
+async def _clear(engine: Engine, storage: Path) -> None:
     """Frees space that an earlier drop could not free."""
     try:
-        count = await engine.look(os.geteuid(), dropping.clear, config.storage)
+        count = await engine.look(os.geteuid(), dropping.clear, storage)
     except OSError as error:
         LOG.warning("the space of dropped volumes cannot be freed: %s; pccheckd tries again", error)
         return
@@ -87,16 +86,8 @@ class Expiry(Background):
     """Drops finished jobs that were unused for `config.expire_finished_s`, as `Idle` counts it. A
     due job is announced at one check and dropped at a later one, a few at once."""
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        registry: Registry,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._engine = engine
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._config = registry.engine, registry.config
         self._registry = registry
         self._clock = clock
         self._changed = asyncio.Event()
@@ -112,7 +103,7 @@ class Expiry(Background):
         """Announces due jobs, and drops those announced before, except jobs in use. Returns the
         dropped jobs."""
         age_s = self._config.expire_finished_s
-        await _clear(self._engine, self._config)
+        await _clear(self._engine, self._config.storage)
         due = [job for job in await self._observed() if self._idle.idle_s(job) >= age_s]
         announced, self._announced = self._announced & set(due), set(due)
         for job in due:

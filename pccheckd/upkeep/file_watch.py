@@ -7,7 +7,6 @@ import asyncio
 import os
 
 from pccheckd.base.background import Background
-from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.tenant import Tenant
 
@@ -17,15 +16,14 @@ PERIOD_S = 1.0
 class FileWatch(Background):
     """A disk that does not answer blocks one check of each rank, and nothing else."""
 
-    def __init__(self, engine: Engine, registry: Registry) -> None:
-        self._engine = engine
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._going: set[Tenant] = set()
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self._engine.lacks_storage(os.getuid())
+            await self._registry.engine.lacks_storage(os.getuid())
             for tenant in list(self._registry.tenants()):
                 if tenant not in self._going and not tenant.closed:
                     self._going.add(tenant)

@@ -8,8 +8,6 @@ import os
 
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
-from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 
 #: Between two checks, at most; fewer with a short `gpu_release_s`.
@@ -17,17 +15,15 @@ LOOK_S = 10.0
 
 
 class GpuRelease(Background):
-    def __init__(self, config: Config, engine: Engine, registry: Registry) -> None:
-        self._config = config
-        self._engine = engine
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
     async def look(self) -> None:
         """First the memory that was pinned for a GPU, then the GPU."""
-        gpus = self._engine.driver.gpus
+        gpus = self._registry.engine.driver.gpus
         if gpus is None or not gpus.info():
             return
-        after_s = self._config.gpu_release_s
+        after_s = self._registry.config.gpu_release_s
         for tenant in list(self._registry.tenants()):
             if tenant.port is None:
                 continue
@@ -35,9 +31,9 @@ class GpuRelease(Background):
                 await tenant.port.rest(after_s)
             except Exception:  # the others' memory is released anyway
                 LOG.exception("%s: DRAM could not be unpinned", tenant.key)
-        await self._engine.drive(os.getuid(), gpus.rest, after_s)
+        await self._registry.engine.drive(os.getuid(), gpus.rest, after_s)
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(min(LOOK_S, max(0.1, self._config.gpu_release_s / 4)))
+            await asyncio.sleep(min(LOOK_S, max(0.1, self._registry.config.gpu_release_s / 4)))
             await self.look()

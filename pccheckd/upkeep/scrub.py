@@ -28,7 +28,6 @@ from pccheckd.base import state_file
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
-from pccheckd.config.sources import Config
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key, OpenVolume
@@ -103,16 +102,14 @@ class Scrubber(Background):
 
     restart_s = WAIT_STEP_S
 
-    def __init__(
-        self, config: Config, registry: Registry, *, wall: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, registry: Registry, *, wall: Callable[[], float] = time.time) -> None:
         self.progress: Pass | None = None
         self.paused = False
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
         self.bytes_read = 0
         self.passes = 0
-        self._storage = config.storage
-        self._config = config
+        self._config = registry.config
+        self._storage = registry.config.storage
         self._registry = registry
         self._wall = wall
         self.state = State()

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine
 from pccheckd.jobs import group_state
 from pccheckd.jobs.job import Job
 from pccheckd.jobs.registry import Registry
@@ -25,11 +23,7 @@ class _Seen:
 class Progress:
     """Checks every tenant with something to write, and remembers since when nothing changed."""
 
-    def __init__(
-        self, config: Config, engine: Engine, registry: Registry, clock: Callable[[], float]
-    ) -> None:
-        self._config = config
-        self._engine = engine
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._clock = clock
         self._seen: dict[Key, _Seen] = {}
@@ -37,7 +31,7 @@ class Progress:
     def look(self) -> None:
         """Reports stalls to every tenant, job and the engine. Never blocks on a disk."""
         now_s = self._clock()
-        limit_s = self._config.stall_limit_s
+        limit_s = self._registry.config.stall_limit_s
         present = set()
         for tenant in self._registry.tenants():
             mark = _mark(tenant)
@@ -58,16 +52,16 @@ class Progress:
             del self._seen[key]
         for job in self._registry.jobs.values():
             self._look_at(job)
-        self._engine.note_stall(limit_s)
+        self._registry.engine.note_stall(limit_s)
 
     def _look_at(self, job: Job) -> None:
-        found = group_state.of(job, self._config.stall_limit_s)
+        found = group_state.of(job, self._registry.config.stall_limit_s)
         late = str(found) if found is not None and found.is_late else ""
         job.note_late(late)
 
     def _allowance_s(self) -> float:
         """How long --max-bandwidth may keep all the writers of a volume waiting."""
-        config = self._config
+        config = self._registry.config
         if not config.max_bandwidth_bytes:
             return 0.0
         waiting = config.chunk_bytes * config.writers * config.in_flight

@@ -31,13 +31,13 @@ class Place:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.engine = Engine(config)
-        self.registry = Registry(config, self.engine)
+        self.registry = Registry(self.engine)
         self.now_s = 1000.0
         self.begin()
 
     def begin(self) -> None:
         """A daemon that has just started."""
-        self.expiry = Expiry(self.config, self.engine, self.registry, clock=lambda: self.now_s)
+        self.expiry = Expiry(self.registry, clock=lambda: self.now_s)
 
     async def finish(self, *names: str) -> None:
         for name in names:

@@ -97,10 +97,10 @@ class Place:
 
     def __init__(self, config: Config) -> None:
         self.engine = Engine(config)
-        self.registry = Registry(config, self.engine)
+        self.registry = Registry(self.engine)
 
-        self.sessions = Sessions(config, self.engine, self.registry, ControlServer(config.socket))
-        self.handlers = Handlers(config, self.engine, self.registry, self.sessions)
+        self.sessions = Sessions(self.registry, ControlServer(config.socket))
+        self.handlers = Handlers(self.sessions)
         self.channel = FakeChannel()
 
     async def open(self) -> None:

@@ -27,8 +27,10 @@ class Place:
             Any, SimpleNamespace(pool=self, stalled="", room=SimpleNamespace(look=lambda: None))
         )
         self.tenants: list[Any] = []
-        registry = cast(Any, SimpleNamespace(tenants=lambda: iter(self.tenants)))
-        self.health = Health(self.engine, registry, clock=lambda: self.now)
+        registry = cast(
+            Any, SimpleNamespace(tenants=lambda: iter(self.tenants), engine=self.engine)
+        )
+        self.health = Health(registry, clock=lambda: self.now)
 
     def usage(self) -> tuple[int, int]:
         self.asked += 1

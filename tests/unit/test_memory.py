@@ -86,8 +86,9 @@ class Node:
     def __init__(self, chunks: int, limit_chunks: int = 0) -> None:
         self.engine: Any = Engine(chunks * CHUNK)
         self.config: Any = SimpleNamespace(max_dram_per_user_bytes=limit_chunks * CHUNK)
+        self.engine.config = self.config
         self.tenants: list[Any] = []
-        self.memory = Memory(self.config, self.engine, lambda: self.tenants)
+        self.memory = Memory(self.engine, lambda: self.tenants)
         self.stuck: list[int] = []
         self.ended: list[int] = []
         self.busy: set[int] = set()

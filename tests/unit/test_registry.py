@@ -47,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[W
         async def all_of_it() -> None:
             engine = Engine(config)
             engine.start()
-            await asyncio.wait_for(work(Registry(config, engine)), 20)
+            await asyncio.wait_for(work(Registry(engine)), 20)
             engine.stop()
 
         asyncio.run(all_of_it())
@@ -118,7 +118,7 @@ def test_a_hang_up_that_is_on_its_way_is_waited_for(
     async def work(registry: Registry) -> None:
         _, tenant = await registry.existing(KEY)
         tenant.owner = owner()
-        ask = functools.partial(expiry.drop, registry.config, registry.engine, registry, KEY.uid)
+        ask = functools.partial(expiry.drop, registry, KEY.uid)
         dropping = asyncio.create_task(ask(Drop(KEY.job, dry_run=dry_run)))
         tenant.leaving = True
         for _ in range(20):  # more often than it looks for a hang-up
@@ -135,7 +135,7 @@ def test_a_dry_run_closes_nothing(run: Callable[[Work], None]) -> None:
 
     async def work(registry: Registry) -> None:
         _, tenant = await registry.existing(KEY)
-        ask = functools.partial(expiry.drop, registry.config, registry.engine, registry, KEY.uid)
+        ask = functools.partial(expiry.drop, registry, KEY.uid)
         document = await ask(Drop(KEY.job, dry_run=True))
         assert document["dropped"] is False
         assert registry.loaded(KEY) is tenant and not tenant.closed

@@ -29,7 +29,7 @@ from pccheckd.observe import report
 from pccheckd.tenancy import trace
 from pccheckd.tenancy.checkpoint import Checkpoint, End, Record
 from pccheckd.tenancy.ledger import HISTORY, Ledger
-from pccheckd.tenancy.trace import Document, Taken
+from pccheckd.tenancy.trace import Document
 from pccheckd.tenancy.volumes import Key
 from tests.unit.test_trace import record
 
@@ -40,10 +40,10 @@ JOBS = 20
 class Place:
     def __init__(self, config: Config) -> None:
         self.engine = Engine(config)
-        self.registry = Registry(config, self.engine)
+        self.registry = Registry(self.engine)
 
-        sessions = Sessions(config, self.engine, self.registry, ControlServer(config.socket))
-        self.handlers = Handlers(config, self.engine, self.registry, sessions)
+        sessions = Sessions(self.registry, ControlServer(config.socket))
+        self.handlers = Handlers(sessions)
 
     async def ask(self, body: RequestBody, *, uid: int = 7) -> Document:
         asker = Session(
@@ -87,10 +87,10 @@ def test_a_trace_is_made_and_encoded_off_the_loop(
     threads: dict[str, threading.Thread] = {}
 
     def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
+        def call(*arguments: object, **more: object) -> object:
             if not isinstance(arguments[0], Request):
                 threads[name] = threading.current_thread()
-            return function(*arguments)
+            return function(*arguments, **more)
 
         return call
 
@@ -113,11 +113,11 @@ def test_a_users_traces_are_made_one_after_another(
     """And what is in the second is what was there when its turn came."""
     made, begun, let_go = trace.document, threading.Semaphore(0), threading.Event()
 
-    def held(taken: Taken) -> Document:
+    def held(records: list[Record], **times: int) -> Document:
         begun.release()
-        if taken.records[0].uid == 7:
+        if records[0].uid == 7:
             let_go.wait(LIMIT_S)
-        return made(taken)
+        return made(records, **times)
 
     monkeypatch.setattr(trace, "document", held)
 

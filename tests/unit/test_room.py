@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
 
 
 async def make(config: Config, engine: Engine, uid: int) -> None:
-    volumes = VolumeSet(Key(uid, "job", 0), config, engine)
+    volumes = VolumeSet(Key(uid, "job", 0), engine)
     await volumes.make(PAYLOAD, incarnation=1, world_size=1, next_sequence=1)
     await volumes.close()
 

@@ -37,12 +37,12 @@ class Place:
             setattr(self.config, name, value)
         self.now = 1000.0
         self.engine = Engine(self.config)
-        self.registry = Registry(self.config, self.engine)
+        self.registry = Registry(self.engine)
         self.scrubber = self.fresh()
 
     def fresh(self) -> Scrubber:
         """As after a restart."""
-        self.scrubber = Scrubber(self.config, self.registry, wall=lambda: self.now)
+        self.scrubber = Scrubber(self.registry, wall=lambda: self.now)
         return self.scrubber
 
     async def pass_(self) -> None:

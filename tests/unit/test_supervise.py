@@ -45,12 +45,12 @@ def config(tmp_path: Path) -> Config:
 class Place:
     def __init__(self, config: Config, faults: list[str] | None = None) -> None:
         self.engine = Engine(config)
-        self.registry = Registry(config, self.engine)
+        self.registry = Registry(self.engine)
         self.notifier = Heard()
+        sessions = SimpleNamespace(all=list, registry=self.registry, config=config)
         self.supervisor = Supervisor(
-            self.notifier, config, self.engine, self.registry,
-            cast(Sessions, SimpleNamespace(all=list)), Survey(), faults=lambda: faults or [],
-        )  # fmt: skip
+            self.notifier, cast(Sessions, sessions), Survey(), faults=lambda: faults or []
+        )
 
 
 def test_a_stuck_loop_is_silent(config: Config) -> None:
@@ -137,9 +137,8 @@ class Clock:
 def progress(config: Config, clock: Clock, *tenants: Rank) -> Progress:
     engine = Engine.__new__(Engine)
     engine._running, engine.stalled = {}, ""
-    return Progress(
-        config, engine, cast(Registry, SimpleNamespace(tenants=lambda: tenants, jobs={})), clock
-    )
+    known = SimpleNamespace(tenants=lambda: tenants, jobs={}, engine=engine, config=config)
+    return Progress(cast(Registry, known), clock)
 
 
 def test_a_disk_that_finishes_nothing_is_found_and_forgiven(config: Config) -> None:
@@ -181,7 +180,7 @@ def test_a_limit_of_bandwidth_is_not_a_stall(config: Config) -> None:
 
 def test_a_call_that_hangs_is_seen(config: Config) -> None:
     watch = progress(config, Clock())
-    engine = watch._engine
+    engine = watch._registry.engine
     engine._running["a call"] = 7, time.monotonic() - config.stall_limit_s - 1
     watch.look()
     assert engine.stalled == "a call to the storage for uid 7 has not returned for 31 s"
