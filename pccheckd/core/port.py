@@ -57,22 +57,13 @@ class Port:
     channel: _core.Channel
 
     def __init__(
-        self,
-        engine: Engine,
-        uid: int,
-        listener: Callable[[_core.Event], None],
-        *,
-        chunk_bytes: int,
-        block_bytes: int,
-        pulls: bool = False,
+        self, engine: Engine, uid: int, listener: Callable[[_core.Event], None], chunk_bytes: int
     ) -> None:
         """Without its channel: see `opened`."""
         self._engine = engine
         self._uid = uid
         self._listener = listener
         self.chunk_bytes = chunk_bytes
-        self.block_bytes = block_bytes
-        self.pulls = pulls
         self.attached = False
         self.granted_bytes = 0
         #: Without what is being taken back.
@@ -90,10 +81,7 @@ class Port:
     async def opened(
         cls, engine: Engine, uid: int, listener: Callable[[_core.Event], None], shape: Shape
     ) -> Port:
-        port = cls(
-            engine, uid, listener, chunk_bytes=shape.chunk_bytes, block_bytes=shape.block_bytes,
-            pulls=shape.gpus is not None,
-        )  # fmt: skip
+        port = cls(engine, uid, listener, shape.chunk_bytes)
         port.number, port.channel = await engine.open_channel(uid, port._on_event, shape)
         return port
 

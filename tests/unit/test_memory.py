@@ -94,7 +94,7 @@ class Node:
         self.busy: set[int] = set()
 
     def tenant(self, uid: int = UID) -> Any:
-        port = Port(self.engine, uid, lambda _event: None, chunk_bytes=CHUNK, block_bytes=1)
+        port = Port(self.engine, uid, lambda _event: None, CHUNK)
         port.number, port.channel = 1, Channel(self.engine.pool)
         tenant = SimpleNamespace(
             port=port, owner=object(), quiet=False, finished=False, last_used_ns=0,
