@@ -142,11 +142,6 @@ class Sources:
         return config
 
 
-def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration of a start with these flags in this environment."""
-    return Sources(flags, environ).load()
-
-
 # -- the file ----------------------------------------------------------------------------------
 
 

@@ -16,9 +16,8 @@ from pccheckd.config.options import OPTIONS, Option
 
 def load(flags: str = "", **environ: str) -> config.Config:
     line = f"--storage /srv/x --socket /run/x/a.sock --dram 256MiB {flags}".split()
-    return config.load(
-        vars(config.parser().parse_args(line)), {"PCCHECK_CONFIG": "/dev/null", **environ}
-    )
+    flags_ = vars(config.parser().parse_args(line))
+    return config.Sources(flags_, {"PCCHECK_CONFIG": "/dev/null", **environ}).load()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,8 @@ def test_the_default_of_dram_is_a_quarter_of_what_the_cgroup_allows(
 ) -> None:
     monkeypatch.setattr(config.cgroups, "memory_bytes", lambda: (400 * MIB, "memory.max of /job"))
     line = ["--storage", "/srv/x", "--socket", "/run/x/a.sock", "--chunk", "1MiB"]
-    made = config.load(vars(config.parser().parse_args(line)), {"PCCHECK_CONFIG": "/dev/null"})
+    given = vars(config.parser().parse_args(line))
+    made = config.Sources(given, {"PCCHECK_CONFIG": "/dev/null"}).load()
     assert made.dram_bytes == 100 * MIB
     assert config.warnings(made) == []
     (told,) = config.warnings(load("--dram 500MiB"))
@@ -150,7 +150,7 @@ def test_a_former_engine_says_what_to_do(engine: str) -> None:
 
 def test_storage_is_required() -> None:
     with pytest.raises(UsageError, match=r"--storage is missing"):
-        config.load({}, {"PCCHECK_CONFIG": "/dev/null"})
+        config.Sources({}, {"PCCHECK_CONFIG": "/dev/null"}).load()
 
 
 def test_small_blocks_allow_small_chunks() -> None:
