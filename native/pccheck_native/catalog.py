@@ -70,15 +70,12 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-class Catalog:
+class Catalog(NamedTuple):
     """What a storage directory holds."""
 
-    __slots__ = ("checkpoints", "unreadable", "volumes")
-
-    def __init__(self) -> None:
-        self.checkpoints: list[Checkpoint] = []
-        self.volumes: dict[Path, VolumeInfo] = {}
-        self.unreadable: list[Unreadable] = []
+    checkpoints: list[Checkpoint]
+    volumes: dict[Path, VolumeInfo]
+    unreadable: list[Unreadable]
 
 
 def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
@@ -112,7 +109,7 @@ def scan(
     Checkpoints come ordered by (uid, job, rank), newest first within. One volume that cannot be
     read hides no other. Raises OSError when the directories cannot be listed.
     """
-    catalog = Catalog()
+    catalog = Catalog([], {}, [])
     for file in list_volumes(storage, uid=uid, job=job, rank=rank):
         try:
             with closing(Volume(file.path, writable=False, allow_buffered=True)) as volume:

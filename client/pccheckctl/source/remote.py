@@ -40,7 +40,7 @@ class DaemonStore:
         """The list of the daemon, without the infos of volumes."""
         with Observer(self.socket) as observer:
             document = observer.listing(job)
-        found = catalog.Catalog()
+        found = catalog.Catalog([], {}, [])
         for item in rows(document, "checkpoints"):
             if uid in (None, item.get("uid")) and rank in (None, item.get("rank")):
                 found.checkpoints.append(_checkpoint(item))
