@@ -105,7 +105,7 @@ async def _serve(
         parts.callback(engine.stop)
         notifier.extend(survey.LIMIT_S + EXTENSION_S)
         found = await survey.take(engine)
-        registry.took_over(await takeover.inherit(left, registry))
+        registry.inherited = await takeover.inherit(left, registry)
         await parts.enter_async_context(observing)
         work = contextlib.AsyncExitStack()
         work.push_async_callback(engine.close_gpus)
@@ -131,7 +131,7 @@ async def _serve(
                 await stop.wait()
                 notifier.send("STOPPING=1")
         LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
-        sessions.drain()
+        sessions.draining = True
         if not await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s)):
             unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
             LOG.error("stopped with %d checkpoints that are not durable", unfinished)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,11 +24,7 @@ LOG = logging.getLogger("pccheckd")
 
 
 class _Plain(logging.Formatter):
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        return (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-            + f".{int(record.msecs):03}"
-        )
+    default_msec_format = "%s.%03d"
 
 
 class _Journal(logging.Formatter):

@@ -31,9 +31,6 @@ class Registry:
         self.memory = Memory(engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
-    def took_over(self, summary: Summary) -> None:
-        self.inherited = summary
-
     async def close(self) -> None:
         """Drains and closes every tenant. Raises the first failure, after all have ended."""
         results = await asyncio.gather(

@@ -121,7 +121,7 @@ class Sessions:
         self.engine, self.config = registry.engine, registry.config
         self.registry = registry
         self.control = control
-        self.draining = False
+        self.draining = False  # the daemon stops: no session and no checkpoint begins
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
@@ -323,10 +323,6 @@ class Sessions:
             return
         tenant, sequence = session.loads.pop(event.id)
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
-
-    def drain(self) -> None:
-        """The daemon stops: no session and no checkpoint begins from now on."""
-        self.draining = True
 
     def interrupted(self, uid: int) -> None:
         """Requests of this uid may have been lost on their way."""

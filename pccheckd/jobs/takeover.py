@@ -61,7 +61,7 @@ async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
         like = left.states[-1].says  # chunks as they are, with the lanes that they were in
-        port = await tenant.adopt(like.chunk_bytes, like.block_bytes, like.lanes)
+        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant)

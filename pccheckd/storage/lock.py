@@ -35,7 +35,8 @@ def check(config: Config, *, make: bool = False) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise NoStoreError(f"{place} is not a directory", hint="--storage takes a directory")
     require_ours(place)
-    if not os.access(place, os.R_OK | os.W_OK | os.X_OK) or _read_only(place):
+    writable = os.access(place, os.R_OK | os.W_OK | os.X_OK)
+    if not writable or os.statvfs(place).f_flag & os.ST_RDONLY:
         raise NoStoreError(
             f"the storage directory {place} is not writable for uid {os.geteuid()} "
             f"(owner {place.stat().st_uid})",
@@ -67,10 +68,6 @@ def require_ours(place: Path) -> None:
             "%s is writable for everybody, so any user could replace the checkpoints: chmod o-w, "
             "or use a directory in it", place,
         )  # fmt: skip
-
-
-def _read_only(place: Path) -> bool:
-    return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
 
 
 def lock(path: Path, purpose: str) -> int:

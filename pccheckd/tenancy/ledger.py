@@ -184,10 +184,6 @@ class Ledger:
         """A sequence is in use."""
         self.last_sequence = max(self.last_sequence, sequence)
 
-    def give_up(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Another rank of the job will never have it."""
-        self.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
-
     def refuse(self, checkpoint: Checkpoint, end: End) -> None:
         """The end of one that was never admitted."""
         checkpoint.end(end.to, time.monotonic_ns(), end.reason, end.hint)
@@ -222,7 +218,8 @@ class Ledger:
             checkpoint.replaced(now_ns, "durable", *(self.newest or (0, None)))
             self.counters["superseded"] += 1
         elif event.kind == "given_up":
-            self.give_up(checkpoint, why_given_up(checkpoint.sequence))
+            why = why_given_up(checkpoint.sequence)
+            self.refuse(checkpoint, End(State.SKIPPED, why, error=GIVEN_UP))
         elif event.kind == "failed":
             checkpoint.end(State.FAILED, now_ns, *failure_text(event))
             self.failed(1, checkpoint.reason)

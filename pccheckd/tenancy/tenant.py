@@ -559,13 +559,17 @@ class Tenant:
         config, current = self.config, self.volumes.current
         block = current.info.block_bytes if current else config.block_bytes
         chunk = -(-config.chunk_bytes // block) * block
-        self.port = await self.make_port(chunk, block, config.in_flight)
+        port = await self.make_port(chunk, block, config.in_flight)
         if current is not None:
-            await self.bind(self.port, current)
+            await self.bind(port, current)
 
-    async def adopt(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
-        """A channel for chunks that the previous daemon has left."""
-        self.port = await self.make_port(chunk_bytes, block_bytes, lanes)
+    async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
+        """Opens a channel; also for chunks that the previous daemon has left."""
+        config = self.config
+        capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
+        gpus, label = await self.engine.driver.ready(), inherited.label_of(self.key)
+        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
+        self.port = await Port.opened(self.engine, self.key.uid, self.on_event, shape)
         return self.port
 
     async def abandon_port(self) -> None:
@@ -573,13 +577,6 @@ class Tenant:
         port, self.port = self.port, None
         if port is not None:
             await port.close()
-
-    async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
-        config = self.config
-        capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
-        gpus, label = await self.engine.driver.ready(), inherited.label_of(self.key)
-        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
-        return await Port.opened(self.engine, self.key.uid, self.on_event, shape)
 
     async def bind(self, port: Port, item: OpenVolume) -> None:
         try:

@@ -93,16 +93,14 @@ def _close(volume: _core.Volume) -> bool:
     return True
 
 
-def _mark(path: Path) -> tuple[int, ...]:
-    """Changes when the file changes; () when it does not exist."""
-    with contextlib.suppress(OSError):
-        found = path.lstat()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    return ()
-
-
 def _marks(paths: list[Path]) -> dict[Path, tuple[int, ...]]:
-    return {path: _mark(path) for path in paths}
+    """Each changes when its file changes; () when there is none."""
+    marks: dict[Path, tuple[int, ...]] = dict.fromkeys(paths, ())
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            marks[path] = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return marks
 
 
 def _size(path: Path) -> int:
