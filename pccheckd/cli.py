@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from pccheck_wire.errors import PccheckError
 
-from . import VERSION
 from .base import logs
 from .config import metrics_place
 from .config import sources as config
@@ -19,9 +18,6 @@ from .config.options import Config
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 after an orderly stop, 2 for a wrong flag or value, else the error's exit code."""
     flags = config.parser().parse_args(arguments)
-    if flags.version:
-        print(f"pccheckd {VERSION}")
-        return 0
     if flags.help_config:
         from .config import text as config_text
 

@@ -17,6 +17,7 @@ from pccheck_wire.basics import STORAGE_MISSING, VARIABLES, did_you_mean, size_t
 from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, MIB
+from pccheckd import VERSION
 
 from .options import (
     BY_FIELD,
@@ -27,12 +28,12 @@ from .options import (
     PATH,
     SOCKET_DIRECTORY_BYTES_MAX,
     YES_NO,
+    Config,
     Group,
     Option,
     Origin,
     show_size,
 )
-from .options import Config as Config
 
 DEFAULT_FILE = Path("/etc/pccheck/pccheckd.toml")
 FILE_VARIABLE = "PCCHECK_CONFIG"
@@ -80,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
         choices=("text", "toml", "markdown", "man"),
         help="describe every option: unit, range, default; toml prints a file to start from",
     )  # fmt: skip
-    made.add_argument("--version", action="store_true", help="print the version")
+    made.add_argument(
+        "--version", action="version", version=f"pccheckd {VERSION}", help="print the version"
+    )
     return made
 
 
