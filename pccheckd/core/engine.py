@@ -17,7 +17,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from pccheck_native import _core
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.storage.directory import StorageDirectory
 from pccheckd.storage.space import Room
 

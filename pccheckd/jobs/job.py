@@ -11,7 +11,7 @@ from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
 from pccheckd.base.logs import LOG
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
 from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint
 from pccheckd.tenancy.tenant import Tenant

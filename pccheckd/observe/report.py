@@ -15,7 +15,7 @@ from pccheck_native import _core, catalog
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
 from pccheckd import VERSION
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs import group_state
 from pccheckd.jobs.group_state import Standing

@@ -13,7 +13,7 @@ from pccheck_native import layout, mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
 from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 
 
 def check(config: Config, *, make: bool = False) -> None:

@@ -11,10 +11,10 @@ from pccheck_wire import basics
 from pccheck_wire.errors import UsageError
 from pccheck_wire.units import GIB, KIB, MIB, parse_size
 from pccheckd.config import sources as config
-from pccheckd.config.options import OPTIONS, Option
+from pccheckd.config.options import OPTIONS, Config, Option
 
 
-def load(flags: str = "", **environ: str) -> config.Config:
+def load(flags: str = "", **environ: str) -> Config:
     line = f"--storage /srv/x --socket /run/x/a.sock --dram 256MiB {flags}".split()
     flags_ = vars(config.parser().parse_args(line))
     return config.Sources(flags_, {"PCCHECK_CONFIG": "/dev/null", **environ}).load()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 
 LIMIT_S = 30.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import dropping, layout
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.volumes import Key

@@ -36,7 +36,7 @@ from pccheck_wire.messages import (
 )
 from pccheck_wire.messages import CheckpointState as State
 from pccheckctl.output.documents import part, rows
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.control.handlers import Handlers
 from pccheckd.core.engine import Engine
 from pccheckd.core.exposing import PUSHED

@@ -16,7 +16,7 @@ import pytest
 from pccheck_native import NativeError, Volume, layout
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin, Drop
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Owner
 from pccheckd.jobs import registry as registry_module

@@ -18,7 +18,7 @@ from pccheck_wire import codec
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
 from pccheckctl.output.documents import rows
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.control import verification
 from pccheckd.control.handlers import Handlers
 from pccheckd.core.engine import Engine

@@ -14,7 +14,7 @@ import pytest
 from pccheck_native import _core
 from pccheck_wire.errors import StorageFullError
 from pccheck_wire.messages import Role
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.storage import space as room_module
 from pccheckd.tenancy.volumes import Key, VolumeSet

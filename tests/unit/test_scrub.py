@@ -13,7 +13,7 @@ import pytest
 from pccheck_native import SLOT_DAMAGED, Volume, catalog, layout
 from pccheck_wire.errors import DamagedError
 from pccheckd.base.logs import LOG
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.volumes import Key

@@ -11,7 +11,7 @@ import pytest
 
 from pccheck_native import mounts
 from pccheck_wire.errors import NoStoreError, StoreLockedError
-from pccheckd.config.sources import Config
+from pccheckd.config.options import Config
 from pccheckd.storage import lock as storage
 
 TABLE = """\
