@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 
 import uvloop
 
@@ -62,7 +61,8 @@ def run(config: Config, sources: Sources) -> int:
         )
         held.callback(directory.close)
         attach.make_runtime(config.socket.parent, config.group)
-        _lock(held, config.socket.with_name(config.socket.name + ".lock"), f"has {config.socket}")
+        lock = config.socket.with_name(config.socket.name + ".lock")
+        held.callback(os.close, storage.lock(lock, f"has {config.socket}"))
         swept = storage.sweep(config.storage)
         if swept:
             LOG.info("removed %d files that an interrupted start left behind", swept)
@@ -147,17 +147,13 @@ async def _drained(
 ) -> bool:
     """Stops the parts in `work`. False when `hurry` or `limit` came first, or a part failed."""
     drain = asyncio.create_task(work.aclose())
-    others = [asyncio.create_task(_is_set(hurry)), asyncio.create_task(limit)]
+    others: set[asyncio.Task[object]] = {asyncio.create_task(one) for one in (hurry.wait(), limit)}
     await asyncio.wait({drain, *others}, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()
     if drain.done() and drain.exception() is not None:
         LOG.error("the drain failed", exc_info=drain.exception())
     return drain.done() and drain.exception() is None
-
-
-async def _is_set(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _signals(reloader: Reloader) -> tuple[asyncio.Event, asyncio.Event]:
@@ -185,10 +181,6 @@ def _shortages() -> Iterator[None]:
             raise
         LOG.debug("the daemon ends", exc_info=True)
         raise RefusedError(words, hint=SHORTAGE_HINT) from error
-
-
-def _lock(held: contextlib.ExitStack, path: Path, purpose: str) -> None:
-    held.callback(os.close, storage.lock(path, purpose))
 
 
 def _raise_file_limit() -> None:

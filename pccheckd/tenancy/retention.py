@@ -88,10 +88,6 @@ class Retention:
         )  # fmt: skip
         return True
 
-    def note_inherited(self) -> None:
-        """A trainer comes: what is flagged now was flagged for a previous run."""
-        self.inherited = self.flagged
-
     async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
         """P7: keeps `wanted` until the job's ranks have restored, or start with fresh=True."""
         async with self._protecting:

@@ -100,7 +100,7 @@ class Tenant:
             if self.port is None:
                 await self._open_port()
             assert self.port is not None
-            self.retention.note_inherited()
+            self.retention.inherited = self.retention.flagged
             await self.protect(owner)
             page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
