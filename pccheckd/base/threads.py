@@ -20,11 +20,8 @@ class Threads(Executor):
     The end of the process does not wait for them: what hangs in a disk or driver cannot be ended.
     """
 
-    def __init__(
-        self, limit: int, name: str, *, initializer: Callable[[], object] = lambda: None
-    ) -> None:
-        """`initializer` is called once in each thread."""
-        self._limit, self._name, self._initializer = limit, name, initializer
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name
         self._work: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._started = self._free = 0
         self._open = True
@@ -72,7 +69,6 @@ class Threads(Executor):
 
     def _run(self) -> None:
         try:
-            self._initializer()
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._work or not self._open)

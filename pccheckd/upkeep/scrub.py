@@ -114,11 +114,11 @@ class Scrubber(Background):
         self._wall = wall
         self.state = State()
         self._changed = asyncio.Event()
-        self._thread = Threads(1, "scrub", initializer=_yield_disk)
+        self._thread = Threads(1, "scrub")
         self._pieces = Pieces(PIECE_BYTES, threads=0)  # used in that thread
 
     def start(self) -> None:
-        self._thread.begin()
+        self._thread.submit(_yield_disk)
         super().start()
 
     async def close(self) -> None:

@@ -97,12 +97,3 @@ def test_a_shutdown_gives_up_what_has_not_begun(gate: threading.Event) -> None:
     assert waiting.cancelled() and not going.done()
     gate.set()
     assert going.result(LIMIT_S)
-
-
-def test_each_thread_is_prepared_once() -> None:
-    prepared = list[str]()
-    threads = Threads(1, "t", initializer=lambda: prepared.append(threading.current_thread().name))
-    for _ in range(3):
-        threads.submit(int).result(LIMIT_S)
-    threads.shutdown()
-    assert prepared == ["t_0"]
