@@ -95,7 +95,7 @@ class Registry:
     async def unloaded(self, uid: int, name: str) -> AsyncIterator[None]:
         """Closes a job and keeps it closed, so that its files can be deleted. Raises RefusedError
         while a process is connected to it or its checkpoints are on their way."""
-        await self._hung_up(uid, name)
+        await self.require_unused(uid, name)
         async with self._lock(uid):
             self._require_unused(uid, name)
             job = self.jobs.get((uid, name))
@@ -106,20 +106,16 @@ class Registry:
 
     async def require_unused(self, uid: int, name: str) -> None:
         """Raises RefusedError while a process is connected to a job or its checkpoints are on their
-        way. Closes nothing: the job keeps its cache in DRAM."""
-        await self._hung_up(uid, name)
-        self._require_unused(uid, name)
+        way. Closes nothing: the job keeps its cache in DRAM.
 
-    async def _hung_up(self, uid: int, name: str) -> None:
-        """Waits for a trainer that has just ended: until it is drained if that has begun, else for
-        a moment, in which the loop may notice its hang-up."""
+        Waits for a trainer that has just ended: until it is drained if that has begun, else for a
+        moment, in which the loop may notice its hang-up."""
         looks = round(GRACE_S / STEP_S)
         limit = round(DETACH_LIMIT_S / STEP_S)
-        while (job := self.used(uid, name)) is not None:
+        while looks >= 0 and limit >= 0 and (job := self.used(uid, name)) is not None:
             looks, limit = looks - (not job.leaving), limit - 1
-            if looks < 0 or limit < 0:
-                return
             await asyncio.sleep(STEP_S)
+        self._require_unused(uid, name)
 
     def _require_unused(self, uid: int, name: str) -> None:
         job = self.used(uid, name)
