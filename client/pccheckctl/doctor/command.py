@@ -31,11 +31,9 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
     pool, server = part(asked.status, "pool"), part(asked.status, "daemon")
     unused = whole(pool, "budget_bytes") - whole(pool, "used_bytes")
     found = [
-        *guarded("kernel", machine.kernel),
         *guarded("limits", lambda: machine.limits(whole(server, "pid"))),
         *guarded("shared memory", lambda: machine.memory(unused)),
         *guarded("huge pages", machine.huge_pages),
-        *guarded("clock", machine.clock),
     ]
     if place is not None:
         found += guarded("storage", lambda: storage.access(place, asked.uid))

@@ -1,4 +1,4 @@
-"""Checks of the kernel, its limits, its memory and its clock. They need no daemon, no storage."""
+"""Checks of limits and memory. They need no daemon, no storage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import platform
 import re
 import resource
 from collections.abc import Iterator
@@ -22,22 +21,7 @@ FILES_WANTED = 65536
 FILES_OF_A_TRAINER, FILES_OF_A_USER = 7, 3
 MEMLOCK_WANTED = 64 << 20
 MADV_COLLAPSE = 25
-_STA_UNSYNC, _TIME_ERROR = 0x0040, 5
 _THP = "/sys/kernel/mm/transparent_hugepage"
-
-
-def kernel() -> Iterator[Finding]:
-    release = platform.release()
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError):
-        yield warning(
-            "kernel", f"Linux {release} has no pidfd_open",
-            costs="pccheckd notices late that a trainer ended while its child processes still run",
-            mend="run Linux 5.3 or newer; in a container, allow pidfd_open (seccomp profile)",
-        )  # fmt: skip
-        return
-    yield ok("kernel", f"Linux {release}")
 
 
 def limits(daemon_pid: int = 0) -> Iterator[Finding]:
@@ -128,20 +112,3 @@ def _collapses() -> bool:
     except (OSError, AttributeError):
         return False
     return True
-
-
-def clock() -> Iterator[Finding]:
-    """As adjtimex(2) reports it. No promise depends on a clock: the order of checkpoints is kept by
-    sequence numbers."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    timex = (ctypes.c_uint64 * 64)()  # struct timex has 208 bytes; all zero: only read
-    state = libc.adjtimex(ctypes.byref(timex))
-    status = ctypes.cast(timex, ctypes.POINTER(ctypes.c_int32))[10]  # after five longs
-    if state >= 0 and (status & _STA_UNSYNC or state == _TIME_ERROR):
-        yield warning(
-            "clock", "the clock of this machine is not synchronised",
-            costs="the ages that list and status show may be wrong; checkpoints are safe",
-            mend="run chrony or systemd-timesyncd",
-        )  # fmt: skip
-    else:
-        yield ok("clock", "synchronised")
