@@ -31,9 +31,8 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
     pool, server = part(asked.status, "pool"), part(asked.status, "daemon")
     unused = whole(pool, "budget_bytes") - whole(pool, "used_bytes")
     found = [
-        *guarded("limits", lambda: machine.limits(whole(server, "pid"))),
+        *guarded("open files", lambda: machine.open_files(whole(server, "pid"))),
         *guarded("shared memory", lambda: machine.memory(unused)),
-        *guarded("huge pages", machine.huge_pages),
     ]
     if place is not None:
         found += guarded("storage", lambda: storage.access(place, asked.uid))

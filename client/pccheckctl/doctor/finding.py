@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -38,11 +37,3 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         why = f"the check failed ({type(error).__name__}: {error})"
         costs = "doctor cannot tell whether this is all right"
         return [warning(name, why, costs=costs, mend="check it by hand, and report this error")]
-
-
-def read(path: str) -> str:
-    """A small file of the kernel, stripped; "" when it is missing or not readable."""
-    try:
-        return Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
