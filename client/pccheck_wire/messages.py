@@ -265,7 +265,8 @@ class Opened(Message):
 
 @message("empty")
 class Empty(Message):
-    """The volume was read and holds nothing (or there is none)."""
+    """The volume was read and holds nothing (or there is none), or the parts of a first checkpoint
+    that was never completed, which are `skipped`."""
 
     skipped: list[Skipped] = field(default_factory=list)
 
