@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     CheckpointFailedError,
+    NoStoreError,
     PccheckError,
     TornStateError,
     UnsupportedStateError,
@@ -41,6 +43,8 @@ from .warn import LOG, Warner
 
 #: How long `close()` waits for checkpoints in flight.
 DRAIN_LIMIT_S = 60.0
+#: ... and after failures for the daemon's answer what can be restored.
+LAST_LOOK_S = 5.0
 
 
 class PCcheckClient:
@@ -351,16 +355,18 @@ class PCcheckClient:
         if torn:
             self._warner.once("torn", f"checkpoints fail: {error}")
         elif not busy and self._session.current() is not None:
-            self._saver.report_failed(step, str(error))
+            self._saver.failures.report(step, str(error))
         elif not busy:
             self._session.warn_disconnected()
         if self._private is not None and self._session.current() is None:
             self._private.ensure_later()
         LOG.debug("step %d: %s", step, error)
         state = CheckpointState.SKIPPED if busy else CheckpointState.FAILED
+        made = InFlight.ended(step, state, str(error))
         if state is CheckpointState.FAILED:
             self._session.uncounted += 1
-        return Checkpoint(InFlight.ended(step, state, str(error)))
+            self._saver.failures.failed(made)
+        return Checkpoint(made)
 
     def restore(self, step: int | None = None, *, strict_optimizer: bool = True) -> RestoreResult:
         """Puts the newest valid checkpoint, or that of `step`, in place into what was attached,
@@ -402,6 +408,7 @@ class PCcheckClient:
             )
             if result:
                 self._step = max(0, result.step)
+                self._saver.failures.durable(result.step, time.monotonic_ns())
                 if on_gpu:
                     self._expose(connection, result.step)
                 self._session.announce(connection, payload_bytes)
@@ -420,6 +427,7 @@ class PCcheckClient:
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)
+                self._saver.failures.durable(found.step, time.monotonic_ns())
             return found
 
     def adopt(self) -> None:
@@ -517,6 +525,7 @@ class PCcheckClient:
     def close(self, *, done: bool = False) -> None:
         """Waits until what is in flight is durable (at most a minute) and ends the session. With
         `done` the job is finished: its volume is trimmed to the newest checkpoint and pinned ones.
+        When the last checkpoints failed, it warns why, and from which step a restart resumes.
 
         `close(done=True)` after the with block, or after `close()`, connects again for that, and
         raises when no daemon answers.
@@ -527,6 +536,7 @@ class PCcheckClient:
             if done and not self._done:
                 self._finish()
             return
+        saved: tuple[int | None, bool] = None, False
         with self._calling():
             self._closed = True
             self._planner.hooks.remove()
@@ -534,6 +544,7 @@ class PCcheckClient:
             try:
                 self._saver.gate(on_cpu=True)
                 self._saver.drain(DRAIN_LIMIT_S)
+                saved = self._newest_saved()
                 self._done = self._session.say_goodbye(done) and done
             except PccheckError as error:
                 if self._options.raises:
@@ -541,6 +552,23 @@ class PCcheckClient:
                 LOG.warning("PCcheck: close() did not wait until all is durable: %s", error)
             finally:  # Ctrl-C ends the waiting and the session
                 self._leave()
+            self._saver.failures.report_last(saved[0], known=saved[1])
+
+    def _newest_saved(self) -> tuple[int | None, bool]:
+        """The newest durable step, when checkpoints after it failed, and whether that is known. The
+        daemon knows better than this process: files may have been removed."""
+        connection = self._session.current()
+        if connection is None or not self._saver.failures.count:
+            return None, False
+        try:
+            found = self._recovery.saved(connection, limit_s=LAST_LOOK_S)
+        except NoStoreError:
+            return None, True
+        except PccheckError as error:
+            LOG.debug("the newest durable checkpoint is not known: %s", error)
+            return None, False
+        newest = max(found, key=lambda one: one.sequence, default=None)
+        return (newest.step if newest else None), True
 
     def _finish(self) -> None:
         with self._calling():

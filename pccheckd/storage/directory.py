@@ -15,7 +15,7 @@ from pccheckd.base.logs import LOG
 
 from . import lock as storage
 
-_HINT = "restore or remount the directory; checkpoints then resume by themselves"
+_HINT = "create the directory again, or remount its disk; checkpoints then resume by themselves"
 
 
 class StorageDirectory:

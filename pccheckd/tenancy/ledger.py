@@ -34,7 +34,8 @@ _COPY_FAILED = {
     ),
 }  # fmt: skip
 _RESET_HINT = (
-    "the next checkpoint goes into a new volume; to remove a job's checkpoints use: pccheckctl drop"
+    "nothing to do: a later checkpoint goes into a new volume. Only if the storage directory "
+    "itself was removed, create it again. To remove a job's checkpoints use: pccheckctl drop"
 )
 #: By the error: the volume was not in its place when the record was to be written.
 _FILE_GONE = {

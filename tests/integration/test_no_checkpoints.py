@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -221,3 +223,48 @@ def test_a_job_whose_last_checkpoints_failed_is_named(
     assert rank["failing"] == 1
     assert saved(trainer)[0] == "durable"
     assert pccheckctl(daemon, "status").code == 0
+
+
+def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """And from which step a restart resumes; exit code 0 and one early warning are not enough."""
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    for _ in range(3):
+        assert saved(trainer)[0] == "durable"
+    shutil.move(daemon.storage, daemon.root / "away")
+    for _ in range(5):
+        assert saved(trainer)[0] == "failed"
+    first, second, *more = trainer.warnings
+    assert not more, more
+    assert "step 4 failed: the volume's file was removed or moved away" in first
+    assert "step 5 failed: the storage directory" in second  # the first words no longer suffice
+    assert "create the directory again" in second
+    trainer.close()
+    last = trainer.warnings[-1]
+    assert "5 checkpoints failed since step 3, up to step 8: the storage directory" in last
+    assert "There is no durable checkpoint" in last
+    shutil.move(daemon.root / "away", daemon.storage)
+    again = start_trainer(daemon)
+    again.restore()
+    daemon.kill()
+    assert saved(again)[0] == "failed"
+    again.close()
+    assert "1 checkpoint failed since step 3, up to step 4" in again.warnings[-1]
+    assert "newest durable checkpoint is step 3: a restart resumes there" in again.warnings[-1]
+
+
+def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    shutil.rmtree(daemon.storage / str(os.getuid()))
+    ends = [saved(trainer)[0] for _ in range(8)]
+    assert (ends[0], ends[-1]) == ("failed", "durable")
+    (said,) = trainer.warnings
+    assert "a later checkpoint goes into a new volume" in said
+    trainer.close()
+    assert trainer.warnings == [said]

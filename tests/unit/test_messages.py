@@ -121,6 +121,15 @@ def moved(kit: Kit) -> None:
     saver._report_moved()
 
 
+def last_ones(kit: Kit, *steps: int, durable: int | None = None) -> None:
+    failures = kit.client()._saver.failures
+    if durable is not None:
+        failures.durable(durable, 1)
+    for step in steps:
+        failures.failed(InFlight.ended(step, CheckpointState.FAILED, "no space left in /data"))
+    failures.report_last(None, known=False)
+
+
 def stalled(kit: Kit) -> None:
     made: Any = FakeConnection()
     kit.client()._saver._expired(InFlight(5, made, 1), made)
@@ -309,7 +318,9 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "moved": moved,
     "CUDA graph": graph,
     "stalled": stalled,
-    "failed": lambda kit: kit.client()._saver.report_failed(5, "no space left in /data"),
+    "failed": lambda kit: kit.client()._saver.failures.report(5, "no space left in /data"),
+    "last ones failed": lambda kit: last_ones(kit, 5, 6, durable=4),
+    "all failed": lambda kit: last_ones(kit, 5),
     "too many": lambda _: raised(too_many()),
     "no GPU memory": staging,
     "not copied": waits("wait_copied"),
@@ -517,9 +528,19 @@ WORDS: dict[str, str] = {
         "makes progress (see: pccheckctl status)"
     ),
     "failed": (
-        "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; a "
-        "restart resumes from an earlier checkpoint. Later failures are only counted until "
-        "one succeeds (see: pccheckctl status)"
+        "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; until a "
+        "later checkpoint is durable, a restart resumes from the newest one that is. Further "
+        "failures with this reason are only counted (see: pccheckctl status)"
+    ),
+    "last ones failed": (
+        "PCcheck: 2 checkpoints failed since step 4, up to step 6: no space left in /data. The "
+        "newest durable checkpoint is step 4: a restart resumes there, and repeats the steps after "
+        "it. Remove the cause before that (see: pccheckctl status)"
+    ),
+    "all failed": (
+        "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. There is no durable "
+        "checkpoint, so a restart begins at the start of training. Remove the cause before that "
+        "(see: pccheckctl status)"
     ),
     "too many": (
         "64 checkpoints are in flight, and no more fit (save less often, or see what delays "

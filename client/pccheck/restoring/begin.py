@@ -118,10 +118,10 @@ class Recovery:
         self._session.took_over(connection, self._newest(connection))
         self._steps.restored()
 
-    def saved(self, connection: Connection) -> list[Saved]:
+    def saved(self, connection: Connection, *, limit_s: float = LIST_LIMIT_S) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first."""
         identity = self._session.identity
-        report = connection.request(ListVolumes(identity.job), timeout_s=LIST_LIMIT_S)
+        report = connection.request(ListVolumes(identity.job), timeout_s=limit_s)
         assert isinstance(report, Report)
         listed = report.document.get("checkpoints")
         rows = [

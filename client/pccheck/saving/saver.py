@@ -26,6 +26,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Begin, CheckpointState
 
 from .exposure import Exposure, Handover
+from .failures import Failures
 from .gate import Breaker, Gate, abandon
 from .in_flight import FINAL, NOT_SAVED, InFlight
 from .verdict import LateVerdicts, Verdict
@@ -46,6 +47,7 @@ class Saver:
         self._warner = warner
         self._options = options
         self._raises = options.raises
+        self._ends = False  # close() was called
         self._stall_limit_s = options.stall_limit_s
         self._gate = Gate(options.stall_limit_s, self._expired)
         self._breaker = Breaker(options.stall_limit_s)
@@ -56,6 +58,7 @@ class Saver:
         self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
         self._on_moved = on_moved
+        self.failures = Failures(warner)
         self._moved: list[tuple[int, Moved]] = []  # not reported yet
 
     def gate(self, *, on_cpu: bool = False) -> None:
@@ -238,9 +241,10 @@ class Saver:
 
     def _ended(self, checkpoint: InFlight, state: CheckpointState) -> None:
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
-            self._warner.over("storage")
+            self.failures.durable(checkpoint.step, checkpoint.asked_ns)
             self._warner.over("stall")
         elif state is CheckpointState.FAILED:
+            self.failures.failed(checkpoint)
             checkpoint.describe_later()
             self._unexplained.append(checkpoint)
 
@@ -257,12 +261,14 @@ class Saver:
 
     def _failed_later(self, step: int, reason: str) -> None:
         """One failed after `checkpoint()` had returned: the next call raises or warns."""
+        if self._ends and self.failures.count:
+            return  # close() warns of all of them
         if self._raises:
             self._to_raise.append(
                 CheckpointFailedError(f"checkpoint of step {step} failed: {reason}")
             )
         else:
-            self.report_failed(step, reason)
+            self.failures.report(step, reason)
 
     def _report_moved(self) -> None:
         """Reports tensors that were changed while they were read. Training thread only."""
@@ -280,14 +286,6 @@ class Saver:
             else:
                 self._warner.once("moved", text)
 
-    def report_failed(self, step: int, reason: str) -> None:
-        self._warner.once(
-            "storage",
-            f"checkpoint of step {step} failed: {reason}. Training continues; a restart resumes "
-            "from an earlier checkpoint. Later failures are only counted until one succeeds (see: "
-            "pccheckctl status)",
-        )
-
     def leave(self) -> None:
         """Call it when the connection has ended or is about to be closed."""
         for checkpoint in self._recent.values():
@@ -301,7 +299,7 @@ class Saver:
 
     def drain(self, limit_s: float) -> None:
         """Waits until everything in flight is durable, superseded or has failed."""
-        self._raises = False  # there is no next call to raise in
+        self._raises, self._ends = False, True  # there is no next call to raise in
         deadline = time.monotonic() + limit_s
         for checkpoint in list(self._unfinished):
             try:

@@ -1,0 +1,78 @@
+"""Which checkpoints failed since the newest durable one, and what the user reads of them."""
+
+from __future__ import annotations
+
+import re
+
+from pccheck.warn import LOG, Warner
+
+from .in_flight import InFlight
+
+#: Different reasons that are reported until a checkpoint is durable. More would say no more.
+REASONS_MAX = 3
+
+
+class Failures:
+    """Used by the training thread. A checkpoint that ends late may be older than one that failed
+    already: what was asked for last counts."""
+
+    def __init__(self, warner: Warner) -> None:
+        self.count = 0  #: since the newest durable one
+        self._warner = warner
+        self._durable_step: int | None = None
+        self._durable_ns = 0  # when the newest durable one, ...
+        self._failed_ns = 0  # ... and the newest failed one were asked for
+        self._last: InFlight | None = None
+        self._reported: list[str] = []  # kinds for the warner: reasons without their numbers
+
+    def durable(self, step: int, asked_ns: int) -> None:
+        """That checkpoint is durable."""
+        if asked_ns > self._durable_ns:
+            self._durable_ns, self._durable_step = asked_ns, step
+        if self._failed_ns < self._durable_ns:
+            self.count = 0
+            for kind in self._reported:
+                self._warner.over(kind)
+            self._reported.clear()
+
+    def failed(self, checkpoint: InFlight) -> None:
+        """Counts it; `report` is for the user."""
+        if checkpoint.asked_ns > self._durable_ns:
+            self.count += 1
+        if checkpoint.asked_ns > self._failed_ns:
+            self._failed_ns, self._last = checkpoint.asked_ns, checkpoint
+
+    def report(self, step: int, reason: str) -> None:
+        """Warns of the first failure, and of the first ones with other reasons."""
+        kind = "failed: " + re.sub(r"\d+", "", reason)
+        if kind not in self._reported and len(self._reported) >= REASONS_MAX:
+            LOG.debug("checkpoint of step %d failed: %s", step, reason)
+            return
+        self._reported.append(kind)
+        self._warner.once(
+            kind,
+            f"checkpoint of step {step} failed: {reason}. Training continues; until a later "
+            "checkpoint is durable, a restart resumes from the newest one that is. Further "
+            "failures with this reason are only counted (see: pccheckctl status)",
+        )
+
+    def report_last(self, saved_step: int | None, *, known: bool) -> None:
+        """Warns at the end of a run whose last checkpoints failed. `saved_step` is the newest
+        durable one, or None, if that is `known`; otherwise what this process knows counts."""
+        if not self.count or self._last is None:
+            return
+        step = saved_step if known else self._durable_step
+        since = "" if self._durable_step is None else f" since step {self._durable_step}"
+        failed = "1 checkpoint" if self.count == 1 else f"{self.count} checkpoints"
+        then = (
+            "There is no durable checkpoint, so a restart begins at the start of training"
+            if step is None
+            else f"The newest durable checkpoint is step {step}: a restart resumes there, and "
+            "repeats the steps after it"
+        )
+        self._warner.once(
+            "last",
+            f"{failed} failed{since}, up to step {self._last.step}: "
+            f"{self._last.known_reason or 'the reason is not known'}. {then}. Remove the cause "
+            "before that (see: pccheckctl status)",
+        )
