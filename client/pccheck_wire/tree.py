@@ -189,6 +189,8 @@ class Tree:
         """The extents that one rank stores for all, by their first appearance in the state: in the
         same order on every rank."""
         found: dict[int, None] = {}
+        if all(extent.owner < 0 for extent in self.extents):
+            return []
         for _, node in walk(self.root):
             index = node.extent if isinstance(node, (Tensor, Array)) else -1
             if index >= 0 and self.extents[index].owner >= 0:

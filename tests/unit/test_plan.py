@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from pccheck.options import Options
+from pccheck.saving.planner import Planner
 from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
@@ -399,3 +402,19 @@ def test_memory_that_is_read_is_kept(kit: Kit) -> None:
 def test_metadata_and_step(kit: Kit) -> None:
     made = tree_of(kit.plan.snapshot(41, 5))
     assert (made.step, made.metadata, made.attached) == (41, 5, True)
+
+
+def test_a_plan_of_many_tensors_is_made_without_the_garbage_collector() -> None:
+    """It took longer than the plan itself, and looked at every object of the script each time."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(3000)])
+    planner = Planner(Options())
+    planner.attach({"model": model}, rng=False)
+    runs: list[str] = []
+    gc.collect()
+    gc.callbacks.append(lambda phase, _: runs.append(phase))
+    try:
+        planner.snapshot(1 << 20, None, 1, None)
+    finally:
+        gc.callbacks.pop()
+    assert len(runs) <= 2  # one begins and ends when all is done
+    assert gc.isenabled()

@@ -11,6 +11,7 @@ from pccheck.daemon.session import Session
 from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.planner import Planner
+from pccheck.state.garbage import no_collection
 from pccheck.state.plan import RNG
 from pccheck.warn import LOG, Warner
 from pccheck_wire import tree
@@ -62,9 +63,10 @@ class Recovery:
             opened = payload.opened
             self._require(opened, described)
             attached = self._planner.attached
-            placement = Placement(
-                described, attached, self._left(opened), strict_optimizer=strict_optimizer
-            )
+            with no_collection():
+                placement = Placement(
+                    described, attached, self._left(opened), strict_optimizer=strict_optimizer
+                )
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "
                 "did not finish"

@@ -13,6 +13,7 @@ import torch
 
 from pccheck.daemon.connection import Connection, RequestLostError
 from pccheck.state.extents import Range, devices_of, pack
+from pccheck.state.garbage import no_collection
 from pccheck.warn import LOG
 from pccheck_native import NativeError
 from pccheck_wire import tree
@@ -205,7 +206,8 @@ class Payload:
         buffer = torch.empty(part.tree_bytes, dtype=torch.uint8, device="cpu")
         target = pack([Range(buffer.data_ptr(), part.tree_offset, part.tree_bytes)])
         self._read(part, part.tree_offset, part.tree_bytes, target, b"")
-        return tree.decode(buffer.numpy().tobytes(), part.tree_offset)
+        with no_collection():
+            return tree.decode(buffer.numpy().tobytes(), part.tree_offset)
 
     def _read(
         self, part: Part, offset: int, length: int, ranges: bytes, device_ranges: bytes

@@ -13,6 +13,7 @@ from pccheck.state import devices
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
+from pccheck.state.garbage import no_collection
 from pccheck.state.gating import Gating
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
@@ -88,6 +89,10 @@ class Planner:
     def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError, and
         UsageError when nothing is attached."""
+        with no_collection():
+            return self._snapshot(chunk_bytes, state, step, metadata)
+
+    def _snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         wait = self.wait
         mode = "sync" if wait else self._options.gate
         shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)

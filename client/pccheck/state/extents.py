@@ -177,14 +177,11 @@ class _Group(NamedTuple):
     volatile: bool
     first: int  # where the first of them is in the state
     views: list[View]  # by ascending address
+    nbytes: int
 
     @property
     def is_shared(self) -> bool:
         return all(view.shared for view in self.views)
-
-    @property
-    def nbytes(self) -> int:
-        return max(view.address + view.nbytes for view in self.views) - self.views[0].address
 
 
 def lay_out(
@@ -264,11 +261,18 @@ def _groups(views: list[View]) -> list[_Group]:
             groups.append([view])
         end = max(end, view.address + view.nbytes)
         storage = view.storage
-    for group in groups:
-        volatile = any(view.volatile for view in group)
-        for view in group:
-            view.volatile = volatile
-    return [_Group(some[0].volatile, min(view.number for view in some), some) for some in groups]
+    return [_group(views) for views in groups]
+
+
+def _group(views: list[View]) -> _Group:
+    first = views[0]
+    if len(views) == 1:  # nearly all
+        return _Group(first.volatile, first.number, views, first.nbytes)
+    volatile = any(view.volatile for view in views)
+    for view in views:
+        view.volatile = volatile
+    end = max(view.address + view.nbytes for view in views)
+    return _Group(volatile, min(view.number for view in views), views, end - first.address)
 
 
 def _gap(placed: list[Range], group: _Group) -> int:
