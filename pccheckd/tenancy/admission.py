@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pccheck_native import _core
+from pccheck_wire.errors import InternalError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -142,7 +143,7 @@ class Admission:
         except Exception as error:  # the edge of this checkpoint: it fails, the others go on
             why = translated(error, what)
             self._tenant.refuse(checkpoint, End(State.FAILED, why.message, why.hint, why.code))
-            if not isinstance(error, OSError):
+            if isinstance(why, InternalError):
                 LOG.warning("%s: cannot begin", self._tenant.volumes.key, exc_info=error)
             return ""
         if not sequence:

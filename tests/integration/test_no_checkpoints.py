@@ -241,6 +241,7 @@ def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
     assert "step 4 failed: the volume's file was removed or moved away" in first
     assert "step 5 failed: the storage directory" in second  # the first words no longer suffice
     assert "create the directory again" in second
+    assert "Traceback" not in daemon.log.read_text()  # of what is no defect
     trainer.close()
     last = trainer.warnings[-1]
     assert "5 checkpoints failed since step 3, up to step 8: the storage directory" in last
