@@ -1,6 +1,6 @@
 """The client's side of the attach socket, synchronous: handshake, descriptors, and requests over it
-(trainers use ZeroMQ instead, so that a request never makes them wait). AF_UNIX SOCK_SEQPACKET.
-Every call has a deadline; nothing here is thread-safe."""
+(trainers use ZeroMQ instead, so that a request never blocks them). AF_UNIX SOCK_SEQPACKET.
+Every call has a deadline. Nothing here is thread-safe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONNECT_LIMIT_S = 10.0
 
 
 class Attachment:
-    """A connection to the daemon after its handshake. It is the session: closing it ends that.
+    """A connection to the daemon after its handshake. Closing the connection ends the session.
 
     `page_fd` and `link_fd` (-1 for observers) are for the native link, which duplicates them:
     `Link(attachment.link_fd, attachment.page_fd)`.
@@ -43,7 +43,7 @@ class Attachment:
         """Sends one request and returns its answer.
 
         Raises the daemon's failure, WaitTimeoutError at the deadline, DaemonUnreachableError when
-        the daemon ends meanwhile.
+        the daemon ends before it answers.
         """
         self._number += 1
         message = codec.encode(Request(self._number, self.welcome.token, body))
@@ -73,11 +73,11 @@ def connect(
     *,
     timeout_s: float = CONNECT_LIMIT_S,
 ) -> Attachment:
-    """Connects, says hello and returns the session.
+    """Connects, sends `Hello` and returns the session.
 
-    Raises DaemonUnreachableError (nobody there), ProtocolError (another version), RefusedError (who
-    listens there is not to be trusted), or whatever the daemon refuses with; WaitTimeoutError when
-    it does not answer in time.
+    Raises DaemonUnreachableError (no process listens), ProtocolError (another version),
+    RefusedError (the listening process is not trusted), the error with which the daemon refuses, or
+    WaitTimeoutError.
     """
     connection = Connection(socket_name(path), timeout_s=timeout_s)
     descriptors: list[int] = []

@@ -1,7 +1,8 @@
-"""What is needed before the first message: the protocol's number and where the daemon listens; and
-sizes as people read them.
-Apart from `messages`, so that a command line which only asks starts without its classes; without
-`pathlib`, too, which takes longer than the answer."""
+"""Needed before the first message: the protocol's version, and where the daemon listens. Also sizes
+as text.
+
+Imports neither `messages` nor `pathlib`, which take longer to load than a command that only asks
+takes for its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ PROTOCOL_VERSION = 6
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"
 
-#: What clients and the command line read, the daemon's options apart.
+#: Variables that clients and the command line read, besides the daemon's options.
 VARIABLES = (
     "PCCHECK_SOCKET", "PCCHECK_DAEMON_UID", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG",
 )  # fmt: skip

@@ -24,17 +24,18 @@ from .packing import Reassembler as Reassembler
 from .packing import packets as packets
 from .packing import unpack as unpack
 
-#: Of `Expose.data`: pieces of so many bytes, so many in one message, fit with room to spare.
+#: Limits of `Expose.data`: the bytes of a piece, and the pieces of a message. A message of that
+#: size is well below REQUEST_BYTES_MAX.
 PIECE_BYTES = STRING_BYTES_MAX
 PIECES_MAX = 15
-#: What a message is packed into at first. msgpack's own size is that of a large allocation, for
-#: every message: where memory is short, that alone would leave a peer without its refusal.
+#: The initial buffer of a message. msgpack's default is a large allocation for every message; when
+#: memory is short, it would fail, and a peer would not even get its refusal.
 BUFFER_BYTES = 4096
 DEPTH_MAX = 24
 
 _I64 = range(-(2**63), 2**63)
 _NATURAL = range(2**63)
-#: Ranges by field name; every other int is natural.
+#: The ranges of some fields; every other int must not be negative.
 _RANGES: Mapping[str, range] = {
     "step": _I64,
     "newer_step": _I64,
@@ -64,8 +65,7 @@ def _plain(value: object) -> dict[str, object]:
 
 
 def _pieces(value: object, packer: msgpack.Packer) -> Iterator[bytes]:
-    """A document, down to the rows of its lists: packed at once it would keep all other threads
-    waiting, however long it is."""
+    """Packs a document row by row: packed at once, it would block all other threads."""
     if isinstance(value, Message):
         value = _plain(value)
     if isinstance(value, dict):
@@ -87,7 +87,7 @@ def decode(data: bytes | memoryview, kind: type[_M], *, bytes_max: int = REQUEST
 
 
 def from_plain(plain: object, kind: type[_M]) -> _M:
-    """Typed conversion alone, of what `unpack` or a `Reassembler` returned."""
+    """Converts what `unpack` or a `Reassembler` returned to a message of class `kind`."""
     return typing.cast(_M, _message(plain, (kind,), "$"))
 
 

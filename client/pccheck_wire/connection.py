@@ -1,7 +1,8 @@
-"""A connection to the attach socket, and plain messages over it: what every client does, whether it
-then uses the classes of messages.py or not. Every call has a deadline; nothing here is thread-safe.
+"""A connection to the attach socket, and untyped messages over it. Every client uses it, with or
+without the classes of messages.py. Every call has a deadline. Nothing here is thread-safe.
 
-A command that only asks starts fast, so nothing here imports these classes, or `pathlib`."""
+This module imports neither these classes nor `pathlib`, so that a command that only asks starts
+fast."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ SOCKET_PATH_BYTES_MAX = 107  # Linux: sun_path without its final NUL
 
 
 class Connection:
-    """Connected to a daemon that may be trusted; the handshake comes next."""
+    """A connection to a trusted daemon, before the handshake."""
 
     def __init__(self, path: str, *, timeout_s: float) -> None:
-        """Raises DaemonUnreachableError (nobody listens), RefusedError, ProtocolError,
+        """Raises DaemonUnreachableError (no process listens), RefusedError, ProtocolError,
         WaitTimeoutError."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -45,11 +46,11 @@ class Connection:
     def exchange(
         self, message: bytes, timeout_s: float, *, number: int = 0, descriptors_max: int = 0
     ) -> tuple[dict[str, object], list[int]]:
-        """Sends a message; returns the next one and its descriptors, which are the caller's. With
-        the `number` of a request, late answers to earlier requests are skipped.
+        """Sends a message and returns the answer with its descriptors, which the caller must close.
+        With the `number` of a request it skips late answers to earlier requests.
 
-        Raises WaitTimeoutError at the deadline, DaemonUnreachableError when the daemon ends
-        meanwhile, ProtocolError.
+        Raises WaitTimeoutError at the deadline, DaemonUnreachableError when the daemon ends before
+        it answers, ProtocolError.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -57,7 +58,10 @@ class Connection:
             self.socket.send(message, socket.MSG_NOSIGNAL)
             while True:
                 answer, descriptors = self._receive(deadline, descriptors_max)
-                if not number or answer.get("number") in (0, number):  # 0: not known whose it was
+                if not number or answer.get("number") in (
+                    0,
+                    number,
+                ):  # 0: the daemon could not read the number
                     return answer, descriptors
         except (OSError, ProtocolError) as error:
             raise self._error(error, timeout_s) from error
@@ -68,7 +72,7 @@ class Connection:
     def _receive(
         self, deadline: float, descriptors_max: int
     ) -> tuple[dict[str, object], list[int]]:
-        """One message, which may come in several packets."""
+        """Receives one message, which may come in several packets."""
         parts, descriptors = Reassembler(), array.array("i")
         plain: object | None = None
         try:
@@ -112,7 +116,7 @@ class Connection:
 
 
 def raise_failure(answer: dict[str, object]) -> None:
-    """Raises what a `Failure` message says; other messages pass."""
+    """Raises the error of a `Failure` message; other messages pass."""
     if answer.get("t") == "failure":
         code, message, hint = (str(answer.get(key, "")) for key in ("code", "message", "hint"))
         raise error_from_wire(code, message, hint, bool(answer.get("retryable", False)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class PccheckError(Exception):
-    """Any error of PCcheck. `hint` names the fix; `retryable`: whether trying again later can help.
-    `exit_code` is what `pccheckctl` exits with."""
+    """Any error of PCcheck. `hint` is the fix; `retryable` means that a later try may succeed;
+    `exit_code` is the exit code of `pccheckctl`."""
 
     code = "ERROR"
     exit_code = 1
@@ -36,7 +36,7 @@ class UnsupportedStateError(PccheckError):
 
 
 class StateMismatchError(PccheckError):
-    """What was recovered does not fit what was attached; the message names the path."""
+    """The recovered state does not fit the attached one; the message names the path."""
 
     code = "STATE_MISMATCH"
     exit_code = UsageError.exit_code
@@ -61,7 +61,7 @@ class RefusedError(PccheckError):
 
 
 class NoStoreError(PccheckError):
-    """No such storage directory, or none that holds or can hold volumes."""
+    """The storage directory is missing, or cannot hold volumes."""
 
     code = "NO_STORE"
     exit_code = 10
@@ -77,7 +77,7 @@ class StorageFullError(PccheckError):
 
 
 class NoCheckpointError(PccheckError):
-    """There are no checkpoints, or none of them is valid."""
+    """No checkpoint exists, or none is valid."""
 
     code = "NO_CHECKPOINT"
     exit_code = 13

@@ -1,4 +1,4 @@
-"""The messages between a process and the daemon. PROTOCOL.md is their prose.
+"""The messages between a process and the daemon; PROTOCOL.md describes them.
 
 Attach socket (AF_UNIX, SOCK_SEQPACKET): `Hello` -> `Welcome` | `Failure`. An observer then sends
 `Request`s over the same socket; a trainer sends them over ZeroMQ to `Welcome.endpoint`.
@@ -23,7 +23,7 @@ RANKS_MAX = 65536
 
 
 class CheckpointState(enum.IntEnum):
-    """DESIGN: requested -> copying -> copied -> writing -> durable -> global, or an end."""
+    """requested -> copying -> copied -> writing -> durable -> global, or an end."""
 
     REQUESTED = 0
     COPYING = 1
@@ -40,7 +40,7 @@ class CheckpointState(enum.IntEnum):
 
 
 class Message:
-    """What every message has: the name of its type on the wire."""
+    """Base of every message: the name of its type on the wire."""
 
     __slots__ = ()
     TAG: ClassVar[str]
@@ -88,13 +88,14 @@ class Hello(Message):
     launch: str = ""
     fresh: bool = False
     solo: bool = False
-    #: Random, of the training process; its reconnects repeat it, no other process says the same.
+    #: A random number of the training process. Its reconnects repeat the number.
     process: bytes = b""
-    #: The `Welcome.incarnation` of the session before, when this is a reconnect; else 0.
+    #: The `Welcome.incarnation` of the previous session, if this is a reconnect; else 0.
     incarnation: int = 0
-    #: The `Welcome.storage` of the session before; another directory's checkpoints are not its own.
+    #: The `Welcome.storage` of the previous session: another directory has other checkpoints.
     storage: str = ""
-    #: The sequence that the state was restored from; 0: there was none, or `fresh`; None: not yet.
+    #: The sequence that the state was restored from; 0: no checkpoint existed, or `fresh`; None:
+    #: not restored yet.
     restored: int | None = None
     #: uid whose job a READER wants (root only); -1 = its own.
     uid: int = -1
@@ -171,7 +172,7 @@ class Expose(Message):
 
 @message("chose")
 class Chose(Message):
-    """How the session hands over its tensors from now on, and why; for `status`. One way."""
+    """How the session transfers its tensors from now on, and why; for `status`. No reply."""
 
     transfer: str  # "push" or "pull"
     reason: str
@@ -179,7 +180,7 @@ class Chose(Message):
 
 @message("begin")
 class Begin(Message):
-    """Asks for admission of a snapshot whose word is REQUESTED. One way: the answer is the word."""
+    """Requests admission of a snapshot whose word is REQUESTED. The word is the answer."""
 
     snapshot: int
     step: int
@@ -187,13 +188,13 @@ class Begin(Message):
     tree_offset: int
     tree_bytes: int
     on_busy: str = "wait"  # or "skip"
-    map: int = 0  # the exposure that the daemon pulls the device part by; 0: there is none
-    #: When the gate first held the trainer since the Begin before (CLOCK_MONOTONIC), and for how
-    #: long in all; for metrics and traces.
+    map: int = 0  # the exposure that the daemon pulls the device part by; 0: none
+    #: When the gate first held the trainer since the previous Begin (CLOCK_MONOTONIC), and for how
+    #: long in total; for metrics and traces.
     held_at_ns: int = 0
     held_ns: int = 0
-    #: Which of this process's checkpoints of `step` it is, the same on every rank of a group: how
-    #: often steps have gone back so far, and how many calls before it named this very step.
+    #: Which of this process's checkpoints of `step` this is, the same on every rank of a group: how
+    #: often steps have gone back so far, and how many consecutive calls before named this step.
     branch: int = 0
     repeat: int = 0
 
@@ -219,7 +220,7 @@ class Described(Message):
 
 @message("skipped")
 class Skipped(Message):
-    """A checkpoint that recovery passed over, and why."""
+    """A checkpoint that recovery skipped, and why."""
 
     sequence: int
     step: int
@@ -233,7 +234,7 @@ class Open(Message):
 
     step: int | None = None
     before: int | None = None
-    #: The state is the same on every rank: a checkpoint by another number of ranks will do.
+    #: The state is the same on every rank, so a checkpoint of another number of ranks is accepted.
     replicated: bool = False
 
 
@@ -257,35 +258,35 @@ class Opened(Message):
     tree_bytes: int
     source: str  # "dram" or "volume"
     skipped: list[Skipped] = field(default_factory=list)
-    world_size: int = 1  # that saved it
+    world_size: int = 1  # of the run that saved it
     rank: int | None = None  # whose payload this is; None: the peer's own
-    parts: list[Part] = field(default_factory=list)  # all ranks' payloads, of a group's
+    parts: list[Part] = field(default_factory=list)  # of a group: every rank's payload
     wall_ns: int = 0  # when it became durable, since 1970
 
 
 @message("empty")
 class Empty(Message):
-    """The volume was read and holds nothing (or there is none), or the parts of a first checkpoint
-    that was never completed, which are `skipped`."""
+    """The volume was read and holds nothing, or no volume exists. `skipped`: parts of a first
+    checkpoint that was never completed."""
 
     skipped: list[Skipped] = field(default_factory=list)
 
 
 @message("writing")
 class Writing(Message):
-    """`Open` cannot be answered yet: checkpoints that it might choose are on their way to the disk.
-    Comes after some seconds; ask again."""
+    """`Open` cannot be answered yet, because checkpoints that it might choose are still being
+    written. Comes after some seconds; the client asks again."""
 
-    step: int  # of the newest of them
-    checkpoints: int  # how many there are, on all ranks of the job ...
-    total_bytes: int  # ... with so much payload ...
-    left_bytes: int  # ... of which so much is copied to DRAM and not written
+    step: int  # of the newest
+    checkpoints: int  # how many are being written, on all ranks of the job
+    total_bytes: int  # their payload
+    left_bytes: int  # the part of it that is copied to DRAM and not written
 
 
 @message("read")
 class Read(Message):
     """Sends checked payload [offset, offset+length) of the opened sequence through the page.
-    -> `Done` at once; the page's END message says how it went. A damaged sequence is flagged, and
+    -> `Done` at once; the page's END message has the result. A damaged sequence is flagged, and
     the client asks `Open(before=sequence)` next."""
 
     load: int
@@ -304,7 +305,7 @@ class Restored(Message):
 
 @message("pin")
 class Pin(Message):
-    """The durable checkpoint of `step` is not recycled on any rank, or, without `pinned`, may be
+    """With `pinned` no rank recycles the durable checkpoint of `step`; without, it may be recycled
     again. -> `Done`"""
 
     step: int
@@ -320,7 +321,7 @@ class Goodbye(Message):
 
 @message("done")
 class Done(Message):
-    """The request was carried out, and the answer needs no more."""
+    """The request was carried out; there is nothing else to answer."""
 
 
 @message("status")
@@ -343,14 +344,14 @@ class Verify(Message):
     rank: int = 0
     sequence: int = 0
     uid: int = -1
-    #: Only a part of each: "5%" of its pieces, drawn from `seed`, or "2/20"; "" is everything.
+    #: A part of each checkpoint: "5%" of its pieces, chosen by `seed`, or "2/20"; "" is everything.
     subset: str = ""
     seed: int = 0
 
 
 @message("trace")
 class Trace(Message):
-    """What the checkpoints of the last seconds did when. -> `Report`."""
+    """The times of the checkpoints of the last seconds. -> `Report`."""
 
     last_s: float = 60.0
 
@@ -363,7 +364,7 @@ class ConfigShow(Message):
 @message("drop")
 class Drop(Message):
     """Removes the volumes of a job without a connected client (`rank` None: of all ranks); with
-    `dry_run` only names them. Only their owner and root may. -> `Report`."""
+    `dry_run` only lists them. Allowed for their owner and root. -> `Report`."""
 
     job: str
     rank: int | None = None
@@ -382,14 +383,14 @@ RequestBody = (
     Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Pin | Goodbye | Status
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
-#: What a request is answered with, apart from Failure, which clients raise.
+#: The answers to requests, except Failure, which clients raise.
 Answer = Registered | Described | Opened | Empty | Writing | Done | Report
 ReplyBody = Answer | Failure
 
 
 @message("request")
 class Request(Message):
-    """The envelope of a request; `number` comes back in the reply; 0 means no reply wanted."""
+    """The envelope of a request. The reply has the same `number`; 0 means no reply is wanted."""
 
     number: int
     token: bytes

@@ -1,4 +1,4 @@
-"""Whose job is meant, where several users may have one of the same name."""
+"""Determines the owner of a job when several users may have a job of that name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def one_owner(job: str, owners: Iterable[int]) -> None:
 
 
 def owner_of(job: str, rank: int | None, owners: Iterable[int]) -> int:
-    """The only owner of these volumes. Raises NoCheckpointError when there is none, UsageError when
-    there are several."""
+    """The only owner of these volumes. Raises NoCheckpointError without an owner, UsageError with
+    several."""
     found = set(owners)
     if not found:
         which = "" if rank is None else f" rank {rank}"

@@ -1,4 +1,4 @@
-"""msgpack bytes <-> plain maps and lists. Input is hostile: size and depth limits, no extension
+"""msgpack bytes <-> plain maps and lists. Input may be hostile: size and depth limits, no extension
 types, no duplicate keys. Imports neither the classes of messages.py nor `dataclasses`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> o
 
 
 class Reassembler:
-    """Puts together a reply that came in several packets; the msgpack map says where it ends."""
+    """Joins a reply that comes in several packets; the msgpack map determines where it ends."""
 
     def __init__(self, *, bytes_max: int = REPLY_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -35,7 +35,7 @@ class Reassembler:
         self._bytes = 0
 
     def feed(self, packet: bytes) -> object | None:
-        """The plain message when this packet completes it, else None. Raises ProtocolError."""
+        """Returns the message when this packet completes it, else None. Raises ProtocolError."""
         self._bytes += len(packet)
         if self._bytes > self._bytes_max:
             raise ProtocolError(f"$: a message of more than {self._bytes_max} bytes")
@@ -52,7 +52,7 @@ class Reassembler:
 
 
 def packets(data: bytes) -> list[bytes]:
-    """A message cut for the attach socket."""
+    """A message, cut into packets for the attach socket."""
     return [data[at : at + PACKET_BYTES] for at in range(0, len(data), PACKET_BYTES)]
 
 

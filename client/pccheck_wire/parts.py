@@ -1,7 +1,7 @@
-"""Replicated state whose parts the ranks of a job have stored: from the ranks' trees to one tree.
+"""Merges the trees of ranks that each stored a part of a replicated state.
 
 In the merged tree an extent that another rank stores has that rank in the upper bits of its offset;
-`split` takes packed ranges apart again, by the rank whose payload they are read from.
+`split` divides packed ranges by the rank whose payload they are read from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from . import tree
 from .errors import DamagedError, StateMismatchError
 
-RANK_SHIFT = 52  # more than any payload has (PAYLOAD_BYTES_MAX)
+RANK_SHIFT = 52  # 2**52 bytes are more than any payload (PAYLOAD_BYTES_MAX)
 RANKS_MAX = 2 ** (64 - RANK_SHIFT) - 2
 _OFFSET = (1 << RANK_SHIFT) - 1
 
@@ -50,14 +50,13 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
 
 
 def placed(offset: int) -> tuple[int, int]:
-    """The rank whose payload an offset of a merged tree lies in, -1 for the one whose tree it was,
-    and the offset there."""
+    """The rank whose payload an offset of a merged tree refers to (-1: the rank whose tree was
+    merged into), and the offset in that payload."""
     return (offset >> RANK_SHIFT) - 1, offset & _OFFSET
 
 
 def split(ranges: bytes, device_ranges: bytes = b"") -> dict[int, tuple[bytes, bytes]]:
-    """Packed ranges by the rank whose payload they lie in, ascending by their place there; -1 is
-    the one whose tree it was."""
+    """Packed ranges by rank, as `place` gives it, ascending by their offset in its payload."""
     found: dict[int, tuple[list[bytes], list[bytes]]] = {}
     hosts = sorted(struct.iter_unpack("<QQQ", ranges), key=lambda item: item[1])
     devices = sorted(struct.iter_unpack("<QQQII", device_ranges), key=lambda item: item[1])

@@ -1,7 +1,7 @@
-"""Whether the process that listens at a socket may be trusted with checkpoints. The kernel gives
-its uid; of a socket from the service manager that is the manager's, root.
+"""Decides whether the process that listens at a socket may be trusted with checkpoints. The kernel
+reports its uid; for a socket from the service manager that is the manager's, root.
 
-Without `pathlib` and the messages, so that a command line which only asks starts fast."""
+Imports neither `pathlib` nor the messages, so that a command that only asks starts fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> None:
     """Raises RefusedError unless the other end runs as this process's uid, as root, as the uid in
-    PCCHECK_DAEMON_UID, or as one that root gave the socket's directory to."""
+    PCCHECK_DAEMON_UID, or as a uid to which root gave the socket's directory."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     mine = os.geteuid()
@@ -34,7 +34,7 @@ def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> 
 
 
 def named_uid() -> int | None:
-    """Raises UsageError for what is no number."""
+    """Raises UsageError for a value that is not a number."""
     given = os.environ.get(VARIABLE, "")
     if not given:
         return None
@@ -51,7 +51,7 @@ def placed_by_root(path: str | os.PathLike[str], uid: int) -> bool:
     owners = {0, uid}
     while True:
         try:
-            # A link is as good as its owner; it lies in a directory that is looked at, too.
+            # Trust in a link depends on its owner; the directory of the link is checked as well.
             found = (os.stat(directory), os.lstat(directory))  # noqa: PTH116
         except OSError:
             return False

@@ -44,7 +44,7 @@ DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
 TREE_BYTES_MAX = 512 << 20
 LEAD_ALIGN = 16
-LONG_BITS = 2000  # an int of so many has 603 digits; Python's limit may be set to 640
+LONG_BITS = 2000  # an int of 2000 bits has 603 digits; Python's limit may be set to 640
 
 #: Bytes per element of every torch dtype that can be stored, by its name.
 ITEM_BYTES: dict[str, int] = {
@@ -65,7 +65,7 @@ FACTORIES: dict[str, Any] = {
     "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
 }  # fmt: skip
 
-#: Flags of a tensor. ON_DEVICE: it lay in a GPU's memory; its bytes in the payload are the same.
+#: Flags of a tensor. ON_DEVICE: it was in GPU memory; its bytes in the payload are the same.
 REQUIRES_GRAD, PARAMETER, BUFFER, ON_DEVICE = 1, 2, 4, 8
 FLAGS_MAX = REQUIRES_GRAD | PARAMETER | BUFFER | ON_DEVICE
 

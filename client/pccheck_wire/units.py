@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them; one reading of them for daemon and command line."""
+"""Parses sizes and durations, in the same way for daemon and command line."""
 
 from __future__ import annotations
 
