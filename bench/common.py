@@ -32,11 +32,11 @@ RESULTS = Path(os.environ.get("PCC_BENCH_RESULTS", _HERE / "results"))
 
 
 class BenchError(Exception):
-    """The bench cannot be run here; the message says what to change."""
+    """The bench cannot run here; the message has the fix."""
 
 
 def told(main: Callable[[], int]) -> int:
-    """What `main` returns; 1 and its message when it cannot be run here."""
+    """The exit code of `main`; 1, with a message, if the bench cannot run here."""
     try:
         return main()
     except BenchError as error:
@@ -104,7 +104,7 @@ def make_training_state(state_bytes: int) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The same state as one flat dict, for formats that know nothing else."""
+    """The same state as a flat dict, for formats that support nothing else."""
     flat = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, moments in optimizer.state_dict()["state"].items():
         flat |= {f"optimizer.{index}.{key}": value for key, value in moments.items()}
@@ -129,7 +129,7 @@ def warm_memory(count_bytes: int) -> None:
 
 
 def settle() -> None:
-    """Nothing of the contender before is still on its way to the disk."""
+    """Waits until no write of the previous contender is pending."""
     os.sync()
     time.sleep(0.2)
 
@@ -180,7 +180,7 @@ def lay_out(path: Path, size_bytes: int) -> None:
 
 
 def machine() -> dict[str, object]:
-    """What a reader needs to judge the figures."""
+    """Machine and versions, which a reader needs to judge the figures."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")

@@ -49,7 +49,7 @@ def build_savecore(directory: Path) -> Path:
 
 
 class Core:
-    """The C core on a volume of its own, with one engine; saves when told to."""
+    """The C core on a volume of its own, with one engine; saves on command."""
 
     def __init__(self, program: Path, directory: Path, size_bytes: int, rounds: int, engine: str):
         self.name = f"core, {engine}"

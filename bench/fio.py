@@ -1,7 +1,7 @@
 """The limit: the best direct sequential transfer that fio or a plain C program reaches on a file.
 
 One sweep over the whole grid picks the best settings; those few then run in every round, with the
-contenders between them, so that both meet the same disk at the same time of day.
+contenders between them, so that both use the same disk at the same time.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Limit:
         return float(self.size_bytes / side["bw_bytes"])
 
     def finalists(self, *, write: bool) -> tuple[list[Setting], list[dict[str, object]]]:
-        """The best of fio and of the plain C program in one sweep, the memfd one always among them;
-        and the whole sweep."""
+        """The best settings of fio and of the plain C program in one sweep, always with the memfd one
+        among them; and the whole sweep."""
         sweep: list[dict[str, object]] = []
         times: dict[Setting, float] = {}
         for setting in grid():

@@ -1,14 +1,13 @@
-"""What it costs to be seen: persist with metrics, trace and log against the same without.
+"""The cost of observability: persist with metrics, trace and log, and without.
 
     python -m bench.observability [--size 512MiB] [--pairs 400] [--directory DIR]
 
-One daemon, one volume, one state that is saved again and again. Of every two saves one is seen:
-the daemon fills the ring for `pccheckctl trace`, counts for --metrics and writes a line of JSON,
-while a scraper asks for /metrics and /healthz every second (15 s are usual), and a trace is taken
-when it is over. The other has none of it. SIGHUP switches between the two; which of a pair comes
-first is drawn, so that slots, which lie in different places of the disk, do not take sides. What
-counts is the median of the ratios of the pairs, with the interval that holds it in 95 of 100 such
-runs.
+One daemon saves one state in one volume repeatedly. Of every two saves one is observed: the daemon
+fills the ring for `pccheckctl trace`, counts for --metrics and writes a line of JSON, a scraper
+asks for /metrics and /healthz every second (15 s are usual), and a trace is taken at the end. The
+other save has none of this. SIGHUP switches between the two. The order within a pair is random, because
+slots are at different places of the disk. The result is the median of the pairs' ratios, with its
+95 % confidence interval.
 Writes bench/results/observability-DATE.{json,md}.
 """
 
@@ -40,7 +39,7 @@ KEYS = ("persist_s", "durable_s", "cpu_daemon_s")
 
 
 class Scraper(threading.Thread):
-    """A Prometheus that is in a hurry: asks every second, when a save that is seen goes on then."""
+    """A Prometheus that scrapes every second, while an observed save runs."""
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
@@ -64,7 +63,7 @@ class Scraper(threading.Thread):
 
 
 class Switch:
-    """Makes the daemon be seen, or not."""
+    """Switches observation on or off."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -56,7 +56,7 @@ class Ours(AbstractContextManager["Ours"]):
         self.state.optimizer.step()
 
     def reconnect(self, *, restart_daemon: bool = False) -> None:
-        """What a trainer that starts again does; optionally the daemon has lost its memory, too."""
+        """Restores like a restarted trainer; optionally after the daemon has lost its memory."""
         self.client.close()
         if restart_daemon:
             self.daemon.stop()

@@ -1,10 +1,10 @@
-"""What several ranks of one job pay: from the request to durable, and to durable on all ranks.
+"""The times of several ranks of a job: from the request to durable, and to durable on all ranks.
 
     python -m bench.ranks [--size 64MiB] [--steps 30] [--rounds 5] [--other DIR]
 
 Cases: one rank alone with `size` bytes; two ranks of `size` each, in lockstep, a checkpoint every
-step as soon as the one before is durable on both; the same with replicated=True, where two and four
-ranks store `size` bytes together. Real daemon, real trainers, a barrier per step. `--other` names
+step as soon as the previous one is durable on both; the same with replicated=True, where two and
+four ranks store `size` bytes together. Real daemon, real trainers, a barrier per step. `--other` names
 another checkout with its extension built (pip install --target does it): the cases without
 replicated=True run in turn with both, and the ratio is printed.
 """

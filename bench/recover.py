@@ -1,4 +1,4 @@
-"""How fast is a killed job back at its newest checkpoint?
+"""How fast does a killed job restore its newest checkpoint?
 
     python -m bench.recover [--sizes 1GiB] [--rounds 5] [--directory DIR]
 

@@ -1,4 +1,4 @@
-"""What people use today, each at its best settings, and each synced: file, then directory.
+"""Common alternatives, each at its best settings, and each synced: file, then directory.
 
 A rival saves into a directory that is empty when the clock starts. `save` blocks for the caller's
 stall and returns the rest of the work; calling that returns once the checkpoint is durable.
@@ -28,7 +28,7 @@ Finish = Callable[[], None]
 
 
 def _sync_tree(path: Path) -> None:
-    """Directories only: every writer here has synced its files by itself."""
+    """Syncs directories only: every writer here has synced its files."""
     sync_directory(path)
     sync_directory(path.parent)
 

@@ -4,8 +4,8 @@
 
 The paper explains this by drawings, its Figures 6 and 7; here it is measured. A loop of paced steps
 takes a checkpoint every other step; --max-bandwidth makes the disk slower than that for a while, on
-any machine. Both runs are the same but for --slots. What is drawn is what `pccheckctl trace` tells,
-and the steps as the trainer saw them. Needs matplotlib: pip install 'pccheck[plot]'.
+any machine. Both runs differ only in --slots. The figure shows the output of `pccheckctl trace`,
+and the steps as the trainer measured them. Needs matplotlib: pip install 'pccheck[plot]'.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLOURS = {
 
 @dataclass(slots=True)
 class Run:
-    """What was seen, in seconds since the first step began."""
+    """The measurements, in seconds since the first step began."""
 
     title: str
     seconds: float = 0.0

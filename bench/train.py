@@ -67,7 +67,7 @@ def train(state: State, steps: int, every: int, save: Save | None) -> float:
 
 
 class RivalSaver:
-    """Saves to a new directory each time, waits for the save before, keeps the newest two."""
+    """Saves to a new directory each time, waits for the previous save, keeps the newest two."""
 
     def __init__(self, save: Callable[[Path], Finish], directory: Path) -> None:
         self.save = save

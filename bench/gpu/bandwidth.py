@@ -3,7 +3,7 @@
     python -m bench.gpu.bandwidth [--rounds 5] [--dtype bf16] [--device cpu --tiny]
                                   [--budget-s 120] [--directory DIR] [--json FILE]
 
-Nothing trains meanwhile. The state is that of GPT-2 medium with AdamW. In every round a pinned copy
+No training runs meanwhile. The state is GPT-2 medium with AdamW. In every round a pinned copy
 of the same size (its rate is the peak) and one checkpoint alternate. A checkpoint's rate is its
 bytes over the time from checkpoint() until it is copied, and from its admission, as the daemon saw
 it. Also: time to durable against torch.save and DCP, restore from the daemon's memory and from the

@@ -1,7 +1,7 @@
-"""Everything that only a GPU can show, by two commands of 8 minutes, on a machine without network.
+"""Everything that only a GPU can test, by two commands of 8 minutes, on a machine without network.
 
-    make gpu-check PYTHON=python3          what holds
-    make gpu-bench PYTHON=python3          what it costs; or, with options,
+    make gpu-check PYTHON=python3          the checks
+    make gpu-bench PYTHON=python3          the benches; or, with options,
     python3 bench/gpu/check.py [--half checks|benches] [--wheels wheels] [--limit-s 470]
                                [--directory DIR] [--output DIR]
 
@@ -59,7 +59,7 @@ NEEDED = {
     "setuptools": 77, "msgpack": 1, "pyzmq": 26, "psutil": 5, "uvloop": 0, "numpy": 1,
     "safetensors": 0, "shtab": 1, "pytest": 8, "pytest-timeout": 2, "hypothesis": 6,
 }  # fmt: skip
-#: What the design stands on: the stream that waits, what lets it go, what is read and comes back.
+#: Tests of what the design depends on: the waiting stream, its release, copies and restores.
 FIRST = (
     "test_gpu_gate.py::test_the_stream_waits_and_the_cpu_does_not",
     "test_gpu_gate.py::test_a_stream_is_let_go_at_the_deadline",
@@ -70,7 +70,7 @@ FIRST = (
     "test_gpu_pull.py::test_restarts_leave_nothing_behind",
     "test_gpu_pull.py::test_what_changes_between_checkpoints_is_exposed_anew",
 )
-#: At most so many seconds for each part; those of a half fit into --limit-s.
+#: Limits in seconds for each part; the sum of a half is below --limit-s.
 BUDGETS_S = {
     "checks": {"requirements": 40, "build": 90, "probe": 110, "first_tests": 100, "tests": 130},
     "benches": {
@@ -139,8 +139,8 @@ class Check:
         return made
 
     def run(self, name: str, command: list[str], limit_s: float) -> Ended:
-        """One part. Past its limit it gets Ctrl-C, so that it ends its daemons itself, and then all
-        that it has started is killed."""
+        """One part. After its limit it gets Ctrl-C, so that it ends its daemons; then all
+        processes that it has started are killed."""
         limit_s = min(limit_s, self.left_s())
         start_s = time.monotonic()
         log = self.work / f"{name}.log"
@@ -238,7 +238,7 @@ class Check:
     def bench(
         self, name: str, *flags: str, module: str = "", directory: Path | None = None
     ) -> None:
-        """The bench keeps a budget below its limit, so that it ends by itself."""
+        """The bench's budget is below its limit, so the bench ends in time."""
         limit_s = self.budgets_s[name]
         result = self.work / f"{name}.json"
         budget_s = max(5.0, min(limit_s, self.left_s()) - RESERVE_S)
@@ -272,7 +272,7 @@ class Check:
 
 
 def unavailable(wheels: Path) -> list[str]:
-    """What is needed, not installed, and not carried along."""
+    """Requirements that are neither installed nor among the wheels."""
     there = {path.name.split("-")[0].replace("_", "-").lower() for path in wheels.glob("*.whl")}
     return [n for n, oldest in NEEDED.items() if major_of(n) < oldest and n not in there]
 
@@ -291,7 +291,7 @@ def major_of(name: str) -> int:
 
 
 def counts(path: Path) -> Document:
-    """What pytest's XML says: how many of each, and which went wrong."""
+    """The counts in pytest's XML, and the failed tests."""
     try:
         suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
     except (OSError, ElementTree.ParseError) as error:
@@ -311,7 +311,7 @@ def counts(path: Path) -> Document:
 
 # -- for reading ---------------------------------------------------------------------------------
 
-#: Step and key of what the design stands on.
+#: Step and key of the facts that the design depends on.
 TELLING = (
     ("facts", ("name", "driver_version", "memory_ops_64", "plain_handle", "vmm_handle",
                "second_context_mib")),
@@ -390,7 +390,7 @@ def bench_lines(document: Document) -> list[str]:
 
 
 def has_no_gpu() -> bool:
-    """Whether the probe says so; a probe that cannot say anything is a part that fails later."""
+    """Whether the probe reports it; a probe without a report fails as a part later."""
     command = [sys.executable, "bench/gpu/probe.py", "--only", "facts", "--limit-s", "20"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return bool(said) and json.loads(said)["driver"] == "none"

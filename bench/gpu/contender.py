@@ -72,7 +72,7 @@ class Node(Ours):
         self._connect()
 
     def reconnect(self, *, restart_daemon: bool = False) -> None:
-        """As a trainer that starts again: the newest checkpoint is to be restored."""
+        """Like a restarted trainer: the newest checkpoint will be restored."""
         self.mode = self.mode | {"fresh": False}
         super().reconnect(restart_daemon=restart_daemon)
 
@@ -99,7 +99,7 @@ class Node(Ours):
             return observer.status()
 
     def chosen(self) -> str:
-        """How the bytes of the connected client really go, and why."""
+        """How the connected client's bytes are transferred, and why."""
         for session in self.status()["sessions"]:
             if session["pid"] == os.getpid():
                 return f"{session['transfer']}: {session['transfer_reason']}".removesuffix(": ")
@@ -146,7 +146,7 @@ class GpuRivals(Rivals):
                 )
             )
             self.hook = self.state.optimizer.register_step_pre_hook(lambda *_: self.wait())
-        # It copies on this stream, which by itself does not wait for the last update.
+        # It copies on this stream, which does not wait for the last update otherwise.
         side: torch.cuda.Stream | None = getattr(self.stager, "_staging_stream", None)
         if side is None:
             torch.cuda.current_stream().synchronize()
@@ -248,7 +248,7 @@ def node_of(training: Training, directory: Path, options: argparse.Namespace) ->
 
 @contextmanager
 def recorded(failures: list[str], what: str) -> Iterator[None]:
-    """A part that fails is written down and does not stop the others."""
+    """Records a part that fails; the others continue."""
     try:
         yield
     except Exception as error:
@@ -257,7 +257,7 @@ def recorded(failures: list[str], what: str) -> Iterator[None]:
 
 
 def begin(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options. From here on a bench that is told to end takes its daemon with it."""
+    """The options. From now on a bench that gets a signal to end also ends its daemon."""
     options = made.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("torch finds no GPU; --device cpu --tiny tries the bench without one")

@@ -1,11 +1,11 @@
-"""Compiles the GPU probe and runs it: what this machine's GPU and driver really do.
+"""Compiles and runs the GPU probe, which reports what this machine's GPU and driver do.
 
     python bench/gpu/probe.py [--small] [--device N] [--only STEP]... [--limit-s 120]
                               [--output FILE]
 
 Needs a C compiler and Python's own library only; CUDA's driver is looked for at run time. Prints
-one JSON document, on any machine: without a driver it says so and nothing else. What it asks stands
-at the top of bench/gpu/probe.c.
+one JSON document on any machine; without a driver the document reports only that. The head of
+bench/gpu/probe.c lists the questions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-#: Not -Werror: a warning of a compiler that nobody has tried would cost all that is asked.
+#: Not -Werror: a warning of an untested compiler would prevent the whole probe.
 _WARNINGS = "-std=c17 -D_GNU_SOURCE -Wall -Wextra -Wconversion -Wshadow -Wvla"
 
 Document = dict[str, Any]
 
 
 class ProbeError(Exception):
-    """The probe could not be compiled or said nothing that can be read."""
+    """The probe could not be compiled, or its output cannot be parsed."""
 
 
 def build(directory: Path) -> Path:
@@ -51,7 +51,7 @@ def build(directory: Path) -> Path:
 
 
 def run(program: Path, arguments: list[str], limit_s: float) -> Document:
-    """Runs the probe. It keeps to its limit by itself; this one is for a probe that hangs."""
+    """Runs the probe. The probe keeps its own limit; this limit is for a probe that hangs."""
     process = subprocess.Popen(
         [str(program), "--limit-s", str(limit_s), *arguments], stdout=subprocess.PIPE, text=True
     )
@@ -68,7 +68,7 @@ def run(program: Path, arguments: list[str], limit_s: float) -> Document:
 
 
 def parse(output: str) -> Document:
-    """The document; one that was cut off between two steps is closed."""
+    """The document; if it ends between two steps, it is completed."""
     for ending in (
         "",
         ' },\n "driver": "found"\n}\n',

@@ -1,4 +1,4 @@
-"""Does a resumed run on the GPU go on bit for bit?
+"""Does a resumed run on the GPU continue bit for bit?
 
     python -m bench.gpu.resume [--steps 8] [--dtypes bf16,fp32] [--device cpu --tiny]
                                [--directory DIR] [--json FILE]
@@ -9,8 +9,7 @@ model with other numbers in it, restore that checkpoint and train on (resumed). 
 every parameter and moment at the end, must equal the reference's bit for bit. Ends with 1 when they
 do not.
 
-Kernels are the deterministic ones; that they are is what comparing two runs without any checkpoint
-shows first.
+Kernels are the deterministic ones. To prove that, two runs without checkpoints are compared first.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def finished(training: Training, losses: dict[int, torch.Tensor]) -> Run:
 
 
 def saved(training: Training, node: Node, mode: dict[str, object], steps: int) -> Run:
-    """The checkpoint is taken after half of the steps, and nobody waits for it."""
+    """Saves after half of the steps, and does not wait for the checkpoint."""
     node.connect(mode)
     losses = train(training, 0, steps // 2)
     checkpoint = node.client.checkpoint(step=steps // 2)
@@ -79,7 +78,7 @@ def saved(training: Training, node: Node, mode: dict[str, object], steps: int) -
 
 
 def resumed(training: Training, node: Node, steps: int) -> Run:
-    """A trainer that starts again, with the moments not yet made."""
+    """A restarted trainer, before the moments exist."""
     node.state = training.state
     node.reconnect()
     found = node.client.restore()

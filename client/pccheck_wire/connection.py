@@ -58,10 +58,8 @@ class Connection:
             self.socket.send(message, socket.MSG_NOSIGNAL)
             while True:
                 answer, descriptors = self._receive(deadline, descriptors_max)
-                if not number or answer.get("number") in (
-                    0,
-                    number,
-                ):  # 0: the daemon could not read the number
+                # 0: the daemon could not read the number
+                if not number or answer.get("number") in (0, number):
                     return answer, descriptors
         except (OSError, ProtocolError) as error:
             raise self._error(error, timeout_s) from error

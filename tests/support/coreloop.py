@@ -27,7 +27,7 @@ def deadline(seconds: float = LIMIT_S) -> int:
 
 
 def address(memory: bytearray) -> int:
-    """Where it lies; the caller keeps it alive and its size as it is."""
+    """Its address; the caller must keep it alive and not resize it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -47,7 +47,7 @@ def make_volume(path: Path, *, payload_capacity: int = 1 << 20, **changes: int) 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A payload: extents one behind the other at 64-byte boundaries, then the tree."""
+    """A payload: extents, each at a 64-byte boundary, then the tree."""
 
     offsets: list[int]
     tree_offset: int
@@ -89,7 +89,7 @@ class Loop:
     def submit(
         self, snapshot: int, extents: Sequence[bytearray], tree: bytes, *, inline: int = 0
     ) -> Layout:
-        """Requests and hands over; the last `inline` extents are copied during the call."""
+        """Requests and submits a snapshot; copies the last `inline` extents during the call."""
         layout = plan([len(extent) for extent in extents], len(tree))
         ranges = [
             (address(extent), offset, len(extent))
@@ -112,7 +112,7 @@ class Loop:
         self, snapshot: int, extents: Sequence[bytearray], tree: bytes = b"tree", *, step: int = 0,
         inline: int = 0,
     ) -> int:  # fmt: skip
-        """Returns the sequence when it is durable."""
+        """Waits until it is durable and returns the sequence."""
         layout = self.submit(snapshot, extents, tree, inline=inline)
         sequence = self.begin(snapshot, step, layout, tree)
         assert self.link.wait_copied(snapshot, deadline())

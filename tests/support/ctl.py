@@ -1,4 +1,4 @@
-"""`pccheckctl` called in this process: its exit code, and what it said."""
+"""`pccheckctl` called in this process: its exit code and its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Ctl = Callable[..., "Ran"]
 
 
 class Ran:
-    """An exit code, and what was said."""
+    """An exit code and the output."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err

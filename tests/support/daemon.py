@@ -88,7 +88,7 @@ class Daemon:
         return keep
 
     def start(self, *flags: str) -> Self:
-        """Returns when the daemon has said READY; raises with its log when it ends instead."""
+        """Waits for the daemon's READY; raises with its log when the daemon ends before."""
         notify = self.root / "notify"
         notify.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears, self.log.open("ab") as log:

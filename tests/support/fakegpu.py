@@ -88,7 +88,7 @@ class StandGpu:
         self._unused: dict[int, list[int]] = {}  # device: blocks that torch would keep for later
 
     def install(self) -> StandGpu:
-        """From here on the client takes tensors of this object for GPU tensors."""
+        """From now on the client treats tensors of this object as GPU tensors."""
         from pccheck.state import devices
 
         devices.device_of = self.device_of
@@ -164,7 +164,7 @@ class StandGpu:
         del self._blocks[index]
 
     def keep_unused(self, nbytes: int, device: int = 0) -> None:
-        """As when tensors of this size have gone: torch's allocator keeps their memory."""
+        """As after tensors of this size were freed: torch's allocator keeps their memory."""
         with self.cuda.on(device):
             self._unused.setdefault(device, []).append(self.cuda.out("cuMemAlloc_v2", nbytes))
 
@@ -263,7 +263,7 @@ class StandGpu:
             raise self._failures.pop(0)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What it holds when all work is done; memory of the CPU."""
+        """Its content on the CPU, after all work is done."""
         self.synchronize()
         return tensor.detach().clone()
 
@@ -282,7 +282,7 @@ class StandGpu:
     def capture(self, device: int = 0) -> Iterator[Graph]:
         """As torch.cuda.graph: what is launched is recorded for replay(), and does not run.
 
-        Raises at the end when a forbidden call, of any thread, has spoilt it.
+        Raises at the end if any thread made a forbidden call.
         """
         stream = self.new_stream(device)
         graph = _Graph(self, device)

@@ -1,4 +1,4 @@
-"""A connection whose link and daemon only write down what they are told."""
+"""A connection whose link and daemon only record calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pccheck_wire.messages import CheckpointState, Done, Expose
 
 
 class FakeLink:
-    """Snapshots stay as they are until a test says otherwise; `calls` has everything in order."""
+    """Snapshots change only when a test changes them; `calls` has every call in order."""
 
     chunk_bytes = 4096
 
@@ -148,7 +148,7 @@ class FakeLink:
 
 
 class FakeConnection:
-    """As much of a Connection as the saving side uses."""
+    """The part of a Connection that the saving side uses."""
 
     def __init__(self, *, transfer: str = "pull", reason: str = "") -> None:
         self.link = FakeLink()
@@ -184,12 +184,12 @@ class FakeConnection:
         return PccheckError("the daemon has ended")
 
     def exposed(self) -> list[int]:
-        """Maps that were told in full."""
+        """Maps of which every piece has arrived."""
         return [body.map for body in self.sent if isinstance(body, Expose) and not body.more]
 
 
 class FakeSession:
-    """A session that is that connection."""
+    """A session with that connection."""
 
     error = None
     incarnation = 1

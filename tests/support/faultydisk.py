@@ -1,4 +1,4 @@
-"""A file system on a block device that fails when it is told to: file -> nbdkit -> nbdfuse -> loop
+"""A file system on a block device that fails on command: file -> nbdkit -> nbdfuse -> loop
 device -> ext4 or xfs. Needs root, and of Debian nbdkit, libnbd-bin, fuse3, e2fsprogs, xfsprogs."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT_S = 30.0
 
 
 def missing() -> str:
-    """Why there can be no such disk here; "" when there can."""
+    """Why this machine cannot have such a disk; "" if it can."""
     if os.getuid() != 0:
         return "needs root, to mount"
     for tool in TOOLS:
@@ -89,14 +89,14 @@ class FaultyDisk:
         self._control[0:4] = struct.pack("<I", kinds)
 
     def mend(self) -> int:
-        """The device is well again; how many operations have failed. A file system that has given
-        up (a journal that could not be written) is mounted anew."""
+        """Ends the fault; returns how many operations have failed. Mounts the file system again if
+        it has stopped (because its journal could not be written)."""
         self._control[0:4] = bytes(4)
         return int(struct.unpack("<I", self._control[12:16])[0])
 
     def remount(self) -> None:
-        """Nobody may use it meanwhile. A process elsewhere that has just copied all mounts for a
-        namespace of its own keeps a file system that has given up as it is, for a moment."""
+        """No process may use it meanwhile. A process that has just copied all mounts into a new
+        namespace keeps the stopped file system for a moment."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             _run("umount", str(self.mount))

@@ -31,12 +31,12 @@ class KeptDaemon(ServedDaemon):
 
 
 class Node:
-    """`node.faults` are the daemon's, `trainer.faults` a trainer's. At the end, if the daemon still
-    lives, nothing of its dead trainers may be mapped.
+    """`node.faults` are the daemon's, `trainer.faults` a trainer's. At the end a living daemon must
+    map no memory of dead trainers.
 
-    `blind`: the daemon has no driver. `driver`: its faults from the start on. `visible`: the GPUs
-    that it sees. `memory_bytes`: of a GPU as a whole; each context takes `context_bytes` of them.
-    `kept`: a manager keeps the descriptors of a daemon that was killed for the next one.
+    `blind`: the daemon has no driver. `driver`: the driver's faults from the start on. `visible`:
+    the GPUs that the daemon sees. `memory_bytes`: all memory of a GPU; each context takes
+    `context_bytes` of it. `kept`: a manager keeps the descriptors of a killed daemon for the next.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Node:
             time.sleep(0.05)
 
     def transfer(self) -> tuple[str, str]:
-        """How the only session's GPU tensors get here, and why."""
+        """How the only session's GPU tensors are transferred, and why."""
         (session,) = self.status()["sessions"]
         return session["transfer"], session["transfer_reason"]
 
@@ -130,7 +130,7 @@ class Node:
         return process is not None and process.poll() is None
 
     def settle(self) -> None:
-        """Kills the trainers; what was mapped of them goes."""
+        """Kills the trainers, and waits until none of their memory is mapped."""
         for trainer in self.trainers:
             trainer.kill()
         if self.alive() and isinstance(self.daemon, (StandinDaemon, KeptDaemon)):

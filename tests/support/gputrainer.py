@@ -1,8 +1,8 @@
 """A training process whose state lies on a GPU: on the stand-in, or with PCCHECK_TEST_GPU=real.
 
 Every byte is a function of the step, its place and its tensor, and a step adds to every byte on
-the stream: any byte read back says which step it is from, and an update that was lost, came too
-early or happened twice is seen.
+the stream. So any byte read back shows its step, and the tests find an update that was lost, came
+too early or happened twice.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def off_by(have: torch.Tensor, step: int, number: int) -> str:
-    """How far bytes are from those of the step; "" when not at all."""
+    """How bytes differ from those of the step; "" if they do not."""
     wanted = expected(step, number, have.numel())
     if torch.equal(have, wanted):
         return ""
@@ -136,7 +136,7 @@ def ordinal(tensor: torch.Tensor) -> int:
 
 
 def advance(gpu: Gpu, tensor: torch.Tensor, steps: int = 1, *, counted: bool = True) -> None:
-    """What a kernel of an optimizer would do; torch counts the change when it is enqueued."""
+    """Does what an optimizer's kernel does; torch counts the change when it is enqueued."""
     place, more = raw(tensor), steps * _PER_STEP % 256
     if counted:
         torch.autograd.graph.increment_version(tensor)
@@ -217,8 +217,8 @@ class GpuCommands(Commands):
     def run(  # type: ignore[override]
         self, steps: int, every: int, *, stop: str = "", seed: int = 0, churn: bool = False
     ) -> tuple[int, dict[str, int]]:
-        """Trains until the file `stop` is there; says ("durable", step) as soon as it knows of one.
-        The last step, and of the checkpoints that the daemon heard of how many ended how.
+        """Trains until the file `stop` exists; reports ("durable", step) when a newer step is
+        durable. Returns the last step, and how many of the checkpoints that the daemon received ended how.
         """
         rng, told = random.Random(seed), -1
         for _ in range(steps):
@@ -265,13 +265,13 @@ class GpuCommands(Commands):
             advance(self.gpu, tensor)
 
     def step_aside(self, late_s: float) -> int:
-        """A step in a stream of its own, which comes to it so much later. For the stand-in."""
+        """A step in another stream, which runs it with this delay. For the stand-in."""
         with self.gpu.on_stream(self.gpu.new_stream()):
             self.gpu.launch(lambda: time.sleep(late_s))  # type: ignore[attr-defined]
             return self.step()
 
     def update_unasked(self, *, counted: bool) -> None:
-        """An update that no gate is asked about, nor torch's count unless `counted`."""
+        """An update without a gate; torch counts it only with `counted`."""
         self.optimizer.now += 1
         for tensor in self.model.state_dict().values():
             advance(self.gpu, tensor, counted=counted)
@@ -280,7 +280,7 @@ class GpuCommands(Commands):
         self.gpu.synchronize()
 
     def idle(self, device: int = 0) -> bool:
-        """Whether the stream has done all that it was told."""
+        """Whether the stream has finished all enqueued work."""
         if fakegpu.is_real():
             return bool(torch.cuda.current_stream(device).query())
         cuda, stream = standin.load(), self.gpu.current_stream(device)  # type: ignore[attr-defined]

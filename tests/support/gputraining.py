@@ -1,4 +1,4 @@
-"""What trains on a GPU of tests/support/fakegpu.py, whichever it is."""
+"""Training on a GPU of tests/support/fakegpu.py, real or not."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """A model of the volumes and trainers of one job, around the real `group.py`, and a search through
 all its states.
 
-What `group.py` decides is only right together with what the publishers of the volumes do with it
-(`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c), in any order of events,
-however late they hear of it, whoever dies when. So this walks breadth first through every state
-that a small job can reach and asks in each of them: if everything were killed now, would the ranks
-restore what they were told they have? And: does anybody wait for ever?
+The decisions of `group.py` are correct only together with the publishers of the volumes that apply
+them (`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c), in any order of
+events, however late a publisher gets them, and whichever process dies. So this search walks breadth
+first through every state that a small job can reach, and checks in each: if everything were killed
+now, would the ranks restore what they were promised? And: does any rank wait for ever?
 
-Sequences, steps and incarnations are counted from the smallest that still means something, so that
-a job that runs for ever has finitely many states, and the search can be complete.
+Sequences, steps and incarnations are counted from the smallest that still matters, so a job that
+runs for ever has finitely many states, and the search can be complete.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ UNTOLD: Obeyed = (0, 0, ())
 
 
 class Config(NamedTuple):
-    """One job, and what may happen to it how often."""
+    """One job, the events that may happen to it, and how often."""
 
     name: str
     world: int
     slots: int
     keep: int
     lanes: int
-    #: "prompt": every publisher always obeys what would be agreed on now. "late": each one hears of
-    #: it when it hears of it. "stale": and of what was agreed on earlier. "unseen": and the daemon
-    #: looks at the volumes when it looks at them.
+    #: "prompt": every publisher obeys the agreement of this moment. "late": each publisher gets an
+    #: agreement at any later moment. "stale": it may also get an earlier agreement. "unseen": the
+    #: daemon also reads the volumes at any later moment.
     mode: str = "prompt"
     lead: int = 1  # by how many requests a rank may be ahead of the slowest
     queue: int = 1  # requests that may wait for a slot, per rank
@@ -72,7 +72,7 @@ class Config(NamedTuple):
 
     @property
     def is_enough(self) -> bool:
-        """In lockstep without faults nobody waits for a rank that waits, with so many slots."""
+        """With so many slots, in lockstep and without faults, no rank waits for a waiting rank."""
         return self.is_faultless and self.lead <= 1 and self.slots >= self.lanes + self.keep
 
     @property
@@ -158,7 +158,7 @@ class State(NamedTuple):
 
 
 class Smaller(NamedTuple):
-    """Counts what is there from 1, in its order."""
+    """Numbers the values from 1, in their order."""
 
     numbers: tuple[int, ...]
     steps: tuple[int, ...]
@@ -379,7 +379,7 @@ class Search:
         )
 
     def _forget(self, state: State) -> tuple[int, ...]:
-        """Without the lost ones that not all ranks can ever have been told of."""
+        """Without the lost ones that cannot have been reported to every rank."""
         ones = [self._ranks[number].one for number in state.ranks]
         made = list(state.ranks)
         for rank, one in enumerate(ones):
@@ -552,7 +552,7 @@ class Search:
         return self.number(one._replace(flight=_put(one.flight, flying), seen=known))
 
     def _publish(self, state: State, place: int, rank: Rank, flying: int, obeys: Obeyed) -> Made:
-        """The publisher: superseded, or a record with it and without what it lets go."""
+        """The publisher: superseded, or a record with the new one and without those it drops."""
         code = flying >> 2
         sequence = code >> SEQUENCE
         key = rank.number, flying, obeys
@@ -605,7 +605,7 @@ class Search:
     def _hear(
         self, found: list[Made], state: State, place: int, rank: Rank, agreed: Obeyed
     ) -> None:
-        """The publisher is told of an agreement; the daemon looks at the volume."""
+        """The publisher gets an agreement; the daemon reads the volume."""
         one = rank.one
         if rank.is_unseen:
             now = one.held, tuple([flying >> 2 for flying in one.flight])
@@ -652,7 +652,7 @@ class Search:
         return 1 + (state.choice >> STEP & 31 if state.choice > NOTHING else 0)
 
     def _has_older_flight(self, state: State) -> bool:
-        """Whoever restores waits for what the run before has in flight."""
+        """A rank that restores waits for what the previous run has in flight."""
         return any(
             flying >> RUN + 2 & 15 != state.run
             for number in state.ranks
@@ -660,7 +660,7 @@ class Search:
         )
 
     def _cut(self, state: State, place: int, process: int) -> State:
-        """A session ends: what was copied goes on."""
+        """A session ends: copied checkpoints continue."""
         one = self._ranks[state.ranks[place]].one
         flight = tuple(flying for flying in one.flight if flying & 3 == COPIED)
         seen = one.seen
@@ -725,7 +725,7 @@ class Search:
         return made._replace(last=last, given=(), decided=UNTOLD)
 
     def _start(self, found: list[Made], state: State) -> None:
-        """The launcher ends what is left and begins anew; all ranks restore, then join."""
+        """The launcher ends the remaining ranks and starts again; all ranks restore, then join."""
         made = self._all_cut(state, DEAD)
         flies = any(self._ranks[number].one.flight for number in made.ranks)
         if flies and self.rules.waits_for_flight:

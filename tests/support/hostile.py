@@ -1,9 +1,9 @@
-"""Clients that mean harm, one attack for each name in ATTACKS, run as another uid beside a daemon:
+"""Hostile clients, one attack for each name in ATTACKS, run as another uid beside a daemon:
 
     python -m tests.support.as_user UID tests.support.hostile ATTACK SOCKET JSON
 
-JSON is what it knows of its victim. Says "enough" after some steps, goes on until its input ends,
-and then says how many there were. What the daemon answers is of no interest to it."""
+JSON is what the attacker knows of its victim. It prints "enough" after some steps, continues until
+its input ends, and then prints how many steps it made. It ignores the daemon's answers."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Attacker:
             return True
 
     def names(self) -> Step:
-        """A new job each time, with a volume as large as can be had."""
+        """A new job each time, with the largest possible volume."""
         for number in itertools.count():
             job = f"evil-{number}"
             with contextlib.suppress(PccheckError, OSError), self.attach(job=job) as session:
@@ -216,7 +216,7 @@ class Attacker:
             yield
 
     def endless_starts(self) -> Step:
-        """Every process another one, of worlds of any size, that saves a little and goes."""
+        """Many processes, of worlds of any size, each of which saves a little and ends."""
         for number in itertools.count(1):
             world = self.chance.choice([1, 2, 3, 65536])
             fields = {

@@ -1,9 +1,9 @@
-"""pccheckd, watched: what may wait for a disk, a GPU or another user is never called on a thread
-that runs an event loop (ARCHITECTURE.md, invariants 7 and 8).
+"""Runs pccheckd and checks that no thread with an event loop calls what may wait for a disk, a GPU
+or another user (ARCHITECTURE.md, invariants 7 and 8).
 
     PCC_LOOP_CHECK=FILE python -m tests.support.loopcheck FLAGS OF PCCHECKD...
 
-Every call that is, goes to FILE with its stack; `tests.support.daemon` then fails the test."""
+Each such call goes to FILE with its stack; `tests.support.daemon` then fails the test."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any
 
 from pccheck_native import _core
 
-#: Calls of the native core that wait for no more than a lock that nobody holds over I/O, a page
-#: fault or a call of the CUDA driver: the channel's, the volume's, the pool's and the GPUs'
-#: `lock` (pcc_tenant_private.h, pcc_volume.h).
+#: Calls of the native core that wait at most for a lock that is never held over I/O, a page
+#: fault or a call of the CUDA driver: `lock` of the channel, the volume, the pool and the GPUs
+#: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
     "Channel": {"refuse", "requested", "set_outcome", "usage"},
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group"},

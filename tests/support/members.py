@@ -1,8 +1,8 @@
 """Ranks of one group in processes of their own, in lockstep, for tests that kill them.
 
-What a rank sees of its checkpoints it writes to a board at once, a file that all of them map: what
-was seen by a process counts even if that process is killed a moment later. A payload names the
-start, the rank and the step that it is of, so that no mix of starts can pass.
+A rank writes what it observes of its checkpoints to a board, a file that all ranks map. An
+observation counts even if its process is killed a moment later. A payload names its start, rank and
+step, so a mix of starts cannot pass.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ class Board:
 
 
 class _Member(Commands):
-    """A rank: connects, restores and trains, as it is told; the kinds differ in how they save."""
+    """A rank that connects, restores and trains on command; the kinds differ in how they save."""
 
     def begin_start(self, plan: dict[str, Any]) -> int:
-        """Connects. `plan` says who it is; see `group_campaign`."""
+        """Connects. `plan` has its identity; see `group_campaign`."""
         self.plan = plan
         self.rank, self.world = plan["rank"], plan["world"]
         self.board = Board(Path(plan["board"]))
@@ -202,7 +202,7 @@ class _Member(Commands):
         raise NotImplementedError
 
     def tell(self, index: int, state: State, sequence: int, reason: Any) -> bool:
-        """Puts on the board what is seen; whether nothing more will come of it."""
+        """Writes observations to the board; returns whether no more will come."""
         flags = _VOUCHED.get(state, 0)  # the sequence of what ended is that of a newer one
         self.board.note(self.rank, index, flags, sequence if flags & COPIED else 0)
         if state in (State.FAILED, State.SKIPPED):

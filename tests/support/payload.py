@@ -1,6 +1,6 @@
 """A payload in plain memory, without daemon or native code: what the copy thread and a load do.
 
-GPU memory is host memory here: `FakeDevices` only says which GPU a tensor is on.
+GPU memory is host memory here; `FakeDevices` only defines which GPU a tensor is on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pccheck_wire import tree
 
 
 class FakeDevices:
-    """Stands in for `pccheck.state.devices`: storages are said to be on GPUs."""
+    """Stands in for `pccheck.state.devices`, and reports storages as on GPUs."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[int, object]] = {}  # address -> GPU, what keeps it

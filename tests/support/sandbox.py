@@ -78,8 +78,8 @@ def _program(permitted: list[int]) -> bytes:
 
 
 def _become_nobody(libc: ctypes.CDLL) -> None:
-    """Where the interpreter lies in root's home, he may read everything, too: the daemon starts
-    processes of its own. He keeps no other capability."""
+    """If the interpreter is in root's home, this user may also read every file, because the daemon
+    starts further processes. It keeps no other capability."""
     places = (Path(sys.executable).resolve(), Path(sys.prefix), Path(__file__))
     closed = any(not up.stat().st_mode & stat.S_IXOTH for place in places for up in place.parents)
     libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)

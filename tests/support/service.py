@@ -1,4 +1,4 @@
-"""A daemon under a stand-in service manager: what it says is kept, what it is handed is ours."""
+"""A daemon under a stand-in service manager, which records its notifications and passes sockets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Service(Daemon):
         return super().environment() | told
 
     def start(self, *flags: str, listener: socket.socket | None = None) -> Self:
-        """Returns at READY; `listener` is handed over as pccheckd.socket would."""
+        """Returns at READY; passes `listener` as pccheckd.socket does."""
         command, files = self.command(*flags), ()
         if listener is not None:
             number = listener.fileno()
@@ -61,7 +61,7 @@ class Service(Daemon):
             time.sleep(0.02)
 
     def wait_for(self, wanted: Callable[[str], bool], limit_s: float = READY_LIMIT_S) -> str:
-        """The next thing said that is `wanted`; what is said before is kept in `heard`."""
+        """The next notification that is `wanted`; earlier ones are kept in `heard`."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             said = self._listen()
@@ -74,7 +74,7 @@ class Service(Daemon):
         raise AssertionError(f"it did not say so: {self.heard}\n{self.log.read_text()}")
 
     def drain(self) -> None:
-        """Forgets what has been said."""
+        """Forgets earlier notifications."""
         self._ears.setblocking(False)
         try:
             while self._ears.recv(4096):

@@ -1,4 +1,4 @@
-"""The stand-in CUDA driver for tests (tests/standin): built, given to processes, and told to fail.
+"""The stand-in CUDA driver for tests (tests/standin): built, loaded into processes, made to fail.
 
 Every process that is to have "GPUs" gets `environment(...)`; a process that runs already (a forked
 trainer) calls `load()` before anything asks for libcuda.so.1.
@@ -63,9 +63,9 @@ def environment(
 ) -> dict[str, str]:
     """What a process needs to find the stand-in instead of a driver.
 
-    `visible` is as CUDA_VISIBLE_DEVICES. `dead` says what copies from a dead exporter's memory
-    are: "scramble", "error" or "keep". Every process of a test is given the same `memory_bytes`, of
-    a device as a whole, and `context_bytes`, what a context takes of them.
+    `visible` is as CUDA_VISIBLE_DEVICES. `dead`: the result of copies from a dead exporter's
+    memory, "scramble", "error" or "keep". All processes of a test need the same `memory_bytes` (all
+    memory of a device) and `context_bytes` (what a context takes of it).
     """
     others = os.environ.get("LD_LIBRARY_PATH", "")
     found = {
@@ -116,7 +116,7 @@ class Faults:
         return {name: getattr(self, name) for name in _WORDS[1:]}
 
     def fail_copy(self, nth: int, code: int, *, kinds: int = TO_HOST, behind: bool = True) -> None:
-        """The nth copy from now. `behind`: the call succeeds, what follows in the stream tells."""
+        """The nth copy from now. `behind`: the call succeeds, and a later call in the stream fails."""
         self.set(copy_fail_kinds=kinds, copy_fail_code=code, copy_fail_async=int(behind))
         self.set(copy_fail_at=nth)
 
@@ -143,7 +143,7 @@ class Faults:
         self.set(alloc_fail_count=times)
 
     def wait_for(self, condition: Callable[[Faults], bool], limit_s: float = WAIT_LIMIT_S) -> Self:
-        """Looks until the condition holds; raises with all words when it never does."""
+        """Polls until the condition holds; at the deadline raises with all words."""
         until = time.monotonic() + limit_s
         while not condition(self):
             if time.monotonic() > until:

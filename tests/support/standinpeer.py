@@ -1,4 +1,4 @@
-"""A process with the stand-in driver, that does what it is told; for tests of the driver alone."""
+"""A process with the stand-in driver that obeys commands; for tests of the driver alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A real training process for tests, told what to do over a pipe.
+"""A real training process for tests, with commands over a pipe.
 
-Every element of its state is a function of the step, so that any tensor read back says which step
-it is from, and a mix of two steps cannot pass. Trainers are forked from a server process that has
+Every element of its state is a function of the step. So any tensor read back shows its step, and a
+mix of two steps cannot pass. Trainers are forked from a server process that has
 imported torch already, which makes hundreds of kills cheap.
 """
 
@@ -70,7 +70,7 @@ class Stamped(torch.nn.Module):
 
 
 class Commands:
-    """What a trainer can be told; one instance per process."""
+    """The commands of a trainer; one instance per process."""
 
     def __init__(self, link: Connection) -> None:
         self.link = link
@@ -126,7 +126,7 @@ class Commands:
         return self.state(handle)
 
     def ended(self, handle: int, timeout: float = 60) -> str:
-        """How it ended for this rank, whichever way."""
+        """Waits for its end on this rank, and returns the state."""
         with contextlib.suppress(CheckpointFailedError):
             self.handles[handle].wait_durable(timeout)
         return self.state(handle)
@@ -153,7 +153,7 @@ class Commands:
                 return now
 
     def run(self, steps: int, every: int) -> int:
-        """Trains; says ("durable", step) as soon as it knows of one."""
+        """Trains; reports ("durable", step) when a newer step is durable."""
         told = -1
         for _ in range(steps):
             now = self.step()
@@ -173,8 +173,7 @@ class Commands:
         return self._found(found) | {"wrong": mismatch(parts, found.step)}
 
     def damage_ungated(self, step: int, *, counted: bool = False) -> int:
-        """Overwrites the tensors without telling anybody: what a missing gate looks like. torch
-        itself counts the change only when `counted`."""
+        """Overwrites the tensors without a gate. torch counts the change only with `counted`."""
         self.optimizer.now = step
         with torch.no_grad():
             for index, parameter in enumerate(self.model.parts):
@@ -257,7 +256,7 @@ class Trainer:
             return value
 
     def wait_for_durable(self, step: int, limit_s: float = ANSWER_LIMIT_S) -> int:
-        """While a posted run() goes on: until it has told of a durable `step` or a later one."""
+        """During a posted run(): waits until it reports `step`, or a later one, as durable."""
         while self.durable < step:
             kind, value, *_ = self._receive(limit_s)
             assert kind == "durable", (kind, value)
@@ -265,7 +264,7 @@ class Trainer:
         return self.durable
 
     def drain(self) -> int:
-        """Reads what a dead trainer still said; the newest durable step it knew of."""
+        """Reads the last reports of a dead trainer; returns the newest durable step among them."""
         try:
             while self._link.poll(0):
                 kind, value, *_ = self._link.recv()
