@@ -103,8 +103,8 @@ class Limit:
         return float(self.size_bytes / side["bw_bytes"])
 
     def finalists(self, *, write: bool) -> tuple[list[Setting], list[dict[str, object]]]:
-        """The best settings of fio and of the plain C program in one sweep, always with the memfd one
-        among them; and the whole sweep."""
+        """The best settings of fio and of the plain C program in one sweep, always with the memfd
+        one among them; and the whole sweep."""
         sweep: list[dict[str, object]] = []
         times: dict[Setting, float] = {}
         for setting in grid():

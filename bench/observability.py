@@ -5,10 +5,9 @@
 One daemon saves one state in one volume repeatedly. Of every two saves one is observed: the daemon
 fills the ring for `pccheckctl trace`, counts for --metrics and writes a line of JSON, a scraper
 asks for /metrics and /healthz every second (15 s are usual), and a trace is taken at the end. The
-other save has none of this. SIGHUP switches between the two. The order within a pair is random, because
-slots are at different places of the disk. The result is the median of the pairs' ratios, with its
-95 % confidence interval.
-Writes bench/results/observability-DATE.{json,md}.
+other save has none of this. SIGHUP switches between the two. The order within a pair is random,
+because slots are at different places of the disk. The result is the median of the pairs' ratios,
+with its 95 % confidence interval. Writes bench/results/observability-DATE.{json,md}.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Cases: one rank alone with `size` bytes; two ranks of `size` each, in lockstep, a checkpoint every
 step as soon as the previous one is durable on both; the same with replicated=True, where two and
-four ranks store `size` bytes together. Real daemon, real trainers, a barrier per step. `--other` names
-another checkout with its extension built (pip install --target does it): the cases without
+four ranks store `size` bytes together. Real daemon, real trainers, a barrier per step. `--other`
+names another checkout with its extension built (pip install --target does it): the cases without
 replicated=True run in turn with both, and the ratio is printed.
 """
 

@@ -218,7 +218,8 @@ class GpuCommands(Commands):
         self, steps: int, every: int, *, stop: str = "", seed: int = 0, churn: bool = False
     ) -> tuple[int, dict[str, int]]:
         """Trains until the file `stop` exists; reports ("durable", step) when a newer step is
-        durable. Returns the last step, and how many of the checkpoints that the daemon received ended how.
+        durable. Returns the last step, and how many of the checkpoints that the daemon received
+        ended how.
         """
         rng, told = random.Random(seed), -1
         for _ in range(steps):

@@ -116,7 +116,8 @@ class Faults:
         return {name: getattr(self, name) for name in _WORDS[1:]}
 
     def fail_copy(self, nth: int, code: int, *, kinds: int = TO_HOST, behind: bool = True) -> None:
-        """The nth copy from now. `behind`: the call succeeds, and a later call in the stream fails."""
+        """The nth copy from now. `behind`: the call succeeds, and a later call in the stream
+        fails."""
         self.set(copy_fail_kinds=kinds, copy_fail_code=code, copy_fail_async=int(behind))
         self.set(copy_fail_at=nth)
 
