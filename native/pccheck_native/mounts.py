@@ -9,9 +9,9 @@ from typing import NamedTuple
 MOUNTINFO = Path("/proc/self/mountinfo")
 
 _IN_MEMORY = "keeps files in memory, which a power loss erases"
-_NETWORK = "is a network file system, whose flushes we cannot vouch for"
-_COPY_ON_WRITE = "copies on write, so that an overwrite may find no room"
-_LAYERED = "is a layer over another file system, which we cannot see"
+_NETWORK = "is a network file system: a flush there does not prove that data is on a disk"
+_COPY_ON_WRITE = "copies on write: an overwrite may find no space"
+_LAYERED = "is a layer over another, unknown file system"
 _UNFIT = {
     **dict.fromkeys(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"), _IN_MEMORY),
     **dict.fromkeys(

@@ -173,7 +173,10 @@ class Engine:
         now_s = time.monotonic()
         running = ((now_s - since_s, uid) for uid, since_s in list(self._running.values()))
         waited_s, uid = max(running, default=(0.0, 0))
-        late = f"a call to the storage for uid {uid} has not returned for {waited_s:.0f} s"
+        late = (
+            f"a call to the storage for uid {uid} has not returned for {waited_s:.0f} s; this "
+            "user's checkpoints wait; check the disk (dmesg)"
+        )
         self.stalled = late if waited_s > limit_s else ""
 
     async def lacks_storage(self, uid: int) -> bool:

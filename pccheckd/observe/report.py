@@ -8,7 +8,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from pccheck_native import _core, catalog
@@ -31,6 +31,7 @@ from pccheckd.tenancy.volumes import Key, OpenVolume
 
 SCHEMA = 1
 RECENT = 32
+_CHECK = "check the disk (dmesg)"
 
 Document = dict[str, object]
 _T = TypeVar("_T")
@@ -335,19 +336,31 @@ def _warnings(tenant: Tenant) -> list[str]:
     if tenant.stalled:
         found.append(tenant.stalled)
     if tenant.stopped:
-        found.append("a commit record could not be written; the next save reopens the volume")
-    for item in tenant.volumes.open:
-        if item.quarantined:
-            found.append(f"{item.quarantined} slots of {item.path} are quarantined")
-        damaged = [c.sequence for c in item.checkpoints if c.is_damaged]
-        if damaged:
-            found.append(f"checkpoints {damaged} of {item.path} are damaged")
-        lost = [c.sequence for c in item.checkpoints if c.sequence in tenant.retention.unreadable]
-        if lost:
-            found.append(f"checkpoints {lost} of {item.path} could not be read")
-        if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
-            found.append(f"{item.path} has only one good copy of its newest record")
-    return found
+        found.append(
+            "a commit record could not be written, so its checkpoint failed; the next checkpoint "
+            f"reopens the volume; {_CHECK}"
+        )
+    unreadable = tenant.retention.unreadable
+    return found + [text for item in tenant.volumes.open for text in _faults(item, unreadable)]
+
+
+def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
+    """Of a volume's file and its checkpoints."""
+    place = item.path
+    if item.quarantined:
+        slots = f"{item.quarantined} slots of {place} had write errors, and are used only when"
+        yield f"{slots} no other is free; {_CHECK}"
+    damaged = [c.sequence for c in item.checkpoints if c.is_damaged]
+    if damaged:
+        which = f"checkpoints {damaged} of {place} are damaged, and recovery skips them"
+        yield f"{which}; {_CHECK}, then run pccheckctl verify"
+    lost = [c.sequence for c in item.checkpoints if c.sequence in unreadable]
+    if lost:
+        which = f"checkpoints {lost} of {place} could not be read, and recovery skips them"
+        yield f"{which} until they can be; {_CHECK}"
+    if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
+        only = f"{place} has only one good copy of its newest record; the next checkpoint writes"
+        yield f"{only} two; {_CHECK}"
 
 
 def _unsaved(tenant: Tenant) -> str:
@@ -364,7 +377,7 @@ def _unsaved(tenant: Tenant) -> str:
         failed = f"{last} failed" + (f": {why}" if (why := ledger.last_failure) else "")
     if has_ended and tenant.volumes.open and ledger.newest is None:
         return "it ended without a durable checkpoint" + (f": its {failed}" if failed else "")
-    return f"the {failed}" if failed else ""
+    return f"the {failed}; a restart resumes from an older checkpoint" if failed else ""
 
 
 def _notices(tenant: Tenant) -> list[str]:

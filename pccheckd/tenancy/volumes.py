@@ -218,7 +218,10 @@ class VolumeSet:
         self._passed = max(self._passed, item.info.next_sequence - 1)
         count = len(item.checkpoints)
         held = "1 checkpoint" if count == 1 else f"{count} checkpoints"
-        self.losses[item.path] = f"{item.path} {_LOST.get(code, code)}; it held {held}"
+        self.losses[item.path] = (
+            f"{item.path} {_LOST.get(code, code)}; it held {held}. The next checkpoint goes into a "
+            "new volume; to remove a job, use pccheckctl drop"
+        )
         LOG.warning(
             "%s: %s", self.key, self.losses[item.path], extra={"fields": {"event": "volume-lost"}}
         )

@@ -183,4 +183,4 @@ def test_a_call_that_hangs_is_seen(config: Config) -> None:
     engine = watch._registry.engine
     engine._running["a call"] = 7, time.monotonic() - config.stall_limit_s - 1
     watch.look()
-    assert engine.stalled == "a call to the storage for uid 7 has not returned for 31 s"
+    assert engine.stalled.startswith("a call to the storage for uid 7 has not returned for 31 s;")

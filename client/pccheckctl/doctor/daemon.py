@@ -53,7 +53,7 @@ def reachable(answer: Answer) -> Iterator[Finding]:
         gone = isinstance(answer.error, DaemonUnreachableError)
         yield problem(
             "daemon", answer.error.message,
-            costs="training goes on without checkpoints"
+            costs="training continues without checkpoints"
             + (" until pccheckd runs" if gone else " for this user"),
             mend=answer.error.hint or "read the log of pccheckd",
         )  # fmt: skip
