@@ -221,6 +221,11 @@ def no_huge_pages(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     return machine.huge_pages()
 
 
+def open_socket(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
+    path.chmod(0o777)
+    return daemon.socket_access(path / "attach.sock")
+
+
 def no_directory(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     return storage.access(path / "none", None)
 
@@ -241,7 +246,6 @@ def push(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     patch.setattr(gpu, "DEVICES", path)
     for name in ("nvidiactl", "nvidia-uvm"):
         (path / name).touch()
-    patch.setattr(gpu, "_pinning", lambda _: [])
     reason = "another PID namespace"
     return gpu.cuda({"daemon": {"transfer": "push", "transfer_reason": reason}}, None)
 
@@ -271,12 +275,12 @@ DOCTOR: dict[
             "install the same version of both, and restart the older one",
         ),
     ),
-    "no socket": (
-        lambda path, _: daemon.socket_access(path / "none" / "attach.sock"),
+    "socket": (
+        open_socket,
         (
-            "there is no directory DIR/none",
-            "no pccheckd has ever listened there: training continues without checkpoints",
-            "start pccheckd, or name its socket: --socket PATH or PCCHECK_SOCKET",
+            "everybody may write to DIR",
+            "any user can replace the daemon's socket with another one",
+            "chmod 0750 DIR",
         ),
     ),
     "no storage": (
