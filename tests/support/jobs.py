@@ -1,0 +1,197 @@
+"""A job whose tenants are fakes: tests set what a rank holds, and read what it was made to obey."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pccheck_native.group import Agreement
+from pccheck_wire.errors import PccheckError
+from pccheck_wire.messages import Begin
+from pccheckd.config.sources import Config
+from pccheckd.core.port import Owner
+from pccheckd.jobs.job import Job
+from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.volumes import Key
+
+CONFIG = Config(Path("/none"), Path("/none/socket"), dram_bytes=1 << 24)
+
+
+def owner(rank: int, *, world: int = 2, solo: bool = False, start: int = 1) -> Owner:
+    """A process of a rank; `start` tells the processes of one rank from each other."""
+    return Owner(
+        session=10 * start + rank, pid=100 * start + rank, world_size=world,
+        local_world_size=world, fresh=False, process=bytes([start, rank]), solo=solo,
+        restored=None, on_event=lambda _: None,
+    )  # fmt: skip
+
+
+def kept(
+    sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
+) -> Any:
+    """A durable checkpoint; the step is ten times the sequence."""
+    return SimpleNamespace(
+        sequence=sequence, step=10 * sequence, incarnation=run, world_size=world, rank=rank,
+        is_damaged=damaged, wall_ns=sequence, payload_bytes=100, tree_offset=90, tree_bytes=10,
+    )  # fmt: skip
+
+
+class Volumes:
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+        self.unreadable: dict[Path, PccheckError] = {}
+        self.current: Any = None
+        self.refreshed = 0
+        self.open: list[Any] = []
+
+    def checkpoints(self) -> list[Any]:
+        return sorted(self.held, key=lambda one: -int(one.sequence))
+
+    def last_sequence(self) -> int:
+        return max((one.sequence for one in self.held), default=0)
+
+    def newest_incarnation(self) -> int:
+        return max((one.incarnation for one in self.held), default=0)
+
+    def find(self, sequence: int) -> Any:
+        has = any(one.sequence == sequence for one in self.held)
+        return SimpleNamespace(volume="volume", checkpoints=self.held) if has else None
+
+    async def refresh(self) -> None:
+        self.refreshed += 1
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.checkpoints: dict[int, Any] = {}
+        self.last_sequence = 0
+        self.ends = True
+        self.newest: tuple[int, int] | None = None
+
+    def of_sequence(self, sequence: int) -> Any:
+        return self.checkpoints.get(sequence)
+
+    def live(self) -> list[Any]:
+        return [one for one in self.checkpoints.values() if one.live]
+
+    async def settled(self, _limit_s: float, _last: int) -> bool:
+        return self.ends
+
+
+@dataclass(eq=False)
+class Tenant:
+    """As much of a tenant as a job uses."""
+
+    rank: int
+    volumes: Volumes = field(default_factory=Volumes)
+    ledger: Ledger = field(default_factory=Ledger)
+    owner: Owner | None = None
+    leaving: bool = False
+    room: bool = True
+    idle: bool = True
+    incarnation: int = 1
+    port: Any = None
+    on_its_way: dict[int, int] = field(default_factory=dict)
+    obeyed: list[Agreement] = field(default_factory=list)
+    made_global: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.key = Key(7, "gpt", self.rank)
+        self.retention: Any = SimpleNamespace(
+            unreadable=set(), inherited=set(), protected=set(), unrestored=False,
+            release=self._release, restored_to=self._restored_to, damaged=self._damaged,
+        )  # fmt: skip
+
+    async def _release(self) -> None:
+        self.calls.append("release")
+
+    def _restored_to(self, sequence: int) -> None:
+        self.retention.unrestored = False
+        self.calls.append(f"restored {sequence}")
+
+    async def _damaged(self, sequence: int) -> None:
+        self.calls.append(f"damaged {sequence}")
+
+    def begin_read(self) -> None:
+        self.calls.append("read")
+
+    def end_read(self) -> None:
+        self.calls.append("read ended")
+
+    def wanted_bytes(self, payload_bytes: int) -> int:
+        return 2 * payload_bytes
+
+    def is_usable(self, one: Any) -> bool:
+        return not one.is_damaged and one.sequence not in self.retention.unreadable
+
+    def pending(self) -> dict[int, int]:
+        return self.on_its_way
+
+    def has_room(self) -> bool:
+        return self.room
+
+    def obey(self, agreement: Agreement) -> None:
+        self.obeyed.append(agreement)
+
+    def became_global(self, newest: int, _sequences: set[int]) -> None:
+        self.made_global.append(newest)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        work.close()
+        self.calls.append("protect late")
+
+    async def protect_late(self) -> None: ...
+
+    async def look(self) -> None:
+        self.calls.append("look")
+
+    def stop_attaches(self) -> None:
+        self.calls.append("stop attaches")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+class Ranks:
+    """A job with fake ranks, all of them connected in its first start."""
+
+    def __init__(self, world: int = 2, *, keep: int = 1) -> None:
+        self.world = world
+        self.job = Job(7, "gpt", CONFIG)
+        self.tenants = [Tenant(rank) for rank in range(world)]
+        for tenant in self.tenants:
+            tenant.volumes.current = SimpleNamespace(
+                info=SimpleNamespace(keep=keep, slots=4), pinned=set()
+            )
+            self.job.loaded(tenant)  # type: ignore[arg-type]
+
+    def connect(self, start: int = 1, *, ranks: range | None = None, launch: str = "") -> None:
+        for rank in ranks or range(self.world):
+            made = owner(rank, world=self.world, start=start)
+            self.job.join(rank, made, launch=launch, was=0)
+            self.tenants[rank].owner = made
+
+    def hold(self, *sequences: int, ranks: tuple[int, ...] | None = None, **about: Any) -> None:
+        for rank in range(self.world) if ranks is None else ranks:
+            self.tenants[rank].volumes.held += [
+                kept(n, world=self.world, rank=rank, **about) for n in sequences
+            ]
+
+    def ask(
+        self, rank: int, step: int, *, on_busy: str = "wait", repeat: int = 0
+    ) -> tuple[int, int]:
+        """Incarnation and sequence of a requested checkpoint."""
+        item = Checkpoint(
+            session=1, snapshot=1, step=step, payload_bytes=10, tree_offset=0, tree_bytes=1,
+            skip_when_busy=on_busy == "skip", incarnation=1, world_size=self.world,
+            requested_ns=1,
+        )  # fmt: skip
+        return self.job.number(rank, item, Begin(1, step, 10, 0, 1, on_busy, repeat=repeat))
+
+    def settle(self) -> Agreement:
+        self.job.settle()
+        return self.job.agreement

@@ -1,0 +1,286 @@
+"""A job passes what volumes and sessions hold to group.py, and applies the answers to all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UnreadableError
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.jobs.job import Job
+from pccheckd.tenancy.checkpoint import GIVEN_UP
+from tests.support.jobs import CONFIG, Ranks, owner
+
+MAX = 2**63
+
+
+def ended(reason: str, error: str = "EIO") -> Any:
+    return SimpleNamespace(live=False, reason=reason, error=error, sequence=1, state=State.FAILED)
+
+
+# -- numbers -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_ask_for_the_same_step_get_the_same_sequence() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    first, second = ranks.ask(0, 5), ranks.ask(1, 5)
+    assert first == second
+    again, other = ranks.ask(0, 5, repeat=1), ranks.ask(1, 5, repeat=1)
+    assert again == other and again[1] > first[1]
+
+
+def test_a_lone_rank_gets_a_new_sequence_for_every_request() -> None:
+    ranks = Ranks(1)
+    ranks.connect()
+    assert len({ranks.ask(0, 5)[1] for _ in range(3)}) == 3
+
+
+def test_sequences_are_above_those_in_the_volumes() -> None:
+    ranks = Ranks()
+    ranks.hold(41)
+    ranks.job.loaded(ranks.tenants[0])  # type: ignore[arg-type]
+    ranks.job.passed(50)  # by a daemon before
+    ranks.connect()
+    assert ranks.ask(0, 5)[1] == 51
+
+
+def test_a_process_of_an_older_start_is_fenced_once_it_has_saved() -> None:
+    ranks = Ranks()
+    ranks.connect(1)
+    ranks.ask(0, 5)
+    ranks.connect(2)
+    old, new = owner(0, start=1), owner(0, start=2)
+    ranks.tenants[0].owner = old
+    with pytest.raises(RefusedError, match="a newer start of this job is running") as fenced:
+        ranks.ask(0, 6)
+    assert "restore()" in fenced.value.hint
+    ranks.job.left(0, new.process)  # its place in the newest start is free again
+    assert ranks.job.follow(0, old.process) == ranks.ask(0, 6)[0]
+
+
+@pytest.mark.parametrize("solo", [True, False])
+def test_a_rank_that_saves_alone_is_the_only_one(solo: bool) -> None:
+    ranks = Ranks()
+    ranks.tenants[0].owner = owner(0, solo=not solo)
+    with pytest.raises(RefusedError, match="was started with solo=True"):
+        ranks.job.require_no_other(1, solo=solo)
+    ranks.job.require_no_other(0, solo=True)  # its own rank does not count
+
+
+# -- what the ranks obey -----------------------------------------------------------------------
+
+
+def test_every_rank_obeys_the_same_agreement() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    ranks.hold(1, 2)
+    ranks.hold(3, ranks=(0,))
+    agreed = ranks.settle()
+    assert (agreed.oldest, agreed.newest) == (2, 2)
+    assert [tenant.obeyed[-1] for tenant in ranks.tenants] == [agreed, agreed]
+    assert [tenant.made_global for tenant in ranks.tenants] == [[2], [2]]
+    ranks.settle()
+    assert ranks.tenants[0].made_global == [2]  # reported once
+
+
+def test_a_lone_rank_has_nothing_to_agree_on() -> None:
+    ranks = Ranks(1)
+    ranks.connect()
+    ranks.hold(1)
+    ranks.settle()
+    assert ranks.tenants[0].obeyed == []
+
+
+def test_what_a_rank_did_not_save_is_given_up_for_good() -> None:
+    """A rank may have acted on it: it stays given up, whatever appears later."""
+    ranks = Ranks()
+    ranks.connect()
+    number = ranks.ask(0, 5)[1]
+    ranks.ask(1, 5)
+    ranks.hold(number, ranks=(0,))
+    assert ranks.settle().given_up == {number}  # rank 1 has passed it
+    ranks.hold(number, ranks=(1,))
+    ranks.tenants[1].retention.unreadable.add(number)
+    assert number in ranks.settle().given_up
+    assert ranks.job.gives_up(number) and not ranks.job.needs(number)
+
+
+def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    ranks.tenants[0].ledger.checkpoints[1] = ended("every rank gave it up", GIVEN_UP)
+    assert "rank 1 did not ask" in ranks.job.why_given_up(1)
+    ranks.tenants[1].ledger.checkpoints[1] = ended("write: EIO")
+    assert "rank 1 did not save this checkpoint (write: EIO)" in ranks.job.why_given_up(1)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_with_skip_the_first_that_asks_decides_for_all(busy: bool) -> None:
+    ranks = Ranks()
+    ranks.connect()
+    ranks.tenants[1].room = not busy
+    number = ranks.ask(0, 5, on_busy="skip")[1]
+    assert ranks.job.gives_up(number) is busy
+    ranks.tenants[1].room = not ranks.tenants[1].room
+    assert ranks.ask(1, 5, on_busy="skip")[1] == number  # the second one decides nothing
+    assert ranks.job.gives_up(number) is busy
+    if busy:
+        assert "every slot of rank 1 was busy" in ranks.job.why_given_up(number)
+
+
+def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    number = ranks.ask(0, 5)[1]
+    ranks.hold(number, ranks=(0,))
+    assert ranks.job.wants_slot(0) == "1"  # it lives, and may still ask
+    assert not ranks.job.gives_up(number)
+    dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    assert dead is not None
+    ranks.job.left(1, dead.process)
+    assert not ranks.job.gives_up(number)  # rank 0 still has slots
+    assert ranks.job.wants_slot(0) == ""
+    assert ranks.job.gives_up(number)
+
+
+def test_it_decides_once_in_a_turn_of_the_loop() -> None:
+    ranks = Ranks()
+
+    async def turn() -> None:
+        for _ in range(5):
+            ranks.job.moved()
+        assert before == len(ranks.tenants[0].obeyed)
+        await asyncio.sleep(0)
+        assert before + 1 == len(ranks.tenants[0].obeyed)
+
+    ranks.connect()
+    ranks.settle()
+    before = len(ranks.tenants[0].obeyed)
+    asyncio.run(turn())
+
+
+def test_a_late_group_is_logged_when_it_begins_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job(7, "gpt", CONFIG)
+    for why in ("", "late", "later", "", ""):
+        job.note_late(why)
+    assert [record.getMessage() for record in caplog.records] == [
+        "job 'gpt' of uid 7: late",
+        "job 'gpt' of uid 7: the ranks have a new common checkpoint again",
+    ]
+
+
+# -- what a restore gets -----------------------------------------------------------------------
+
+
+def choose(ranks: Ranks, rank: int, *, step: int | None = None, before: int = MAX) -> int | None:
+    made = ranks.tenants[rank].owner
+    assert made is not None
+    found = ranks.job.choose(rank, made.process, ranks.world, step, before=before)
+    return found.sequence if found is not None else None
+
+
+def test_a_restore_gets_the_newest_that_all_ranks_have() -> None:
+    ranks = Ranks()
+    ranks.hold(1, 2)
+    ranks.hold(3, ranks=(0,))
+    ranks.connect()
+    assert [choose(ranks, rank) for rank in (0, 1)] == [2, 2]
+    assert choose(ranks, 0, step=10) == 1
+    ranks.job.asks_again(1)
+    assert choose(ranks, 0, before=2) == 1
+
+
+def test_nothing_is_found_only_if_every_volume_was_read() -> None:
+    """P7: a run does not begin at step 0 because a disk was away."""
+    ranks = Ranks()
+    ranks.connect()
+    assert choose(ranks, 0) is None
+    ranks.tenants[1].volumes.unreadable[Path("v")] = UnreadableError("EIO")
+    with pytest.raises(UnreadableError):
+        choose(ranks, 0)
+
+
+def test_a_refusal_says_what_is_missing() -> None:
+    ranks = Ranks()
+    ranks.hold(1, ranks=(0,))
+    ranks.connect()
+    with pytest.raises(NoCheckpointError, match="job 'gpt': "):
+        choose(ranks, 0)
+
+
+def test_ranks_of_one_start_never_restore_different_steps() -> None:
+    ranks = Ranks()
+    ranks.hold(1, 2)
+    ranks.connect()
+    assert choose(ranks, 0) == 2
+    ranks.tenants[1].retention.unreadable.add(2)  # found while rank 1 read it
+    with pytest.raises(DamagedError, match="rank 0 of this start restores step 20") as refused:
+        choose(ranks, 1)
+    assert refused.value.hint == "restart all ranks; they will restore the step before"
+    ranks.connect(2)
+    assert [choose(ranks, rank) for rank in (0, 1)] == [1, 1]
+
+
+def test_a_new_start_tries_again_what_could_not_be_read() -> None:
+    """Only when nothing else is common: the disk may have been away."""
+    ranks = Ranks()
+    ranks.hold(1, 2)
+    for tenant in ranks.tenants:
+        tenant.retention.unreadable.add(2)
+    ranks.connect()
+    assert ranks.tenants[0].retention.unreadable == {2}  # 1 is left
+    for tenant in ranks.tenants:
+        tenant.retention.unreadable.add(1)
+        tenant.owner = None
+    ranks.connect(2, launch="other")
+    assert ranks.tenants[0].retention.unreadable == set()
+
+
+def test_what_is_still_being_written_is_reported_with_its_size() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    number = ranks.ask(0, 5)[1]
+    item = SimpleNamespace(live=True, sequence=number, step=5, payload_bytes=64, reason="")
+    ranks.tenants[0].ledger.checkpoints[number] = item
+    ranks.tenants[0].ledger.ends = False
+    usage = SimpleNamespace(full_chunks=3)
+    ranks.tenants[0].port = SimpleNamespace(usage=lambda: usage, chunk_bytes=16)
+    writing = asyncio.run(ranks.job.settled())
+    assert writing is not None
+    assert (writing.step, writing.checkpoints) == (5, 1)
+    assert (writing.total_bytes, writing.left_bytes) == (64, 48)
+    ranks.tenants[0].ledger.ends = True
+    assert asyncio.run(ranks.job.settled()) is None
+    assert [tenant.volumes.refreshed for tenant in ranks.tenants] == [1, 1]
+
+
+def test_protection_ends_when_the_last_rank_has_restored() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    for tenant in ranks.tenants:
+        tenant.retention.unrestored = True
+    asyncio.run(ranks.job.restored(0, 5))
+    assert [tenant.calls for tenant in ranks.tenants] == [["restored 5"], []]
+    asyncio.run(ranks.job.restored(1, 5))
+    assert ranks.tenants[0].calls == ["restored 5", "release"]
+    assert ranks.tenants[1].calls == ["restored 5", "release"]
+
+
+def test_protection_stays_while_a_rank_is_not_connected() -> None:
+    ranks = Ranks()
+    ranks.connect(ranks=range(1))
+    asyncio.run(ranks.job.restored(0, 5))
+    assert ranks.tenants[0].calls == ["restored 5"]
+
+
+def test_no_trainer_attaches_while_a_job_closes() -> None:
+    ranks = Ranks()
+    asyncio.run(ranks.job.close())
+    assert [tenant.calls for tenant in ranks.tenants] == [["stop attaches", "close"]] * 2
