@@ -1,0 +1,269 @@
+"""A client's session over reconnects: when it connects again, what each daemon learns, and P7."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pccheck import PccheckWarning
+from pccheck.daemon import session as module
+from pccheck.daemon.session import Session
+from pccheck.job.naming import Identity
+from pccheck.warn import Warner
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, RefusedError, StorageFullError
+from pccheck_wire.messages import Done, Goodbye, Hello, Register, Registered, Restored
+
+MIB = 1 << 20
+GONE = DaemonUnreachableError("no daemon listens")
+
+
+class Connection:
+    """One daemon; `requests` has what it was asked."""
+
+    def __init__(self, daemon: Daemons, hello: Hello) -> None:
+        self.daemon = daemon
+        self.welcome = SimpleNamespace(
+            pid=77, incarnation=daemon.incarnation, storage=daemon.storage,
+            newest_step=daemon.newest_step, protected_step=daemon.protected_step,
+        )  # fmt: skip
+        self.hello = hello
+        self.lives = True
+        self.requests: list[Any] = []
+        self.error: PccheckError | None = None
+        self.absent: list[int] = []
+
+    def alive(self) -> bool:
+        return self.lives
+
+    def request(self, body: Any, *, timeout_s: float) -> Any:
+        self.requests.append(body)
+        if self.error is not None:
+            raise self.error
+        if isinstance(body, Register):
+            return Registered(4, 2, 2, 0, 2.0, "v", absent=self.absent, incarnation=9)
+        return Done()
+
+    def post(self, body: Any) -> None:
+        self.requests.append(body)
+
+    def gone(self) -> DaemonUnreachableError:
+        return GONE
+
+    def close(self) -> None:
+        self.lives = False
+
+
+class Daemons:
+    """Stands for the sockets of this machine, and for its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.error: Exception | None = None
+        self.attempts: list[Hello] = []
+        self.incarnation, self.storage = 5, "disk"
+        self.newest_step: int | None = None
+        self.protected_step: int | None = None
+        monkeypatch.setattr(module.attach, "connect", self._connect)
+        monkeypatch.setattr(module, "Connection", lambda made, **_: made)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
+
+    def _connect(self, hello: Hello, _path: Path, *, timeout_s: float) -> Connection:
+        self.attempts.append(hello)
+        if self.error is not None:
+            raise self.error
+        return Connection(self, hello)
+
+
+@pytest.fixture
+def daemons(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemons]:
+    yield Daemons(monkeypatch)
+
+
+def session(*, rank: int = 0, world: int = 1, fresh: bool = False, solo: bool = False) -> Session:
+    return Session(
+        Identity("gpt", rank, world, world, ""), "/s", fresh=fresh, solo=solo, stall_limit_s=5.0,
+        warner=Warner(),
+    )  # fmt: skip
+
+
+def connected(daemons: Daemons, **options: Any) -> tuple[Session, Connection]:
+    made = session(**options)
+    found: Any = made.require()
+    return made, found
+
+
+def test_it_tries_again_less_and_less_often(daemons: Daemons) -> None:
+    """Each attempt costs training time."""
+    made, daemons.error = session(), GONE
+    delays: list[float] = []
+    for _ in range(8):
+        since_s, before = daemons.now_s, len(daemons.attempts)
+        while len(daemons.attempts) == before:
+            made.reconnect()
+            daemons.now_s += 0.05
+        delays.append(daemons.now_s - since_s)
+    assert delays == sorted(delays)
+    assert delays[-1] <= module.BACKOFF_LAST_S + 0.1
+    daemons.error = None
+    daemons.now_s += module.BACKOFF_LAST_S
+    assert made.reconnect() is made.current() is not None
+    made.close()
+    daemons.error = GONE
+    assert made.reconnect() is None  # at once: the last attempt succeeded
+
+
+@pytest.mark.parametrize("error", [RefusedError("no room"), ConnectionResetError(104, "reset")])
+def test_a_daemon_that_refuses_is_asked_seldom(daemons: Daemons, error: Exception) -> None:
+    made, daemons.error = session(), error
+    assert made.reconnect() is None
+    slow = isinstance(error, RefusedError)
+    assert isinstance(made.error, RefusedError if slow else DaemonUnreachableError)
+    daemons.now_s += module.BACKOFF_LAST_S + 1
+    made.reconnect()
+    assert len(daemons.attempts) == (1 if slow else 2)
+
+
+def test_a_reconnect_repeats_who_it_is(daemons: Daemons) -> None:
+    made, first = connected(daemons)
+    made.took_over(first, 8)  # type: ignore[arg-type]
+    first.lives = False
+    assert made.current() is None
+    second: Any = made.reconnect()
+    assert second.hello.process == first.hello.process
+    assert (first.hello.incarnation, first.hello.storage) == (0, "")
+    assert (second.hello.incarnation, second.hello.storage) == (5, "disk")
+    assert second.hello.restored == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "same"), [({"world": 1}, False), ({"world": 2}, True),
+                          ({"world": 2, "solo": True}, False)],
+)  # fmt: skip
+def test_a_second_client_is_a_new_start_only_of_a_lone_rank(
+    daemons: Daemons, options: dict[str, Any], same: bool
+) -> None:
+    """A notebook runs its cell again; the ranks of a group stay one start."""
+    (_, first), (_, second) = connected(daemons, **options), connected(daemons, **options)
+    assert (first.hello.process == second.hello.process) is same
+
+
+# -- P7 ----------------------------------------------------------------------------------------
+
+
+def test_an_empty_volume_counts_as_restored(daemons: Daemons) -> None:
+    """All later checkpoints are this run's; a daemon that comes later must not protect them."""
+    made, first = connected(daemons)
+    assert first.hello.restored is None
+    first.lives, daemons.newest_step = False, 3
+    second: Any = made.reconnect()
+    assert second.hello.restored == 0
+
+
+def test_checkpoints_that_were_not_restored_stay_so_over_reconnects(daemons: Daemons) -> None:
+    daemons.newest_step = daemons.protected_step = 40
+    made, first = connected(daemons)
+    first.lives, daemons.newest_step = False, None
+    second: Any = made.reconnect()
+    assert second.hello.restored is None
+    with pytest.warns(PccheckWarning, match=r"checkpoint of step 40 that was NOT restored"):
+        made.warn_if_unrestored()
+
+
+def test_a_restore_ends_the_warning(daemons: Daemons, recwarn: pytest.WarningsRecorder) -> None:
+    daemons.newest_step = daemons.protected_step = 40
+    made, connection = connected(daemons)
+    made.took_over(connection, 8)  # type: ignore[arg-type]
+    made.warn_if_unrestored()
+    assert connection.requests == [Restored(8)] and not recwarn.list
+
+
+def test_fresh_counts_as_restored(daemons: Daemons) -> None:
+    daemons.newest_step = 40
+    _, connection = connected(daemons, fresh=True)
+    assert (connection.hello.fresh, connection.hello.restored) == (True, 0)
+
+
+# -- capacity ----------------------------------------------------------------------------------
+
+
+def test_it_registers_once_for_a_size_and_again_for_a_larger_one(daemons: Daemons) -> None:
+    made, connection = connected(daemons)
+    for payload_bytes in (MIB - 1, MIB, MIB + 1, 2 * MIB):
+        made.register(connection, payload_bytes)  # type: ignore[arg-type]
+    assert connection.requests == [Register(MIB, 0), Register(2 * MIB, 0)]
+    assert made.incarnation == 9
+
+
+@pytest.mark.parametrize(("error", "left"), [(None, 0), (StorageFullError("full"), 0), (GONE, 3)])
+def test_failures_that_no_daemon_counted_are_reported_once(
+    daemons: Daemons, error: PccheckError | None, left: int
+) -> None:
+    made, connection = connected(daemons)
+    made.uncounted, connection.error = 3, error
+    if error is None:
+        made.register(connection, MIB)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(type(error)):
+            made.register(connection, MIB)  # type: ignore[arg-type]
+    assert connection.requests == [Register(MIB, 3)]
+    assert made.uncounted == left
+
+
+def test_another_daemon_is_registered_with_again(daemons: Daemons) -> None:
+    made, first = connected(daemons)
+    made.register(first, MIB)  # type: ignore[arg-type]
+    first.lives = False
+    second: Any = made.reconnect()
+    made.register(second, MIB)
+    assert second.requests == [Register(MIB, 0)]
+
+
+def test_absent_ranks_are_warned_of_once(daemons: Daemons) -> None:
+    made, connection = connected(daemons, world=4)
+    connection.absent = [1, 2]
+    with pytest.warns(PccheckWarning, match="these are not connected: 1, 2") as caught:
+        for size in (MIB, 2 * MIB):
+            made.register(connection, size)  # type: ignore[arg-type]
+    assert len(caught) == 1
+
+
+def test_goodbye_goes_to_a_living_daemon_only(daemons: Daemons) -> None:
+    made, connection = connected(daemons)
+    assert made.say_goodbye(True)
+    assert connection.requests == [Goodbye(True)]
+    connection.lives = False
+    assert not made.say_goodbye(False)
+
+
+def test_no_daemon_is_warned_of_once_until_one_comes(
+    daemons: Daemons, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, daemons.error = session(), GONE
+    with pytest.warns(PccheckWarning, match="training continues WITHOUT checkpoints") as caught:
+        for _ in range(3):
+            made.reconnect()
+            made.warn_disconnected()
+    assert len(caught) == 1
+    daemons.error, daemons.now_s = None, daemons.now_s + 60
+    made.reconnect()
+    assert "checkpoints continue" in caplog.text
+
+
+def test_it_does_not_connect_with_its_last_descriptors(
+    daemons: Daemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq ends the process when it gets none."""
+
+    def full(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(module.os, "dup", full)
+    with pytest.raises(RefusedError, match="can open fewer than") as refused:
+        session().require()
+    assert "ulimit -n" in refused.value.hint
+    assert daemons.attempts == []
