@@ -1,0 +1,255 @@
+"""A private daemon: found, started once, its note, its orphans, and when it is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pccheck.daemon import autostart as module
+from pccheck.daemon.autostart import PrivateDaemon
+from pccheck_native import layout
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, WaitTimeoutError
+from pccheck_wire.messages import Report
+
+
+REAL, PYTHON = subprocess.Popen, module.sys.executable
+
+
+class Machine:
+    """Daemons by their socket. Nothing is started, and no signal is sent."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.daemons: dict[Path, list[object]] = {}  # with the pids of their sessions
+        self.started: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
+        self.killed: list[tuple[int, int]] = []
+        self.ends: int | None = None  # the exit code of what is started
+        self.words = ""
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(path / "run"))
+        (path / "run").mkdir(mode=0o700)
+        monkeypatch.setattr(module.attach, "observe", self._observe)
+        monkeypatch.setattr(module.subprocess, "Popen", self._popen)
+        monkeypatch.setattr(module.os, "kill", lambda pid, sign: self.killed.append((pid, sign)))
+        monkeypatch.setattr(module, "_await_end", lambda *_: None)
+        monkeypatch.setattr(module, "_OF_THIS_PROCESS", set())
+
+    def _observe(self, place: Path, **_: object) -> Any:
+        if place.resolve() not in self.daemons:
+            raise DaemonUnreachableError("no daemon listens")
+        sessions = [{"pid": pid} for pid in self.daemons[place.resolve()]]
+        report = Report({"sessions": sessions})
+        return Answer(SimpleNamespace(pid=4711), report)
+
+    def _popen(self, command: list[str], **about: Any) -> Any:
+        self.started.append(command)
+        self.environments.append(about["env"])
+        about["stdout"].write(self.words.encode())
+        about["stdout"].flush()
+        if self.ends is None:
+            self.daemons[Path(command[-1])] = []
+        ends = self.ends
+        return SimpleNamespace(pid=4711, poll=lambda: ends, terminate=lambda: None, returncode=None)
+
+    def daemon(self, name: str = "storage") -> PrivateDaemon:
+        return PrivateDaemon(self.path / name)
+
+
+class Answer:
+    def __init__(self, welcome: Any, report: Report) -> None:
+        self.welcome, self.report = welcome, report
+
+    def request(self, *_: object, timeout_s: float) -> Report:
+        return self.report
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield Machine(tmp_path, monkeypatch)
+
+
+def test_ranks_of_one_directory_share_a_daemon(machine: Machine) -> None:
+    first, second, other = machine.daemon(), machine.daemon(), machine.daemon("other")
+    for daemon in (first, second, other):
+        daemon.ensure()
+    assert len(machine.started) == 2
+    assert first.socket == second.socket != other.socket
+    assert machine.started[0][-4:] == [
+        "--storage", str(machine.path / "storage"), "--socket", str(first.socket)
+    ]  # fmt: skip
+    assert stat.S_IMODE(first.directory.stat().st_mode) == 0o700
+
+
+def test_it_serves_every_gpu_and_reads_no_file_of_the_service(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("PCCHECK_CONFIG", raising=False)
+    machine.daemon().ensure()
+    monkeypatch.setenv("PCCHECK_CONFIG", "/mine")
+    machine.daemon("other").ensure()
+    first, second = machine.environments
+    assert "CUDA_VISIBLE_DEVICES" not in first and first["HOME"] == "/home/me"
+    assert (first["PCCHECK_CONFIG"], second["PCCHECK_CONFIG"]) == (os.devnull, "/mine")
+
+
+def test_one_that_was_started_elsewhere_is_found_by_its_note(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XDG_RUNTIME_DIR differs between a login and a batch job."""
+    elsewhere = machine.path / "elsewhere.sock"
+    machine.daemons[elsewhere] = []
+    daemon = machine.daemon()
+    daemon.storage.mkdir()
+    layout.socket_note(daemon.storage).write_text(str(elsewhere))
+    monkeypatch.chdir(machine.path)  # the path of a socket has at most 107 bytes
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(elsewhere.name)
+        daemon.ensure()
+    assert machine.started == []
+    assert daemon.socket.resolve() == elsewhere
+
+
+def test_a_start_that_fails_tells_the_last_line_of_the_log(machine: Machine) -> None:
+    machine.ends, machine.words = 2, "a line\n--slots must be at least 2\n"
+    with pytest.raises(PccheckError, match="did not start: --slots must be at least 2") as raised:
+        machine.daemon().ensure()
+    assert "see its log" in raised.value.hint
+    machine.ends, machine.words = None, ""
+    machine.daemon().ensure()  # the lock is free again
+
+
+def test_parents_are_not_made(machine: Machine) -> None:
+    """They may be the place of a disk that is not mounted."""
+    with pytest.raises(PccheckError, match="cannot make the storage directory"):
+        PrivateDaemon(machine.path / "disk" / "storage").ensure()
+    assert not (machine.path / "disk").exists()
+
+
+def test_another_process_that_starts_one_is_waited_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOCK_LIMIT_S", 0.05)
+    daemon = machine.daemon()
+    daemon.storage.mkdir()
+    with daemon._locked(), pytest.raises(WaitTimeoutError, match="another process has held"):
+        machine.daemon().ensure()
+    machine.daemon().ensure()
+
+
+@pytest.mark.parametrize(("sessions", "ends"), [([], True), ([os.getpid()], False), ([1], False)])
+def test_it_ends_with_its_last_client(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, sessions: list[object], ends: bool
+) -> None:
+    """A session of this process may still be listed for a moment; that of another one counts."""
+    monkeypatch.setattr(module, "_HANG_UP_LIMIT_S", 0.05)
+    daemon = machine.daemon()
+    daemon.ensure()
+    machine.daemons[daemon.socket] = sessions
+    daemon.release()
+    assert machine.killed == ([(4711, signal.SIGTERM)] if ends else [])
+
+
+def test_it_stays_while_another_client_of_this_process_is_open(machine: Machine) -> None:
+    first, second = machine.daemon(), machine.daemon()
+    first.ensure()
+    first.release()
+    assert machine.killed == []
+    second.release()
+    assert machine.killed == [(4711, signal.SIGTERM)]
+
+
+def test_a_daemon_that_it_did_not_start_is_not_ended(machine: Machine) -> None:
+    daemon = machine.daemon()
+    daemon.ensure()
+    (daemon.directory / "pid").write_text("99")
+    daemon.release()
+    assert machine.killed == []
+
+
+def test_an_orphan_is_ended_before_another_one_starts(machine: Machine) -> None:
+    """Its socket was removed at a logout: it holds the lock, and nothing can connect to it."""
+    daemon = machine.daemon()
+    daemon.storage.mkdir()
+    layout.socket_note(daemon.storage).write_text(str(machine.path / "removed.sock"))
+    for command, killed in ((["pccheckd", "--storage", "/elsewhere"], False),
+                            (["pccheckd", "--storage", str(daemon.storage)], True)):  # fmt: skip
+        script = "import sys; print(flush=True); sys.stdin.read()"
+        orphan = REAL([PYTHON, "-c", script, *command], stdin=subprocess.PIPE,
+                      stdout=subprocess.PIPE)  # fmt: skip
+        try:
+            assert orphan.stdout is not None and orphan.stdout.readline()
+            Path(layout.lock_path(daemon.storage)).write_text(str(orphan.pid))
+            machine.daemons.clear()
+            daemon.ensure()
+            assert machine.killed == ([(orphan.pid, signal.SIGTERM)] if killed else [])
+        finally:
+            orphan.communicate()
+
+
+def test_a_killed_daemon_is_started_again_in_the_background(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, begun = machine.daemon(), threading.Event()
+    now_s = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    calls: list[float] = []
+
+    def ensure() -> None:
+        calls.append(now_s)
+        begun.wait(20)
+
+    monkeypatch.setattr(daemon, "ensure", ensure)
+    daemon.ensure_later()
+    daemon.ensure_later()  # it is starting
+    begun.set()
+    assert daemon._starting is not None
+    daemon._starting.join(20)
+    now_s += module._AGAIN_S / 2
+    daemon.ensure_later()  # too early
+    assert calls == [100.0]
+    now_s += module._AGAIN_S
+    daemon.ensure_later()
+    daemon._starting.join(20)
+    assert len(calls) == 2
+
+
+def test_a_client_that_closes_meanwhile_leaves_no_daemon_behind(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = machine.daemon()
+    released: list[bool] = []
+    monkeypatch.setattr(daemon, "ensure", lambda: module._OF_THIS_PROCESS.discard(daemon))
+    monkeypatch.setattr(daemon, "release", lambda: released.append(True))
+    daemon.ensure_later()
+    assert daemon._starting is not None
+    daemon._starting.join(20)
+    assert released == [True]
+
+
+def test_a_runtime_directory_that_others_can_read_is_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"pccheck-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(PccheckError, match="other users can read it"):
+        machine.daemon()
