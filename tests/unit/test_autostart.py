@@ -21,7 +21,6 @@ from pccheck_native import layout
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Report
 
-
 REAL, PYTHON = subprocess.Popen, module.sys.executable
 
 
