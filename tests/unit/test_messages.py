@@ -197,6 +197,8 @@ def staging(kit: Kit) -> None:
 def ctl(*words: str) -> Callable[[Kit], object]:
     def run(kit: Kit) -> None:
         kit.patch.setenv("PCCHECK_SOCKET", str(kit.path / "none"))
+        kit.patch.setenv("TMPDIR", str(kit.path))  # no private daemon of this machine
+        kit.patch.delenv("XDG_RUNTIME_DIR", raising=False)
         cli.main(list(words))
 
     return run

@@ -38,8 +38,12 @@ def tenant(**changed: Any) -> Any:
     volumes = SimpleNamespace(
         unreadable={}, losses=changed.pop("losses", {}), open=[changed.pop("volume", volume())]
     )
-    ledger = SimpleNamespace(failing=changed.pop("failing", 0), last_failure="write: EIO")
-    values = {"refused": None, "stalled": "", "stopped": False, "owner": object(), "key": "gpt"}
+    ledger = SimpleNamespace(
+        failing=changed.pop("failing", 0), last_failure="write: EIO",
+        newest=changed.pop("newest", (9, 90)),
+    )  # fmt: skip
+    values = {"refused": None, "stalled": "", "stopped": False, "owner": object(), "key": "gpt",
+              "quiet": True}  # fmt: skip
     retention = SimpleNamespace(unreadable=changed.pop("unreadable", set()))
     return SimpleNamespace(
         volumes=volumes, ledger=ledger, retention=retention, **(values | changed)
@@ -80,6 +84,16 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: troubles(tenant(failing=1)),
         "gpt: the last checkpoint failed: write: EIO; a restart resumes from an older checkpoint",
     ),
+    "refused, ended": (
+        lambda: troubles(tenant(refused=FULL, owner=None)),
+        "gpt: checkpoints were NOT saved: it takes 4.0 GiB, and 1.0 GiB is free (raise "
+        "--max-storage)",
+    ),
+    "nothing durable, ended": (
+        lambda: troubles(tenant(failing=1, owner=None, newest=None)),
+        "gpt: it ended without a durable checkpoint: its last checkpoint failed: write: EIO",
+    ),
+    "ended, still written": (lambda: troubles(tenant(failing=1, owner=None, quiet=False)), ""),
     "record": (
         lambda: troubles(tenant(stopped=True)),
         "gpt: a commit record could not be written, so its checkpoint failed; the next checkpoint "
@@ -124,10 +138,6 @@ def test_the_warnings_of_status(name: str) -> None:
     made, words = STATUS[name]
     assert made() == words
     assert not PRIVATE.search(words)
-
-
-def test_an_ended_job_does_not_warn_of_its_failures() -> None:
-    assert troubles(tenant(owner=None, failing=3, refused=FULL)) == ""
 
 
 def test_the_lines_of_status() -> None:
