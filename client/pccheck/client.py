@@ -407,6 +407,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer
             )
             if result:
+                self._saver.restored(result.sequence)
                 self._step = max(0, result.step)
                 self._saver.failures.durable(result.step, time.monotonic_ns())
                 if on_gpu:

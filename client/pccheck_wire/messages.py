@@ -201,9 +201,11 @@ class Begin(Message):
 
 @message("describe")
 class Describe(Message):
-    """Why a snapshot is in its state. -> `Described`."""
+    """Why a snapshot is in its state. With `sequence`: what became of this rank's checkpoint of an
+    earlier session, whose daemon ended before it reported that. -> `Described`."""
 
     snapshot: int
+    sequence: int = 0
 
 
 @message("described")

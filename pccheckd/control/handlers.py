@@ -23,6 +23,7 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import (
     Begin,
+    CheckpointState,
     Chose,
     ConfigShow,
     Describe,
@@ -56,6 +57,7 @@ from pccheckd.core import exposing
 from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
+from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.ledger import ENDED_BEFORE
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
@@ -239,6 +241,8 @@ class Handlers:
 
     def _describe(self, session: Session, body: Describe) -> Described:
         assert session.tenant is not None
+        if body.sequence:
+            return _became(session.tenant, body)
         ledger = session.tenant.ledger
         found = ledger.find(session.number, body.snapshot)
         if (session.number, body.snapshot) in ledger.lost:
@@ -248,11 +252,7 @@ class Handlers:
             )
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
-        return Described(
-            snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
-            reason=found.reason, hint=found.hint, newer_sequence=found.newer_sequence,
-            newer_step=found.newer_step,
-        )  # fmt: skip
+        return _described(found)
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
         tenant, job = session.tenant, session.job
@@ -307,6 +307,25 @@ class Handlers:
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document
+
+
+def _described(found: Checkpoint) -> Described:
+    return Described(
+        snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
+        reason=found.reason, hint=found.hint, newer_sequence=found.newer_sequence,
+        newer_step=found.newer_step,
+    )  # fmt: skip
+
+
+def _became(tenant: Tenant, body: Describe) -> Described:
+    """What became of a checkpoint that an earlier daemon had copied. Raises NoCheckpointError when
+    it is lost."""
+    if (inherited := tenant.ledger.of_sequence(body.sequence)) is not None:
+        return _described(inherited)
+    for found in tenant.volumes.checkpoints():
+        if found.sequence == body.sequence:
+            return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
+    raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
 
 
 def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) -> None:

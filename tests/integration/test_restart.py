@@ -18,6 +18,7 @@ import pytest
 
 from pccheck_native import catalog
 from tests.conftest import SMALL
+from tests.support.daemon import Daemon
 from tests.support.manager import ServedDaemon
 from tests.support.trainer import Trainer
 
@@ -74,6 +75,46 @@ def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None
     steps = _durable(daemon)
     assert {1, newest} <= steps.keys() and steps[newest] > steps[1], steps
     _recovers(start_trainer(daemon, [6 * MIB]), newest)
+
+
+def test_what_was_reported_as_failed_is_named_once_it_is_durable(
+    serve: Serve, start_trainer: Connect
+) -> None:
+    """The handle keeps its state, and says that its checkpoint is durable all the same."""
+    daemon = serve(*SLOW)
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    handle = trainer.checkpoint()
+    assert trainer.wait_copied(handle) in ("copied", "writing")
+    daemon.kill()
+    assert trainer.ended(handle) == "failed"
+    assert "pccheckctl list" in trainer.reason(handle)  # not known yet
+    daemon.start()
+    for _ in range(600):
+        trainer.step()
+        trainer.ended(trainer.checkpoint())
+        if "it is durable, as sequence 1" in trainer.reason(handle):
+            break
+    assert "it is durable, as sequence 1" in trainer.reason(handle)
+    assert trainer.state(handle) == "failed"
+
+
+def test_what_was_published_as_the_daemon_died_is_named_when_it_is_restored(
+    start_daemon: Callable[..., Daemon], start_trainer: Connect
+) -> None:
+    daemon = start_daemon(shim="kill:record-b:1")  # replica A of the record is durable by then
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    daemon.armed.touch()
+    trainer.step()
+    handle = trainer.checkpoint()
+    assert trainer.ended(handle) == "failed"
+    daemon.wait_end()
+    daemon.shim = ""
+    daemon.start()
+    assert trainer.restore()["step"] == 2
+    assert "it is durable, as sequence 2" in trainer.reason(handle)
 
 
 def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect) -> None:

@@ -11,8 +11,9 @@ import pytest
 from pccheck import CheckpointState
 from pccheck.saving import in_flight as handles
 from pccheck.saving.in_flight import InFlight
-from pccheck_native import WORD_REFUSED
-from pccheck_wire.messages import Described, Failure
+from pccheck_native import WORD_COPIED, WORD_COPYING, WORD_REFUSED
+from pccheck_wire.errors import InternalError, NoCheckpointError
+from pccheck_wire.messages import Describe, Described, Failure
 
 NOT_YET = Described(1, CheckpointState.COPYING, 7, 3)
 WHY = Described(1, CheckpointState.FAILED, 7, 3, "the GPU failed")
@@ -21,13 +22,16 @@ WHY = Described(1, CheckpointState.FAILED, 7, 3, "the GPU failed")
 class Daemon:
     """A connection to one that answers this, in turn."""
 
-    def __init__(self, *answers: Described) -> None:
+    def __init__(
+        self, *answers: Described, word: int = WORD_REFUSED,
+        outcome: CheckpointState = CheckpointState.FAILED,
+    ) -> None:  # fmt: skip
         self.answers = list(answers)
         self.callbacks: list[Callable[[Any], None]] = []
+        self.asked: list[object] = []
         state = SimpleNamespace(
-            word=WORD_REFUSED, outcome=CheckpointState.FAILED, sequence=7, source_read=True,
-            error=0, error_name="",
-        )  # fmt: skip
+            word=word, outcome=outcome, sequence=7, source_read=True, error=0, error_name=""
+        )
         self.link = SimpleNamespace(state=lambda _: state)
 
     def alive(self) -> bool:
@@ -37,7 +41,8 @@ class Daemon:
         assert timeout_s > 0
         return self.answers.pop(0)
 
-    def ask(self, _body: object, callback: Callable[[Any], None]) -> None:
+    def ask(self, body: object, callback: Callable[[Any], None]) -> None:
+        self.asked.append(body)
         self.callbacks.append(callback)
 
 
@@ -86,3 +91,45 @@ def test_a_failure_for_an_answer_is_the_reason() -> None:
     made.describe_later()
     daemon.callbacks[0](Failure("FAILED", "its request was lost", "see the log"))
     assert made.known_reason == "its request was lost (see the log)"
+
+
+@pytest.mark.parametrize("word", [WORD_COPYING, WORD_COPIED])
+def test_what_ended_with_its_daemon_is_asked_of_the_next_one(word: int) -> None:
+    """The dead daemon may have published it, and the next one may have taken it over."""
+    made = handle(Daemon(word=word, outcome=CheckpointState.WRITING))
+    assert (made.state, made.is_unknown) == (CheckpointState.FAILED, True)
+    assert "pccheckctl list" in made.reason
+    following = Daemon(WHY)
+    for state in (CheckpointState.WRITING, CheckpointState.DURABLE):
+        made.find_out(following)  # type: ignore[arg-type]
+        made.find_out(following)  # type: ignore[arg-type]  # one question at a time
+        (callback,) = following.callbacks
+        following.callbacks.clear()
+        callback(Described(1, state, 7, 3))
+    assert following.asked == [Describe(1, 7)] * 2
+    assert "it is durable, as sequence 7" in made.reason
+    assert (made.state, made.is_unknown) == (CheckpointState.FAILED, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "known"),
+    [
+        (Failure(NoCheckpointError.code, "there is none"), True),
+        (Described(1, CheckpointState.DURABLE, 7, 4), True),  # another one, with its sequence
+        (Failure(InternalError.code, "the disk does not answer"), False),
+    ],
+)
+def test_only_an_answer_says_that_it_is_not_durable(answer: object, known: bool) -> None:
+    made = handle(Daemon(word=WORD_COPIED, outcome=CheckpointState.WRITING))
+    assert made.state is CheckpointState.FAILED
+    following = Daemon(WHY)
+    made.find_out(following)  # type: ignore[arg-type]
+    following.callbacks[0](answer)
+    assert made.is_unknown is not known
+    assert ("it is not durable" in made.reason) is known
+
+
+def test_a_superseded_one_keeps_its_reason_without_the_daemon() -> None:
+    made = handle(Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED))
+    assert made.state is CheckpointState.SUPERSEDED
+    assert made.reason == "a newer checkpoint became durable first"

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from pccheck.daemon.connection import Connection
 from pccheck.warn import LOG
 from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, LinkState
-from pccheck_wire.errors import CheckpointFailedError, PccheckError, WaitTimeoutError
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    NoCheckpointError,
+    PccheckError,
+    WaitTimeoutError,
+)
 from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
 
 if TYPE_CHECKING:
@@ -28,6 +33,11 @@ NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
 FINAL = _SAFE | NOT_SAVED
 TIMED_OUT = "ETIMEDOUT"
 _LOST = "the daemon ended before the checkpoint was durable"
+_UNTOLD = "the daemon ended before it gave the reason"
+_REPLACED = "a newer checkpoint became durable first"
+#: It may be durable. What was reported as failed stays so, and is named when it is durable.
+_UNKNOWN = "the connection to pccheckd ended before it reported how the checkpoint ended"
+_SEE = "whether it is durable: pccheckctl list"
 
 
 class Durable(NamedTuple):
@@ -76,6 +86,8 @@ class InFlight:
         self._described = False  # the reason is known
         self._asked_s: float | None = None  # when the reason was asked for, until it arrives
         self.copy_broke = False  #: the daemon failed it before it was copied
+        #: Its daemon ended before it reported how: it has failed here, and may be durable.
+        self.is_unknown = False
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: the daemon pulls its device part, and has not yet
         self.reported = False  #: the user was warned of what made it fail
@@ -211,7 +223,7 @@ class InFlight:
         if connection is None or self._settled:
             return
         if self.state not in FINAL:
-            self.end(CheckpointState.FAILED, _LOST, reported=True)
+            self._lose()
         elif self._state in NOT_SAVED:
             self.describe_later()
         self._settled = True
@@ -236,7 +248,47 @@ class InFlight:
             elif now.sequence:
                 self._sequence = now.sequence
         if (now is None or not alive) and self._state not in FINAL:
-            self.end(CheckpointState.FAILED, _LOST, reported=True)
+            self._lose()
+        elif now is not None and not alive and not self._described:
+            self._reason = _untold(now, self._state)
+
+    def _lose(self) -> None:
+        """Its daemon does not report any more how it ends. The client abandons what was not copied,
+        but the copy may have become complete a moment before."""
+        self.is_unknown = self._sequence > 0
+        reason = f"{_UNKNOWN} ({_SEE})" if self.is_unknown else _LOST
+        self.end(CheckpointState.FAILED, reason, reported=True)
+
+    def find_out(self, connection: Connection) -> None:
+        """Asks another daemon what became of one that `is_unknown`. Call it until that is known."""
+        now_s = time.monotonic()
+        if self._asked_s is None or now_s >= self._asked_s + _ASK_AGAIN_S:
+            connection.ask(Describe(self.snapshot, self._sequence), self._learn)
+            self._asked_s = now_s
+
+    def _learn(self, answer: object) -> None:
+        if isinstance(answer, Failure) and answer.code != NoCheckpointError.code:
+            return  # asked again later
+        state = CheckpointState.FAILED
+        if isinstance(answer, Described) and answer.step == self.step:
+            state = answer.state
+        if state not in FINAL:
+            self._asked_s = None  # that daemon is still writing it
+        elif state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
+            self.found_durable()
+        else:
+            self._known("it is not durable")
+
+    def found_durable(self) -> None:
+        """Another daemon has it: it is named, since it was reported as failed."""
+        self._known(f"it is durable, as sequence {self._sequence}")
+        LOG.warning(
+            "PCcheck: the checkpoint of step %d is durable (sequence %d). It was reported as "
+            "failed: %s", self.step, self._sequence, _UNKNOWN,
+        )  # fmt: skip
+
+    def _known(self, end: str) -> None:
+        self.is_unknown, self._reason = False, f"{_UNKNOWN}; {end}"
 
     def _describe(self) -> None:
         connection = self._connection
@@ -297,6 +349,15 @@ class InFlight:
 
     def __repr__(self) -> str:
         return f"<InFlight step={self.step} {self.state}>"
+
+
+def _untold(now: LinkState, state: CheckpointState) -> str:
+    """Why it ended so, as far as the page of a daemon that has ended shows."""
+    if state is CheckpointState.SUPERSEDED:
+        return _REPLACED
+    if state in NOT_SAVED:
+        return _LOST if now.word == WORD_ABANDONED else _UNTOLD
+    return ""
 
 
 def _state_of(now: LinkState) -> CheckpointState:

@@ -55,6 +55,7 @@ class Saver:
         self._unfinished: list[InFlight] = []
         self._recent: dict[int, InFlight] = {}  # by entry of the page
         self._unexplained: list[InFlight] = []
+        self._unknown: list[InFlight] = []  # copied when their daemon ended
         self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
         self._on_moved = on_moved
@@ -79,6 +80,7 @@ class Saver:
         if connection is None:
             raise self._session.error or DaemonUnreachableError("no daemon is connected")
         connection.pump()
+        self._find_out(connection)
         self._look_around()
         if self._to_raise:
             raise self._to_raise.pop(0)
@@ -239,6 +241,18 @@ class Saver:
                 self._ended(checkpoint, state)
         self._explain()
 
+    def _find_out(self, connection: Connection) -> None:
+        """What became of checkpoints that an earlier daemon had copied."""
+        self._unknown = [checkpoint for checkpoint in self._unknown if checkpoint.is_unknown]
+        for checkpoint in self._unknown:
+            checkpoint.find_out(connection)
+
+    def restored(self, sequence: int) -> None:
+        """Names the restored checkpoint if it was reported as failed."""
+        for checkpoint in (*self._unknown, *self._recent.values()):
+            if checkpoint.is_unknown and checkpoint.sequence == sequence:
+                checkpoint.found_durable()
+
     def _ended(self, checkpoint: InFlight, state: CheckpointState) -> None:
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
             self.failures.durable(checkpoint.step, checkpoint.asked_ns)
@@ -290,6 +304,8 @@ class Saver:
         """Call it when the connection has ended or is about to be closed."""
         for checkpoint in self._recent.values():
             checkpoint.settle()
+        lost = (*self._unknown, *self._recent.values())
+        self._unknown = [checkpoint for checkpoint in lost if checkpoint.is_unknown][-SNAPSHOTS:]
         self._look_around()
         self._recent.clear()
         self._unfinished.clear()
