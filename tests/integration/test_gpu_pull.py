@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.gputrainer import Part, expected, raw
 
 Start = Callable[..., Node]
 OWN = 2_700_000  # float32 elements: an allocation of its own
+CHUNK, AHEAD = 16 << 20, 48 << 20
 
 
 def test_a_checkpoint_is_pulled_and_comes_back(start_node: Start) -> None:
@@ -310,6 +312,21 @@ def test_a_byte_of_a_dead_trainer_never_counts(start_node: Start, snapshot: str)
     again = node.connect()
     assert again.restore()["step"] == 1
     assert again.check(1) == ""
+
+
+@pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
+def test_few_copies_are_ahead_of_those_of_training(start_node: Start) -> None:
+    """The trainer's own copies use the same engine: its `.item()` waits for what is ahead."""
+    node = start_node("--chunk", "16MiB", "--dram", "256MiB")
+    trainer = node.ready((Part(8 << 20),))  # six chunks, with the moments
+    node.faults.hold_copies(after=0)
+    handle = trainer.checkpoint()
+    node.faults.wait_for(lambda f: f.to_host_queued >= 2 * CHUNK)
+    time.sleep(0.2)  # in which the copier enqueues what it may
+    assert node.faults.to_host_queued <= AHEAD
+    node.faults.release_copies()
+    assert trainer.wait_durable(handle) == "durable"
+    assert trainer.recover()["wrong"] == ""
 
 
 def test_what_was_copied_outlives_its_trainer(start_node: Start) -> None:

@@ -95,7 +95,7 @@ int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
     client->page_by = PCC_HOST;
     atomic_store_explicit(&client->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
     client->close_patience_ns = CLOSE_PATIENCE_NS;
-    atomic_store_explicit(&client->ahead_bytes, PCC_AHEAD_BYTES, memory_order_relaxed);
+    atomic_store_explicit(&client->ahead_bytes, PCC_CUDA_AHEAD_BYTES, memory_order_relaxed);
     int error = 0;
     client->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
     if (client->socket_fd < 0)

@@ -19,9 +19,6 @@
 
 #define PCC_HOST UINT32_MAX     /* in the place of a GPU: host memory */
 #define PCC_NO_CHUNK UINT32_MAX /* the end of a list of chunks */
-/* Copies under way per GPU, in bytes, while nobody waits at the gate, and two chunks at least: the
- * trainer's own copies queue behind them, since one engine serves a direction. */
-#define PCC_AHEAD_BYTES (48ull << 20)
 #define PCC_PIECES_MAX                                                                             \
     512u /* copies under way per GPU and direction; a stream's queue holds about twice that */
 
@@ -176,7 +173,7 @@ struct pcc_client {
     /* A GPU whose copies could run and that finishes none for so long is taken for dead. */
     _Atomic uint64_t patience_ns;
     uint64_t close_patience_ns;   /* how long close waits for one; or a test's */
-    _Atomic uint64_t ahead_bytes; /* PCC_AHEAD_BYTES, or a test's */
+    _Atomic uint64_t ahead_bytes; /* PCC_CUDA_AHEAD_BYTES, or a test's */
     _Atomic uint64_t at_gate;     /* the newest snapshot whose copies a stream is to wait for */
     pthread_mutex_t gpu_lock;
     uint32_t page_by; /* the GPU in whose context the page was registered; PCC_HOST = none */

@@ -166,6 +166,11 @@ void pcc_gpu_device_close(struct pcc_gpu_device *device);
 PCC_MUST_CHECK int pcc_gpu_enter(const struct pcc_gpu_device *device);
 void pcc_gpu_leave(const struct pcc_gpu_device *device);
 
+/* Copies under way per GPU, in bytes, and two chunks at least: the trainer's own copies queue
+ * behind them, since one engine serves a direction. The client goes further once its trainer waits
+ * at the gate. */
+#define PCC_CUDA_AHEAD_BYTES (48ull << 20)
+
 /* Pins host memory for all contexts, in pieces of up to PCC_PIN_BYTES_MAX (one call for very large
  * ranges fails on some drivers); all of it or nothing. Within pcc_gpu_enter/leave. */
 #define PCC_PIN_BYTES_MAX (64ull << 30)

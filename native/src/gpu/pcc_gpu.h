@@ -13,11 +13,10 @@
 #include "gpu/pcc_gpus.h"
 
 #define PCC_GPUS_MAX 64u
-/* Under way on one GPU at a time: enough for its engine to go on while the copier sleeps, and no
- * more, since chunks under way are taken from the pool. */
+/* Under way on one GPU at a time, up to PCC_CUDA_AHEAD_BYTES: enough for its engine to go on while
+ * the copier sleeps, and no more, since chunks under way are taken from the pool. */
 #define PCC_GPU_CHUNKS 8u
 #define PCC_GPU_CHUNKS_MIN 2u
-#define PCC_GPU_BYTES_MAX (256ull << 20)
 /* Copies that one job enqueues before the next one has its turn. */
 #define PCC_GPU_COPIES 128u
 

@@ -158,7 +158,7 @@ static bool reap(struct pcc_gpu *gpu)
 static bool has_room(const struct pcc_gpu *gpu)
 {
     return gpu->chunks < PCC_GPU_CHUNKS_MIN ||
-           (gpu->chunks < PCC_GPU_CHUNKS && gpu->bytes < PCC_GPU_BYTES_MAX);
+           (gpu->chunks < PCC_GPU_CHUNKS && gpu->bytes < PCC_CUDA_AHEAD_BYTES);
 }
 
 /* The chunk is under way, or what there is of it, when it could not be enqueued as a whole. */
