@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
@@ -372,7 +373,14 @@ class Tenant:
             if refusal:
                 await port.expose(number, b"")  # replaces the previous exposure
                 return refusal
-            return await port.expose(number, exposure)
+            began_s = time.monotonic()
+            reason = await port.expose(number, exposure)
+            if not reason and (usage := port.usage()) is not None:  # opening handles may be slow
+                LOG.info(
+                    "%s: %d allocations of GPU memory (%s) are mapped, after %.3f s", self.key,
+                    usage.mappings, size_text(usage.exposed_bytes), time.monotonic() - began_s,
+                )  # fmt: skip
+            return reason
 
     def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
         """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""

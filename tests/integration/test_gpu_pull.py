@@ -31,7 +31,9 @@ def test_a_checkpoint_is_pulled_and_comes_back(start_node: Start) -> None:
     assert document["sessions"][0]["transfer"] == "pull"
     assert "CUDA IPC" in document["daemon"]["transfer_reason"]
     assert document["gpus"][0]["copied_bytes"] > 0
-    assert document["sessions"][0]["mappings"] > 0
+    mapped = document["sessions"][0]["mappings"]
+    assert mapped > 0
+    assert f": {mapped} allocations of GPU memory (" in node.daemon.log.read_text()
     assert trainer.recover() == {
         "found": True, "step": 5, "sequence": 5, "source": "dram", "skipped": [], "wrong": "",
     }  # fmt: skip

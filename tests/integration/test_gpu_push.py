@@ -59,7 +59,7 @@ def test_memory_that_cannot_be_shared(start_node: Start) -> None:
     """As with expandable segments."""
     node = start_node()
     parts = tuple(part._replace(shareable=False) for part in PARTS)
-    pushed(node, node.connect(parts), "share")
+    pushed(node, node.connect(parts), "expandable_segments")
 
 
 @stand_in

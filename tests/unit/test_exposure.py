@@ -83,7 +83,7 @@ def test_long_exposures_go_in_pieces() -> None:
         ("push", {}, "the client has"),
         ("auto", {"welcome": "no driver"}, "no driver"),
         ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
-        ("auto", {"expose_error": native_error("no handle")}, "no handle"),
+        ("auto", {"expose_error": native_error("no handle")}, "no CUDA IPC handle"),
         ("auto", {"expose_error": native_error("no slot", "TOO_LARGE")}, "separate pieces"),
         ("auto", {"refusal": RefusedError("another uid")}, "another uid"),
         ("auto", {"refusal": RefusedError("two\nlines" + "x" * 300)}, "two lines"),

@@ -35,10 +35,13 @@ STAGING_BYTES_MAX = 512 << 20
 #: The daemon accepts reasons of this length.
 REASON_LENGTH_MAX = 200
 _T = TypeVar("_T")
-_TOO_MANY = (
-    "the state lies in more than 262144 separate pieces of GPU memory, or in more than 16384 "
-    "allocations; use fewer and larger tensors"
-)
+#: What refuses an exposure here, by the core's code.
+_OBSTACLES = {
+    "TOO_LARGE": "the state lies in more than 262144 separate pieces of GPU memory, or in more "
+    "than 16384 allocations; use fewer and larger tensors",
+    "BAD_HANDLE": "this GPU memory cannot be shared: its allocator gives it no CUDA IPC handle "
+    "(expandable_segments:True, or a memory pool)",
+}
 
 
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
@@ -194,9 +197,9 @@ class Exposure:
         try:
             data = _with_room(lambda: connection.link.expose(ranges, part.nbytes), part)
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
-            too_many = isinstance(error, NativeError) and error.code_name == "TOO_LARGE"
+            code = error.code_name if isinstance(error, NativeError) else ""
             native = isinstance(error, NativeError)
-            self._refuse(_TOO_MANY if too_many else str(error), for_good=native)
+            self._refuse(_OBSTACLES.get(code, str(error)), for_good=native)
             self._kept = before  # the earlier exposure stays
             return
         try:
