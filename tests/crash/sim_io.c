@@ -51,8 +51,15 @@ static void check_operation(struct sim *sim, const void *bytes, uint64_t length,
     (void)sim;
 }
 
+static void may_die(struct sim *sim)
+{
+    if (sim->dies_in > 0 && --sim->dies_in == 0)
+        longjmp(sim->death, 1);
+}
+
 static void count_operation(struct sim *sim)
 {
+    may_die(sim);
     if (++sim->operations > SIM_OPERATIONS_MAX) {
         fprintf(stderr, "hang: %s fault at %llu, more than %u operations\n",
                 sim_fault_names[sim->fault.kind], (unsigned long long)sim->fault.at,
@@ -230,6 +237,7 @@ static int64_t sim_write(struct pcc_io *io, const void *bytes, uint64_t length, 
         memcpy(sim->image + offset, bytes, (uint64_t)moved);
         append_write(sim, SIM_WRITE, part, bytes, (uint64_t)moved, offset);
     }
+    may_die(sim);
     return moved;
 }
 
@@ -279,6 +287,7 @@ static int64_t sim_write_durable(struct pcc_io *io, const void *bytes, uint64_t 
         memcpy(sim->image + offset, bytes, (uint64_t)moved);
         append_write(sim, as, part_of_record(sim, offset), bytes, (uint64_t)moved, offset);
     }
+    may_die(sim);
     return moved;
 }
 
@@ -313,6 +322,7 @@ static int sim_flush(struct pcc_io *io)
         sim->moving = true;
     if (sim->recording)
         append(sim, SIM_FLUSH, PART_FLUSH)->failed = result != 0;
+    may_die(sim);
     return result;
 }
 

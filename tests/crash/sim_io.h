@@ -6,6 +6,8 @@
 #ifndef SIM_IO_H
 #define SIM_IO_H
 
+#include <setjmp.h>
+
 #include "disk/pcc_format.h"
 #include "io/pcc_io.h"
 #include "rng.h"
@@ -117,7 +119,9 @@ struct sim {
     void (*beside)(void *owner); /* what other threads do while a record is being written */
     void *owner;
     bool is_beside;
-    bool moving; /* a save of this session met an error in a slot */
+    jmp_buf death;
+    uint64_t dies_in; /* moments before and after operations until the process dies; 0: it lives */
+    bool moving;      /* a save of this session met an error in a slot */
     bool slot_used[PCC_SLOTS_MAX];
     bool slot_bad[PCC_SLOTS_MAX]; /* a write failed there: nobody may write there again */
     bool record_bad; /* a record write failed: nothing may be published before a reopen */
@@ -157,5 +161,6 @@ void sim_view_open(struct sim_view *view, const uint8_t *image, uint64_t size_by
 extern struct sim *sim_current;
 /* Session-independent time and randomness: hooks.c answers for the kernel. */
 void hooks_seed(uint64_t seed);
+void hooks_died(void); /* the process that was in the middle of a record */
 
 #endif

@@ -100,6 +100,7 @@ struct workload *workload_new(const struct workload_spec *spec, uint64_t seed)
 void workload_free(struct workload *workload)
 {
     PCC_ASSERT(!workload->volume);
+    free(workload->memory);
     sim_free(workload->sim);
     oracle_free(workload->oracle);
     free(workload);
@@ -124,7 +125,7 @@ int workload_format(struct workload *workload)
     return result;
 }
 
-int workload_open(struct workload *workload)
+static int volume_open(struct workload *workload)
 {
     struct sim *sim = workload->sim;
     sim->purpose = PURPOSE_OPEN;
@@ -139,16 +140,39 @@ int workload_open(struct workload *workload)
     workload->incarnation = record.incarnation;
     workload->newest_begun = record.next_sequence - 1;
     workload->flagged = 0;
+    return 0;
+}
+
+static void saver_open(struct workload *workload)
+{
     struct pcc_saver_spec spec = {
         .lanes = workload->lanes,
         .writers_per_lane = 0,
         .chunk_bytes = workload->spec.chunk_bytes,
         .events = &events,
         .owner = workload,
+        .kept = &workload->kept,
     };
-    result = pcc_saver_open(workload->volume, &spec, &workload->saver);
+    int result = pcc_saver_open(workload->volume, &spec, &workload->saver);
     PCC_ASSERT(result == 0);
+}
+
+int workload_open(struct workload *workload)
+{
+    int result = volume_open(workload);
+    if (result != 0)
+        return result;
+    workload_keep(workload);
+    saver_open(workload);
     return 0;
+}
+
+int workload_open_again(struct workload *workload)
+{
+    int result = volume_open(workload);
+    if (result == 0)
+        saver_open(workload);
+    return result;
 }
 
 int workload_begin(struct workload *workload, uint32_t pages)
@@ -212,6 +236,8 @@ static void hand_over(struct workload *workload, struct live *live, uint32_t ind
                               .payload_offset_bytes = offset,
                               .length_bytes = length,
                               .index = index,
+                              .segment = live->tag + 1,
+                              .segment_chunk = index,
                               .checksums = given ? checksums : NULL};
     live->handed |= 1u << index;
     int result = pcc_save_chunk(live->save, &chunk);

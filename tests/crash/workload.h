@@ -18,6 +18,7 @@ struct workload_spec {
     uint32_t policy_one_in; /* how seldom flags, incarnations, finish, reopen come; 0: never */
     uint32_t reuse_one_in;  /* how seldom a chunk is re-used the moment it was written; 0: never */
     uint32_t fault_one_in;  /* how seldom an action arms a transient fault; 0: never */
+    uint32_t death_one_in;  /* how seldom the daemon dies in an action, and another one goes on */
 };
 
 struct live {              /* a save in flight, from its owner's side */
@@ -44,6 +45,8 @@ struct workload {
     uint32_t lanes;
     uint32_t stepping; /* the lane that is at work, + 1 */
     struct live lives[WORKLOAD_LANES_MAX];
+    struct pcc_kept kept; /* what the daemon leaves to the next one ... */
+    uint8_t *memory;      /* ... and where it lies */
     uint64_t incarnation;
     uint64_t newest_begun; /* sequence */
     uint64_t flagged;
@@ -51,7 +54,8 @@ struct workload {
     struct pcc_load *reading; /* a reader that takes its time */
     bool faulty;              /* a fault was armed: saves may fail */
     struct {
-        uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads;
+        uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads, deaths,
+            adopted;
     } count;
 };
 
@@ -69,6 +73,13 @@ int workload_save(struct workload *workload, uint32_t pages);
 void workload_close(struct workload *workload); /* aborts what is not sealed; safe when not open */
 /* Reads every durable checkpoint back through the open volume; compares. */
 void workload_restore(struct workload *workload);
+
+/* -- the daemon's death -- */
+void workload_keep(struct workload *workload); /* empty memory, for a saver that is to be opened */
+/* Whether the daemon died in it; then workload_go_on. */
+bool workload_dies(struct workload *workload, void (*act)(struct workload *workload));
+void workload_go_on(struct workload *workload);
+int workload_open_again(struct workload *workload); /* with the memory that is there */
 
 /* -- the moves that the scheduler chooses from -- */
 int workload_begin(struct workload *workload, uint32_t pages);

@@ -194,6 +194,45 @@ static void begin_any(struct workload *workload)
         sim_breach(workload->sim, "a save could not begin on a disk without faults");
 }
 
+/* What an earlier daemon had copied is durable under protection, which its owner takes away. */
+static void unprotect(struct workload *workload)
+{
+    struct pcc_record record;
+    pcc_volume_record(workload->volume, &record);
+    for (uint32_t i = 0; i < record.slot_count; i++) {
+        const struct pcc_slot_entry *entry = &record.slots[i];
+        if (entry->state == PCC_SLOT_DURABLE && (entry->flags & PCC_SLOT_PROTECTED) != 0 &&
+            entry->sequence != workload->flagged &&
+            pcc_volume_flag(workload->volume, entry->sequence, 0, PCC_SLOT_PROTECTED, false) != 0)
+            sim_breach(workload->sim, "a protected checkpoint was recycled");
+    }
+}
+
+static void move_on(struct workload *workload)
+{
+    struct rng *rng = &workload->rng;
+    const struct workload_spec *spec = &workload->spec;
+    if (spec->death_one_in && rng_chance(rng, 8))
+        unprotect(workload);
+    if (spec->policy_one_in && rng_chance(rng, spec->policy_one_in)) {
+        change_policy(workload);
+        return;
+    }
+    uint32_t move = rng_below(rng, 100);
+    if (move < 12)
+        begin_any(workload);
+    else if (move < 45)
+        workload_feed(workload, any_live(workload));
+    else if (move < 47)
+        abort_save(workload, any_live(workload));
+    else if (move < 50)
+        workload_uncache(workload, any_live(workload));
+    else if (move < 53)
+        toggle_reader(workload);
+    else
+        (void)workload_step(workload, rng_below(rng, workload->lanes));
+}
+
 void workload_run(struct workload *workload, uint32_t actions)
 {
     struct rng *rng = &workload->rng;
@@ -201,24 +240,12 @@ void workload_run(struct workload *workload, uint32_t actions)
     for (uint32_t i = 0; i < actions && workload->volume && !workload->sim->breach; i++) {
         if (spec->fault_one_in && rng_chance(rng, spec->fault_one_in))
             arm_fault(workload);
-        if (spec->policy_one_in && rng_chance(rng, spec->policy_one_in)) {
-            change_policy(workload);
-            continue;
-        }
-        uint32_t move = rng_below(rng, 100);
-        if (move < 12)
-            begin_any(workload);
-        else if (move < 45)
-            workload_feed(workload, any_live(workload));
-        else if (move < 47)
-            abort_save(workload, any_live(workload));
-        else if (move < 50)
-            workload_uncache(workload, any_live(workload));
-        else if (move < 53)
-            toggle_reader(workload);
-        else
-            (void)workload_step(workload, rng_below(rng, workload->lanes));
+        if (spec->death_one_in && rng_chance(rng, spec->death_one_in))
+            workload->sim->dies_in = 1 + rng_below(rng, 12);
+        if (workload_dies(workload, move_on))
+            workload_go_on(workload);
     }
+    workload->sim->dies_in = 0;
 }
 
 /* Others go on while the publisher writes a record: a flag may change, a save may begin in whatever
