@@ -207,8 +207,7 @@ static struct workload_spec draw_spec(struct rng *rng, uint64_t history)
     spec.policy_one_in = rng_chance(rng, 3) ? 0 : 25;
     spec.reuse_one_in = rng_chance(rng, 2) ? 16 : 0;
     spec.fault_one_in = rng_chance(rng, 2) ? 40 : 0;
-    if (!spec.fault_one_in)
-        spec.death_one_in = rng_chance(rng, 2) ? 12 : 0;
+    spec.death_one_in = rng_chance(rng, 2) ? 12 : 0;
     return spec;
 }
 

@@ -269,6 +269,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "sequence given out again",
+        "after the daemon's death a new checkpoint takes that of one which went on",
+        source="disk/pcc_save_adopt.c",
+        changes=(
+            ("(void)pcc_volume_take_sequence(saver->volume, found->sequence);", "(void)found;"),
+        ),
+    ),
+    Mutant(
+        "durable, and saved again",
+        "killed between the record and the end of the save, the next daemon goes on with it",
+        source="disk/pcc_save_adopt.c",
+        changes=(("if (is_durable(saver->volume, found->sequence))", "(void)is_durable; if (0)"),),
+    ),
+    Mutant(
         "checksums not compared",
         "rotten data is handed out",
         program="rot",

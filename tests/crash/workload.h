@@ -51,6 +51,7 @@ struct workload {
     uint64_t newest_begun; /* sequence */
     uint64_t flagged;
     uint32_t flagged_with;
+    bool is_flagging;
     struct pcc_load *reading; /* a reader that takes its time */
     bool faulty;              /* a fault was armed: saves may fail */
     struct {

@@ -46,6 +46,7 @@ static void abandon(struct workload *workload)
     workload->saver = NULL;
     workload->volume = NULL;
     workload->stepping = 0;
+    workload->is_flagging = false;
 }
 
 static struct live *live_in(struct workload *workload, uint32_t place)
@@ -60,7 +61,7 @@ static struct live *live_in(struct workload *workload, uint32_t place)
     return NULL;
 }
 
-static void hand_over_again(struct workload *workload, struct live *live, uint32_t place)
+static int hand_over_again(struct workload *workload, struct live *live, uint32_t place)
 {
     const uint32_t chunk_bytes = workload->spec.chunk_bytes;
     const uint64_t payload_bytes = workload->oracle->saves[live->tag].request.payload_bytes;
@@ -76,18 +77,18 @@ static void hand_over_again(struct workload *workload, struct live *live, uint32
                                         .segment = live->tag + 1,
                                         .segment_chunk = i,
                                         .checksums = pcc_save_kept_checksums(live->save, i)};
+        int result = -PCC_E_DAMAGED;
         if (atomic_load(&piece->segment) == 0) {
             live->written |= 1u << i;
             live->uncached |= 1u << i;
-            if (pcc_save_found(live->save, live->tag, i, bytes) != 0)
-                sim_breach(workload->sim, "what was re-used is not in its slot");
-        } else if (!pcc_save_matches(live->save, i, bytes, chunk.length_bytes) ||
-                   pcc_save_chunk(live->save, &chunk) != 0) {
-            sim_breach(workload->sim, "a kept chunk was refused");
+            result = pcc_save_found(live->save, live->tag, i, bytes);
+        } else if (pcc_save_matches(live->save, i, bytes, chunk.length_bytes)) {
+            result = pcc_save_chunk(live->save, &chunk);
         }
+        if (result != 0)
+            return result;
     }
-    if (pcc_save_seal(live->save) != 0)
-        sim_breach(workload->sim, "a kept save could not be sealed");
+    return pcc_save_seal(live->save);
 }
 
 static void adopt(struct workload *workload, struct live *live, uint32_t place)
@@ -99,11 +100,17 @@ static void adopt(struct workload *workload, struct live *live, uint32_t place)
     if (result == 0) {
         live->handed = all_chunks(live);
         live->written = live->uncached = 0;
-        hand_over_again(workload, live, place);
         workload->count.adopted++;
+        if (hand_over_again(workload, live, place) == 0)
+            return;
+        if (!workload->faulty)
+            sim_breach(workload->sim, "a part of a copied save was not there");
+        live->sealed = false;
+        live->aborted = true;
+        pcc_save_abort(live->save, -PCC_E_DAMAGED);
         return;
     }
-    if (result != -EALREADY)
+    if (result != -EALREADY && !workload->faulty)
         sim_breach(workload->sim, "a copied save did not go on");
     pcc_kept_end(&workload->kept, place);
     live_drop(live);
@@ -136,7 +143,10 @@ static void take_over(struct workload *workload)
         if (!copied[i])
             live_drop(&workload->lives[i]);
     if (workload_open_again(workload) != 0) {
-        sim_breach(workload->sim, "a volume does not open after its daemon's death");
+        if (!workload->faulty)
+            sim_breach(workload->sim, "a volume does not open after its daemon's death");
+        for (uint32_t i = 0; i < WORKLOAD_LANES_MAX; i++)
+            live_drop(&workload->lives[i]);
         return;
     }
     uint64_t below = UINT64_MAX;

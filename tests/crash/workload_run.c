@@ -166,7 +166,9 @@ static void change_policy(struct workload *workload)
         result = pcc_volume_recycle(workload->volume);
         break;
     default:
+        workload->is_flagging = true;
         change_flag(workload, rng_chance(&workload->rng, 2));
+        workload->is_flagging = false;
     }
     if (result != 0 && !workload->faulty)
         sim_breach(workload->sim, "a policy change failed on a disk without faults");
@@ -262,7 +264,8 @@ void workload_beside(void *owner)
         sealed += workload->lives[i].save && workload->lives[i].sealed;
     if (sealed > (workload->stepping > 0))
         return;
-    if (workload->spec.policy_one_in && rng_chance(&workload->rng, 4))
+    /* Not while a flag is being changed: it might take the other good one. */
+    if (workload->spec.policy_one_in && rng_chance(&workload->rng, 4) && !workload->is_flagging)
         change_flag(workload, false);
     begin_any(workload);
     for (uint32_t i = 0; i < workload->lanes; i++) {
