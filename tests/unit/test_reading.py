@@ -3,6 +3,7 @@ ones replaced it; and how long it waits for one that is being written."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,14 +41,10 @@ class Daemon:
         self.asked: list[Open] = []
         self.load_broken_off = False
         self.reads: list[int] = []
-        self._loads = 0
+        self.loads = itertools.count(1)
         self.link: Any = SimpleNamespace(
             load_start=lambda *_: None, load_wait=self._wait, device_open=lambda _: ""
         )
-
-    def next_load(self) -> int:
-        self._loads += 1
-        return self._loads
 
     def request(self, body: Any, *, timeout_s: float) -> Any:
         if not isinstance(body, Open):
