@@ -27,9 +27,6 @@ class Memory:
     def gone(self, session: int) -> None:
         self.calls.append(("gone", session))
 
-    async def claim(self, _: object, wanted_bytes: int) -> int:
-        return wanted_bytes
-
 
 class Control:
     def __init__(self) -> None:
@@ -51,9 +48,11 @@ class Kit:
         self.memory, self.control, self.trims = Memory(), Control(), 0
         driver = SimpleNamespace(offer=offer or Offer("push", "no driver"))
         engine: Any = SimpleNamespace(driver=driver, require_storage=self._nothing)
-        registry: Any = SimpleNamespace(memory=self.memory, trim=self._trim)
+        registry: Any = SimpleNamespace(
+            memory=self.memory, trim=self._trim, engine=engine, config=CONFIG
+        )
         control: Any = self.control
-        self.sessions = Sessions(CONFIG, engine, registry, control)
+        self.sessions = Sessions(registry, control)
         attach: Any = self._attach
         self.sessions._attach_trainer = self.sessions._attach_reader = attach  # type: ignore[method-assign]
 
@@ -121,7 +120,7 @@ def test_a_session_that_cannot_be_made_leaves_nothing_behind() -> None:
 def test_a_daemon_that_stops_takes_no_session() -> None:
     kit = Kit()
     before = kit.open()
-    kit.sessions.drain()
+    kit.sessions.draining = True
     with pytest.raises(RefusedError, match="stopping") as refused:
         kit.open()
     assert refused.value.retryable
@@ -213,15 +212,6 @@ def test_who_has_to_end_is_told_by_its_event(ends: Callable[[Session], None]) ->
     ends(session)
     assert session.broken.is_set()
     assert session.gives_way is (ends is Session.give_way)
-
-
-def test_an_ending_session_claims_no_memory() -> None:
-    kit = Kit()
-    session = kit.open()
-    session.port, session.tenant = SimpleNamespace(), SimpleNamespace(key="gpt")  # type: ignore[assignment]
-    session.ending = True
-    with pytest.raises(RefusedError, match="the session has ended"):
-        asyncio.run(kit.sessions.claim(session, 10))
 
 
 def test_lost_requests_are_refused_for_trainers_of_that_uid_only() -> None:

@@ -215,20 +215,9 @@ def reading(result: object) -> Callable[[Path, pytest.MonkeyPatch], Iterable[Fin
     return found
 
 
-def limits(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
-    patch.setattr(machine, "_limits_of", lambda _: (65536, 1024))
-    return machine.limits()
-
-
 def memory(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     patch.setattr(machine, "available", lambda: (1 << 30, "the machine"))
     return machine.memory(6 << 30)
-
-
-def no_huge_pages(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
-    patch.setattr(machine, "_collapses", lambda: False)
-    patch.setattr(machine, "read", lambda name: "always [never]" if "shmem" in name else "0")
-    return machine.huge_pages()
 
 
 def open_socket(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
@@ -342,14 +331,6 @@ DOCTOR: dict[
             "see dmesg; replace the disk, or free space",
         ),
     ),
-    "memlock": (
-        limits,
-        (
-            "this shell may only lock 64.0 KiB of memory",
-            "the GPU driver may refuse to pin memory: copies from GPUs are slower then",
-            "ulimit -l unlimited; for a service: LimitMEMLOCK=infinity",
-        ),
-    ),
     "memory": (
         memory,
         (
@@ -357,15 +338,6 @@ DOCTOR: dict[
             "the kernel kills processes before the pool reaches its budget: checkpoints that were "
             "only copied are lost with pccheckd",
             "lower --dram, or raise the memory limit of the service or container",
-        ),
-    ),
-    "huge pages": (
-        no_huge_pages,
-        (
-            "not available for shared memory (shmem_enabled: never, nr_hugepages: 0)",
-            "copies and writes of checkpoints take more CPU time",
-            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, or sysctl "
-            "vm.nr_hugepages=DRAM/2MiB",
         ),
     ),
     "no driver": (
