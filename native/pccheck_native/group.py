@@ -21,6 +21,9 @@ newest common one, only its `keep` common ones: N of its slots are free for n an
 is durable or in flight on every rank, and ends by that rank's own disk. A rank that waits for a
 slot waits for n, never for a rank that itself waits; and n frees a slot everywhere when it ends.
 
+**A start of one rank** decides by itself, unless several ranks have left checkpoints. Then the same
+rules hold for its volume: its own newest checkpoint of that time may be one that the others lack.
+
 **When ranks are not in lockstep** a rank may be out of slots while another one will never bring
 what fills them. What a live rank has passed over (skipped, failed, or asked for a later one) is
 given up at once on all ranks. What only a rank without a process could bring, or one whose own is
@@ -156,15 +159,16 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
 
 
 def _lacking(ranks: Ranks, number: int, size: int) -> list[tuple[int, Rank]]:
-    """The ranks of a world of `size` that neither have a whole one nor have it in flight."""
+    """The ranks of a world of `size` that neither have a whole one nor have it in flight. Whichever
+    rank saved alone is the one that has it."""
     found = [
         (rank, known)
         for rank, known in ranks.items()
-        if rank < size
+        if (rank < size if size > 1 else any(one.sequence == number for one in known.held))
         and number not in known.pending
         and not any(one.sequence == number and one.usable for one in known.held)
     ]
-    if sum(rank < size for rank in ranks) < size:  # some were never here
+    if size > 1 and sum(rank < size for rank in ranks) < size:  # some were never here
         found.append((size - 1, NOBODY))
     return found
 

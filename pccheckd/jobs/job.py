@@ -81,6 +81,14 @@ class Job:
         ]
         return max(newest, key=lambda one: one.sequence).world_size if newest else 1
 
+    @property
+    def is_shared(self) -> bool:
+        """Its ranks decide together: there are several, or checkpoints of a start that had."""
+        if self.world_size > 1 or len(self.tenants) > 1:
+            return True
+        left = (one for tenant in self.tenants.values() for one in tenant.volumes.checkpoints())
+        return any(one.world_size > 1 for one in left)
+
     async def close(self) -> None:
         for tenant in self.tenants.values():
             tenant.stop_attaches()  # all first: no trainer attaches to the last ones meanwhile
@@ -277,7 +285,7 @@ class Job:
     def moved(self) -> None:
         """Input of the decision may have changed. Decides once per turn of the loop; a single rank
         has nothing to decide."""
-        if self._due is None and self.world_size > 1:
+        if self._due is None and self.is_shared:
             self._due = asyncio.get_running_loop().call_soon(self.settle)
 
     def settle(self) -> None:
@@ -285,9 +293,9 @@ class Job:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        ranks, world_size = self.ranks(), self.world_size
-        if world_size < 2:
+        if not self.is_shared:
             return
+        ranks, world_size = self.ranks(), self.world_size
         agreed, before = group.agree(ranks, world_size, self._keep(), self._short), self.agreement
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
@@ -336,7 +344,7 @@ class Job:
     def needs(self, sequence: int) -> bool:
         """Whether a durable checkpoint must not go with its volume."""
         agreed = self.agreement
-        return self.world_size > 1 and sequence >= agreed.oldest and sequence not in agreed.given_up
+        return self.is_shared and sequence >= agreed.oldest and sequence not in agreed.given_up
 
     def pins(self, rank: int, owner: Owner) -> set[int]:
         """What a trainer that has restored nothing newer must leave alone (P7)."""

@@ -21,6 +21,10 @@ class Group(Protocol):
     def newest_common(self) -> int:
         """The newest sequence that all ranks have; 0: there is none."""
 
+    @property
+    def is_shared(self) -> bool:
+        """The ranks decide together: there are several, or checkpoints of a start that had."""
+
     def moved(self) -> None:
         """What the job decides on has changed."""
 

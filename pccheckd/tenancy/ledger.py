@@ -234,7 +234,7 @@ class Ledger:
         moved = [
             found
             for found in self.checkpoints.values()
-            if found.state is State.DURABLE and found.sequence <= newest
+            if found.state is State.DURABLE and found.sequence <= newest and found.world_size > 1
         ]
         for found in moved:
             if found.sequence in common:

@@ -224,8 +224,8 @@ class Tenant:
 
     @property
     def is_grouped(self) -> bool:
-        """Its trainer is one of several ranks."""
-        return self.owner is not None and self.owner.world_size > 1
+        """Its trainer is one of several ranks, or they have left checkpoints."""
+        return self.owner is not None and self.group.is_shared
 
     def note_stall(self, why: str) -> None:
         """Why the disk seems to hang, or "": logged when that changes."""

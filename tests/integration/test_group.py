@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pccheck_native import Volume, dropping
+from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Restored
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
-from tests.support.rank import Rank
+from tests.support.rank import Rank, payload_of
 from tests.support.trainer import RemoteError, Trainer, mismatch
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
+Members = Callable[..., list[Rank]]
 COUNTS = [300_000, 11]
 LIMIT_S = 30.0
+SIZE, SIZE_MAX = 4096, 1 << 20
 
 
 def ranks(
@@ -320,6 +324,101 @@ def test_a_start_killed_before_all_were_there(start_daemon: Start, start_trainer
             trainer.checkpoint()
         time.sleep(0.1)
     save(again)
+
+
+# -- a start of one rank ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    """Connects all ranks of a start to a daemon, and closes at the end."""
+    made: list[Rank] = []
+
+    def connect(daemon: Daemon, world: int = 2, **options: Any) -> list[Rank]:
+        group = [
+            Rank(daemon.socket, rank=rank, world_size=world, **options) for rank in range(world)
+        ]
+        made.extend(group)
+        for rank in group:
+            rank.register(SIZE_MAX)
+        return group
+
+    yield connect
+    for rank in made:
+        rank.close()
+
+
+def listed(rank: Rank) -> list[int]:
+    """The steps that its volume holds, newest first."""
+    found = rank.ask(ListVolumes("job"))
+    assert isinstance(found, Report)
+    rows: Any = found.document["checkpoints"]
+    return sorted((row["step"] for row in rows if row["rank"] == rank.rank), reverse=True)
+
+
+def steps_of_all(group: list[Rank]) -> list[int]:
+    """That they restore; the group ends."""
+    found = [rank.open() for rank in group]
+    for rank in group:
+        rank.close()
+    return [one.step for one in found if isinstance(one, Opened)]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_one_rank_after_two_recycles_nothing_that_the_two_had(
+    start_daemon: Start, members: Members, fresh: bool
+) -> None:
+    """Rank 0 was ahead of rank 1, so its own newest checkpoints are worth nothing to the job."""
+    daemon = start_daemon("--slots", "3", "--keep", "1")
+    first, second = members(daemon)
+    for rank in (first, second):
+        rank.save(1, payload_of(1, SIZE))
+    first.save(2, payload_of(2, SIZE))
+    first.save(3, payload_of(3, SIZE))
+    first.close()
+    second.close()
+    (alone,) = members(daemon, 1, fresh=fresh)
+    if not fresh:
+        found = alone.ask(Open(replicated=True))
+        assert isinstance(found, Opened) and found.step == 1
+        alone.ask(Restored(found.sequence))
+    snapshot = alone.begin(2, payload_of(4, SIZE), fill=False)  # it takes a slot, and never ends
+    deadline = time.monotonic() + LIMIT_S
+    while alone.describe(snapshot).state is not State.COPYING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    alone.close()
+    assert steps_of_all(members(daemon)) == [1, 1]
+    (alone,) = members(daemon, 1, fresh=True)
+    for step in range(5, 12):
+        alone.save(step, payload_of(step, SIZE))
+    assert listed(alone) == [11]
+    alone.close()
+
+
+def test_what_two_ranks_had_in_flight_takes_nothing_from_them(
+    start_daemon: Start, members: Members
+) -> None:
+    """Rank 0 has written it after a start of one rank has begun, and rank 1 still writes it when
+    the node goes down."""
+    daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "1MiB")
+    group = members(daemon)
+    for rank in group:
+        rank.save(1, payload_of(1, SIZE))
+    for rank, size in zip(group, (SIZE_MAX // 2, 8 * SIZE_MAX), strict=True):
+        rank.register(size)
+        rank.wait(rank.begin(2, payload_of(2, size)), copied=True)
+        rank.close()
+    (alone,) = members(daemon, 1, fresh=True)
+    deadline = time.monotonic() + LIMIT_S
+    while 2 not in (found := listed(alone)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    daemon.kill()
+    alone.close()
+    assert found == [2, 1]
+    daemon.start()
+    assert steps_of_all(members(daemon)) == [1, 1]
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -265,6 +265,45 @@ static void test_a_group_publishes_in_any_order_above_its_newest(void)
     memory_free(media);
 }
 
+static enum pcc_published publish_of(struct pcc_volume *volume, uint64_t sequence,
+                                     uint32_t world_size)
+{
+    struct pcc_slot_entry entry = entry_of(pcc_volume_take_sequence(volume, sequence));
+    enum pcc_published published;
+    uint32_t slot;
+
+    entry.world_size = world_size;
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &published, NULL, NULL), 0);
+    return published;
+}
+
+static void test_one_rank_after_several_obeys_the_group_until_it_has_its_own(void)
+{
+    struct memory_io *media = formatted(4, 1);
+    struct pcc_volume *volume = grouped(media);
+
+    CHECK_EQUAL(publish_of(volume, 1, 2), PCC_PUBLISHED);
+    agree(volume, 1, 1, 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, 1), 0);
+    CHECK_EQUAL(publish_of(volume, 2, 2), PCC_PUBLISHED); /* in flight: the others lack it yet */
+    CHECK(has(volume, 1) && has(volume, 2));
+    agree(volume, 1, 1, 2); /* and never get it */
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK(has(volume, 1) && !has(volume, 2));
+    CHECK_EQUAL(publish_of(volume, 4, 1), PCC_PUBLISHED);
+    CHECK(has(volume, 1) && has(volume, 4));
+    agree(volume, 4, 4, 0);
+    CHECK_EQUAL(publish_of(volume, 6, 1), PCC_PUBLISHED);
+    CHECK_EQUAL(table_size(volume), 2); /* from now on it decides by itself */
+    CHECK_EQUAL(publish_of(volume, 7, 1), PCC_PUBLISHED);
+    CHECK_EQUAL(table_size(volume), 1);
+    agree(volume, 7, 7, 8);
+    CHECK_EQUAL(publish_of(volume, 8, 2), PCC_PUBLISH_GIVEN_UP);
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 static void test_what_the_user_pinned_stays_over_a_restart_until_it_is_unpinned(void)
 {
     struct memory_io *media = formatted(4, 2);
@@ -576,6 +615,7 @@ int main(void)
     RUN(test_flags_keep_what_policy_wants_but_leave_a_slot);
     RUN(test_a_group_keeps_what_the_others_may_still_need);
     RUN(test_a_group_publishes_in_any_order_above_its_newest);
+    RUN(test_one_rank_after_several_obeys_the_group_until_it_has_its_own);
     RUN(test_what_the_user_pinned_stays_over_a_restart_until_it_is_unpinned);
     RUN(test_a_full_volume_of_a_group_gives_away_its_oldest_common_one);
     RUN(test_damage_is_recorded_and_does_not_count);

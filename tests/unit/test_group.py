@@ -119,6 +119,20 @@ def test_what_a_start_of_another_size_has_in_flight_is_not_given_up(was: int, no
     assert agreed(ranks, world=now) == (1, 1, [])
 
 
+def test_what_rank_1_saved_alone_is_looked_for_there() -> None:
+    """Rank 0 had no part in it, so it is not missing there."""
+    ranks = {0: Rank(asked=2), 1: Rank(held(1, world=1), pending={2: 1}, asked=2)}
+    assert agreed(ranks) == (1, 1, [])
+
+
+def test_a_start_of_one_rank_keeps_what_several_had_until_it_has_its_own() -> None:
+    """Rank 0 was ahead; what rank 1 does not have goes first."""
+    mine = held(1, 2, 3, world=2)
+    assert agreed({0: Rank(mine, asked=4), 1: Rank(held(1))}, world=1) == (1, 1, [2, 3])
+    ranks = {0: Rank([*mine, *held(4, world=1)], asked=4), 1: Rank(held(1))}
+    assert agreed(ranks, world=1) == (4, 4, [2, 3])
+
+
 def test_what_only_a_dead_rank_could_bring_is_given_up_for_a_slot() -> None:
     """Oldest first, one at a time."""
     ranks = {0: Rank(held(1, 2, 3), asked=3), 1: Rank(held(1))}

@@ -45,7 +45,13 @@ static uint32_t rank_of(const struct pcc_record *record, uint32_t slot)
 
 bool pcc_commit_is_grouped(const struct pcc_record *record)
 {
-    return record->world_size > 1;
+    if (record->world_size > 1)
+        return true;
+    /* A start of one rank: which of these all ranks have only the group knows. */
+    for (uint32_t slot = 0; slot < record->slot_count; slot++)
+        if (record->slots[slot].state == PCC_SLOT_DURABLE && record->slots[slot].world_size > 1)
+            return true;
+    return false;
 }
 
 bool pcc_commit_gives_up(const struct pcc_volume_group *group, uint64_t sequence)

@@ -376,9 +376,11 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 /* With both locks held. The tables hold the same checkpoints then, as no other record is under way;
  * a damage flag that waits for the next record is in the staged one. A group's checkpoints become
  * durable in any order, for the others may not have the newest one of this rank. */
-static enum pcc_published verdict(const struct pcc_volume *volume, uint64_t sequence)
+static enum pcc_published verdict(const struct pcc_volume *volume,
+                                  const struct pcc_slot_entry *entry)
 {
-    const bool is_grouped = pcc_commit_is_grouped(&volume->staged);
+    const bool is_grouped = entry->world_size > 1 || pcc_commit_is_grouped(&volume->staged);
+    const uint64_t sequence = entry->sequence;
 
     if (is_grouped && pcc_commit_gives_up(&volume->group, sequence))
         return PCC_PUBLISH_GIVEN_UP;
@@ -406,7 +408,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         return result;
     }
     (void)pthread_mutex_lock(&volume->lock);
-    const enum pcc_published published = verdict(volume, entry->sequence);
+    const enum pcc_published published = verdict(volume, entry);
     if (published != PCC_PUBLISHED) {
         push_free(volume, slot);
         (void)pthread_mutex_unlock(&volume->lock);

@@ -91,8 +91,9 @@ struct pcc_volume_group {
     uint64_t given_up[PCC_GIVEN_UP_MAX]; /* another rank will never have these: recycled first */
 };
 /* The publisher obeys it from the next record on; a save that is given up ends before its record.
- * Waits for no disk. Until the first call nothing of a volume with world_size > 1 is recycled, and
- * with world_size 1 `group` counts for nothing. -EINVAL: oldest is above newest. */
+ * Waits for no disk. Until the first call nothing is recycled of a volume with world_size > 1, or
+ * which holds a checkpoint of such a start; for other volumes `group` counts for nothing. -EINVAL:
+ * oldest is above newest. */
 PCC_MUST_CHECK int pcc_volume_set_group(struct pcc_volume *volume,
                                         const struct pcc_volume_group *group);
 /* Whether a slot may be recycled now. */
