@@ -1,14 +1,14 @@
 """A model of the volumes and trainers of one job, around the real `group.py`, and a search through
 all its states.
 
-The decisions of `group.py` are correct only together with the publishers of the volumes that apply
-them (`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c), in any order of
-events, however late a publisher gets them, and whichever process dies. So this search walks breadth
-first through every state that a small job can reach, and checks in each: if everything were killed
-now, would the ranks restore what they were promised? And: does any rank wait for ever?
+What `group.py` decides is only right together with what the publishers of the volumes do with it
+(`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c), in any order of events,
+however late they hear of it, whoever dies when. So this walks breadth first through every state
+that a small job can reach and asks in each of them: if everything were killed now, would the ranks
+restore what they were told they have? And: does anybody wait for ever?
 
-Sequences, steps and incarnations are counted from the smallest that still matters, so a job that
-runs for ever has finitely many states, and the search can be complete.
+Sequences, steps and incarnations are counted from the smallest that still means something, so that
+a job that runs for ever has finitely many states, and the search can be complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import types
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,10 @@ SEQUENCE, STEP, RUN, DAMAGED = 12, 7, 3, 4
 WORLD = 3  # the mask
 #: One in flight is that number with its state in the two lowest bits.
 WAITING, COPYING, COPIED = range(3)
-DEAD, LIVE, AWAY = range(3)  # a process; AWAY: it lives, and has no session
+#: A process. AWAY: it lives, and has no session; NEW: it has connected, and not restored.
+DEAD, LIVE, AWAY, NEW = range(4)
 ALWAYS = 9  # a budget that does not shrink
-NOTHING = 1  # what a start chose: no checkpoint
+UNCHOSEN, NOTHING = 1, 2  # what a start restores: not known yet; no checkpoint
 FAR = 1 << 40
 
 Obeyed = tuple[int, int, tuple[int, ...]]
@@ -37,16 +38,16 @@ UNTOLD: Obeyed = (0, 0, ())
 
 
 class Config(NamedTuple):
-    """One job, the events that may happen to it, and how often."""
+    """One job, and what may happen to it how often."""
 
     name: str
     world: int
     slots: int
     keep: int
     lanes: int
-    #: "prompt": every publisher obeys the agreement of this moment. "late": each publisher gets an
-    #: agreement at any later moment. "stale": it may also get an earlier agreement. "unseen": the
-    #: daemon also reads the volumes at any later moment.
+    #: "prompt": every publisher always obeys what would be agreed on now. "late": each one hears of
+    #: it when it hears of it. "stale": and of what was agreed on earlier. "unseen": and the daemon
+    #: looks at the volumes when it looks at them.
     mode: str = "prompt"
     lead: int = 1  # by how many requests a rank may be ahead of the slowest
     queue: int = 1  # requests that may wait for a slot, per rank
@@ -59,12 +60,14 @@ class Config(NamedTuple):
     blackouts: int = 0  # deaths of everything
     starts: int = 0  # after deaths
     damages: int = 0
-    worlds: tuple[int, ...] = ()  # sizes of the starts that follow; those begin with fresh=True
+    worlds: tuple[int, ...] = ()  # sizes of the starts that follow, where they differ
+    fresh: bool = False  # the starts that follow restore nothing, and wait for nothing
+    alone: int = 0  # the rank that saves in a world of one
     limit: int = 1 << 62  # states
 
     @property
     def ranks(self) -> int:
-        return max((self.world, *self.worlds))
+        return max((self.world, *self.worlds, self.alone + 1))
 
     @property
     def is_faultless(self) -> bool:
@@ -72,7 +75,7 @@ class Config(NamedTuple):
 
     @property
     def is_enough(self) -> bool:
-        """With so many slots, in lockstep and without faults, no rank waits for a waiting rank."""
+        """In lockstep without faults nobody waits for a rank that waits, with so many slots."""
         return self.is_faultless and self.lead <= 1 and self.slots >= self.lanes + self.keep
 
     @property
@@ -108,14 +111,15 @@ class One(NamedTuple):
     obeys: Obeyed  # what its publisher was told last
     lost: tuple[int, ...]  # held no more, and all ranks may yet have been told of them
     seen: Seen | None  # "unseen": held and pending ones, as the daemon last looked
+    lone: bool  # its volume belongs to a start of one rank
 
 
 class Rank:
     """A One that the search has met, with what follows from it alone."""
 
     __slots__ = (
-        "held", "is_unseen", "known", "moving", "number", "numbers", "one", "runs", "steps",
-        "waiting", "waits",
+        "copied", "has", "held", "is_unseen", "known", "moving", "number", "numbers", "one", "runs",
+        "steps", "waiting", "waits",
     )  # fmt: skip
 
     def __init__(self, number: int, one: One, config: Config) -> None:
@@ -130,6 +134,9 @@ class Rank:
         steps = [code >> STEP & 31 for code in codes]
         self.steps = _bits(steps if one.process == DEAD else [*steps, one.step])
         self.runs = frozenset(code >> RUN & 15 for code in codes)
+        self.has = frozenset([*one.held, *pending])
+        copied = [flying >> 2 for flying in one.flight if flying & 3 == COPIED]
+        self.copied = frozenset([*one.held, *copied])  # all of it is with the daemon
         self.waiting = waiting = sum(flying & 3 == WAITING for flying in one.flight)
         lanes = len(one.flight) - waiting
         self.moving = lanes > 0
@@ -147,9 +154,12 @@ class State(NamedTuple):
     ranks: tuple[int, ...]
     last: int  # sequence given out
     given: tuple[int, ...]  # that some rank may still ask for
-    top: int  # the newest sequence that all ranks were told of; -1: none
+    #: The newest sequence that all ranks were told of, or had copied when the rules ended it; -1:
+    #: none.
+    top: int
     ever: int  # how many were common, up to `keep`
-    choice: int  # what the start restores until all have joined; 0: all have
+    choice: int  # what the start restores until all have; 0: all have
+    above: int  # those who join that start have passed the sequences up to this one
     run: int
     world: int
     mark: int  # the newest sequence that a record has named
@@ -158,7 +168,7 @@ class State(NamedTuple):
 
 
 class Smaller(NamedTuple):
-    """Numbers the values from 1, in their order."""
+    """Counts what is there from 1, in its order."""
 
     numbers: tuple[int, ...]
     steps: tuple[int, ...]
@@ -208,11 +218,24 @@ class Rules:
     def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
         return self.group.agree(ranks, world, keep, short)
 
-    def is_superseded(self, held: tuple[int, ...], sequence: int, obeys: Obeyed) -> bool:
+    def is_superseded(
+        self, held: tuple[int, ...], sequence: int, obeys: Obeyed, lone: bool
+    ) -> bool:
+        if lone:
+            return any(one >> SEQUENCE > sequence for one in held if not one & DAMAGED)
         return sequence < obeys[1] or sequence in obeys[2]
 
     def is_dispensable(self, sequence: int, obeys: Obeyed) -> bool:
         return sequence < obeys[1]
+
+    def is_lone(self, held: tuple[int, ...], *, lone: bool) -> bool:
+        """Whether a volume decides by itself: `lone`, it belongs to a start of one rank."""
+        return lone and all(one & WORLD == 1 for one in held)
+
+    def lone_expendable(self, held: tuple[int, ...], slots: int, keep: int) -> list[int]:
+        """pcc_commit_expendable of a lone rank, without pins."""
+        worst_first = sorted(held, key=lambda one: (not one & DAMAGED, one))
+        return worst_first[: -min(keep, max(1, slots - 1))]
 
     def expendable(self, held: tuple[int, ...], slots: int, obeys: Obeyed) -> list[int]:
         """pcc_commit_expendable of a group, without pins."""
@@ -299,7 +322,8 @@ class Search:
             held = " ".join(_name(code) for code in one.held)
             flight = " ".join(f"{_name(f >> 2)}:{'wcd'[f & 3]}" for f in one.flight)
             parts.append(
-                f"[{('dead', 'live', 'away')[one.process]} asked {one.asked} step {one.step} "
+                f"[{('dead', 'live', 'away', 'new')[one.process]} asked {one.asked} "
+                f"step {one.step} "
                 f"held ({held}) flight ({flight}) obeys {one.obeys}"
                 f"{f' seen {one.seen}' if one.seen else ''}]"
             )
@@ -310,10 +334,19 @@ class Search:
     def first(self) -> State:
         config = self.config
         seen = ((), ()) if self.unseen else None
-        live = self.number(One((), (), LIVE, 0, 1, UNTOLD, (), seen))
-        dead = self.number(One((), (), DEAD, -1, 0, UNTOLD, (), seen))
-        ranks = tuple(live if rank < config.world else dead for rank in range(config.ranks))
-        return State(ranks, 0, (), -1, 0, 0, 1, config.world, 0, config.budget, UNTOLD)
+        live = self.number(One((), (), LIVE, 0, 1, UNTOLD, (), seen, config.world == 1))
+        dead = self.number(One((), (), DEAD, -1, 0, UNTOLD, (), seen, False))
+        members = self._members(config.world)
+        ranks = tuple(live if rank in members else dead for rank in range(config.ranks))
+        return State(ranks, 0, (), -1, 0, 0, 0, 1, config.world, 0, config.budget, UNTOLD)
+
+    def _members(self, world: int) -> Sequence[int]:
+        """The ranks of a start."""
+        return range(world) if world > 1 else (self.config.alone,)
+
+    def _savers(self, code: int, place: int) -> Sequence[int]:
+        """The ranks of the start that asked for a checkpoint that `place` has."""
+        return range(code & WORLD) if code & WORLD > 1 else (place,)
 
     def number(self, one: One) -> int:
         """The number by which states name a rank. What its publisher obeys is cut down to what can
@@ -334,13 +367,15 @@ class Search:
         """The same state with the smallest sequences, steps and incarnations: only their order
         makes a difference."""
         known = self._ranks
-        ranks, last, given, top, ever, choice, run, world, mark, budget, decided = state
+        ranks, last, given, top, ever, choice, above, run, world, mark, budget, decided = state
         found = [known[number] for number in ranks]
         if any(rank.one.lost for rank in found):
             ranks = self._forget(state)
             found = [known[number] for number in ranks]
         if given:
-            asked = [rank.one.asked for rank in found[:world]]
+            asked = [found[place].one.asked for place in self._members(world)]
+            if choice:
+                asked.append(above)
             if not self.rules.passes_numbers:
                 asked = [0 if rank.one.process == AWAY else rank.one.asked for rank in found]
             lowest = min([number for number in asked if number >= 0], default=FAR)
@@ -349,6 +384,8 @@ class Search:
             )
         if mark and not (budget[DAEMON] or budget[BLACKOUT]):
             mark = 0
+        if not choice:
+            above = 0
         numbers = steps = 0
         for rank in found:
             numbers |= rank.numbers
@@ -361,7 +398,9 @@ class Search:
             decided = _cut(decided, (numbers & -numbers).bit_length() or FAR, _names(numbers))
             numbers |= _bits(decided[:2])
         if numbers == (1 << last) - 1 and not steps & steps + 1:
-            return State(ranks, last, given, top, ever, choice, run, world, mark, budget, decided)
+            return State(
+                ranks, last, given, top, ever, choice, above, run, world, mark, budget, decided
+            )
         runs = min([run, *(least for rank in found for least in rank.runs)]) - 1
         smaller = Smaller(_names(numbers), _names(steps), runs)
         return State(
@@ -371,6 +410,7 @@ class Search:
             top if top < 0 else smaller.floor(top),
             ever,
             smaller.code(choice) if choice > NOTHING else choice,
+            smaller.floor(above),
             run - runs,
             world,
             smaller.floor(mark),
@@ -379,7 +419,7 @@ class Search:
         )
 
     def _forget(self, state: State) -> tuple[int, ...]:
-        """Without the lost ones that cannot have been reported to every rank."""
+        """Without the lost ones that not all ranks can ever have been told of."""
         ones = [self._ranks[number].one for number in state.ranks]
         made = list(state.ranks)
         for rank, one in enumerate(ones):
@@ -388,11 +428,12 @@ class Search:
                 for code in one.lost
                 if code >> SEQUENCE > state.top
                 and all(
-                    code in other.held
-                    or code in other.lost
-                    or -1 < other.asked < code >> SEQUENCE
-                    or any(flying >> 2 == code for flying in other.flight)
-                    for other in ones[: code & WORLD]
+                    code in ones[other].held
+                    or code in ones[other].lost
+                    or -1 < ones[other].asked < code >> SEQUENCE
+                    or (state.choice and ones[other].process == DEAD)
+                    or any(flying >> 2 == code for flying in ones[other].flight)
+                    for other in self._savers(code, rank)
                 )
             )
             if lost != one.lost:
@@ -418,6 +459,7 @@ class Search:
                         tuple([smaller.code(code) for code in one.seen[0]]),
                         tuple([smaller.code(code) for code in one.seen[1]]),
                     ),
+                    one.lone,
                 )
             )
         return made
@@ -463,9 +505,11 @@ class Search:
         if moves is None:
             moves = self._moves[key] = list(self._all_moves(*key, place))
         for label, number, cost in moves:
-            made = _at(state, place, number)
-            label = (place, *label[1:])
-            found.append((label, made if cost < 0 else _spend(made, cost)))
+            if cost < 0:
+                made = self._at_end(state, place, number)
+            else:
+                made = _spend(_at(state, place, number), cost)
+            found.append(((place, *label[1:]), made))
         for flying in one.flight:
             if flying & 3 == COPIED:
                 found.append(self._publish(state, place, rank, flying, obeys))
@@ -473,8 +517,8 @@ class Search:
     def _asking(self, state: State) -> set[int]:
         """The ranks that may ask for their next checkpoint."""
         ranks = [self._ranks[number] for number in state.ranks]
-        steps = [rank.one.step for rank in ranks if rank.one.process != DEAD]
-        if state.choice:  # some have not joined yet, and the others wait for them in their steps
+        steps = [rank.one.step for rank in ranks if rank.one.process in (LIVE, AWAY)]
+        if state.choice:  # some have not restored, and the others wait for them in their steps
             steps.append(self._first_step(state))
         below = min(steps, default=0) + self.config.lead
         return {
@@ -494,7 +538,11 @@ class Search:
             place,
             self.number(
                 one._replace(
-                    flight=(*one.flight, code << 2), asked=number, step=one.step + 1, seen=seen
+                    flight=(*one.flight, code << 2),
+                    asked=number,
+                    step=one.step + 1,
+                    seen=seen,
+                    lone=state.world == 1,
                 )
             ),
         )
@@ -531,7 +579,7 @@ class Search:
                 yield (place, "admits", sequence), self.number(one._replace(flight=flight)), -1
             elif may_skip:
                 yield (place, "skips", sequence), self._end(one, flying, seen=True), SKIP
-        gone = self.expendable(one.held, room) if rank.waits else ()
+        gone = self.expendable(one.held, room, one.lone) if rank.waits else ()
         if gone:
             held = tuple(code for code in one.held if code not in gone)
             made = one._replace(held=held, lost=tuple(sorted((*one.lost, *gone))))
@@ -552,7 +600,7 @@ class Search:
         return self.number(one._replace(flight=_put(one.flight, flying), seen=known))
 
     def _publish(self, state: State, place: int, rank: Rank, flying: int, obeys: Obeyed) -> Made:
-        """The publisher: superseded, or a record with the new one and without those it drops."""
+        """The publisher: superseded, or a record with it and without what it lets go."""
         code = flying >> 2
         sequence = code >> SEQUENCE
         key = rank.number, flying, obeys
@@ -561,27 +609,45 @@ class Search:
             found = self._records[key] = self._record(rank.one, flying, obeys)
         number, durable = found
         if not durable:
-            return (place, "supersedes", sequence), _at(state, place, number)
+            return (place, "supersedes", sequence), self._at_end(state, place, number)
         top, ever = state.top, state.ever
         others = [
-            self._ranks[state.ranks[other]].one for other in range(code & WORLD) if other != place
+            self._ranks[state.ranks[other]].one
+            for other in self._savers(code, place)
+            if other != place
         ]
         if sequence > top and all(code in one.held or code in one.lost for one in others):
             top = sequence
         if ever < self.config.keep and all(code in one.held for one in others):
             ever += 1
+        made = self._at_end(state._replace(top=top, ever=ever), place, number)
+        return (place, "has durable", sequence), made._replace(mark=max(state.mark, sequence))
+
+    def _at_end(self, state: State, place: int, number: int) -> State:
+        """With another rank in this place, where the rules have ended something. What all ranks had
+        copied without a failure was to become durable: it counts as if they had been told so."""
         made = _at(state, place, number)
-        return (place, "has durable", sequence), made._replace(
-            top=top, ever=ever, mark=max(state.mark, sequence)
-        )
+        top, above = state.top, state.above
+        for code in self._ranks[state.ranks[place]].has - self._ranks[number].has:
+            sequence = code >> SEQUENCE
+            if state.choice and code >> RUN & 15 == state.run:
+                above = max(above, sequence)
+            if sequence > top and not self.config.damages:
+                savers = [self._ranks[state.ranks[other]] for other in self._savers(code, place)]
+                if all(code in rank.copied or code in rank.one.lost for rank in savers):
+                    top = sequence
+        if (top, above) != (state.top, state.above):
+            made = made._replace(top=top, above=above)
+        return made
 
     def _record(self, one: One, flying: int, obeys: Obeyed) -> tuple[int, bool]:
         code = flying >> 2
         flight = _put(one.flight, flying)
-        if self.rules.is_superseded(one.held, code >> SEQUENCE, obeys):
+        lone = self.rules.is_lone((*one.held, code), lone=one.lone)
+        if self.rules.is_superseded(one.held, code >> SEQUENCE, obeys, lone):
             return self.number(one._replace(flight=flight)), False
         full = tuple(sorted((*one.held, code)))
-        gone = self.expendable(full, obeys)
+        gone = self.expendable(full, obeys, one.lone)
         assert code not in gone, "PCC_ASSERT in pcc_volume_publish"
         seen = one.seen
         if seen is not None and self.rules.forgets:
@@ -595,17 +661,22 @@ class Search:
             )
         ), True
 
-    def expendable(self, held: tuple[int, ...], obeys: Obeyed) -> tuple[int, ...]:
-        key = held, obeys
+    def expendable(self, held: tuple[int, ...], obeys: Obeyed, lone: bool) -> tuple[int, ...]:
+        key = held, obeys, lone
         gone = self._gone.get(key)
         if gone is None:
-            gone = self._gone[key] = tuple(self.rules.expendable(held, self.config.slots, obeys))
+            rules, slots = self.rules, self.config.slots
+            gone = self._gone[key] = tuple(
+                rules.lone_expendable(held, slots, self.config.keep)
+                if rules.is_lone(held, lone=lone)
+                else rules.expendable(held, slots, obeys)
+            )
         return gone
 
     def _hear(
         self, found: list[Made], state: State, place: int, rank: Rank, agreed: Obeyed
     ) -> None:
-        """The publisher gets an agreement; the daemon reads the volume."""
+        """The publisher is told of an agreement; the daemon looks at the volume."""
         one = rank.one
         if rank.is_unseen:
             now = one.held, tuple([flying >> 2 for flying in one.flight])
@@ -630,29 +701,53 @@ class Search:
             asked = state.last if self.rules.passes_numbers else 0
             number = self.number(one._replace(process=LIVE, asked=asked))
             found.append(((place, "reconnects", ""), _at(state, place, number)))
-        elif (
-            state.choice
-            and place < state.world
-            and not (self.rules.waits_for_flight and self._has_older_flight(state))
-        ):
-            joined = one._replace(process=LIVE, asked=state.last, step=self._first_step(state))
-            made = _at(state, place, self.number(joined))
-            ones = [self._ranks[number].one for number in made.ranks[: made.world]]
-            if all(one.process != DEAD for one in ones):
-                made = made._replace(choice=0)
-            found.append(((place, "joins", ""), made))
+        elif state.choice and place in self._members(state.world):
+            self._join(found, state, place, one)
         if budget[DAMAGE] and not state.choice:
             for code in one.held:
                 if not code & DAMAGED:
                     rots = self._damage(state, place, one, code)
                     found.append(((place, "rots", _name(code)), rots))
 
+    def _join(self, found: list[Made], state: State, place: int, one: One) -> None:
+        """A process of the new start connects, and restores when nothing of the run before is in
+        flight any more."""
+        if one.process == DEAD:
+            said = [*self._obeyed(state), state.decided, self.agreed(state)]
+            passed = max([state.above, *(number for each in said for number in each[2])])
+            joined = one._replace(process=NEW, asked=passed)
+            if self.config.fresh:
+                joined = joined._replace(process=LIVE, step=self._first_step(state))
+            made = _at(state, place, self.number(joined))
+            found.append(((place, "connects", ""), self._all_joined(made)))
+            return
+        if state.budget[DEATH]:
+            made = _spend(self._cut(state, place, DEAD), DEATH)
+            found.append(((place, "dies", ""), made))
+        if self.rules.waits_for_flight and self._has_older_flight(state):
+            return
+        if state.choice == UNCHOSEN:
+            state = state._replace(choice=max(self.restored(state)[0], NOTHING))
+        joined = one._replace(process=LIVE, step=self._first_step(state))
+        made = _at(state, place, self.number(joined))
+        found.append(((place, "restores", _name(state.choice)), self._all_joined(made)))
+
+    def _obeyed(self, state: State) -> list[Obeyed]:
+        return [self._ranks[number].one.obeys for number in state.ranks]
+
+    def _all_joined(self, state: State) -> State:
+        """No longer a new start, if all are there."""
+        ranks = [self._ranks[state.ranks[place]].one for place in self._members(state.world)]
+        if all(one.process in (LIVE, AWAY) for one in ranks):
+            return state._replace(choice=0)
+        return state
+
     def _first_step(self, state: State) -> int:
         """That a start saves."""
         return 1 + (state.choice >> STEP & 31 if state.choice > NOTHING else 0)
 
     def _has_older_flight(self, state: State) -> bool:
-        """A rank that restores waits for what the previous run has in flight."""
+        """Whoever restores waits for what the run before has in flight."""
         return any(
             flying >> RUN + 2 & 15 != state.run
             for number in state.ranks
@@ -660,7 +755,7 @@ class Search:
         )
 
     def _cut(self, state: State, place: int, process: int) -> State:
-        """A session ends: copied checkpoints continue."""
+        """A session ends: what was copied goes on."""
         one = self._ranks[state.ranks[place]].one
         flight = tuple(flying for flying in one.flight if flying & 3 == COPIED)
         seen = one.seen
@@ -678,8 +773,9 @@ class Search:
 
     def _all_cut(self, state: State, process: int) -> State:
         for place, number in enumerate(state.ranks):
-            if self._ranks[number].one.process != DEAD:
-                state = self._cut(state, place, process)
+            was = self._ranks[number].one.process
+            if was != DEAD:  # one that is new connects again
+                state = self._cut(state, place, DEAD if was == NEW else process)
         return state
 
     def _damage(self, state: State, place: int, one: One, code: int) -> State:
@@ -706,7 +802,8 @@ class Search:
             found.append(
                 ((-1, "ends: the power fails", ""), _spend(made, BLACKOUT)._replace(choice=0))
             )
-        if budget[START] and any(one.process == DEAD for one in ones[: state.world]):
+        members = self._members(state.world)
+        if budget[START] and any(ones[place].process == DEAD for place in members):
             self._start(found, state)
 
     def _daemon_dies(self, state: State, store: bool) -> State:
@@ -722,22 +819,19 @@ class Search:
             made = _at(
                 made, place, self.number(one._replace(flight=flight, obeys=UNTOLD, seen=seen))
             )
-        return made._replace(last=last, given=(), decided=UNTOLD)
+        return made._replace(last=last, given=(), above=last, decided=UNTOLD)
 
     def _start(self, found: list[Made], state: State) -> None:
-        """The launcher ends the remaining ranks and starts again; all ranks restore, then join."""
-        made = self._all_cut(state, DEAD)
-        flies = any(self._ranks[number].one.flight for number in made.ranks)
-        if flies and self.rules.waits_for_flight:
-            return
-        world, chosen = state.world, self.restored(made)[0]
+        """The launcher ends the remaining ranks and starts again; what was copied still flies."""
+        world = state.world
         if self.config.worlds:
             turn = (self.config.starts - state.budget[START]) % len(self.config.worlds)
-            world, chosen = self.config.worlds[turn], NOTHING
-        made = _spend(made, START)._replace(
-            run=state.run + 1, world=world, choice=max(chosen, NOTHING), given=()
-        )
-        found.append(((-1, f"starts with {world} ranks, which restore", _name(chosen)), made))
+            world = self.config.worlds[turn]
+        made = _spend(self._all_cut(state, DEAD), START)._replace(
+            run=state.run + 1, world=world, choice=NOTHING if self.config.fresh else UNCHOSEN,
+            given=(), above=state.last,
+        )  # fmt: skip
+        found.append(((-1, f"starts with {world} ranks", ""), made))
 
     # -- what the real functions say -----------------------------------------------------------
 
@@ -789,7 +883,9 @@ class Search:
         ranks = self._as_ranks((held, (), -1) for held in volumes)
         common = group.common(ranks)
         world = common[0].world_size if common else self.config.world
-        answers = [group.choose(ranks, rank, world) for rank in range(world)]
+        holder = next((r for r in ranks if common and common[0] in ranks[r].held), 0)
+        savers = range(world) if world > 1 else (holder,)
+        answers = [group.choose(ranks, rank, world) for rank in savers]
         answer = answers[0]
         if any(other != answer for other in answers):
             return 0, 0, f"(2) the ranks restore different ones: {answers}"
@@ -802,10 +898,7 @@ class Search:
             answer.sequence << SEQUENCE | answer.step << STEP | answer.incarnation << RUN
             | answer.world_size
         )  # fmt: skip
-        held_by_all = set(volumes[0])
-        for held in volumes[1 : answer.world_size]:
-            held_by_all &= set(held)
-        if code not in held_by_all:
+        if not all(code in volumes[rank] for rank in savers):
             return code, len(common), f"(2) not every rank has {_name(code)}"
         return code, len(common), ""
 
@@ -818,9 +911,9 @@ class Search:
         if wrong:
             return wrong
         if top >= 0 and chosen <= NOTHING:
-            return f"(3) nothing is restored, and all ranks were told of {top}"
+            return f"(3) nothing is restored, and all ranks had {top}"
         if chosen > NOTHING and chosen >> SEQUENCE < top:
-            return f"(1) {_name(chosen)} is restored, and all ranks were told of {top}"
+            return f"(1) {_name(chosen)} is restored, and all ranks had {top}"
         if common < state.ever and not self.config.damages:
             return f"(6) {common} common are left of {state.ever}"
         if state.choice > NOTHING and chosen != state.choice:
@@ -854,15 +947,16 @@ class Search:
             return True
         said = self.agreed(state, place)
         head = next(flying for flying in one.flight if flying & 3 == WAITING)
-        return head >> SEQUENCE + 2 in said[2] or bool(self.expendable(one.held, said))
+        given_up = head >> SEQUENCE + 2 in said[2]
+        return given_up or bool(self.expendable(one.held, said, one.lone))
 
     def _is_coming(self, state: State, ranks: list[Rank], place: int) -> bool:
         """What this rank waits for waits for no slot: its end makes it common, or given up."""
-        if self.expendable(ranks[place].held, self.agreed(state, place)):
+        if self.expendable(ranks[place].held, self.agreed(state, place), ranks[place].one.lone):
             return True
         if any(rank.is_unseen for rank in ranks):
             return True
-        members = ranks[: state.world]
+        members = [ranks[member] for member in self._members(state.world)]
         able = [self._can_go_on(state, other, rank) for other, rank in enumerate(members)]
         flights = [
             {flying >> 2 for flying in rank.one.flight if flying & 3 != WAITING} for rank in members
