@@ -39,7 +39,9 @@ static void abandon(struct workload *workload)
     sim->dies_in = 0;
     sim->is_beside = false;
     sim->purpose = PURPOSE_POLICY;
+    const bool unreported = sim->unreported; /* the next one's flush says so */
     sim_reopened(sim);
+    sim->unreported = unreported;
     sim_mark(sim, SIM_RETAIN, 0); /* a flag that no record has is forgotten */
     hooks_died();
     workload->reading = NULL;
