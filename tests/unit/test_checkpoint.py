@@ -75,6 +75,7 @@ def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
     items = [checkpoint(State.DURABLE) for _ in range(4)]
     for number, item in enumerate(items):
         item.snapshot, item.sequence, item.step = number, number + 1, 10 * number
+        item.world_size = 2
         assert ledger.add(item)
     assert ledger.became_global(3, {1, 3}) == items[:3]
     assert [item.state for item in items] == [

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_fault_behind_the_ledger_ends_that_checkpoint_with_a_reason(
     run: Callable[[Work], None], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(place: Place) -> None:
-        monkeypatch.setattr(place.tenant.volumes, "open", [object()])
+        monkeypatch.setattr(place.tenant.volumes, "open", [SimpleNamespace(checkpoints=[])])
         monkeypatch.setattr(place.job, "number", fail)
         body = Begin(1, 5, 100, 90, 10, "wait")
         assert (
