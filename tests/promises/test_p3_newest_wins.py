@@ -85,6 +85,7 @@ def test_when_nothing_can_be_read_it_says_so_and_no_flag_is_left(
     with pytest.raises(RemoteError, match=r"UnreadableError.*could not read.*step 2") as caught:
         start_trainer(daemon).restore()
     assert "step 1" in str(caught.value)
+    until(daemon, lambda document: "checkpoints [2, 1]" in " ".join(document["warnings"]))
     shown = status(daemon)
     assert shown["daemon"]["state"] == "degraded"
     (told,) = shown["warnings"]
