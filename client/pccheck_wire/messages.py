@@ -268,8 +268,7 @@ class Opened(Message):
 
 @message("empty")
 class Empty(Message):
-    """The volume was read and holds nothing, or no volume exists. `skipped`: parts of a first
-    checkpoint that was never completed."""
+    """The volume was read and holds nothing, or no volume exists."""
 
     skipped: list[Skipped] = field(default_factory=list)
 

@@ -62,9 +62,6 @@ class Rank(NamedTuple):
     #: The newest sequence that its live process has passed: asked for, or there before it came.
     #: None: it has no process.
     asked: int | None = None
-    #: The newest start that opened its volume, when nothing was ever saved there, nor is on its
-    #: way; 0 otherwise, and when that is not certain.
-    unused_since: int = 0
 
     def has_passed(self, number: int) -> bool:
         """Its live process will never ask for it, and it has not even a damaged one."""
@@ -107,26 +104,6 @@ def common(ranks: Ranks) -> list[Held]:
         )
     }
     return sorted(found, reverse=True)
-
-
-def never_common(ranks: Ranks) -> dict[Held, int]:
-    """The durable checkpoints of a job that was killed during its very first one, each with the
-    rank that did not save its part. Empty unless it is certain that none was ever common.
-
-    That rank has had a volume since the first start that saved anything, and never saved anything
-    there: a missing or a newer volume proves nothing, and neither do damage or read errors. And the
-    others have recycled nothing yet: a later lone checkpoint may be hours of training.
-    """
-    held = {one for known in ranks.values() for one in known.held}
-    numbers = {one.sequence for one in held}
-    if numbers != set(range(1, len(numbers) + 1)) or not all(one.usable for one in held):
-        return {}
-    first = min((one.incarnation for one in held), default=0)
-    size = min((one.world_size for one in held), default=0)
-    for rank, known in sorted(ranks.items()):
-        if rank < size and 0 < known.unused_since <= first:
-            return dict.fromkeys(held, rank)
-    return {}
 
 
 def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -> Agreement:
@@ -209,14 +186,12 @@ def pins(
     """Which sequences a rank whose run has not restored yet must leave alone (P7).
 
     The newest common one of the runs before `incarnation`, above the sequence `after` that counts
-    as restored; where the ranks have none in common, but may have had, this rank's newest. And one
-    that an earlier run, which did not restore either, had to leave alone: it is worth more than the
-    few steps since. Small volumes have room for one pin.
+    as restored; where the ranks have none in common, this rank's newest. And one that an earlier
+    run, which did not restore either, had to leave alone: it is worth more than the few steps
+    since. Small volumes have room for one pin.
     """
     mine = {one for one in ranks.get(rank, NOBODY).held if one.usable}
-    shared = [one for one in common(ranks) if one in mine]
-    if not shared and not never_common(ranks):
-        shared = sorted(mine, reverse=True)
+    shared = [one for one in common(ranks) if one in mine] or sorted(mine, reverse=True)
     before = [
         one.sequence for one in shared if one.incarnation < incarnation and one.sequence > after
     ]
@@ -235,7 +210,7 @@ def choose(
     replicated: bool = False,
 ) -> Held | Refused | None:
     """What `rank` of a start of `world_size` ranks restores: the newest common checkpoint, of
-    `step` if given. None only when no rank holds anything, or none was ever common.
+    `step` if given. None only when no rank holds anything.
 
     `replicated`: saved by any number of ranks, since each can read what all have written.
     """
@@ -243,8 +218,6 @@ def choose(
         return None
     mine = ranks.get(rank, NOBODY).held
     shared = [one for one in common(ranks) if step in (None, one.step)]
-    if not shared and step is None and never_common(ranks):
-        return None
     if not shared:
         return _nothing_common(ranks, range(max(world_size, _saved_by(ranks))), step)
     newest = shared[0]

@@ -9,7 +9,7 @@ import time
 from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
-from pccheck_wire.messages import Begin, Skipped, Writing
+from pccheck_wire.messages import Begin, Writing
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
@@ -277,9 +277,8 @@ class Job:
                 Held(one.sequence, one.step, one.incarnation, one.world_size, tenant.is_usable(one))
                 for one in tenant.volumes.checkpoints()
             ),
-            pending=(pending := tenant.pending()),
+            pending=tenant.pending(),
             asked=self.asked(tenant.key.rank) if live else None,
-            unused_since=0 if pending else tenant.volumes.unused_since(),
         )
 
     def moved(self) -> None:
@@ -403,9 +402,15 @@ class Job:
         replicated: bool = False,
     ) -> Held | None:
         """What a rank restores, older than the sequence `before`; None when no volume of the job
-        holds a checkpoint, or the ranks never had one in common. Raises NoCheckpointError with the
-        numbers, or why a volume could not be read."""
-        ranks = self._before_this(rank, process, before)
+        holds a checkpoint. Raises NoCheckpointError with the numbers, or why a volume could not be
+        read."""
+        own = self.starts.before(rank, process)
+        ranks = {
+            one: known._replace(
+                held=[h for h in known.held if h.incarnation != own and h.sequence < before]
+            )
+            for one, known in self.ranks().items()
+        }
         found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)
         broken = self._unreadable()
         if isinstance(found, Held):
@@ -419,25 +424,6 @@ class Job:
             also = f"; {broken.message}" if broken is not None else ""
             raise NoCheckpointError(f"job {self.name!r}: {found.reason}{also}", hint=found.hint)
         return None
-
-    def _before_this(self, rank: int, process: bytes, before: int = 2**63) -> dict[int, Rank]:
-        """The ranks with what a process may restore: what other members of its own start made is
-        left out."""
-        own = self.starts.before(rank, process)
-        return {
-            one: known._replace(
-                held=[h for h in known.held if h.incarnation != own and h.sequence < before]
-            )
-            for one, known in self.ranks().items()
-        }
-
-    def never_common(self, rank: int, process: bytes) -> list[Skipped]:
-        """What there is although no checkpoint was ever complete, newest first."""
-        found = group.never_common(self._before_this(rank, process))
-        return [
-            Skipped(one.sequence, one.step, f"rank {lacks} ended before it had saved its part")
-            for one, lacks in sorted(found.items(), reverse=True)
-        ]
 
     def asks_again(self, rank: int) -> None:
         """A rank did not take what it was given to restore, or is about to restore another one."""

@@ -23,9 +23,8 @@ MAX_SEQUENCE = 2**63
 
 async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writing:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
-    one that all its ranks have. Empty only when the volumes were read and hold nothing, or nothing
-    that all ranks ever had. Writing when the choice depends on checkpoints that are still being
-    written.
+    one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
+    when the choice depends on checkpoints that are still being written.
 
     Raises NoCheckpointError when there are some but none is suitable.
     """
@@ -44,7 +43,7 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writ
         skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
         chosen = _newest(tenant, body, skipped, tenant.volumes.checkpoints())
     if chosen is None:
-        return Empty([*skipped, *job.never_common(session.rank, session.process)])
+        return Empty(skipped)
     return Opened(
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,

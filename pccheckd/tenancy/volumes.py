@@ -148,13 +148,6 @@ class VolumeSet:
         saved = (found.incarnation for found in self.checkpoints())
         return max((*(item.info.incarnation for item in self.open), *saved), default=0)
 
-    def unused_since(self) -> int:
-        """The newest start that opened the files, when nothing was ever saved there; 0 otherwise,
-        and when that is not certain."""
-        if self.unreadable or self.losses or self.last_sequence() or self.checkpoints():
-            return 0
-        return self.newest_incarnation()
-
     def last_sequence(self) -> int:
         """The next sequence is above it, in every file."""
         return max((item.info.next_sequence - 1 for item in self.open), default=self._passed)

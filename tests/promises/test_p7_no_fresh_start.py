@@ -11,7 +11,6 @@ from tests.support.trainer import RemoteError, Trainer
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
-SLOW = ("--max-bandwidth", "1MiB", "--dram", "4MiB")
 
 
 def earlier_run(daemon: Daemon, connect: Connect, step: int = 9) -> None:
@@ -62,64 +61,6 @@ def test_what_was_never_copied_does_not_count(start_daemon: Start, start_trainer
     forgetful = start_trainer(daemon, [1000])
     forgetful.checkpoint()
     assert not [w for w in forgetful.warnings if "NOT restored" in w]
-
-
-def two_ranks(daemon: Daemon, connect: Connect) -> list[Trainer]:
-    return [connect(daemon, [size], rank=rank, world_size=2) for rank, size in ((0, 9), (1, 10**6))]
-
-
-def killed_during_the_first(daemon: Daemon, connect: Connect) -> None:
-    """Rank 0 has its part of the first checkpoint durable, and rank 1 is copying its own."""
-    ranks = two_ranks(daemon, connect)
-    handles = [(rank.step(), rank.checkpoint())[1] for rank in ranks]
-    ranks[0].wait_durable(handles[0])
-    assert ranks[1].state(handles[1]) in ("requested", "copying")
-    for rank in ranks:
-        rank.kill()
-
-
-def test_a_group_that_was_killed_during_its_first_checkpoint_begins_again(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    """A checkpoint that never was one is nothing, and no person has to remove it."""
-    daemon = start_daemon(
-        "--max-bandwidth", "1MiB", "--dram", "4MiB", "--slots", "2", "--keep", "1"
-    )
-    killed_during_the_first(daemon, start_trainer)
-    ranks = two_ranks(daemon, start_trainer)
-    for rank in ranks:
-        assert not rank.restore()["found"]
-        (said,) = rank.warnings
-        assert "(step 1) was never completed: rank 1 ended before" in said
-    daemon.kill()
-    daemon.start("--max-bandwidth", "0")
-    for _ in range(5):
-        handles = [(rank.step(), rank.checkpoint())[1] for rank in ranks]
-        for rank, handle in zip(ranks, handles, strict=True):
-            rank.ended(handle)
-    assert ranks[0].wait_global(handles[0]) == "global"
-    for rank in ranks:
-        rank.kill()
-    assert [rank.restore()["step"] for rank in two_ranks(daemon, start_trainer)] == [5, 5]
-
-
-def test_a_group_whose_volume_is_missing_is_not_killed_during_its_first(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    """The volume that is there now is a newer one than the checkpoint of the other rank."""
-    daemon = start_daemon(*SLOW)
-    killed_during_the_first(daemon, start_trainer)
-    (volume,) = daemon.storage.glob("*/job/rank-1.*.pcc")
-    volume.unlink()
-    for _ in range(2):
-        ranks = two_ranks(daemon, start_trainer)
-        for rank in ranks:
-            with pytest.raises(RemoteError, match="no checkpoint that all 2 ranks have"):
-                rank.restore()
-        ranks[1].step()
-        ranks[1].checkpoint()
-        for rank in ranks:
-            rank.kill()
 
 
 def test_fresh_says_that_it_is_meant(start_daemon: Start, start_trainer: Connect) -> None:

@@ -50,9 +50,6 @@ class Volumes:
     def checkpoints(self) -> list[Any]:
         return sorted(self.held, key=lambda one: -int(one.sequence))
 
-    def unused_since(self) -> int:
-        return 0
-
     def last_sequence(self) -> int:
         return max((one.sequence for one in self.held), default=0)
 

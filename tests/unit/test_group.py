@@ -269,31 +269,6 @@ def test_none_only_when_nobody_holds_anything() -> None:
     assert isinstance(group.choose({0: Rank(held(1, damaged=(1,)))}, 0, 2), group.Refused)
 
 
-def test_a_job_that_was_killed_during_its_first_checkpoint_has_nothing() -> None:
-    killed = {0: Rank(held(1, 2)), 1: Rank(unused_since=1)}
-    assert group.choose(killed, 0, 2) is None
-    assert group.never_common(killed) == dict.fromkeys(held(1, 2), 1)
-    assert pinned(killed, 2) == set()
-    assert "there is no checkpoint of step 10" in refusal(group.choose(killed, 0, 2, step=10))
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (Rank(held(1)), Rank()),  # no volume, or it held something once
-        (Rank(held(1)), Rank(unused_since=2)),  # a newer volume than the checkpoint
-        (Rank(held(1, damaged=(1,))), Rank(unused_since=1)),
-        (Rank(held(2)), Rank(unused_since=1)),  # the first one was recycled
-        (Rank(held(1, 3)), Rank(unused_since=1)),
-        (Rank([*held(1), *held(2, run=2)]), Rank(unused_since=2)),
-    ],
-)
-def test_it_may_have_had_something(first: Any, second: Any) -> None:
-    ranks = {0: first, 1: second}
-    assert "there is no checkpoint that all 2 ranks have" in refusal(group.choose(ranks, 0, 2))
-    assert group.never_common(ranks) == {}
-
-
 def test_nothing_in_common_is_refused_with_the_numbers() -> None:
     ranks = {0: Rank(held(1, 3)), 1: Rank(held(2, 4, damaged=(4,)))}
     said = refusal(group.choose(ranks, 0, 3))

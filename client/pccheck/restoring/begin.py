@@ -80,7 +80,6 @@ class Recovery:
         if source is None:
             self._session.took_over(connection, 0)
             self._steps.restored()
-            self._warn_of_incomplete(found.skipped)
             return RestoreResult(skipped=found.skipped), False, 0
         self._took_over(connection, *source, found.skipped, newest)
         result = RestoreResult(
@@ -96,24 +95,11 @@ class Recovery:
             lambda payload, described: state_of_tree(described, payload.load),
             replicated=self._replicated,
         )
-        if source is None:
-            self._warn_of_incomplete(found.skipped)
-            return found
-        self._require(*source)
-        if step is None:
-            self._took_over(connection, *source, found.skipped, 0)
+        if source is not None:
+            self._require(*source)
+            if step is None:
+                self._took_over(connection, *source, found.skipped, 0)
         return found
-
-    def _warn_of_incomplete(self, skipped: list[Skipped]) -> None:
-        """The job has checkpoints, and none of them was ever complete."""
-        newest = max(skipped, key=lambda item: item.sequence, default=Skipped(0, 0, ""))
-        if newest.sequence:
-            self._warner.once(
-                "incomplete",
-                f"the first checkpoint of job {self._session.identity.job!r} (step {newest.step}) "
-                f"was never completed: {newest.reason}. There is nothing to restore, so training "
-                "begins at the start, and its checkpoints replace that one",
-            )
 
     def adopt(self, connection: Connection) -> None:
         """What there is counts as restored."""
