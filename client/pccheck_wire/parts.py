@@ -45,8 +45,14 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
             )
         if found.offset == tree.ELSEWHERE:
             raise DamagedError(f"rank {extent.owner} does not store the extent that it should")
-        extents[index] = extent._replace(offset=extent.owner + 1 << RANK_SHIFT | found.offset)
+        extents[index] = extent._replace(offset=place(extent.owner, found.offset))
     return tree.Tree(own.step, own.metadata, own.attached, extents, own.root, own.about)
+
+
+def place(rank: int, offset: int) -> int:
+    """The offset in a merged tree of a place in the payload of a rank, -1 for the one whose tree it
+    was."""
+    return rank + 1 << RANK_SHIFT | offset
 
 
 def placed(offset: int) -> tuple[int, int]:

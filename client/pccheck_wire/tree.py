@@ -14,7 +14,8 @@ An extent is the union of all views on one piece of memory. The lowest byte of `
 an address that suits their dtype. The rest of `place` is 0, or in version 2, for replicated state,
 one more than the rank that stores this extent for all: on the other ranks its offset is ELSEWHERE,
 and what is shared appears in the state in the same order on every rank. Maps, extension types,
-unknown tags, views outside of their extent and too deep nesting are refused.
+unknown tags, views outside of their extent, blocks outside of their tensor and too deep nesting
+are refused.
 
 `about` is what the client records beside the state: the process that made it, and the classes of
 attached optimizers.
@@ -39,6 +40,7 @@ from .messages import RANKS_MAX
 MAGIC = "pccheck-tree"
 VERSION = 1
 VERSION_SHARED = 2  # some extents are stored by one rank for all
+VERSION_SHARDED = 3  # some tensors are blocks of larger ones; the rest as in version 2
 ELSEWHERE = 2**64 - 1  # the offset of an extent that another rank stores
 DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
@@ -90,6 +92,7 @@ class Tag(IntEnum):
     TENSOR = 15  # extent, byte offset in it, shape, strides, dtype, flags
     ARRAY = 16  # extent, byte offset in it, bytes, NumPy's dtype string, shape, "C" or "F"
     SCALAR = 17  # NumPy's dtype string, bin
+    SHARD = 18  # a TENSOR, global shape, offsets in it, mesh, names of its dimensions, placements
 
 
 #: Which Python makes of them without torch.
@@ -137,6 +140,24 @@ class Tensor:
 
 
 @dataclass(slots=True)
+class Shard:
+    """A rank's block of a tensor of `shape`, from `offsets` on: the local part of a DTensor, with
+    the sizes and names of its mesh and one placement for each dimension of the mesh, as torch
+    writes them: "R", "S(0)"."""
+
+    local: Tensor
+    shape: list[int]
+    offsets: list[int]
+    mesh: list[int]
+    names: list[str]
+    placements: list[str]
+
+    @property
+    def dtype(self) -> str:
+        return self.local.dtype
+
+
+@dataclass(slots=True)
 class Array:
     """A NumPy array, contiguous in `order`, that is a whole extent or a part of it."""
 
@@ -158,7 +179,7 @@ class Scalar:
 
 Node: TypeAlias = (
     bool | int | float | complex | str | bytes
-    | Sequence | Mapping | Named | Tensor | Array | Scalar | None
+    | Sequence | Mapping | Named | Tensor | Shard | Array | Scalar | None
 )  # fmt: skip
 
 
@@ -185,6 +206,10 @@ class Tree:
     root: Node
     about: Node = None
 
+    def sharded(self) -> bool:
+        """Whether some tensors are blocks of larger ones, of which other ranks have the rest."""
+        return any(isinstance(node, Shard) for _, node in walk(self.root))
+
     def shared(self) -> list[int]:
         """The extents that one rank stores for all, by their first appearance in the state: in the
         same order on every rank."""
@@ -208,10 +233,21 @@ _BUFFER_BYTES = 4096
 def encode(tree: Tree) -> bytes:
     """The bytes of a tree. Raises UnsupportedStateError when it is too deep or too large."""
     packed = b"".join(extent.packed() for extent in tree.extents)
+    version = version_for(
+        shared=any(extent.owner >= 0 for extent in tree.extents),
+        sharded=tree.sharded(),
+    )
     return assemble(
         tree.step, tree.metadata, tree.attached, packed, encode_node(tree.root),
-        shared=any(extent.owner >= 0 for extent in tree.extents), about=encode_node(tree.about),
+        version=version, about=encode_node(tree.about),
     )  # fmt: skip
+
+
+def version_for(*, shared: bool, sharded: bool) -> int:
+    """The oldest version that can hold what there is, so that older readers read most trees."""
+    if sharded:
+        return VERSION_SHARDED
+    return VERSION_SHARED if shared else VERSION
 
 
 def assemble(
@@ -221,12 +257,11 @@ def assemble(
     extents: bytes,
     root: bytes,
     *,
-    shared: bool,
+    version: int,
     about: bytes,
 ) -> bytes:
     """A tree whose extents are packed and whose root is encoded already: the fast path keeps what
     did not change."""
-    version = VERSION_SHARED if shared else VERSION
     head = map(encode_node, (MAGIC, version, step, metadata, attached, extents))
     data = b"".join((_HEAD(8), *head, root, about))
     if len(data) > TREE_BYTES_MAX:
@@ -272,6 +307,9 @@ def _parts(node: object) -> list[object]:
         return [Tag.COMPLEX, struct.pack("<dd", node.real, node.imag)]
     if isinstance(node, Named):
         return [node.tag, node.name]
+    if isinstance(node, Shard):
+        return [Tag.SHARD, node.local, node.shape, node.offsets, node.mesh, node.names,
+                node.placements]  # fmt: skip
     if isinstance(node, Array):
         return [Tag.ARRAY, node.extent, node.offset, node.nbytes, node.dtype, node.shape,
                 node.order]  # fmt: skip
@@ -321,9 +359,9 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
     if type(top) is not list or len(top) < 2 or top[0] != MAGIC:
         raise _bad("it does not start like one")
     version = top[1]
-    if type(version) is not int or version not in (VERSION, VERSION_SHARED):
+    if type(version) is not int or not VERSION <= version <= VERSION_SHARDED:
         raise ProtocolError(
-            f"the checkpoint's tree has version {version!r}, this PCcheck reads {VERSION_SHARED}",
+            f"the checkpoint's tree has version {version!r}, this PCcheck reads {VERSION_SHARDED}",
             hint="install a newer PCcheck",
         )
     if len(top) == 7:
@@ -333,7 +371,7 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
     step, metadata, attached, packed, root, about = top[2:]
     if type(step) is not int or type(attached) is not bool or type(packed) is not bytes:
         raise _bad("step, attached or extents have a wrong type")
-    extents = _extents(packed, payload_bytes, shared=version == VERSION_SHARED)
+    extents = _extents(packed, payload_bytes, shared=version >= VERSION_SHARED)
     reader = _Reader(extents)
     return Tree(
         step, reader.node(metadata, 0), attached, extents, reader.node(root, 0),
@@ -385,6 +423,7 @@ class _Reader:
             Tag.TENSOR: (7, self._tensor),
             Tag.ARRAY: (7, self._array),
             Tag.SCALAR: (3, lambda raw, _: Scalar(_part(raw, 1, str), _part(raw, 2, bytes))),
+            Tag.SHARD: (7, self._shard),
         }
 
     def node(self, raw: object, depth: int) -> Node:
@@ -435,6 +474,18 @@ class _Reader:
         item_bytes = ITEM_BYTES[dtype]
         self._inside(extent, offset, span_bytes(shape, strides, item_bytes), item_bytes)
         return Tensor(shape, strides, dtype, flags, extent, offset)
+
+    def _shard(self, raw: list[object], depth: int) -> Shard:
+        local = self.node(raw[1], depth + 1)
+        shape, offsets, mesh = _shape(raw, 2), _naturals(raw, 3), _naturals(raw, 4)
+        names, placements = _texts(raw, 5), _texts(raw, 6)
+        if not isinstance(local, Tensor) or not len(local.shape) == len(shape) == len(offsets):
+            raise _bad("a block of a tensor whose parts do not fit each other")
+        if any(o + n > whole for o, n, whole in zip(offsets, local.shape, shape, strict=True)):
+            raise _bad("a block that is not inside of its tensor")
+        if len(placements) != len(mesh) or len(names) not in (0, len(mesh)):
+            raise _bad("a block whose placements do not fit its mesh")
+        return Shard(local, shape, offsets, mesh, names, placements)
 
     def _array(self, raw: list[object], _depth: int) -> Array:
         extent, offset, nbytes = (_natural(raw, 1, least=-1), _natural(raw, 2), _natural(raw, 3))
@@ -506,6 +557,13 @@ def _naturals(raw: list[object], index: int) -> list[int]:
     if len(values) > DIMENSIONS_MAX:
         raise _bad(f"{len(values)} dimensions")
     return [_natural(values, position) for position in range(len(values))]
+
+
+def _texts(raw: list[object], index: int) -> list[str]:
+    values = _part(raw, index, list)
+    if len(values) > DIMENSIONS_MAX:
+        raise _bad(f"{len(values)} dimensions of a mesh")
+    return [_part(values, position, str) for position in range(len(values))]
 
 
 def _shape(raw: list[object], index: int) -> list[int]:
@@ -583,7 +641,7 @@ def leaf_entries(tree: Tree) -> list[LeafEntry]:
             entries.append(LeafEntry(path, f"torch.{node.tag.name.lower()}", node.name))
         elif isinstance(node, Scalar):
             entries.append(LeafEntry(path, f"numpy {node.dtype}", node.data.hex()))
-        elif not isinstance(node, (Sequence, Mapping, Tensor, Array)):
+        elif not isinstance(node, (Sequence, Mapping, Tensor, Shard, Array)):
             entries.append(LeafEntry(path, type(node).__name__, shown(node)))
     return entries
 
@@ -597,6 +655,8 @@ def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
     elif isinstance(node, Mapping):
         for key, value in node.items:
             yield from walk(value, join(path, plain(key)))
+    elif isinstance(node, Shard):
+        yield path, node.local
 
 
 def join(path: str, key: object) -> str:

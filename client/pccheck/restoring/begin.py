@@ -65,8 +65,9 @@ class Recovery:
             attached = self._planner.attached
             with no_collection():
                 placement = Placement(
-                    described, attached, self._left(opened), strict_optimizer=strict_optimizer
-                )
+                    described, attached, self._left(opened), payload.others,
+                    strict_optimizer=strict_optimizer,
+                )  # fmt: skip
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "
                 "did not finish"
@@ -75,7 +76,7 @@ class Recovery:
             self.torn = ""
             return placement.on_gpu
 
-        found, source = read_newest(connection, step, use, replicated=self._replicated)
+        found, source = read_newest(connection, step, use, replicated=self._reads_all)
         self._planner.forget()
         if source is None:
             self._session.took_over(connection, 0)
@@ -93,7 +94,7 @@ class Recovery:
             connection,
             step,
             lambda payload, described: state_of_tree(described, payload.load),
-            replicated=self._replicated,
+            replicated=self._reads_all,
         )
         if source is not None:
             self._require(*source)
@@ -120,7 +121,7 @@ class Recovery:
         loose = {(row["sequence"], row["world_size"]) for row in rows if not row["pinned"]}
         found: dict[int, Saved] = {}
         for row in sorted(rows, key=lambda row: (-row["sequence"], row["rank"] != identity.rank)):
-            mine = row["rank"] == identity.rank or self._replicated  # then each reads all
+            mine = row["rank"] == identity.rank or self._reads_all
             alone = mine and self._session.saves_alone(row["world_size"])
             if row["damaged"] or not (row["global"] or alone):
                 continue
@@ -132,11 +133,16 @@ class Recovery:
             )
         return list(found.values())
 
+    @property
+    def _reads_all(self) -> bool:
+        """Whether this rank can use what other ranks have saved, in a world of any size."""
+        return self._replicated or self._planner.sharded
+
     def _newest(self, connection: Connection) -> int:
         """The sequence of the newest checkpoint, which is protected no longer when the user chooses
         another; 0 when none can be read."""
         try:
-            opened = ask_open(connection, Open(None, None, self._replicated))
+            opened = ask_open(connection, Open(None, None, self._reads_all))
         except (DamagedError, UnreadableError, NoCheckpointError):
             return 0
         return opened.sequence if isinstance(opened, Opened) else 0
@@ -146,7 +152,8 @@ class Recovery:
         UsageError for a checkpoint that may belong to another job."""
         identity = self._session.identity
         size = identity.world_size
-        if opened.world_size not in (1, size) and not described.shared() and self._replicated:
+        fits = opened.world_size in (1, size) or described.shared() or described.sharded()
+        if not fits and opened.parts:
             raise StateMismatchError(
                 f"step {opened.step} was saved by {opened.world_size} ranks without "
                 f"replicated=True, each its own state, and this start has {size} ranks",

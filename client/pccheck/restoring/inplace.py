@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
 from pccheck.job import origin
-from pccheck.state import devices
+from pccheck.state import devices, shards
 from pccheck.state.extents import Range, pack, pack_device
 from pccheck.state.plan import RNG
 from pccheck.state.rng import restore_rng
@@ -25,6 +25,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
+from .blocks import Blocks, block_of
 from .loaders import is_loader, set_again
 from .rebuild import Loader, Memory, state_of
 
@@ -51,15 +52,20 @@ class Placement:
         described: tree.Tree,
         attached: Mapping[str, Any],
         leave: Collection[str] = (),
+        others: Callable[[], Mapping[int, tree.Tree]] = dict,
         *,
         strict_optimizer: bool = True,
     ) -> None:
-        """Compares; what is attached under the names in `leave` stays as it is. Raises
-        StateMismatchError by path."""
+        """Compares; what is attached under the names in `leave` stays as it is. `others` reads the
+        trees of other ranks, for tensors that are cut in another way. Raises StateMismatchError by
+        path."""
         self._tree = described
         self._strict = strict_optimizer
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
+        #: Tensors that are cut in another way: path, local part, offsets of that.
+        self._cut: list[tuple[str, torch.Tensor, list[int]]] = []
+        self._made: dict[int, torch.Tensor] = {}  # DTensors for an object's own load_state_dict
         # Called before anything is loaded, without the checkpoint's memory; after that; at the end.
         self._before: list[Callable[[Memory], None]] = []
         self._after: list[Callable[[Memory], None]] = []
@@ -78,24 +84,42 @@ class Placement:
                 self._optimizer(name, node, thing)
             else:
                 self._whole(name, node, thing)
+        self._staged = [  # what goes to a GPU in small pieces goes there through host memory
+            (live, live if devices.device_of(live) == devices.HOST else _on_host(live))
+            for _, live, _ in self._cut
+        ]
+        self._pieces = self._pieces_from(others) if self._cut else b""
+
+    def _pieces_from(self, others: Callable[[], Mapping[int, tree.Tree]]) -> bytes:
+        blocks = Blocks({-1: self._tree, **others()})
+        return b"".join(
+            blocks.ranges(path, to, offsets)
+            for (path, _, offsets), (_, to) in zip(self._cut, self._staged, strict=True)
+        )
 
     @property
     def on_gpu(self) -> bool:
         """Whether any of it goes to a GPU."""
-        return any(devices.device_of(live) != devices.HOST for _, live in self._pairs)
+        lives = (live for live, *_ in (*((live,) for _, live in self._pairs), *self._staged))
+        return any(devices.device_of(live) != devices.HOST for live in lives)
 
     def load(self, load: Loader) -> None:
         """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
         direct = self._direct()
         copied = {node.extent for node, _ in self._pairs if node.extent >= 0} - direct.keys()
         memory = Memory(self._tree.extents, self._rebuilt | copied)
+        memory.shards.update(self._made)
         for finish in self._before:
             finish(memory)
         for device in sorted({devices.device_of(live) for _, live in self._pairs}):
             if device != devices.HOST:
                 devices.synchronize(device)  # what is enqueued may still use the tensors
-        load(*_packed([*direct.values(), *((devices.HOST, r) for r in memory.ranges)]))
+        host, gpus = _packed([*direct.values(), *((devices.HOST, r) for r in memory.ranges)])
+        load(host + self._pieces, gpus)
         with torch.no_grad():
+            for live, staged in self._staged:
+                if live is not staged:
+                    live.copy_(staged)
             for node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
                     _write(live, memory.tensor(node).detach())
@@ -131,22 +155,29 @@ class Placement:
             self._tensor(tree.join(name, key), value, live[key])
 
     def _tensor(self, path: str, node: tree.Node, live: object) -> None:
-        if not isinstance(node, tree.Tensor) or not isinstance(live, torch.Tensor):
+        block = block_of(node)
+        if block is None or not isinstance(live, torch.Tensor):
             raise StateMismatchError(
                 f"{path}: the checkpoint and what is attached do not both have a tensor here",
                 hint="attach what was attached, or take what you need from recover()",
             )
+        assert isinstance(node, (tree.Tensor, tree.Shard))
         if not _alike(node, live):
             raise StateMismatchError(
                 f"{path}: the checkpoint has {node.dtype} {node.shape}, and "
                 f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} is attached",
                 hint="build the model as it was, or take what you need from recover()",
             )
-        self._pairs.append((node, live))
+        offsets, part = shards.offsets_of(live, path), shards.local(live)
+        if block[1] == offsets and block[0].shape == list(part.shape):
+            self._pairs.append((block[0], part))
+        else:
+            self._cut.append((path, part, offsets))
 
     def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
         """Something with a load_state_dict of its own: gets the state as it was."""
-        has_tensors = self._want(node)
+        self._shards_of(name, node, thing)
+        has_tensors = self._want(node) or bool(self._made)
 
         def restore_generators(memory: Memory) -> None:
             state = state_of(memory, node)
@@ -172,13 +203,24 @@ class Placement:
         else:
             (self._after if has_tensors else self._before).append(finish)
 
+    def _shards_of(self, name: str, node: tree.Node, thing: Any) -> None:
+        """The shards in it go into the DTensors of its state dict, as it is now."""
+        saved = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
+        live = dict(_leaves(thing.state_dict(), name)) if saved else {}
+        for path, shard in saved:
+            self._tensor(path, shard, live.get(path))
+            self._made[id(shard)] = live[path]
+
     def _want(self, node: tree.Node) -> bool:
         """Asks for the tensors and arrays in it; whether there are some."""
+        items = [item for _, item in tree.walk(node)]
+        placed = {id(item.local) for item in items if id(item) in self._made}  # type: ignore[union-attr]
         found = {
             item.extent
-            for _, item in tree.walk(node)
+            for item in items
             if isinstance(item, (tree.Tensor, tree.Array)) and item.extent >= 0
-        }
+            and id(item) not in placed
+        }  # fmt: skip
         self._rebuilt |= found
         return bool(found)
 
@@ -236,28 +278,49 @@ class Placement:
         entry: dict[str, tree.Node | torch.Tensor] = {}
         for key, value in _mapping(node, path).items():
             now = live.get(key) if isinstance(live, dict) else None
-            if isinstance(value, tree.Tensor) and isinstance(now, torch.Tensor) and _alike(
-                value, now
-            ):  # fmt: skip
-                self._pairs.append((value, now))
-                entry[key] = now
-            elif self._new_on_gpu(value, key, optimizer, parameter):
-                made = devices.empty(
-                    value.shape, value.strides, getattr(torch, value.dtype), like=parameter
-                )
-                self._pairs.append((value, made))
-                entry[key] = made
-            else:
+            if not _holds(value, now):
+                now = self._new(tree.join(path, key), value, key, optimizer, parameter)
+            if now is None:
                 self._want(value)
                 entry[key] = value
+            else:
+                self._tensor(tree.join(path, key), value, now)
+                entry[key] = now
         return entry
 
+    def _new(
+        self,
+        path: str,
+        node: tree.Node,
+        key: Any,
+        optimizer: torch.optim.Optimizer,
+        parameter: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Memory beside its parameter for state that is not there yet; None when that is made of
+        the node."""
+        if not isinstance(node, (tree.Tensor, tree.Shard)):
+            return None
+        dtype = getattr(torch, node.dtype)
+        if shards.is_sharded(parameter) and node.shape == list(parameter.shape):
+            return shards.empty_like(parameter, dtype)
+        if isinstance(node, tree.Shard):
+            if shards.is_sharded(parameter):
+                raise StateMismatchError(
+                    f"{path}: the checkpoint has a sharded tensor of {node.shape} for a parameter "
+                    f"of {list(parameter.shape)}, and the attached optimizer has none yet",
+                    hint="let the optimizer make its state first: step() with gradients of zero",
+                )
+            return torch.empty(node.shape, dtype=dtype, device=parameter.device)
+        if self._new_on_gpu(node, key, optimizer, parameter):
+            return devices.empty(node.shape, node.strides, dtype, like=parameter)
+        return None
+
     def _new_on_gpu(
-        self, node: tree.Node, key: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
-    ) -> TypeGuard[tree.Tensor]:
+        self, node: tree.Tensor, key: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+    ) -> bool:
         """Whether state that is not there yet is made beside its parameter on a GPU: what lay on
         one, and of a checkpoint that was made without GPUs what torch would move there."""
-        if not isinstance(node, tree.Tensor) or devices.device_of(parameter) == devices.HOST:
+        if devices.device_of(parameter) == devices.HOST:
             return False
         if node.flags:  # a plain tensor on a GPU, or something special
             return node.flags == tree.ON_DEVICE
@@ -326,13 +389,36 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _alike(node: tree.Tensor, live: torch.Tensor) -> bool:
+def _on_host(live: torch.Tensor) -> torch.Tensor:
+    return torch.empty(live.shape, dtype=live.dtype, device="cpu")
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
+    """The values of a state dict, by the paths that the tree has."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, tree.join(path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, tree.join(path, index))
+    else:
+        yield path, value
+
+
+def _alike(node: tree.Tensor | tree.Shard, live: torch.Tensor) -> bool:
     return (
         live.layout is torch.strided
         and live.device.type in ("cpu", "cuda")
         and str(live.dtype) == f"torch.{node.dtype}"
         and list(live.shape) == node.shape
     )
+
+
+def _holds(node: tree.Node, live: object) -> TypeGuard[torch.Tensor]:
+    """Whether the live tensor can take what the checkpoint has."""
+    if not isinstance(node, (tree.Tensor, tree.Shard)) or not isinstance(live, torch.Tensor):
+        return False
+    return _alike(node, live)
 
 
 def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _READ_LIMIT_S = 60.0
 _MIB = 1 << 20
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
+_GAP_MAX = 8 << 20  # what lies between two ranges is read with them up to this length
 #: How often the opened checkpoint may be replaced by newer ones before it was read.
 _ATTEMPTS = 8
 _GONE = -errno.ENOENT
@@ -101,7 +103,7 @@ def read_newest(
     failed: DamagedError | UnreadableError | None = None
     while True:
         try:
-            opened = ask_open(connection, Open(step, before, replicated))
+            opened, refusal = _open(connection, Open(step, before, replicated))
         except PccheckError as error:
             if failed is not None:
                 reasons = "; ".join(f"step {i.step}: {i.reason}" for i in skipped.values())
@@ -117,6 +119,8 @@ def read_newest(
         payload = Payload(connection, opened)
         try:
             described = payload.read_tree()
+            if refusal is not None and not (described.sharded() or described.shared()):
+                raise refusal
             used = use(payload, described)
         except _GoneError:
             attempts -= 1
@@ -132,6 +136,21 @@ def read_newest(
             sorted(skipped.values(), key=lambda item: -item.sequence),
             tree.plain(described.metadata), used,
         ), (opened, described)  # fmt: skip
+
+
+def _open(
+    connection: Connection, wanted: Open
+) -> tuple[Opened | Empty, NoCheckpointError | None]:
+    """Also why the daemon refused what each rank has stored for itself, which sharded state and
+    replicated state do not need: any number of ranks can read those."""
+    try:
+        return ask_open(connection, wanted), None
+    except NoCheckpointError as refusal:
+        if wanted.replicated:
+            raise
+        with contextlib.suppress(PccheckError):
+            return ask_open(connection, replace(wanted, replicated=True)), refusal
+        raise
 
 
 def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
@@ -178,15 +197,17 @@ class Payload:
         own = self._tree_of(self._own)
         return merge(own, self._own.rank, lambda rank: self._tree_of(self._part(rank)))
 
+    def others(self) -> dict[int, tree.Tree]:
+        """The trees of the other ranks that have saved this checkpoint."""
+        ranks = (part for part in self.opened.parts if part.rank != self._own.rank)
+        return {part.rank: self._tree_of(part) for part in ranks}
+
     def load(self, ranges: bytes, device_ranges: bytes = b"") -> None:
-        """Fills packed ranges of host and of device memory, in one streaming pass per rank."""
-        if not self.opened.parts:
-            if ranges or device_ranges:
-                self._read(self._own, 0, self._own.tree_offset, ranges, device_ranges)
-            return
+        """Fills packed ranges of host and of device memory, rank by rank. Long gaps between the
+        ranges are not read."""
         for rank, (host, gpus) in sorted(split(ranges, device_ranges).items()):
-            part = self._part(rank)
-            self._read(part, 0, part.tree_offset, host, gpus)
+            for offset, length, some, some_gpus in _spans(host, gpus):
+                self._read(self._part(rank), offset, length, some, some_gpus)
 
     def _part(self, rank: int) -> Part:
         """The payload of a rank; -1 is the opened one."""
@@ -243,6 +264,28 @@ class Payload:
             raise DeviceError(f"cannot copy the checkpoint to a GPU (code {code})")
         if code != 0:
             raise DaemonUnreachableError(f"the daemon could not read step {step} (code {code})")
+
+
+def _spans(host: bytes, gpus: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
+    """The ranges in pieces without long gaps: where each begins, its length, and its ranges."""
+    taken: tuple[list[bytes], list[bytes]] = ([], [])
+    first = end = 0
+    items = [(struct.unpack_from("<QQ", h, 8), 0, h) for h in _cut(host, 24)]
+    items += [(struct.unpack_from("<QQ", g, 8), 1, g) for g in _cut(gpus, 32)]
+    for (offset, nbytes), side, packed in sorted(items):
+        if offset > end + _GAP_MAX and (taken[0] or taken[1]):
+            yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
+            taken = ([], [])
+        if not taken[0] and not taken[1]:
+            first = end = offset
+        taken[side].append(packed)
+        end = max(end, offset + nbytes)
+    if taken[0] or taken[1]:
+        yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
+
+
+def _cut(packed: bytes, size: int) -> Iterator[bytes]:
+    return (packed[at : at + size] for at in range(0, len(packed), size))
 
 
 def _transfer_again(

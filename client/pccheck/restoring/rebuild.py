@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,15 @@ class Loader(Protocol):
     def __call__(self, ranges: bytes, device_ranges: bytes = b"") -> None: ...
 
 
+class Shard(NamedTuple):
+    """A rank's block of a sharded tensor, as `recover()` returns it: `tensor` has the elements from
+    `offsets` on of a tensor of `shape`."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 class Memory:
     """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`.
     `make` says where their bytes are."""
@@ -40,6 +49,8 @@ class Memory:
         self._extents = extents
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
+        #: DTensors that hold the shards of the tree, by the identity of the node.
+        self.shards: dict[int, torch.Tensor] = {}
         for index, extent in enumerate(extents):
             if wanted is None or index in wanted:
                 self._storages[index] = (make or _storage)(extent.lead + extent.nbytes)
@@ -100,6 +111,10 @@ def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> An
     go to its device."""
     if isinstance(node, tree.Tensor):
         return memory.tensor(node, like)
+    if isinstance(node, tree.Shard):
+        if id(node) in memory.shards:
+            return memory.shards[id(node)]
+        return Shard(memory.tensor(node.local, like), tuple(node.shape), tuple(node.offsets))
     if isinstance(node, tree.Sequence):
         return SEQUENCES[node.tag]([state_of(memory, item, like) for item in node.items])
     if isinstance(node, tree.Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,11 @@ import torch
 
 from pccheck.job import origin
 from pccheck.options import Options
-from pccheck.state import devices
+from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.garbage import no_collection
-from pccheck.state.gating import Gating
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
@@ -46,6 +46,16 @@ class Planner:
             self.attached[RNG] = True
         self._plan = None
         self._unstaged = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether DTensors are attached."""
+        things = self.attached.values()
+        modules = (m for thing in things for m in gating.modules_of(thing))
+        optimizers = (thing for thing in things if isinstance(thing, torch.optim.Optimizer))
+        groups = (group["params"] for one in optimizers for group in one.param_groups)
+        held = itertools.chain((p for m in modules for p in m.parameters()), *groups)
+        return any(map(shards.is_sharded, held))
 
     def on_gpu(self) -> bool:
         """Whether a module that is attached lies on a GPU."""
@@ -97,9 +107,9 @@ class Planner:
         mode = "sync" if wait else self._options.gate
         shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)
         if state is not None:
-            gating = Gating(self.attached, mode, self._loose)
+            sorting = gating.Gating(self.attached, mode, self._loose)
             about = origin.node({})
-            made = plan_state(state, gating, step, metadata, shape, about)
+            made = plan_state(state, sorting, step, metadata, shape, about)
         else:
             made = self._of_attached(mode, shape, step, metadata)
         made.wait = wait

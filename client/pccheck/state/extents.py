@@ -46,6 +46,7 @@ class View:
     volatile: bool = False
     device: int = HOST  # CUDA ordinal of the GPU that the memory is on
     shared: bool = False  # every rank has the same: with Shape.world_size one of them stores it
+    sharded: bool = False  # the local part of a DTensor, which each rank stores itself
     tensor: torch.Tensor | None = None  # whose in-place changes torch counts
     number: int = 0  # of its appearance in the state
     loose: str = ""  # read in place as a frozen parameter of the attached thing of that name

@@ -16,7 +16,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from pccheck_wire.tree import ITEM_BYTES, Node, Tag
 
-from . import devices
+from . import devices, shards
 from .extents import View
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -34,6 +34,7 @@ class Flattener:
 
     def __init__(self) -> None:
         self.views: list[View] = []
+        self.sharded = False  #: whether any of it is a DTensor
         self._open: set[int] = set()  # the containers around the value
 
     def node(self, value: object, path: str) -> Node:
@@ -46,6 +47,8 @@ class Flattener:
             return make(self, value, path)
         if issubclass(type(value), np.generic):  # isinstance() runs code of a proxy
             return _scalar(value, path)
+        if shards.is_sharded(value):
+            return self.shard(value, path)
         raise _unsupported(value, path)
 
     def _items(self, container: Iterable[object], path: str, owner: object) -> list[Node]:
@@ -90,7 +93,7 @@ class Flattener:
         self._open.discard(id(value))
         return tree.Mapping(_MAPPING_TAGS[type(value)], items, factory, attributes)
 
-    def tensor(self, value: Any, path: str) -> Node:
+    def tensor(self, value: Any, path: str) -> tree.Tensor:
         _check_tensor(value, path)
         device = devices.device_of(value)
         flags = tree.REQUIRES_GRAD if value.requires_grad else 0
@@ -112,6 +115,25 @@ class Flattener:
                 )
             )  # fmt: skip
         return node
+
+    def shard(self, value: Any, path: str) -> Node:
+        """The local part of a DTensor."""
+        offsets = shards.offsets_of(value, path)
+        part = shards.LOCAL(value)
+        if type(part) is not torch.Tensor:
+            raise _unsupported(part, path)
+        first = len(self.views)
+        node = self.tensor(part, path)
+        node.flags |= tree.REQUIRES_GRAD if value.requires_grad else 0
+        node.flags |= tree.PARAMETER if isinstance(value, torch.nn.Parameter) else 0
+        for view in self.views[first:]:
+            view.sharded = True
+        self.sharded = True
+        mesh = value.device_mesh
+        return tree.Shard(
+            node, list(value.shape), offsets, list(mesh.shape), list(mesh.mesh_dim_names or ()),
+            shards.placements_of(value),
+        )  # fmt: skip
 
     def array(self, value: Any, path: str) -> Node:
         if value.dtype.kind not in _ARRAY_KINDS:
@@ -204,7 +226,7 @@ def _unsupported(value: object, path: str) -> UnsupportedStateError:
     if issubclass(type(value), torch.Tensor):
         return UnsupportedStateError(
             f"{where}: a tensor of the subclass {_name(value)} cannot be stored",
-            hint="pass its plain tensors, or leave it out; for DTensors see examples/fsdp2.py",
+            hint="pass its plain tensors, or leave it out",
         )
     return UnsupportedStateError(
         f"{where}: a value of type {_name(value)} cannot be stored",

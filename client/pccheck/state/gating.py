@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .extents import View
+from .shards import local
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -34,7 +35,7 @@ class Gating:
         things = attached.values()
         modules = {name: m for name, m in attached.items() if isinstance(m, torch.nn.Module)}
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
-        holders = itertools.chain(modules.values(), *map(_modules_within, things))
+        holders = itertools.chain.from_iterable(map(modules_of, things))
         self._buffers = {_storage(b) for m in holders for b in m.buffers() if _plain(b)}
         self._trained = [parameter for one in optimizers for parameter in _trained_by(one)]
         updated = itertools.chain(self._trained, *map(_state_of, optimizers))
@@ -58,7 +59,7 @@ class Gating:
         """Sets `volatile`, `loose` and `shared`; without `promised` the views may differ between
         ranks."""
         for view in views:
-            view.shared = promised and view.storage not in self._buffers
+            view.shared = promised and not view.sharded and view.storage not in self._buffers
             if self.mode != "sync":
                 view.volatile = not self._in_place(view)
 
@@ -76,10 +77,10 @@ def _uncounted(view: View) -> bool:
     return view.tensor is not None and view.tensor.is_inference()
 
 
-def _modules_within(thing: object) -> list[torch.nn.Module]:
-    """The modules that something attached wraps."""
+def modules_of(thing: object) -> list[torch.nn.Module]:
+    """What is attached if it is a module, or the modules that it wraps."""
     if isinstance(thing, torch.nn.Module):
-        return []
+        return [thing]
     inside = getattr(thing, "__dict__", {}).values()
     return [value for value in inside if isinstance(value, torch.nn.Module)]
 
@@ -90,7 +91,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return local(tensor).untyped_storage().data_ptr()
     except (
         RuntimeError,
         ValueError,

@@ -190,9 +190,9 @@ class _FastPlan:
         self._gating = gating
         self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers.values()]
         self._geometry = GeometryWatch([t for watch in self._watches for t in watch.tensors])
-        self._keep(layout, flattener.views)
+        self._keep(layout, flattener.views, sharded=flattener.sharded)
 
-    def _keep(self, layout: Layout, views: list[View]) -> None:
+    def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
         self._gated, self._volatile = layout.packed(inline=layout.inline)
         self._in_place = _in_place(views, host=not layout.inline)
         self._device = layout.device
@@ -200,7 +200,9 @@ class _FastPlan:
         self._end = layout.end
         self._extent_count = len(layout.extents)
         self._extents = b"".join(map(tree.Extent.packed, layout.extents))
-        self._shared = any(extent.owner >= 0 for extent in layout.extents)
+        self._version = tree.version_for(
+            shared=any(extent.owner >= 0 for extent in layout.extents), sharded=sharded
+        )
         spans = sorted((view.address, view.address + view.nbytes) for view in views)
         self._starts = [start for start, _ in spans]
         self._ends: list[int] = []
@@ -241,8 +243,9 @@ class _FastPlan:
         encoded = self._static | {name: tree.encode_node(node) for name, node in nodes.items()}
         encoded |= {name: watch.encoded() for name, watch in self._optimizers.items()}
         root = tree.encode_dict([(name, encoded[name]) for name in self._attached])
+        version = max(self._version, tree.version_for(shared=False, sharded=flattener.sharded))
         data = tree.assemble(
-            step, metadata, True, extents, root, shared=self._shared, about=self._about
+            step, metadata, True, extents, root, version=version, about=self._about
         )
         return Snapshot(
             gated, volatile, data, _aligned(end), owners, self._device, in_place=in_place

@@ -20,6 +20,7 @@ from pccheck_native import same_geometry, same_items, same_values, tensor_geomet
 from pccheck_wire import tree
 
 from .flatten import Flattener
+from .shards import LOCAL, is_sharded, local
 
 _Module = torch.nn.Module
 _Optimizer = torch.optim.Optimizer
@@ -45,7 +46,9 @@ class GeometryWatch:
     """Where tensors lie, their sizes, strides and dtypes."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
+        self._sharded = list(filter(is_sharded, tensors))
+        self._locals = list(map(local, self._sharded))
+        self._tensors = tensors = list(map(local, tensors))
         self._lazy = [t for t in tensors if t.dtype in _IMAGINARY]  # may become conjugated views
         self._exchange = _exchange()
         self._packed: bytes | None = None
@@ -60,7 +63,11 @@ class GeometryWatch:
             same = same_geometry(self._exchange, self._tensors, self._packed)
         else:
             same = _geometry(self._tensors) == self._slow
-        return same and not any(map(Tensor.is_conj, self._lazy))
+        return (
+            same
+            and all(map(operator.is_, map(LOCAL, self._sharded), self._locals))
+            and not any(map(Tensor.is_conj, self._lazy))
+        )
 
 
 def _geometry(tensors: list[Tensor]) -> list[list[Any]]:
@@ -85,6 +92,7 @@ class ModuleWatch:
         self._dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_CHILDREN, self._vars)))
         self._items = _items(self._dicts)
         self._hooks = list(chain.from_iterable(map(_HOOKS, self._vars)))
+        self._hooks_then = list(map(list, self._hooks))  # their numbers
         self._skipped = list(map(_SKIPPED, self._vars))
         self._skipped_then = list(map(set, self._skipped))
         self.tensors = list(module.state_dict(keep_vars=True).values())
@@ -98,7 +106,9 @@ class ModuleWatch:
             and cls.get_extra_state is _Module.get_extra_state
             for cls in {type(m) for m in module.modules()}
         ) and not any(
-            "state_dict" in vars(m) or "_save_to_state_dict" in vars(m) or any(_HOOKS(vars(m)))
+            "state_dict" in vars(m)
+            or "_save_to_state_dict" in vars(m)
+            or not _by_fsdp(*_HOOKS(vars(m)))
             for m in module.modules()
         )
 
@@ -112,8 +122,7 @@ class ModuleWatch:
                 type(m)._load_from_state_dict is _Module._load_from_state_dict
                 or type(m).__module__.startswith("torch.nn.")
             )
-            and not m._load_state_dict_pre_hooks
-            and not m._load_state_dict_post_hooks
+            and _by_fsdp(m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks)
             and "load_state_dict" not in vars(m)
             for m in module.modules()
         )
@@ -124,8 +133,15 @@ class ModuleWatch:
             and same_items(self._dicts, self._items)
             and list(map(type, self._modules)) == self._types
             and self._skipped == self._skipped_then
-            and not any(self._hooks)
+            and list(map(list, self._hooks)) == self._hooks_then
         )
+
+
+def _by_fsdp(*hooks: dict[int, Any]) -> bool:
+    """Whether all are hooks of fully_shard(), which only put the sharded parameters back in their
+    place; a module whose parameters are gathered does not hold, and its state dict is called."""
+    functions = (getattr(hook, "hook", hook) for some in hooks for hook in some.values())
+    return all(f.__module__.startswith("torch.distributed.fsdp._fully_shard") for f in functions)
 
 
 class OptimizerWatch:
@@ -166,7 +182,7 @@ class OptimizerWatch:
             and all(
                 isinstance(key, Tensor)
                 and type(entry) is dict
-                and all(type(value) in _LEAVES for value in entry.values())
+                and all(type(value) in _LEAVES or is_sharded(value) for value in entry.values())
                 for key, entry in optimizer.state.items()
             )
         )

@@ -1,0 +1,95 @@
+"""DTensors: the block of the whole tensor that this rank holds.
+
+torch.distributed.tensor takes long to import, so only a program that uses DTensors imports it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from operator import attrgetter
+from typing import Any, TypeGuard
+
+import torch
+
+from pccheck_wire.errors import UnsupportedStateError
+
+_MODULE = "torch.distributed.tensor"
+LOCAL = attrgetter("_local_tensor")
+
+
+def is_sharded(value: object) -> TypeGuard[Any]:
+    """Whether it is a DTensor."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and issubclass(type(value), module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank: of a DTensor its local part, without autograd and communication."""
+    return LOCAL(tensor) if is_sharded(tensor) else tensor
+
+
+def offsets_of(tensor: torch.Tensor, path: str) -> list[int]:
+    """Where the local part begins in the whole tensor, by dimension.
+
+    Raises UnsupportedStateError if the local part is not one block of the whole tensor.
+    """
+    if not is_sharded(tensor):
+        return [0] * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.get_coordinate() is None:
+        raise UnsupportedStateError(
+            f"{path}: this rank is not in the mesh of the DTensor, and holds nothing of it",
+            hint="attach on each rank only what the rank holds",
+        )
+    if any(one.is_partial() for one in placements):
+        raise UnsupportedStateError(
+            f"{path}: a DTensor with the placements {placements} is not reduced yet",
+            hint="redistribute it to Shard or Replicate",
+        )
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if tuple(shape) != tuple(LOCAL(tensor).shape) or not _in_order(mesh.shape, placements):
+        raise UnsupportedStateError(
+            f"{path}: the local part of a DTensor with the placements {placements} on a mesh of "
+            f"{tuple(mesh.shape)} is not one block of it",
+            hint="redistribute it, or shard it in the order of the mesh's dimensions",
+        )
+    return list(offsets) if math.prod(shape) else [0] * len(shape)
+
+
+def _in_order(sizes: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    """Whether every strided shard is the one that FSDP2 makes of what tensor parallelism has
+    sharded: later dimensions of the mesh cut first, and the rank keeps one block."""
+    for index, placement in enumerate(placements):
+        factor = getattr(placement, "split_factor", None)
+        if factor is None:
+            continue
+        later = zip(sizes[index + 1 :], placements[index + 1 :], strict=True)
+        if factor != math.prod(size for size, one in later if one.is_shard(placement.dim)):
+            return False
+    return True
+
+
+def placements_of(tensor: Any) -> list[str]:
+    """One text for each dimension of the mesh, as torch writes placements."""
+    return [_text(one) for one in tensor.placements]
+
+
+def _text(placement: Any) -> str:
+    if placement.is_replicate():
+        return "R"
+    factor = getattr(placement, "split_factor", None)
+    return f"S({placement.dim})" if factor is None else f"_S({placement.dim}, {factor})"
+
+
+def empty_like(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A DTensor cut as the given one, with memory of its own that is not initialised."""
+    part = LOCAL(tensor)
+    made = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=part.device)
+    found: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
+        made, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+        stride=tensor.stride(),
+    )  # fmt: skip
+    return found

@@ -1,0 +1,100 @@
+"""A rank that trains a sharded model, to be started by torchrun.
+
+Prints what every step left, as one digest of the whole parameters and moments (gathered from all
+ranks) to DIGESTS/RANK: `step digest`. After a restore the first line is of the restored step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from pccheck import PCcheckClient
+
+
+def built(cut: str, size: int) -> nn.Module:
+    """`cut`: fsdp, hsdp (two replicas), tp (two ranks share a layer) or none. Sizes that no number
+    of ranks divides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 18), nn.GELU(), nn.Linear(18, 7), nn.LayerNorm(7))
+    if cut == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    elif cut == "tp":
+        whole = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, whole["tp"], plan)
+        mesh = whole["dp"]
+    elif cut == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+    else:
+        return model
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        state = optimizer.state.get(parameter, {})
+        for tensor in (parameter, *(state[key] for key in sorted(state))):
+            found.update(whole(tensor.detach()).contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("digests", type=Path)
+    flags.add_argument("--cut", default="fsdp")
+    flags.add_argument("--steps", type=int, default=6)
+    flags.add_argument("--kill-at", type=int, default=-1)
+    flags.add_argument("--expect", type=int, default=-1, help="the step that must be restored")
+    given = flags.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = built(given.cut, size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    client = PCcheckClient()
+    client.attach(model=model, optimizer=optimizer)
+    restored = client.restore()
+    with (given.digests / str(rank)).open("a", buffering=1) as out:
+        if restored:
+            print(restored.step, digest(model, optimizer), file=out)
+        assert given.expect < 0 or restored.step == given.expect, restored
+        for step in range(restored.step + 1, given.steps + 1):
+            batch = torch.randn(8, 33, generator=torch.Generator().manual_seed(step))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(step, digest(model, optimizer), file=out)
+            handle = client.checkpoint(step=step)
+            if step == given.kill_at:
+                handle.wait_global(60)
+                dist.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+        client.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
