@@ -31,6 +31,7 @@ from pccheck_wire.messages import CheckpointState
 from .client import PCcheckClient
 from .restoring.begin import Saved
 from .restoring.reading import Found, RestoreResult
+from .restoring.rebuild import Shard
 from .saving.in_flight import Checkpoint, Durable
 from .state.attaching import Stateful
 from .state.rng import capture_rng, restore_rng
@@ -55,6 +56,7 @@ __all__ = [
     "RefusedError",
     "RestoreResult",
     "Saved",
+    "Shard",
     "StateMismatchError",
     "Stateful",
     "StorageFullError",

@@ -76,7 +76,7 @@ class Recovery:
             self.torn = ""
             return placement.on_gpu
 
-        found, source = read_newest(connection, step, use, replicated=self._reads_all)
+        found, source = read_newest(connection, step, use, any_world_size=self._reads_all)
         self._planner.forget()
         if source is None:
             self._session.took_over(connection, 0)
@@ -94,7 +94,7 @@ class Recovery:
             connection,
             step,
             lambda payload, described: state_of_tree(described, payload.load),
-            replicated=self._reads_all,
+            any_world_size=self._reads_all,
         )
         if source is not None:
             self._require(*source)

@@ -22,10 +22,10 @@ from pccheck.state.plan import RNG
 from pccheck.state.rng import restore_rng
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
 from pccheck_wire import tree
+from pccheck_wire.blocks import Block, Blocks, block_of
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
-from .blocks import Blocks, block_of
 from .loaders import is_loader, set_again
 from .rebuild import Loader, Memory, state_of
 
@@ -63,8 +63,8 @@ class Placement:
         self._strict = strict_optimizer
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
-        #: Tensors that are cut in another way: path, local part, offsets of that.
-        self._cut: list[tuple[str, torch.Tensor, list[int]]] = []
+        #: Tensors that are cut in another way: path, local part, shape of the whole, offsets in it.
+        self._cut: list[tuple[str, torch.Tensor, list[int], list[int]]] = []
         self._made: dict[int, torch.Tensor] = {}  # DTensors for an object's own load_state_dict
         # Called before anything is loaded, without the checkpoint's memory; after that; at the end.
         self._before: list[Callable[[Memory], None]] = []
@@ -86,15 +86,15 @@ class Placement:
                 self._whole(name, node, thing)
         self._staged = [  # what goes to a GPU in small pieces goes there through host memory
             (live, live if devices.device_of(live) == devices.HOST else _on_host(live))
-            for _, live, _ in self._cut
+            for _, live, *_ in self._cut
         ]
         self._pieces = self._pieces_from(others) if self._cut else b""
 
     def _pieces_from(self, others: Callable[[], Mapping[int, tree.Tree]]) -> bytes:
         blocks = Blocks({-1: self._tree, **others()})
         return b"".join(
-            blocks.ranges(path, to, offsets)
-            for (path, _, offsets), (_, to) in zip(self._cut, self._staged, strict=True)
+            blocks.ranges(path, _block(to, whole, offsets))
+            for (path, _, whole, offsets), (_, to) in zip(self._cut, self._staged, strict=True)
         )
 
     @property
@@ -172,7 +172,7 @@ class Placement:
         if block[1] == offsets and block[0].shape == list(part.shape):
             self._pairs.append((block[0], part))
         else:
-            self._cut.append((path, part, offsets))
+            self._cut.append((path, part, list(live.shape), offsets))
 
     def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
         """Something with a load_state_dict of its own: gets the state as it was."""
@@ -387,6 +387,11 @@ def _same_keys(path: str, saved: Any, live: Any) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def _block(part: torch.Tensor, whole: list[int], offsets: list[int]) -> Block:
+    dtype = str(part.dtype).removeprefix("torch.")
+    return Block(part.data_ptr(), whole, part.shape, offsets, part.stride(), dtype)
 
 
 def _on_host(live: torch.Tensor) -> torch.Tensor:

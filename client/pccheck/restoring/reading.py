@@ -88,7 +88,7 @@ def read_newest(
     step: int | None,
     use: Callable[[Payload, tree.Tree], Any],
     *,
-    replicated: bool = False,
+    any_world_size: bool = False,
 ) -> tuple[Found, tuple[Opened, tree.Tree] | None]:
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
     it returns is the state that was found.
@@ -103,7 +103,7 @@ def read_newest(
     failed: DamagedError | UnreadableError | None = None
     while True:
         try:
-            opened, refusal = _open(connection, Open(step, before, replicated))
+            opened, refusal = _open(connection, Open(step, before, any_world_size))
         except PccheckError as error:
             if failed is not None:
                 reasons = "; ".join(f"step {i.step}: {i.reason}" for i in skipped.values())
@@ -138,18 +138,16 @@ def read_newest(
         ), (opened, described)  # fmt: skip
 
 
-def _open(
-    connection: Connection, wanted: Open
-) -> tuple[Opened | Empty, NoCheckpointError | None]:
+def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheckpointError | None]:
     """Also why the daemon refused what each rank has stored for itself, which sharded state and
     replicated state do not need: any number of ranks can read those."""
     try:
         return ask_open(connection, wanted), None
     except NoCheckpointError as refusal:
-        if wanted.replicated:
+        if wanted.any_world_size:
             raise
         with contextlib.suppress(PccheckError):
-            return ask_open(connection, replace(wanted, replicated=True)), refusal
+            return ask_open(connection, replace(wanted, any_world_size=True)), refusal
         raise
 
 
@@ -267,21 +265,27 @@ class Payload:
 
 
 def _spans(host: bytes, gpus: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
-    """The ranges in pieces without long gaps: where each begins, its length, and its ranges."""
-    taken: tuple[list[bytes], list[bytes]] = ([], [])
-    first = end = 0
-    items = [(struct.unpack_from("<QQ", h, 8), 0, h) for h in _cut(host, 24)]
-    items += [(struct.unpack_from("<QQ", g, 8), 1, g) for g in _cut(gpus, 32)]
-    for (offset, nbytes), side, packed in sorted(items):
-        if offset > end + _GAP_MAX and (taken[0] or taken[1]):
-            yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
-            taken = ([], [])
-        if not taken[0] and not taken[1]:
-            first = end = offset
-        taken[side].append(packed)
-        end = max(end, offset + nbytes)
-    if taken[0] or taken[1]:
+    """The ranges in pieces without long gaps: where each begins, its length, and its ranges, which
+    do not overlap. What two tensors need (a tied weight that is tied no longer) is read twice."""
+    items = {(struct.unpack_from("<QQ", h, 8), 0, h) for h in _cut(host, 24)}
+    items |= {(struct.unpack_from("<QQ", g, 8), 1, g) for g in _cut(gpus, 32)}
+    left = sorted(items)
+    while left:
+        again: list[tuple[Any, int, bytes]] = []
+        taken: tuple[list[bytes], list[bytes]] = ([], [])
+        first = end = left[0][0][0]
+        for item in left:
+            (offset, nbytes), side, packed = item
+            if offset < end:
+                again.append(item)
+                continue
+            if offset > end + _GAP_MAX:
+                yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
+                taken, first = ([], []), offset
+            taken[side].append(packed)
+            end = offset + nbytes
         yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
+        left = again
 
 
 def _cut(packed: bytes, size: int) -> Iterator[bytes]:

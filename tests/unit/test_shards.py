@@ -1,0 +1,320 @@
+"""DTensors without other processes: this one is each rank in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pccheck.restoring.inplace import Placement
+from pccheck.restoring.rebuild import Shard as Block
+from pccheck.restoring.rebuild import state_of_tree
+from pccheck.state import shards
+from pccheck.state.plan import AttachedPlan
+from pccheck_wire import parts, tree
+from pccheck_wire.errors import StateMismatchError, UnsupportedStateError
+from tests.support import payload
+
+Saved = tuple[dict[int, tree.Tree], list[bytearray]]
+
+
+@contextlib.contextmanager
+def rank_of(world: int, rank: int) -> Iterator[None]:
+    store = FakeStore()  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=rank, world_size=world, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # what torch keeps knows the place of this rank
+
+
+class Cut:
+    """A mesh and the placements of tensors on it."""
+
+    def __init__(self, mesh: tuple[int, ...], *placements: Any) -> None:
+        self.mesh, self.placements = mesh, placements
+
+    def __repr__(self) -> str:
+        return f"{self.mesh}{self.placements}"
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh)
+
+    def __call__(self, whole: torch.Tensor) -> torch.Tensor:
+        if not self.placements:
+            return whole.clone()
+        mesh = init_device_mesh("cpu", self.mesh)
+        fit = [
+            Replicate() if isinstance(one, Shard) and one.dim >= whole.dim() else one
+            for one in self.placements
+        ]
+        return distribute_tensor(whole, mesh, fit, src_data_rank=None)
+
+
+CUTS = [
+    Cut((1,)), Cut((4,), Shard(0)), Cut((3,), Shard(1)), Cut((2, 2), Replicate(), Shard(0)),
+    Cut((2, 2), Shard(0), Shard(1)), Cut((2, 2), Shard(0), Shard(0)), Cut((2,), Replicate()),
+]  # fmt: skip
+
+
+def pieces(tensor: torch.Tensor) -> tuple[slice, ...]:
+    offsets = shards.offsets_of(tensor, "w")
+    shape = shards.local(tensor).shape
+    return tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(129, 5), (2, 6), (7, 9)])
+@pytest.mark.parametrize("cut", CUTS, ids=repr)
+def test_offsets_say_which_block_a_rank_has(cut: Cut, shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    seen = torch.zeros(shape, dtype=torch.int)
+    for rank in range(cut.world):
+        with rank_of(cut.world, rank):
+            made = cut(whole)
+            assert torch.equal(shards.local(made), whole[pieces(made)])
+            seen[pieces(made)] += 1
+    assert (seen == seen[0, 0]).all() and seen[0, 0] >= 1
+
+
+@pytest.mark.parametrize("rows", [18, 7, 3])
+def test_strided_shards_of_fsdp_and_tensor_parallelism_are_blocks(rows: int) -> None:
+    """Tensor parallelism cuts first, although its dimension of the mesh is the last."""
+    whole = torch.arange(rows * 5).reshape(rows, 5)
+    for rank in range(4):
+        with rank_of(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            outer = torch.tensor_split(whole, split(rows))[rank % 2]
+            part = torch.tensor_split(outer, split(len(outer)))[rank // 2]
+            made = DTensor.from_local(
+                part, mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False,
+                shape=whole.shape, stride=whole.stride(),
+            )  # fmt: skip
+            assert shards.placements_of(made) == ["_S(0, 2)", "S(0)"]
+            assert torch.equal(part, whole[pieces(made)])
+            other = DTensor.from_local(
+                part, mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False,
+                shape=whole.shape, stride=whole.stride(),
+            )  # fmt: skip
+            with pytest.raises(UnsupportedStateError):
+                shards.offsets_of(other, "w")
+
+
+def split(rows: int) -> list[int]:
+    """Where torch cuts in two."""
+    return [-(-rows // 2)]
+
+
+def test_what_is_not_a_block_is_refused() -> None:
+    with rank_of(4, 0):
+        mesh = init_device_mesh("cpu", (2, 2))
+        tensor = DTensor.from_local(torch.ones(4), mesh, [Replicate(), Partial()], run_check=False)
+        with pytest.raises(UnsupportedStateError, match=r"w: .* is not reduced yet"):
+            shards.offsets_of(tensor, "w")
+        inner = init_device_mesh("cpu", (4,))
+        odd = DTensor.from_local(
+            torch.ones(4), inner, [Shard(0)], run_check=False, shape=torch.Size([10]), stride=(1,)
+        )
+        with pytest.raises(UnsupportedStateError, match=r"w: .* is not one block"):
+            shards.offsets_of(odd, "w")
+
+
+# -- saved by some ranks, restored by others ---------------------------------------------------
+
+
+class Net(nn.Module):
+    """Any of its tensors may have no elements on some ranks; two are tied."""
+
+    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        for name, shape in {"uneven": (129, 3), "bias": (2,), "row": (1, 7)}.items():
+            setattr(self, name, nn.Parameter(cut(torch.randn(shape))))
+        self.narrow = nn.Parameter(cut(torch.randn(5, 6).bfloat16()))
+        self.tied = self.uneven
+        self.register_buffer("count", torch.tensor(float(seed)))
+
+
+def trained(cut: Callable[[torch.Tensor], torch.Tensor], seed: int, *, steps: int) -> Any:
+    model = Net(cut, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        if steps:
+            entry = optimizer.state[parameter]
+            entry["step"] = torch.tensor(float(seed))
+            for key in ("exp_avg", "exp_avg_sq"):
+                entry[key] = cut(torch.randn(parameter.shape).to(parameter.dtype))
+    return {"model": model, "optimizer": optimizer}
+
+
+def tensors(attached: Any) -> list[torch.Tensor]:
+    model, optimizer = attached["model"], attached["optimizer"]
+    kept = [optimizer.state[one] for one in model.parameters()]
+    return [*model.state_dict().values(), *(t for entry in kept for t in entry.values())]
+
+
+def save(cut: Cut) -> Saved:
+    trees, payloads = {}, []
+    for rank in range(cut.world):
+        with rank_of(cut.world, rank):
+            made = AttachedPlan(trained(cut, 7, steps=1), mode="sync").snapshot(1, None)
+            payloads.append(payload.build(made))
+            trees[rank] = payload.tree_of(made)
+    return trees, payloads
+
+
+def load(payloads: list[bytearray], own: int, ranges: bytes) -> None:
+    for rank, (mine, _) in parts.split(ranges).items():
+        payload.load(payloads[own if rank < 0 else rank], mine)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(CUTS, 2)), ids=repr)
+def test_any_cut_is_restored_in_any_other(one: Cut, other: Cut) -> None:
+    trees, payloads = save(one)
+    whole = tensors(trained(Cut((1,)), 7, steps=1))
+    for rank in range(other.world):
+        own = rank if rank in trees else 0
+        others = {number: found for number, found in trees.items() if number != own}
+        with rank_of(other.world, rank):
+            attached = trained(other, 9, steps=rank % 2)  # moments may not be there yet
+            Placement(trees[own], attached, (), lambda others=others: others).load(
+                lambda ranges, _=b"", own=own: load(payloads, own, ranges)
+            )
+            found = tensors(attached)
+            assert len(found) == len(whole)
+            for now, then in zip(found, whole, strict=True):
+                assert torch.equal(shards.local(now).detach(), then[pieces(now)].detach())
+
+
+def test_a_checkpoint_without_one_rank_leaves_the_model_as_it_was() -> None:
+    trees, payloads = save(CUTS[1])
+    attached = trained(Cut((1,)), 9, steps=1)
+    before = [one.detach().clone() for one in tensors(attached)]
+    others = {number: trees[number] for number in (1, 3)}
+    with pytest.raises(StateMismatchError, match="the ranks saved"):
+        Placement(trees[0], attached, (), lambda: others).load(
+            lambda ranges, _=b"": load(payloads, 0, ranges)
+        )
+    assert all(map(torch.equal, before, tensors(attached)))
+
+
+def test_recover_returns_blocks() -> None:
+    trees, payloads = save(CUTS[1])
+    whole = trained(Cut((1,)), 7, steps=1)["model"].state_dict()
+    state = state_of_tree(trees[2], lambda ranges: load(payloads, 2, ranges))["model"]
+    for name, block in state.items():
+        if name == "count":
+            continue
+        assert type(block) is Block and block.shape == tuple(whole[name].shape)
+        window = [
+            slice(at, at + size) for at, size in zip(block.offsets, block.tensor.shape, strict=True)
+        ]
+        assert torch.equal(block.tensor.detach(), whole[name].detach()[tuple(window)])
+    assert state["bias"].tensor.numel() == 0 and state["tied"].tensor is not None
+
+
+def test_the_command_line_names_the_whole_tensor() -> None:
+    trees, _ = save(CUTS[1])
+    entries = {entry.path: entry for entry in tree.tensor_entries(trees[1])}
+    entry = entries["model.uneven"]
+    assert (entry.shape, entry.whole, entry.offsets) == ((33, 3), (129, 3), (33, 0))
+    assert entries["model.count"].whole is None
+    assert "model.uneven" not in {leaf.path for leaf in tree.leaf_entries(trees[1])}
+
+
+# -- the fast path of checkpoint() -------------------------------------------------------------
+
+
+def rebuilt(plan: AttachedPlan, steps: int, step: Callable[[], None]) -> int:
+    plan.snapshot(0, None)
+    before = plan.rebuilt
+    for number in range(steps):
+        step()
+        plan.snapshot(number, None)
+    return plan.rebuilt - before
+
+
+def fsdp_training(*, reshard: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(16, 129), nn.ReLU(), nn.Linear(129, 5))
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_a_sharded_model_keeps_its_plan_while_it_trains() -> None:
+    with rank_of(4, 1):
+        model, optimizer = fsdp_training(reshard=True)
+
+        def step() -> None:
+            model(torch.randn(3, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        plan = AttachedPlan({"model": model, "optimizer": optimizer}, mode="sync")
+        assert rebuilt(plan, 5, step) == 0
+
+
+def test_a_model_that_is_gathered_has_a_new_plan_with_its_shards() -> None:
+    """Between forward and backward, too, the checkpoint has the blocks and not the whole."""
+    with rank_of(4, 1):
+        model, optimizer = fsdp_training(reshard=False)
+        plan = AttachedPlan({"model": model, "optimizer": optimizer}, mode="sync")
+        plan.snapshot(0, None)
+        model(torch.randn(3, 16))
+        assert not isinstance(next(model.parameters()), DTensor)
+        before = plan.rebuilt
+        found = payload.tree_of(plan.snapshot(1, None))
+        assert plan.rebuilt > before
+        assert found.sharded()
+        paths = {path for path, node in tree.walk(found.root) if isinstance(node, tree.Shard)}
+        assert {f"model.{name}" for name in model.state_dict()} <= paths
+
+
+def test_a_local_part_that_was_replaced_is_seen() -> None:
+    with rank_of(4, 1):
+        model = Net(CUTS[1], 7)
+        plan = AttachedPlan({"model": model}, mode="sync")
+        plan.snapshot(0, None)
+        parameter: Any = model.uneven
+        parameter._local_tensor = parameter._local_tensor.clone() + 1
+        made = plan.snapshot(1, None)
+        assert plan.rebuilt == 2
+        data, described = payload.build(made), payload.tree_of(made)
+        state: Any = state_of_tree(described, lambda ranges: payload.load(data, ranges))
+        assert torch.equal(state["model"]["uneven"].tensor, parameter._local_tensor)
+
+
+def test_ranges_in_pieces() -> None:
+    """What overlaps is read again, and long gaps are not read."""
+    from pccheck.restoring.reading import _GAP_MAX, _spans
+
+    def at(address: int, offset: int, nbytes: int) -> bytes:
+        return struct.pack("<QQQ", address, offset, nbytes)
+
+    far = _GAP_MAX + 100
+    near, gap, tied = at(1, 0, 50), at(2, far, 10), at(3, 20, 10)
+    beside = at(4, 60, 10)
+    pieces = list(_spans(near + near + beside + gap + tied, b""))
+    assert pieces == [
+        (0, 70, near + beside, b""), (far, 10, gap, b""), (20, 10, tied, b""),
+    ]  # fmt: skip
+    assert list(_spans(b"", b"")) == []
+    device = struct.pack("<QQQII", 9, 55, 5, 0, 0)
+    assert list(_spans(near + beside, device)) == [(0, 70, near + beside, device)]
