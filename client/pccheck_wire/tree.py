@@ -592,7 +592,7 @@ def _surrogates(raw: list[object], _depth: int) -> str:
 
 class TensorEntry(NamedTuple):
     """`offset`: of its first byte in the payload, 0 when another rank stores it; `nbytes`: from its
-    first to its last byte."""
+    first to its last byte. A shard has the shape of the whole tensor, and its offsets in that."""
 
     path: str
     dtype: str
@@ -600,6 +600,8 @@ class TensorEntry(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     nbytes: int
+    whole: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
 
 
 class LeafEntry(NamedTuple):
@@ -619,7 +621,11 @@ def span_bytes(shape: list[int], strides: list[int], item_bytes: int) -> int:
 def tensor_entries(tree: Tree) -> list[TensorEntry]:
     """Every tensor and NumPy array with elements or without, in the order of the state."""
     entries = []
+    shard: Shard | None = None
     for path, node in walk(tree.root):
+        if isinstance(node, Shard):
+            shard = node  # its local part is next
+            continue
         if isinstance(node, Tensor):
             nbytes = span_bytes(node.shape, node.strides, ITEM_BYTES[node.dtype])
             dtype, strides = node.dtype, tuple(node.strides)
@@ -629,7 +635,10 @@ def tensor_entries(tree: Tree) -> list[TensorEntry]:
             continue
         start = tree.extents[node.extent].offset if node.extent >= 0 else ELSEWHERE
         offset = 0 if start == ELSEWHERE else start + node.offset
-        entries.append(TensorEntry(path, dtype, tuple(node.shape), strides, offset, nbytes))
+        entry = TensorEntry(path, dtype, tuple(node.shape), strides, offset, nbytes)
+        if shard is not None and node is shard.local:
+            entry = entry._replace(whole=tuple(shard.shape), offsets=tuple(shard.offsets))
+        entries.append(entry)
     return entries
 
 

@@ -31,7 +31,8 @@ def built(cut: str, size: int) -> nn.Module:
     """`cut`: fsdp, hsdp (two replicas), tp (two ranks share a layer) or none. Sizes that no number
     of ranks divides."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(33, 18), nn.GELU(), nn.Linear(18, 7), nn.LayerNorm(7))
+    norm = nn.LayerNorm(7)  # used twice: its parameters are tied
+    model = nn.Sequential(nn.Linear(33, 18), nn.GELU(), nn.Linear(18, 7), norm, norm)
     if cut == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     elif cut == "tp":
@@ -59,6 +60,20 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         for tensor in (parameter, *(state[key] for key in sorted(state))):
             found.update(whole(tensor.detach()).contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def keep_whole(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What an export must have: whole tensors, gathered by torch."""
+    parameters = optimizer.param_groups[0]["params"]
+    found = {
+        "model": {name: whole(tensor) for name, tensor in model.state_dict().items()},
+        "state": {
+            index: {key: whole(tensor) for key, tensor in optimizer.state[parameter].items()}
+            for index, parameter in enumerate(parameters)
+        },
+    }
+    if dist.get_rank() == 0:
+        torch.save(found, place)
 
 
 def main() -> None:
@@ -89,6 +104,7 @@ def main() -> None:
             print(step, digest(model, optimizer), file=out)
             handle = client.checkpoint(step=step)
             if step == given.kill_at:
+                keep_whole(given.digests / "whole.pt", model, optimizer)
                 handle.wait_global(60)
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, PccheckError, UnsupportedStateError
-from pccheck_wire.tree import Extent, Mapping, Named, Scalar, Sequence, Tag, Tensor, Tree
+from pccheck_wire.tree import (
+    Extent,
+    Mapping,
+    Named,
+    Scalar,
+    Sequence,
+    Shard,
+    Tag,
+    Tensor,
+    Tree,
+)
 
 
 def make(root: tree.Node, extents: list[Extent] | None = None, step: int = 7) -> Tree:
@@ -122,6 +132,67 @@ def test_views_that_point_elsewhere_are_refused(wrong: Tensor) -> None:
         again(wrong, EXTENTS)
 
 
+def shard(**changes: object) -> Shard:
+    values: dict[str, object] = {
+        "local": view(), "shape": [5, 3], "offsets": [3, 0], "mesh": [2, 2], "names": ["dp", "tp"],
+        "placements": ["S(0)", "R"],
+    }  # fmt: skip
+    return Shard(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        shard(),
+        shard(names=[]),
+        shard(local=view(shape=[0, 3], extent=-1, offset=0), offsets=[0, 0]),
+        shard(local=view(shape=[], strides=[]), shape=[], offsets=[], placements=["R", "R"]),
+    ],
+)
+def test_a_block_of_a_larger_tensor(root: Shard) -> None:
+    """Has a version that an older reader refuses by name; the other trees keep theirs."""
+    whole = make(Mapping(Tag.DICT, [("w", root)]), EXTENTS)
+    data = tree.encode(whole)
+    assert tree.decode(data) == whole and whole.sharded()
+    assert msgpack.unpackb(data)[1] == tree.VERSION_SHARDED == 3
+    (entry,) = tree.tensor_entries(whole)
+    assert entry.path == "w" and entry.whole == tuple(root.shape)
+    assert entry.offsets == tuple(root.offsets) and tree.leaf_entries(whole) == []
+    plain = make(view(), EXTENTS)
+    assert not plain.sharded() and msgpack.unpackb(tree.encode(plain))[1] == tree.VERSION
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        shard(local=1),
+        shard(local=shard()),  # a block of a block
+        shard(local=view(offset=12)),  # ends behind the extent
+        shard(local=view(dtype="quint8")),
+        shard(shape=[4, 3]),  # the block ends behind its tensor
+        shard(shape=[5, 2]),
+        shard(shape=[5, 3, 1]),
+        shard(shape=[2**40, 2**40]),
+        shard(offsets=[3]),
+        shard(offsets=[-1, 0]),
+        shard(offsets=[2**64, 0]),
+        shard(mesh=[2]),
+        shard(mesh=[2, -2]),
+        shard(mesh=[1] * 65, names=[], placements=["R"] * 65),
+        shard(names=["dp"]),
+        shard(names=["dp", 1]),
+        shard(placements=["R"]),
+        shard(placements=["R", b"R"]),
+    ],
+)
+def test_crooked_blocks_are_refused(wrong: Shard) -> None:
+    data = packed(None, version=3, extents=b"".join(map(Extent.packed, EXTENTS)))
+    bad = data[:-1] + tree.encode_node(wrong)
+    with pytest.raises(PccheckError):
+        tree.decode(bad)
+    tree.decode(data[:-1] + tree.encode_node(shard()))
+
+
 @pytest.mark.parametrize(
     "extents",
     [
@@ -192,7 +263,7 @@ def test_crooked_bytes_are_refused(data: bytes) -> None:
 
 def test_a_newer_version_is_not_called_damage() -> None:
     with pytest.raises(PccheckError, match="newer") as error:
-        tree.decode(packed(None, version=3))
+        tree.decode(packed(None, version=tree.VERSION_SHARDED + 1))
     assert not isinstance(error.value, DamagedError)
 
 

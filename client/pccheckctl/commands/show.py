@@ -61,11 +61,16 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
         "about": as_json(tree.plain(content.about)),
         "tensors": [
             {"path": entry.path, "dtype": entry.dtype, "shape": list(entry.shape),
-             "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry)}
+             "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry),
+             "whole_shape": _list(entry.whole), "whole_offsets": _list(entry.offsets)}
             for entry in tree.tensor_entries(content)
         ],
         "leaves": [leaf._asdict() for leaf in tree.leaf_entries(content)],
     }  # fmt: skip
+
+
+def _list(numbers: tuple[int, ...] | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
 
 
 def content_bytes(entry: tree.TensorEntry) -> int:
@@ -95,8 +100,7 @@ def as_text(document: Document) -> str:
         lines.append(render.safe(f"metadata: {document['metadata']}"))
     if tensors:
         cells = [
-            (t["path"] or ".", t["dtype"], render.shape(t["shape"]), render.size(t["bytes"]))
-            for t in tensors
+            (t["path"] or ".", t["dtype"], _shape(t), render.size(t["bytes"])) for t in tensors
         ]
         lines += ["", render.table(("tensor", "dtype", "shape", "size"), cells)]
     if leaves:
@@ -105,6 +109,16 @@ def as_text(document: Document) -> str:
     lines += ["", f"{render.plural(len(tensors), 'tensor')} of {render.size(total)}, "
               f"{render.plural(len(leaves), 'value')}"]  # fmt: skip
     return "\n".join(lines)
+
+
+def _shape(tensor: Document) -> str:
+    """Of a shard also the whole tensor, and where the shard begins in it."""
+    dims, whole_dims, offsets = (tensor[k] for k in ("shape", "whole_shape", "whole_offsets"))
+    assert isinstance(dims, list)
+    if not isinstance(whole_dims, list) or not isinstance(offsets, list):
+        return render.shape(dims)
+    where = ",".join(map(str, offsets))
+    return f"{render.shape(dims)} at {where} of {render.shape(whole_dims)}"
 
 
 def _values(leaves: list[Document]) -> Iterator[tuple[str, ...]]:

@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         }
         without = {key_of(one) for one, _ in skipped}
         try:
-            chosen = choose(ranks, directory.ranks_of(stored), arguments, without)
+            world_size = directory.ranks_of(stored)
+            chosen = choose(storage, ranks, world_size, arguments, without)
             with _terminable():
                 written = write(storage, chosen, Path(arguments.output), arguments)
         except RecycledError:
@@ -94,7 +95,11 @@ def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
 
 
 def choose(
-    ranks: Ranks, world_size: int, arguments: argparse.Namespace, without: set[tuple[int, int]]
+    storage: Store,
+    ranks: Ranks,
+    world_size: int,
+    arguments: argparse.Namespace,
+    without: set[tuple[int, int]],
 ) -> Chosen:
     """One checkpoint for each rank that is written. Raises NoCheckpointError, UsageError."""
     usable = {
@@ -114,6 +119,8 @@ def choose(
         )
     if arguments.all_ranks and common is not None:
         return common
+    if arguments.rank is None and common and len(common) > 1 and _sharded(storage, common[0]):
+        return {0: common[0]}  # with the blocks of the others
     if arguments.rank is None and len(ranks) > 1:
         named = ", ".join(map(str, ranks))
         if len(ranks) > NAMED_MAX:
@@ -129,6 +136,14 @@ def choose(
     if not alone:
         note(f"not all {world_size} ranks have this step here: do not mix it with other ranks")
     return {rank: _newest(usable, rank, arguments)}
+
+
+def _sharded(storage: Store, one: catalog.Checkpoint) -> bool:
+    try:
+        with storage.reader(one) as reader:
+            return reader.content().sharded()
+    except (DamagedError, UnreadableError) as error:
+        raise _DamageError(one, error.message) from error
 
 
 def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:

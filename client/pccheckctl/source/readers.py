@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Protocol, Self
 from pccheck_native import _core, catalog
 from pccheck_native.subset import Subset, verify_part
 from pccheck_wire import parts, tree
+from pccheck_wire.blocks import Block, Blocks
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -136,26 +139,38 @@ class FileReader(Reader):
 
 
 class WholeReader(Reader):
-    """A checkpoint of replicated state: the payload of its rank, and what other ranks store. Long
-    reads are cut, so that the bar moves during them."""
+    """A checkpoint with what other ranks store of it: their parts of replicated state, and their
+    blocks of sharded tensors, of which it makes whole ones. Long reads are cut, so that the bar
+    moves during them."""
 
     def __init__(self, storage: Store, one: catalog.Checkpoint, bar: Bar) -> None:
         self.checkpoint = one
         self._storage = storage
         self._bar = bar
         self._readers = {one.rank: storage.reader(one)}
+        self._whole: _WholeTensors | None = None
 
     def content(self) -> tree.Tree:
         """With the place of every extent. Raises StateMismatchError, NoCheckpointError."""
         rank = self.checkpoint.rank
         own = self._of(rank).content()
-        return parts.merge(own, rank, lambda other: self._of(other).content())
+        own = parts.merge(own, rank, lambda other: self._of(other).content())
+        if not own.sharded():
+            return own
+        ranks = range(self.checkpoint.world_size)
+        others = {other: self._of(other).content() for other in ranks if other != rank}
+        self._whole = _WholeTensors(own, others)
+        whole = self._whole.content()
+        self._bar.spare(_payload_bytes(own) - _payload_bytes(whole))
+        return whole
 
     def read_into(self, ranges: bytes) -> None:
-        for piece, nbytes in cut(ranges, SLICE_BYTES):
-            for rank, (mine, _) in parts.split(piece).items():
-                self._of(rank).read_into(mine)
-            self._bar.advance(nbytes)
+        reads = [ranges] if self._whole is None else self._whole.divided(ranges)
+        for some in reads:
+            for piece, nbytes in cut(some, SLICE_BYTES):
+                for rank, (mine, _) in parts.split(piece).items():
+                    self._of(rank).read_into(mine)
+                self._bar.advance(nbytes)
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -175,6 +190,80 @@ class WholeReader(Reader):
                 )
             self._readers[rank] = self._storage.reader(same[0])
         return self._readers[rank]
+
+
+class _WholeTensors:
+    """Gives every sharded tensor of a tree an extent of its own, which no payload has: its ranges
+    are those of the ranks' blocks."""
+
+    def __init__(self, own: tree.Tree, others: dict[int, tree.Tree]) -> None:
+        self._own = own
+        self._blocks = Blocks({-1: own, **others})
+        self._extents = list(own.extents)
+        self._made: dict[int, tuple[str, Block]] = {}  # by their offset
+        self._tied: dict[object, int] = {}
+        self._end = 0
+
+    def content(self) -> tree.Tree:
+        root = self._node(self._own.root, "")
+        nodes = (node for _, node in tree.walk(root))
+        kept = {node.extent for node in nodes if isinstance(node, (tree.Tensor, tree.Array))}
+        for index, extent in enumerate(self._extents):
+            if index not in kept:
+                self._extents[index] = extent._replace(nbytes=0)
+        return dataclasses.replace(self._own, root=root, extents=self._extents)
+
+    def divided(self, ranges: bytes) -> list[bytes]:
+        """What is read as it is, then for each whole tensor where its blocks are."""
+        plain: list[bytes] = []
+        whole: list[bytes] = []
+        for address, offset, nbytes in struct.iter_unpack("<QQQ", ranges):
+            if offset in self._made:
+                path, wanted = self._made[offset]
+                whole.append(self._blocks.ranges(path, wanted._replace(start=address)))
+            else:
+                plain.append(struct.pack("<QQQ", address, offset, nbytes))
+        return [b"".join(plain), *whole]
+
+    def _node(self, node: tree.Node, path: str) -> tree.Node:
+        if isinstance(node, tree.Shard):
+            return self._tensor(node, path)
+        if isinstance(node, tree.Sequence):
+            items = enumerate(node.items)
+            return tree.Sequence(
+                node.tag, [self._node(item, tree.join(path, index)) for index, item in items]
+            )
+        if isinstance(node, tree.Mapping):
+            pairs = [
+                (key, self._node(value, tree.join(path, tree.plain(key))))
+                for key, value in node.items
+            ]
+            return dataclasses.replace(node, items=pairs)
+        return node
+
+    def _tensor(self, node: tree.Shard, path: str) -> tree.Tensor:
+        local = node.local
+        strides = [math.prod(node.shape[at + 1 :]) for at in range(len(node.shape))]
+        made = tree.Tensor(node.shape, strides, local.dtype, local.flags)
+        nbytes = math.prod(node.shape) * tree.ITEM_BYTES[local.dtype]
+        if not nbytes:
+            return made
+        place = local.extent, local.offset, *local.strides, *node.shape
+        tied = self._tied.get(place) if local.extent >= 0 else None
+        if tied is None:
+            tied = len(self._extents)
+            self._tied[place] = tied
+            offset = parts.place(parts.RANKS_MAX, self._end)
+            self._end += nbytes
+            wanted = Block(0, node.shape, node.shape, [0] * len(strides), strides, local.dtype)
+            self._made[offset] = path, wanted
+            self._extents.append(tree.Extent(offset, nbytes))
+        made.extent = tied
+        return made
+
+
+def _payload_bytes(content: tree.Tree) -> int:
+    return sum(extent.nbytes for extent in content.extents)
 
 
 def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:

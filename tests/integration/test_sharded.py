@@ -1,0 +1,107 @@
+"""DTensors with real ranks: saved by some, killed, and restored in other meshes by other numbers of
+ranks, equal bit by bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ctl import Ctl
+from tests.support.daemon import Daemon
+
+torch = pytest.importorskip("torch")
+
+Start = Callable[..., Daemon]
+ROOT = Path(__file__).parents[2]
+STEPS = 3  # of every start
+
+
+def launch(
+    daemon: Daemon, job: str, digests: Path, *flags: str, ranks: int
+) -> tuple[int, str, list[list[str]]]:
+    """How the ranks ended, and what they have printed."""
+    digests.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(ranks), "-m", "tests.support.shardtraining", str(digests), *flags,
+    ]  # fmt: skip
+    environment = os.environ | {
+        "PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    printed = [(digests / str(rank)) for rank in range(ranks)]
+    lines = [path.read_text().splitlines() if path.exists() else [] for path in printed]
+    return ran.returncode, ran.stderr, lines
+
+
+@pytest.mark.timeout(600)
+def test_another_mesh_and_another_number_of_ranks_go_on(
+    start_daemon: Start, ctl: Ctl, tmp_path: Path
+) -> None:
+    """FSDP, tensor parallelism below it (strided shards), replicas, and no sharding at all."""
+    daemon = start_daemon()
+    last = ""
+    starts = [(4, "tp"), (3, "fsdp"), (4, "hsdp"), (1, "none"), (2, "fsdp")]
+    for number, (ranks, cut) in enumerate(starts):
+        end = (number + 1) * STEPS
+        _, said, lines = launch(
+            daemon, "job", tmp_path / f"{number}", "--cut", cut, "--steps", "99",
+            "--kill-at", str(end), "--expect", str(end - STEPS), ranks=ranks,
+        )  # fmt: skip
+        assert len({*map(tuple, lines)}) == 1, said
+        assert lines[0][0] == last or not number, said  # what was restored
+        last = lines[0][-1]
+        assert last.startswith(f"{end} "), said
+        if cut == "tp":
+            whole = torch.load(tmp_path / "0/whole.pt", weights_only=True)
+            exported(ctl, daemon.storage, tmp_path, whole)
+
+
+def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
+    """Whole tensors, as `full_tensor()` had them; `show` names them; and no rank may be missing."""
+    target = place / "export.pt"
+    ran = ctl(storage, "export", "job", "-o", target)
+    assert ran.code == 0, ran.err
+    found = torch.load(target, weights_only=True)
+    assert equal(found["model"], whole["model"])
+    assert all(equal(found["optimizer"]["state"][i], entry) for i, entry in whole["state"].items())
+    norms = [found["model"][f"{index}.weight"] for index in (3, 4)]
+    assert norms[0].data_ptr() == norms[1].data_ptr()  # tied as they were
+
+    target = place / "export.safetensors"
+    ran = ctl(storage, "export", "job", "-o", target, "--only", "model", "--rank", 3)
+    assert ran.code == 0, ran.err
+    assert equal(pytest.importorskip("safetensors.torch").load_file(target), whole["model"])
+
+    ran = ctl(storage, "show", "job", "--rank", 1)
+    assert "5x33 at 9,0 of 18x33" in ran.out
+    weight = next(
+        one for one in ctl(storage, "show", "job", "--rank", 1, "--json").json["tensors"]
+        if one["path"] == "model.0.weight"
+    )  # fmt: skip
+    assert (weight["shape"], weight["whole_shape"], weight["whole_offsets"]) == (
+        [5, 33], [18, 33], [9, 0],
+    )  # fmt: skip
+    assert ctl(storage, "verify", "job").code == 0
+
+    (volume,) = storage.rglob("rank-2.*.pcc")
+    volume.rename(place / "away")
+    ran = ctl(storage, "export", "job", "-o", place / "part.pt", "--rank", 0)
+    assert ran.code != 0 and "rank 2" in ran.err, ran.err
+    assert not (place / "part.pt").exists()
+    (place / "away").rename(volume)
+
+
+def equal(found: dict[str, Any], whole: dict[str, Any]) -> bool:
+    return found.keys() == whole.keys() and all(
+        torch.equal(found[key], whole[key]) for key in whole
+    )
