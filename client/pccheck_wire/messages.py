@@ -236,8 +236,9 @@ class Open(Message):
 
     step: int | None = None
     before: int | None = None
-    #: The state is the same on every rank, so a checkpoint of another number of ranks is accepted.
-    replicated: bool = False
+    #: The rank can use the parts of any ranks (replicated state, or DTensors), so a checkpoint of
+    #: another number of ranks is accepted.
+    any_world_size: bool = False
 
 
 @message("part")

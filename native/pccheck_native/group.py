@@ -207,12 +207,12 @@ def choose(
     world_size: int,
     *,
     step: int | None = None,
-    replicated: bool = False,
+    any_world_size: bool = False,
 ) -> Held | Refused | None:
     """What `rank` of a start of `world_size` ranks restores: the newest common checkpoint, of
     `step` if given. None only when no rank holds anything.
 
-    `replicated`: saved by any number of ranks, since each can read what all have written.
+    `any_world_size`: saved by any number of ranks, whose parts the rank can all read.
     """
     if not any(known.held for known in ranks.values()):
         return None
@@ -221,14 +221,14 @@ def choose(
     if not shared:
         return _nothing_common(ranks, range(max(world_size, _saved_by(ranks))), step)
     newest = shared[0]
-    if newest.world_size != world_size and not replicated:
+    if newest.world_size != world_size and not any_world_size:
         return Refused(
             f"the checkpoint of step {newest.step} was saved by {_ranks(newest.world_size)}, and "
             f"this start has {_ranks(world_size)}",
             f"start the job with {_ranks(newest.world_size)}; if the ranks saved with "
             "replicated=True, restore with replicated=True; to begin without it, use fresh=True",
         )
-    if newest.world_size == 1 and newest not in mine and not replicated:
+    if newest.world_size == 1 and newest not in mine and not any_world_size:
         holder = next(other for other, known in ranks.items() if newest in known.held)
         return Refused(
             f"the checkpoint of step {newest.step} was saved by rank {holder} alone, and this is "

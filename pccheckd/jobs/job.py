@@ -399,7 +399,7 @@ class Job:
         step: int | None,
         *,
         before: int,
-        replicated: bool = False,
+        any_world_size: bool = False,
     ) -> Held | None:
         """What a rank restores, older than the sequence `before`; None when no volume of the job
         holds a checkpoint. Raises NoCheckpointError with the numbers, or why a volume could not be
@@ -411,7 +411,7 @@ class Job:
             )
             for one, known in self.ranks().items()
         }
-        found = group.choose(ranks, rank, world_size, step=step, replicated=replicated)
+        found = group.choose(ranks, rank, world_size, step=step, any_world_size=any_world_size)
         broken = self._unreadable()
         if isinstance(found, Held):
             if step is None:

@@ -123,7 +123,7 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
         )
     common = job.choose(
         session.rank, session.process, session.world_size, body.step,
-        before=body.before or MAX_SEQUENCE, replicated=body.replicated,
+        before=body.before or MAX_SEQUENCE, any_world_size=body.any_world_size,
     )  # fmt: skip
     if common is None:
         return None
@@ -133,7 +133,7 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
         for item in holder.volumes.checkpoints():
             if item.sequence == common.sequence and holder.is_usable(item):
                 return item
-        if session.rank < common.world_size and not body.replicated:
+        if session.rank < common.world_size and not body.any_world_size:
             break
     raise DamagedError(
         f"{tenant.key}: the checkpoint of step {common.step}, which all ranks restore, is damaged, "

@@ -228,7 +228,7 @@ class Attacker:
             }  # fmt: skip
             with contextlib.suppress(PccheckError, OSError), self.attach(**fields) as session:
                 session.request(Register(1 << 20), timeout_s=5)
-                session.request(Open(replicated=True), timeout_s=5)
+                session.request(Open(any_world_size=True), timeout_s=5)
                 for rank in (0, 1, 65535):
                     session.request(Read(1, 1, 0, 8, rank=rank), timeout_s=5)
             yield
@@ -283,7 +283,7 @@ class Attacker:
         token = bytes.fromhex(self.victim["token"])
         bodies: list[RequestBody] = [
             Register(1 << 20), Begin(1000, 1, 1 << 20, 0, 8), Describe(1), Open(), Read(1, 1, 0, 1),
-            Open(replicated=True), Read(2, 1, 0, 1, rank=0),
+            Open(any_world_size=True), Read(2, 1, 0, 1, rank=0),
             Begin(1001, 1, 1 << 20, 0, 8, branch=9), Pin(1), Pin(1, pinned=False),
             Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
             Verify(self.victim["job"], uid=0),

@@ -294,7 +294,7 @@ def test_another_world_size_is_refused_unless_replicated() -> None:
     assert "step 10 was saved by 2 ranks, and this start has 3 ranks" in said
     assert "start the job with 2 ranks" in said and "fresh=True" in said
     assert "this start has 1 rank;" in refusal(group.choose(ranks, 0, 1))
-    assert group.choose(ranks, 2, 3, replicated=True).sequence == 1
+    assert group.choose(ranks, 2, 3, any_world_size=True).sequence == 1
 
 
 def test_what_another_rank_saved_alone_is_refused() -> None:
@@ -302,7 +302,7 @@ def test_what_another_rank_saved_alone_is_refused() -> None:
     said = refusal(group.choose(ranks, 0, 1))
     assert "saved by rank 1 alone, and this is rank 0; restore the checkpoint on rank 1" in said
     assert group.choose(ranks, 1, 1).sequence == 1
-    assert group.choose(ranks, 0, 1, replicated=True).sequence == 1
+    assert group.choose(ranks, 0, 1, any_world_size=True).sequence == 1
 
 
 # -- numbers ------------------------------------------------------------------------------------
