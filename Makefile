@@ -13,8 +13,8 @@ PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples doc
 PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign guest arm64-check faults fuzz \
-	reference gpu-probe gpu-check gpu-bench clean
+.PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign sharded-campaign \
+	guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ campaign: $(READY) ## kills daemon, trainer and groups of ranks ROUNDS times (de
 	$(BIN)/python -m tests.integration.kill_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.group_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+sharded-campaign: ROUNDS = 20
+sharded-campaign: $(READY) ## kills FSDP2 jobs that restart with 4, 2 and 1 ranks, ROUNDS times (default 20)
+	$(BIN)/python -m tests.integration.sharded_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)

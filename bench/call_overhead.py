@@ -3,9 +3,10 @@
     python -m bench.call_overhead [--calls 300]
 
 A real daemon; 250 small parameters with AdamW's three tensors each, so that the copy itself is
-short. Each call is timed from outside; in between the optimizer steps and the checkpoint becomes
-durable. Prints median, minimum, maximum and the 95th percentile in milliseconds, without and with
-scheduler and generators attached.
+short. Each call is timed from outside. In between the optimizer steps, other memory replaces what
+is in the caches, as a forward and a backward pass do, and the checkpoint becomes durable. Prints
+median, minimum, maximum and the 95th percentile in milliseconds: model and optimizer alone, with
+scheduler and generators, and of a model that FSDP2 has sharded (on a mesh of one rank).
 """
 
 from __future__ import annotations
@@ -17,14 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from bench import common
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 
+OTHER_BYTES = 64 << 20  # more than caches hold
+CASES = {
+    "plain": "model, optimizer",
+    "everything": "model, optimizer, scheduler, rng",
+    "sharded": "model, optimizer as DTensors",
+}
 
-def model_of(layers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+
+def model_of(layers: int, *, sharded: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(layers)))
+    if sharded:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     update(model, optimizer)
     return model, optimizer
@@ -36,26 +53,27 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def measure(daemon: Daemon, job: str, calls: int, *, everything: bool) -> dict[str, Any]:
-    model, optimizer = model_of(125)
+def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
+    model, optimizer = model_of(125, sharded=case == "sharded")
     more: dict[str, Any] = {}
-    if everything:
+    if case == "everything":
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         more = {"scheduler": scheduler, "rng": True}
     took: list[float] = []
-    with PCcheckClient(job=job, socket=daemon.socket) as client:
+    other = torch.ones(OTHER_BYTES // 4)
+    with PCcheckClient(job=f"call-{case}", socket=daemon.socket) as client:
         client.attach(model=model, optimizer=optimizer, **more)
         for step in range(calls + 20):
             begin = time.perf_counter_ns()
             last = client.checkpoint(step=step)
             took.append((time.perf_counter_ns() - begin) / 1e6)
             update(model, optimizer)
+            other.add_(1)
             last.wait_durable(60)  # the call alone is the question, not back-pressure
     took = took[20:]  # the first ones make the volume and the plan
     tensors = len(model.state_dict()) + sum(len(e) for e in optimizer.state.values())
     return {
-        "attached": "model, optimizer" + (", scheduler, rng" if everything else ""),
-        "tensors": tensors, "calls": calls,
+        "attached": CASES[case], "tensors": tensors, "calls": calls,
         "median_ms": round(statistics.median(took), 4), "min_ms": round(min(took), 4),
         "max_ms": round(max(took), 4), "p95_ms": round(statistics.quantiles(took, n=20)[-1], 4),
     }  # fmt: skip
@@ -67,12 +85,11 @@ def main() -> None:
     calls = parser.parse_args().calls
     torch.set_num_threads(1)
     facts = common.facts_of(Path.cwd())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     with Daemon("--chunk", "1MiB", "--dram", "64MiB") as daemon:
         daemon.start()
-        found = [
-            measure(daemon, f"call-{everything}", calls, everything=everything)
-            for everything in (False, True)
-        ]
+        found = [measure(daemon, case, calls) for case in CASES]
+    dist.destroy_process_group()
     lines = common.heading("How long checkpoint() holds the calling thread", facts)
     lines += ["| attached | tensors | ms, median [min-max] | calls |", "|---|---|---|---|"]
     lines += [

@@ -25,7 +25,7 @@ STEPS = 3  # of every start
 def launch(
     daemon: Daemon, job: str, digests: Path, *flags: str, ranks: int
 ) -> tuple[int, str, list[list[str]]]:
-    """How the ranks ended, and what they have printed."""
+    """How the ranks ended, and the steps and digests that each has printed."""
     digests.mkdir()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -40,7 +40,8 @@ def launch(
     )
     printed = [(digests / str(rank)) for rank in range(ranks)]
     lines = [path.read_text().splitlines() if path.exists() else [] for path in printed]
-    return ran.returncode, ran.stderr, lines
+    kept = [[line.rpartition(" ")[0] for line in one] for one in lines]
+    return ran.returncode, ran.stderr, kept
 
 
 @pytest.mark.timeout(600)

@@ -20,6 +20,7 @@ CAMPAIGNS = {
     "group_campaign": ("--rounds", "1"),
     "kill_campaign": ("--rounds", "1"),
     "restart_campaign": ("--rounds", "1"),
+    "sharded_campaign": ("--rounds", "6"),
 }
 
 

@@ -1,7 +1,8 @@
 """A rank that trains a sharded model, to be started by torchrun.
 
 Prints what every step left, as one digest of the whole parameters and moments (gathered from all
-ranks) to DIGESTS/RANK: `step digest`. After a restore the first line is of the restored step.
+ranks) to DIGESTS/RANK: `step digest common`, where `common` is the newest step that the rank knows
+all ranks to have. The first line is of the restored step, 0 when there was none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pccheck import PCcheckClient
+from pccheck import Checkpoint, CheckpointState, PCcheckClient
+
+COUNTED = 16  # handles that are looked at
+#: In which states all ranks have a checkpoint: of several ranks, and of one.
+ENDED = ((CheckpointState.GLOBAL,), (CheckpointState.DURABLE, CheckpointState.GLOBAL))
 
 
 def built(cut: str, size: int) -> nn.Module:
@@ -80,6 +85,7 @@ def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("digests", type=Path)
     flags.add_argument("--cut", default="fsdp")
+    flags.add_argument("--on-busy", default="wait")
     flags.add_argument("--steps", type=int, default=6)
     flags.add_argument("--kill-at", type=int, default=-1)
     flags.add_argument("--expect", type=int, default=-1, help="the step that must be restored")
@@ -89,20 +95,26 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = built(given.cut, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    client = PCcheckClient()
+    client = PCcheckClient(on_busy=given.on_busy)
     client.attach(model=model, optimizer=optimizer)
     restored = client.restore()
     with (given.digests / str(rank)).open("a", buffering=1) as out:
-        if restored:
-            print(restored.step, digest(model, optimizer), file=out)
+        print(restored.step, digest(model, optimizer), restored.step, file=out)
+        (given.digests / f"{rank}.pid").write_text(str(os.getpid()))
+        handles: list[Checkpoint] = []
+        common = restored.step
         assert given.expect < 0 or restored.step == given.expect, restored
         for step in range(restored.step + 1, given.steps + 1):
             batch = torch.randn(8, 33, generator=torch.Generator().manual_seed(step))
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            print(step, digest(model, optimizer), file=out)
+            print(step, digest(model, optimizer), common, file=out)
             handle = client.checkpoint(step=step)
+            handles.append(handle)
+            done = [one.step for one in handles if one.state in ENDED[size == 1]]
+            common = max(done, default=common)
+            del handles[:-COUNTED]
             if step == given.kill_at:
                 keep_whole(given.digests / "whole.pt", model, optimizer)
                 handle.wait_global(60)

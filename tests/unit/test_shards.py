@@ -20,8 +20,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pccheck import Shard as Block
 from pccheck.restoring.inplace import Placement
-from pccheck.restoring.rebuild import Shard as Block
 from pccheck.restoring.rebuild import state_of_tree
 from pccheck.state import shards
 from pccheck.state.plan import AttachedPlan
@@ -178,9 +178,9 @@ def save(cut: Cut) -> Saved:
     return trees, payloads
 
 
-def load(payloads: list[bytearray], own: int, ranges: bytes) -> None:
-    for rank, (mine, _) in parts.split(ranges).items():
-        payload.load(payloads[own if rank < 0 else rank], mine)
+def load(payloads: list[bytearray], own: int, ranges: bytes, device_ranges: bytes = b"") -> None:
+    for rank, mine in parts.split(ranges, device_ranges).items():
+        payload.load(payloads[own if rank < 0 else rank], *mine)
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(CUTS, 2)), ids=repr)
@@ -211,6 +211,62 @@ def test_a_checkpoint_without_one_rank_leaves_the_model_as_it_was() -> None:
             lambda ranges, _=b"": load(payloads, 0, ranges)
         )
     assert all(map(torch.equal, before, tensors(attached)))
+
+
+class Wrapper:
+    """Has a state dict of its own, nested, as frameworks have."""
+
+    def __init__(self, cut: Cut, seed: int) -> None:
+        self.model = Net(cut, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [self.model.state_dict()], "note": "x"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["note"] == "x"
+        self.model.load_state_dict(state["inner"][0])
+
+
+@pytest.mark.parametrize("other", [CUTS[1], CUTS[2], CUTS[4]], ids=repr)
+def test_an_object_with_its_own_state_dict_gets_dtensors(other: Cut) -> None:
+    trees, payloads = {}, []
+    for rank in range(4):
+        with rank_of(4, rank):
+            attached = {"thing": Wrapper(CUTS[1], 7)}
+            made = AttachedPlan(attached, mode="sync").snapshot(1, None)
+            payloads.append(payload.build(made))
+            trees[rank] = payload.tree_of(made)
+    whole = Net(Cut((1,)), 7).state_dict()
+    for rank in range(other.world):
+        with rank_of(other.world, rank):
+            thing = Wrapper(other, 9)
+            others = {number: found for number, found in trees.items() if number != rank}
+            Placement(trees[rank], {"thing": thing}, (), lambda others=others: others).load(
+                lambda ranges, _=b"", own=rank: load(payloads, own, ranges)
+            )
+            for name, now in thing.model.state_dict().items():
+                assert torch.equal(shards.local(now), whole[name][pieces(now)])
+
+
+def test_blocks_for_a_gpu_go_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees, payloads = save(CUTS[1])
+    fake = payload.FakeDevices().install(monkeypatch)
+    attached = trained(Cut((1,)), 9, steps=1)
+    for tensor in tensors(attached):
+        fake.put(tensor)
+    placement = Placement(
+        trees[0], attached, (), lambda: dict(itertools.islice(trees.items(), 1, 4))
+    )
+    assert placement.on_gpu
+    on_gpu = {one.data_ptr() for one in tensors(attached)}
+
+    def fill(ranges: bytes, device_ranges: bytes = b"") -> None:
+        assert not {item[0] for item in struct.iter_unpack("<QQQ", ranges)} & on_gpu
+        load(payloads, 0, ranges, device_ranges)
+
+    placement.load(fill)
+    for now, then in zip(tensors(attached), tensors(trained(Cut((1,)), 7, steps=1)), strict=True):
+        assert torch.equal(now, then)
 
 
 def test_recover_returns_blocks() -> None:

@@ -89,10 +89,9 @@ class ModuleWatch:
         self._types = list(map(type, modules))
         self._vars = list(map(vars, modules))
         self._parts = tuple(chain.from_iterable(map(_PARTS, self._vars)))
-        self._dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_CHILDREN, self._vars)))
+        watched = chain(map(_CHILDREN, self._vars), map(_HOOKS, self._vars))
+        self._dicts: list[dict[Any, Any]] = list(chain.from_iterable(watched))
         self._items = _items(self._dicts)
-        self._hooks = list(chain.from_iterable(map(_HOOKS, self._vars)))
-        self._hooks_then = list(map(list, self._hooks))  # their numbers
         self._skipped = list(map(_SKIPPED, self._vars))
         self._skipped_then = list(map(set, self._skipped))
         self.tensors = list(module.state_dict(keep_vars=True).values())
@@ -133,7 +132,6 @@ class ModuleWatch:
             and same_items(self._dicts, self._items)
             and list(map(type, self._modules)) == self._types
             and self._skipped == self._skipped_then
-            and list(map(list, self._hooks)) == self._hooks_then
         )
 
 
