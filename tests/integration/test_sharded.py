@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pccheck import PCcheckClient, Shard
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 
@@ -65,6 +66,7 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
         if cut == "tp":
             whole = torch.load(tmp_path / "0/whole.pt", weights_only=True)
             exported(ctl, daemon.storage, tmp_path, whole)
+            recovered(daemon, whole["model"])
 
 
 def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
@@ -100,6 +102,18 @@ def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
     assert ran.code != 0 and "rank 2" in ran.err, ran.err
     assert not (place / "part.pt").exists()
     (place / "away").rename(volume)
+
+
+def recovered(daemon: Daemon, whole: dict[str, Any]) -> None:
+    """A process of its own, to which nothing is attached, gets the blocks of rank 0."""
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        found = client.recover().state["model"]
+    assert found.keys() == whole.keys()
+    for name, block in found.items():
+        assert isinstance(block, Shard) and block.shape == tuple(whole[name].shape)
+        sizes = zip(block.offsets, block.tensor.shape, strict=True)
+        window = tuple(slice(at, at + size) for at, size in sizes)
+        assert torch.equal(block.tensor.detach(), whole[name][window].detach()), name
 
 
 def equal(found: dict[str, Any], whole: dict[str, Any]) -> bool:
