@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PccheckError(Exception):
     """Any error of PCcheck. `hint` is the fix; `retryable` means that a later try may succeed;
@@ -138,3 +140,28 @@ ERRORS_BY_CODE: dict[str, type[PccheckError]] = {error.code: error for error in 
 def error_from_wire(code: str, message: str, hint: str, retryable: bool) -> PccheckError:
     """The exception for a `Failure` message; an unknown code becomes a plain `PccheckError`."""
     return ERRORS_BY_CODE.get(code, PccheckError)(message, hint=hint, retryable=retryable)
+
+
+# -- whose job it is, when several users have a job of that name ----------------------------------
+
+
+def one_owner(job: str, owners: Iterable[int]) -> None:
+    """Raises UsageError when there are several."""
+    found = sorted(set(owners))
+    if len(found) > 1:
+        raise UsageError(
+            f"job {job!r} exists for uids {', '.join(map(str, found))}", hint="choose with --uid"
+        )
+
+
+def owner_of(job: str, rank: int | None, owners: Iterable[int]) -> int:
+    """The only owner of these volumes. Raises NoCheckpointError without an owner, UsageError with
+    several."""
+    found = set(owners)
+    if not found:
+        which = "" if rank is None else f" rank {rank}"
+        raise NoCheckpointError(
+            f"there is no volume of job {job!r}{which}", hint="see: pccheckctl list"
+        )
+    one_owner(job, found)
+    return found.pop()

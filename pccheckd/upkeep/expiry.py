@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_native import _core, dropping, layout
-from pccheck_wire.errors import PccheckError, RefusedError, UsageError
+from pccheck_wire.errors import PccheckError, RefusedError, UsageError, owner_of
 from pccheck_wire.messages import Drop
-from pccheck_wire.owners import owner_of
 from pccheckd.base.background import Background
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG

@@ -330,8 +330,12 @@ class WireMember(_Member):
             state = _state_of(found)
 
             def reason(snapshot: int = snapshot) -> str:
-                with contextlib.suppress(PccheckError, AssertionError):
-                    return session.describe(snapshot).reason
+                nonlocal alive
+                if alive:
+                    try:
+                        return session.describe(snapshot, limit_s=1.0).reason
+                    except (PccheckError, AssertionError):
+                        alive = False  # killed meanwhile: the other questions would wait as long
                 return "unknown"
 
             if not alive and state in (State.FAILED, State.SKIPPED):

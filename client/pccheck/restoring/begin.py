@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
+from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.planner import Planner
-from pccheck.state.garbage import no_collection
 from pccheck.state.plan import RNG
 from pccheck.warn import LOG, Warner
 from pccheck_wire import tree

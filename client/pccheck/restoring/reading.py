@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from pccheck.daemon.connection import Connection, RequestLostError
+from pccheck.garbage import no_collection
 from pccheck.state.extents import Range, devices_of, pack
-from pccheck.state.garbage import no_collection
 from pccheck.warn import LOG
 from pccheck_native import NativeError
 from pccheck_wire import tree

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
-from pccheck.state.garbage import no_collection
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError

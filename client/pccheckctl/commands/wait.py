@@ -13,8 +13,8 @@ from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
     WaitTimeoutError,
+    one_owner,
 )
-from pccheck_wire.owners import one_owner
 from pccheckctl.commands.listing import filtered
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, print_json, rows, say, text, whole

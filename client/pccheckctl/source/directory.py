@@ -19,8 +19,9 @@ from pccheck_wire.errors import (
     RefusedError,
     StoreLockedError,
     UsageError,
+    one_owner,
+    owner_of,
 )
-from pccheck_wire.owners import one_owner, owner_of
 from pccheckctl.output.documents import Document
 
 from .ranks import add_stored
