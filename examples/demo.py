@@ -163,7 +163,7 @@ def table(
     options: argparse.Namespace, whole: Run, first: Run, second: Run, most: int, durable_s: float
 ) -> str:
     """The figures of this run; start-up (Python, torch) is part of the seconds to resume."""
-    warm_up = 10
+    warm_up = min(10, first.last // 2)
     slowdown = first.seconds_per_step(warm_up, first.last) / whole.seconds_per_step(
         warm_up, first.last
     )

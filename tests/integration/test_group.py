@@ -379,7 +379,7 @@ def test_one_rank_after_two_recycles_nothing_that_the_two_had(
     second.close()
     (alone,) = members(daemon, 1, fresh=fresh)
     if not fresh:
-        found = alone.ask(Open(replicated=True))
+        found = alone.ask(Open(any_world_size=True))
         assert isinstance(found, Opened) and found.step == 1
         alone.ask(Restored(found.sequence))
     snapshot = alone.begin(2, payload_of(4, SIZE), fill=False)  # it takes a slot, and never ends

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor
 
 from pccheck.state.flatten import DTYPE_NAMES
 from pccheck.state.gating import Gating
@@ -332,10 +331,3 @@ def test_leaves_in_the_tree_view() -> None:
     made = snapshot({"a": torch.ones(3), "lr": 0.5})
     (entry,) = tree.tensor_entries(tree_of(made))
     assert (entry.path, entry.dtype, entry.offset, entry.nbytes) == ("a", "float32", 0, 12)
-
-
-def test_the_way_for_dtensors_is_named() -> None:
-    value = torch.Tensor._make_wrapper_subclass(DTensor, (2, 2))  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedStateError, match=r"weight.*DTensor") as caught:
-        snapshot({"weight": value})
-    assert "examples/fsdp2.py" in caught.value.hint
