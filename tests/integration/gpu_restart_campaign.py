@@ -72,7 +72,7 @@ def _train_to(node: Node, trainer: GpuTrainer, rng: random.Random, moment: str) 
     if moment == "copying":  # for certain, and some of it is there
         for handle in range(step - 1):
             trainer.wait_durable(handle, SOON_S)
-        node.faults.hold_copies(after=rng.randint(0, 6))
+        node.faults.hold_copies(after=rng.randint(0, 5))  # a checkpoint is six copies
         trainer.checkpoint()
         node.faults.wait_for(lambda f: f.held_copies > 0, SOON_S)
         return step - 1 or NOTHING
