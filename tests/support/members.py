@@ -292,6 +292,7 @@ class WireMember(_Member):
         before = self.session.snapshots - SNAPSHOTS + 1  # whose entry of the page is used again
         if before > 0:
             self.session.wait(before)
+            self.look()  # what became durable is seen before its entry is used again
         snapshot = self.session.begin(step, data, on_busy=on_busy, fill=not fail)
         if fail:
             time.sleep(0.002)
