@@ -6,18 +6,18 @@ What an answer does not need is imported late: to start takes longer than to ans
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 from pccheckctl.output.documents import part, text
 
-from .observer import Observer
-
 if TYPE_CHECKING:
     from pathlib import Path
 
     from .directory import Storage
+    from .observer import Observer
     from .readers import Store
 
 
@@ -28,6 +28,8 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
     """
     place = arguments.storage
     if not place:
+        from .observer import Observer
+
         try:
             return Observer(arguments.socket)
         except DaemonUnreachableError as error:
@@ -44,14 +46,15 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
 
 def _private_daemon() -> str:
     """The socket of a private daemon (autostart=True) that may run, for the hint."""
-    import glob
-
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [f"{runtime}/pccheck"] * bool(runtime)
     places.append(f"{os.environ.get('TMPDIR') or '/tmp'}/pccheck-{os.getuid()}")
     for place in places:
-        for socket in glob.glob(f"{place}/*/attach.sock"):  # noqa: PTH207
-            return f"; or ask your private daemon: pccheckctl --socket {socket} status"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(place):  # noqa: PTH208  (pathlib and glob take long to import)
+                socket = f"{place}/{name}/attach.sock"
+                if os.path.exists(socket):  # noqa: PTH110
+                    return f"; or ask your private daemon: pccheckctl --socket {socket} status"
     return ""
 
 
@@ -63,6 +66,8 @@ def daemon(arguments: argparse.Namespace) -> Observer:
             "under way",
             hint="leave --storage out; --socket PATH names a daemon",
         )
+    from .observer import Observer
+
     return Observer(arguments.socket)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pccheck_native import catalog, dropping, group, layout, subset
+from pccheck_native import catalog, dropping, group, layout
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -27,6 +27,7 @@ from pccheckctl.output.documents import Document
 from .ranks import add_stored
 
 if TYPE_CHECKING:
+    from pccheck_native.subset import Subset
     from pccheckctl.source.readers import FileReader
 
 _WHY = {
@@ -87,9 +88,7 @@ class Storage:
 
         return FileReader(checkpoint)
 
-    def verify(
-        self, checkpoint: catalog.Checkpoint, part: subset.Subset | None
-    ) -> tuple[int, bool]:
+    def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
         """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was
         found damaged before, and only after it has read all of the checkpoint itself."""
         if self.served and checkpoint.is_damaged and part is None:
