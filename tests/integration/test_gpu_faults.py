@@ -86,10 +86,12 @@ def test_a_failing_disk_is_no_reason_to_push(start_node: Start) -> None:
         node.faults.hold_copies(after=3)  # a chunk comes to the disk, others are on their way
         assert ended(trainer, trainer.checkpoint()) == "failed"
         node.faults.release_copies()
+        node.faults.wait_for(lambda f: f.to_host_queued == 0)  # else they take the next one's 3
         trainer.step()
     node.daemon.armed.unlink()
     goes_on(trainer)
-    assert node.transfer()[0] == "pull"
+    transfer, reason = node.transfer()
+    assert transfer == "pull", reason
 
 
 @pytest.mark.parametrize("behind", [False, True])
