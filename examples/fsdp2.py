@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --autostart --steps 40
     torchrun --standalone --nproc-per-node 4 examples/fsdp2.py --autostart --steps 80
 
-The second run has another number of ranks, and goes on where the first one ended. Model and
+The second run has another number of ranks, and continues where the first one ended. Model and
 optimizer are attached as they are, and the mesh and the placements may change, too.
 """
 

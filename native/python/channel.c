@@ -377,7 +377,7 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
         PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
         return NULL;
     }
-    PyObject *told = NULL;
+    PyObject *answer = NULL;
     struct pcc_tenant *channel = pcc_py_enter(self);
     if (channel != NULL) {
         char reason[REASON_BYTES] = "";
@@ -388,11 +388,11 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
         if (result == -ENOMEM) {
             PyErr_SetString(PyExc_MemoryError, reason);
         } else {
-            told = reason_new(result, reason);
+            answer = reason_new(result, reason);
         }
     }
     PyBuffer_Release(&exposure);
-    return told;
+    return answer;
 }
 
 static PyObject *channel_cached(PyObject *self, PyObject *number)
@@ -515,12 +515,12 @@ static PyObject *channel_settle(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyMethodDef methods[] = {
     PCC_PY_METHOD(
         "bind", channel_bind,
-        "New saves go to this volume; with a state memfd, what goes on and what does not."),
+        "New saves go to this volume; with a state memfd, which saves continue and which do not."),
     PCC_PY_METHOD("adopt", channel_adopt,
                   "Takes over a segment, and its descriptor, out of the store."),
     {"settle", channel_settle, METH_NOARGS,
      "Checks what was adopted and hands it to the writers; blocks."},
-    {"unbind", channel_unbind, METH_O, "Lets go of a volume; EBUSY while it has saves."},
+    {"unbind", channel_unbind, METH_O, "Releases a volume; EBUSY while it has saves."},
     PCC_PY_METHOD("attach", channel_attach,
                   "A trainer connected; the page's descriptor, the caller's."),
     {"detach", channel_detach, METH_NOARGS, "The trainer is gone; blocks for the drain."},

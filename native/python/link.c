@@ -347,10 +347,10 @@ static PyObject *link_device_open(PyObject *self, PyObject *number)
     const char *why = "";
     int result;
     PCC_PY_UNLOCKED(result = open_device(link, device, &why));
-    PyObject *told = result < 0 ? pcc_py_done(self, result)
-                                : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
+    PyObject *answer = result < 0 ? pcc_py_done(self, result)
+                                  : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
     pcc_py_leave(self); /* last: the words are the link's */
-    return told;
+    return answer;
 }
 
 static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)

@@ -418,7 +418,7 @@ static PyMethodDef methods[] = {
         "What the ranks of a group have agreed on: which checkpoints the next record may let go."),
     {"has_expendable", volume_has_expendable, METH_NOARGS, "Whether a slot may be recycled now."},
     {"recycle", volume_recycle, METH_NOARGS,
-     "Lets go of what is no longer kept, durably, when no slot is free."},
+     "Recycles what is no longer kept, durably, when no slot is free."},
     PCC_PY_METHOD("read", volume_read, "Verified bytes of a payload."),
     PCC_PY_METHOD("read_into", volume_read_into, "Verified, parallel read into memory."),
     PCC_PY_METHOD("verify", volume_verify, "Reads and checks a whole checkpoint."),

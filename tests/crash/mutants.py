@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "durable, and saved again",
-        "killed between the record and the end of the save, the next daemon goes on with it",
+        "killed between the record and the end of the save, the next daemon continues it",
         source="disk/pcc_save_adopt.c",
         changes=(("if (is_durable(saver->volume, found->sequence))", "(void)is_durable; if (0)"),),
     ),

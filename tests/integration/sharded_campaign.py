@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.daemon import PATIENCE, Daemon
+from tests.support.torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
 START_S = 90.0 * PATIENCE
 VICTIMS = ("all", "one", "one, then all", "daemon, then all", "all, then daemon")
 RANKS = (4, 4, 2, 1)  # in turn
@@ -68,20 +68,13 @@ class Campaign:
         self.tally.starts[f"{ranks} ranks"] += 1
 
     @contextlib.contextmanager
-    def _started(self, out: Path, ranks: int) -> Iterator[subprocess.Popen[bytes]]:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(ranks), "-m", "tests.support.shardtraining", str(out), "--steps", "1000000",
+    def _started(self, out: Path, ranks: int) -> Iterator[subprocess.Popen[str]]:
+        program = (
+            "-m", "tests.support.shardtraining", str(out), "--steps", "1000000",
             "--on-busy", "skip", "--cut", "fsdp" if ranks > 1 else "none",
-        ]  # fmt: skip
-        environment = os.environ | {
-            "PCCHECK_SOCKET": str(self.daemon.socket), "PCCHECK_JOB": "job",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
+        )  # fmt: skip
         with (out / "said").open("w") as said:
-            launcher = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=said, stderr=said
-            )
+            launcher = torchrun(self.daemon, "job", ranks, *program, output=said)
             try:
                 yield launcher
             finally:
@@ -91,7 +84,7 @@ class Campaign:
                     launcher.terminate()  # some did not start
                 launcher.wait(START_S)
 
-    def _wait(self, out: Path, ranks: int, steps: int, launcher: subprocess.Popen[bytes]) -> None:
+    def _wait(self, out: Path, ranks: int, steps: int, launcher: subprocess.Popen[str]) -> None:
         """Until every rank has made so many steps."""
         deadline = time.monotonic() + START_S
         while any(len(_lines(out, rank)) < steps + 1 for rank in range(ranks)):
@@ -100,7 +93,7 @@ class Campaign:
                 raise AssertionError(f"the ranks did not make {steps} steps: {tail}")
             time.sleep(0.005)
 
-    def _kill(self, victim: str, out: Path, ranks: int, launcher: subprocess.Popen[bytes]) -> None:
+    def _kill(self, victim: str, out: Path, ranks: int, launcher: subprocess.Popen[str]) -> None:
         pids = _pids(out, ranks)
         if victim == "daemon, then all":
             self.daemon.kill()

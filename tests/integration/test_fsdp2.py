@@ -3,34 +3,23 @@ go on, too."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.daemon import Daemon
+from tests.support.torchrun import torchrun
 
 Start = Callable[..., Daemon]
-ROOT = Path(__file__).parents[2]
 
 
 def launch(daemon: Daemon, job: str, losses: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
     losses.mkdir(exist_ok=True)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), "examples/fsdp2.py", "--losses", str(losses), "--every", "3", *flags,
-    ]  # fmt: skip
-    environment = os.environ | {
-        "PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    ran = subprocess.run(
-        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
-    )
-    return ran.returncode, ran.stderr
+    program = ("examples/fsdp2.py", "--losses", str(losses), "--every", "3")
+    with torchrun(daemon, job, ranks, *program, *flags) as launcher:
+        said, _ = launcher.communicate()
+    return launcher.returncode, said
 
 
 def told(losses: Path) -> list[dict[str, str]]:

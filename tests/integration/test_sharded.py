@@ -3,9 +3,6 @@ ranks, equal bit by bit."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +12,11 @@ import pytest
 from pccheck import PCcheckClient, Shard
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
+from tests.support.torchrun import torchrun
 
 torch = pytest.importorskip("torch")
 
 Start = Callable[..., Daemon]
-ROOT = Path(__file__).parents[2]
 STEPS = 3  # of every start
 
 
@@ -28,21 +25,13 @@ def launch(
 ) -> tuple[int, str, list[list[str]]]:
     """How the ranks ended, and the steps and digests that each has printed."""
     digests.mkdir()
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), "-m", "tests.support.shardtraining", str(digests), *flags,
-    ]  # fmt: skip
-    environment = os.environ | {
-        "PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    ran = subprocess.run(
-        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
-    )
+    program = ("-m", "tests.support.shardtraining", str(digests))
+    with torchrun(daemon, job, ranks, *program, *flags) as launcher:
+        said, _ = launcher.communicate()
     printed = [(digests / str(rank)) for rank in range(ranks)]
     lines = [path.read_text().splitlines() if path.exists() else [] for path in printed]
     kept = [[line.rpartition(" ")[0] for line in one] for one in lines]
-    return ran.returncode, ran.stderr, kept
+    return launcher.returncode, said, kept
 
 
 @pytest.mark.timeout(600)

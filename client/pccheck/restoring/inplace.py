@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
@@ -63,8 +63,7 @@ class Placement:
         self._strict = strict_optimizer
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
-        #: Tensors that are cut in another way: path, local part, shape of the whole, offsets in it.
-        self._cut: list[tuple[str, torch.Tensor, list[int], list[int]]] = []
+        self._cut: list[_Cut] = []  # tensors of which this rank has another block now
         self._made: dict[int, torch.Tensor] = {}  # DTensors for an object's own load_state_dict
         # Called before anything is loaded, without the checkpoint's memory; after that; at the end.
         self._before: list[Callable[[Memory], None]] = []
@@ -84,23 +83,15 @@ class Placement:
                 self._optimizer(name, node, thing)
             else:
                 self._whole(name, node, thing)
-        self._staged = [  # what goes to a GPU in small pieces goes there through host memory
-            (live, live if devices.device_of(live) == devices.HOST else _on_host(live))
-            for _, live, *_ in self._cut
-        ]
-        self._pieces = self._pieces_from(others) if self._cut else b""
-
-    def _pieces_from(self, others: Callable[[], Mapping[int, tree.Tree]]) -> bytes:
-        blocks = Blocks({-1: self._tree, **others()})
-        return b"".join(
-            blocks.ranges(path, _block(to, whole, offsets))
-            for (path, _, whole, offsets), (_, to) in zip(self._cut, self._staged, strict=True)
-        )
+        self._pieces = b""  # the ranges that fill those
+        if self._cut:
+            blocks = Blocks({-1: self._tree, **others()})
+            self._pieces = b"".join(blocks.ranges(one.path, one.block) for one in self._cut)
 
     @property
     def on_gpu(self) -> bool:
         """Whether any of it goes to a GPU."""
-        lives = (live for live, *_ in (*((live,) for _, live in self._pairs), *self._staged))
+        lives = [live for _, live in self._pairs] + [one.live for one in self._cut]
         return any(devices.device_of(live) != devices.HOST for live in lives)
 
     def load(self, load: Loader) -> None:
@@ -117,9 +108,9 @@ class Placement:
         host, gpus = _packed([*direct.values(), *((devices.HOST, r) for r in memory.ranges)])
         load(host + self._pieces, gpus)
         with torch.no_grad():
-            for live, staged in self._staged:
-                if live is not staged:
-                    live.copy_(staged)
+            for one in self._cut:
+                if one.memory is not one.live:
+                    one.live.copy_(one.memory)
             for node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
                     _write(live, memory.tensor(node).detach())
@@ -172,12 +163,12 @@ class Placement:
         if block[1] == offsets and block[0].shape == list(part.shape):
             self._pairs.append((block[0], part))
         else:
-            self._cut.append((path, part, list(live.shape), offsets))
+            self._cut.append(_Cut.of(path, part, list(live.shape), offsets))
 
     def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
         """Something with a load_state_dict of its own: gets the state as it was."""
-        self._shards_of(name, node, thing)
-        has_tensors = self._want(node) or bool(self._made)
+        has_shards = self._shards_of(name, node, thing)
+        has_tensors = self._want(node) or has_shards
 
         def restore_generators(memory: Memory) -> None:
             state = state_of(memory, node)
@@ -203,13 +194,15 @@ class Placement:
         else:
             (self._after if has_tensors else self._before).append(finish)
 
-    def _shards_of(self, name: str, node: tree.Node, thing: Any) -> None:
-        """The shards in it go into the DTensors of its state dict, as it is now."""
+    def _shards_of(self, name: str, node: tree.Node, thing: Any) -> bool:
+        """The shards in it go into the DTensors of its state dict, as it is now; whether there are
+        some."""
         saved = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
         live = dict(_leaves(thing.state_dict(), name)) if saved else {}
         for path, shard in saved:
             self._tensor(path, shard, live.get(path))
             self._made[id(shard)] = live[path]
+        return bool(saved)
 
     def _want(self, node: tree.Node) -> bool:
         """Asks for the tensors and arrays in it; whether there are some."""
@@ -389,13 +382,23 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _block(part: torch.Tensor, whole: list[int], offsets: list[int]) -> Block:
-    dtype = str(part.dtype).removeprefix("torch.")
-    return Block(part.data_ptr(), whole, part.shape, offsets, part.stride(), dtype)
+class _Cut(NamedTuple):
+    """A local part that is another block than the one that this rank has saved. `memory` is loaded
+    from many small pieces: the part itself, or for a part on a GPU host memory that is copied."""
 
+    path: str
+    live: torch.Tensor
+    memory: torch.Tensor
+    block: Block
 
-def _on_host(live: torch.Tensor) -> torch.Tensor:
-    return torch.empty(live.shape, dtype=live.dtype, device="cpu")
+    @classmethod
+    def of(cls, path: str, live: torch.Tensor, whole: list[int], offsets: list[int]) -> _Cut:
+        memory = live
+        if devices.device_of(live) != devices.HOST:
+            memory = torch.empty(live.shape, dtype=live.dtype, device="cpu")
+        dtype = str(live.dtype).removeprefix("torch.")
+        block = Block(memory.data_ptr(), whole, memory.shape, offsets, memory.stride(), dtype)
+        return cls(path, live, memory, block)
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:

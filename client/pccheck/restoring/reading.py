@@ -147,7 +147,9 @@ def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheck
         if wanted.any_world_size:
             raise
         with contextlib.suppress(PccheckError):
-            return ask_open(connection, replace(wanted, any_world_size=True)), refusal
+            opened = ask_open(connection, replace(wanted, any_world_size=True))
+            if isinstance(opened, Opened):  # a refusal never becomes "nothing is there"
+                return opened, refusal
         raise
 
 
