@@ -176,6 +176,7 @@ class Run:
     copied: list[int]  # ... copied, and no daemon has died since
     some_durable: bool
     some_asked: bool
+    renewed: int = 0  # the index at which a rank's second client began, which did not restore
 
     @property
     def newest(self) -> int:
@@ -213,6 +214,16 @@ class Player:
                 return run.number, run.base + run.newest, run.world
         return None
 
+    def protect(self) -> None:
+        """A start begins that restores nothing. What it must leave alone is what the last run had
+        before a second client, which restored nothing either, began: it is worth more."""
+        for run in reversed(self.runs):
+            if run.newest:
+                first = [n for n in (*run.durable, *run.copied) if n < run.renewed]
+                step = run.base + (max(first) if first else run.newest)
+                self.protected.append((run.number, step, run.world))
+                return
+
     # -- one start ---------------------------------------------------------------------------
 
     def _start(self, number: int, start: Start) -> None:
@@ -237,8 +248,8 @@ class Player:
                 base = self._restore(number, start, ranks)
             elif start.how == "fresh":
                 self.protected = []
-            elif (bound := self.bound()) and (not self.protected or self.drawn.slots >= 4):
-                self.protected.append(bound)
+            elif not self.protected or self.drawn.slots >= 4:
+                self.protect()
             if base is not None and not self.violations:
                 self._train(number, start, ranks, board, base)
 
@@ -368,7 +379,7 @@ class Player:
         self.runs.append(Run(
             number, world, base, board.seen(DURABLE, world, last),
             [n for n in copied if n >= first], board.seen_by_one(DURABLE, world, last),
-            last > 0,
+            last > 0, start.when if start.event == "renew" else 0,
         ))  # fmt: skip
         self._reasons(number, start, count)
         for start_number, step, of in self.protected:
@@ -452,8 +463,8 @@ def judge(
     return "", step
 
 
-def play(seed: int, number: int, tally: Tally, *, loud: bool = False) -> None:
-    """One round."""
+def play(seed: int, number: int, tally: Tally) -> None:
+    """One round; prints the logs when it ends in a violation."""
     drawn = draw(seed, number)
     since = time.monotonic()
     flags = (
@@ -468,7 +479,7 @@ def play(seed: int, number: int, tally: Tally, *, loud: bool = False) -> None:
             player.play()
         except (AssertionError, RemoteError, EOFError) as error:
             player.wrong(f"{type(error).__name__}: {error}")
-        if player.violations and loud:
+        if player.violations:
             for path in [daemon.log, *sorted(daemon.root.glob("rank-*.log"))]:
                 print(f"--- {path.name}\n{path.read_text()[-4000:]}", file=sys.stderr)
     tally.violations += player.violations
@@ -490,13 +501,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="this round of the seed, with the logs if wrong")
+    parser.add_argument("--only", type=int, help="this round of the seed")
     options = parser.parse_args()
     if options.only is None:
         tally = run(options.rounds, options.seed)
     else:
         tally = Tally()
-        play(options.seed, options.only, tally, loud=True)
+        play(options.seed, options.only, tally)
     print(
         f"seed {options.seed}: {sum(tally.starts.values())} starts, "
         f"{sum(tally.judged.values())} restores judged, {len(tally.violations)} violations; "
