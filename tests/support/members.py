@@ -24,7 +24,7 @@ from pccheck_native import (
     WORD_REFUSED,
     LinkState,
 )
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Restored
 from tests.support.daemon import PATIENCE
@@ -271,6 +271,7 @@ class WireMember(_Member):
                     self.say(index, "STALLED", "the copy did not end within the limit")
 
     def save(self, index: int, step: int, *, fail: bool) -> None:
+        self._free_entry()
         if self.session is not None and not self.session.link.alive():
             self.look()
             self.session.close()
@@ -289,15 +290,20 @@ class WireMember(_Member):
         self.board.note(self.rank, index, ASKED)
         data = payload_of(stamp(self.plan["start"], self.rank, step), self.plan["nbytes"])
         on_busy = self.plan["on_busy"]
-        before = self.session.snapshots - SNAPSHOTS + 1  # whose entry of the page is used again
-        if before > 0:
-            self.session.wait(before)
-            self.look()  # what became durable is seen before its entry is used again
         snapshot = self.session.begin(step, data, on_busy=on_busy, fill=not fail)
         if fail:
             time.sleep(0.002)
             self.session.link.abandon(snapshot)
         self.flying[index] = snapshot
+
+    def _free_entry(self) -> None:
+        """Waits for the snapshot whose entry of the page is used again, and sees how it ended."""
+        session = self.session
+        before = session.snapshots - SNAPSHOTS + 1 if session is not None else 0
+        if session is not None and before > 0:
+            with contextlib.suppress(DaemonUnreachableError):
+                session.wait(before)
+            self.look()
 
     def renew(self) -> None:
         """As a new client in the same process: it does not know what the first one restored."""

@@ -41,6 +41,7 @@ from pccheck_wire.messages import (
 from tests.support.daemon import PATIENCE
 
 LIMIT_S = 30.0 * PATIENCE
+SLICE_NS = 50_000_000  # between two looks whether the daemon lives
 
 
 def payload_of(seed: int, size: int) -> bytes:
@@ -103,7 +104,7 @@ class Rank:
     def _answered(self, deadline: float) -> bool:
         """False at the deadline, or when the daemon has ended."""
         while time.monotonic() < deadline:
-            if self._socket.poll(50):
+            if self._socket.poll(SLICE_NS // 1_000_000):
                 return True
             if not self.link.alive():
                 raise DaemonUnreachableError("the daemon has ended")
@@ -137,9 +138,14 @@ class Rank:
         return state is None or state.source_read
 
     def wait(self, snapshot: int, *, copied: bool = False) -> LinkState:
-        deadline = time.monotonic_ns() + int(LIMIT_S * 1e9)
+        """Raises DaemonUnreachableError when the daemon ends first."""
         waiting = self.link.wait_copied if copied else self.link.wait_durable
-        assert waiting(snapshot, deadline), f"snapshot {snapshot}: {self.link.state(snapshot)}"
+        deadline = time.monotonic_ns() + int(LIMIT_S * 1e9)
+        while not waiting(snapshot, min(deadline, time.monotonic_ns() + SLICE_NS)):
+            state = self.link.state(snapshot)
+            assert time.monotonic_ns() < deadline, f"snapshot {snapshot}: {state}"
+            if not self.link.alive():
+                raise DaemonUnreachableError("the daemon has ended")
         state = self.link.state(snapshot)
         assert state is not None
         return state
