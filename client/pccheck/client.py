@@ -114,9 +114,8 @@ class PCcheckClient:
                 hint="use solo=True if one rank saves, replicated=True if every rank saves a part",
             )
         self._fresh, self._replicated = fresh, replicated
-        self._planner = Planner(
-            self._options, identity.rank, identity.world_size if replicated else 0
-        )
+        saving = 1 if solo else identity.world_size  # ranks
+        self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
         self._step = 0
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
         if fresh:

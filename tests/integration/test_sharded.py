@@ -52,10 +52,24 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
         assert lines[0][0] == last or not number, said  # what was restored
         last = lines[0][-1]
         assert last.startswith(f"{end} "), said
+        if cut == "hsdp":
+            stored_once(ctl, daemon.storage)
         if cut == "tp":
             whole = torch.load(tmp_path / "0/whole.pt", weights_only=True)
             exported(ctl, daemon.storage, tmp_path, whole)
             recovered(daemon, whole["model"])
+
+
+def stored_once(ctl: Ctl, storage: Path) -> None:
+    """The replicas of a tensor share the work."""
+    shown = [ctl(storage, "show", "job", "--rank", rank, "--json").json for rank in range(4)]
+    rows = [
+        one["shape"][0]
+        for document in shown
+        for one in document["tensors"]
+        if one["path"] == "model.0.weight"
+    ]
+    assert rows == [4, 4, 5, 5]
 
 
 def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:

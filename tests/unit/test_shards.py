@@ -168,11 +168,12 @@ def tensors(attached: Any) -> list[torch.Tensor]:
     return [*model.state_dict().values(), *(t for entry in kept for t in entry.values())]
 
 
-def save(cut: Cut) -> Saved:
+def save(cut: Cut, ranks: int = 1) -> Saved:
     trees, payloads = {}, []
     for rank in range(cut.world):
         with rank_of(cut.world, rank):
-            made = AttachedPlan(trained(cut, 7, steps=1), mode="sync").snapshot(1, None)
+            plan = AttachedPlan(trained(cut, 7, steps=1), mode="sync", ranks=ranks)
+            made = plan.snapshot(1, None)
             payloads.append(payload.build(made))
             trees[rank] = payload.tree_of(made)
     return trees, payloads
@@ -185,7 +186,7 @@ def load(payloads: list[bytearray], own: int, ranges: bytes, device_ranges: byte
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(CUTS, 2)), ids=repr)
 def test_any_cut_is_restored_in_any_other(one: Cut, other: Cut) -> None:
-    trees, payloads = save(one)
+    trees, payloads = save(one, one.world)
     whole = tensors(trained(Cut((1,)), 7, steps=1))
     for rank in range(other.world):
         own = rank if rank in trees else 0
@@ -199,6 +200,21 @@ def test_any_cut_is_restored_in_any_other(one: Cut, other: Cut) -> None:
             assert len(found) == len(whole)
             for now, then in zip(found, whole, strict=True):
                 assert torch.equal(shards.local(now).detach(), then[pieces(now)].detach())
+
+
+@pytest.mark.parametrize("cut", [CUTS[3], CUTS[6], Cut((2, 2), Shard(1), Replicate())], ids=repr)
+def test_replicas_are_stored_once(cut: Cut) -> None:
+    """When all ranks of the job have one; a mesh of some of them may be all that saves."""
+
+    def stored(ranks: int) -> list[int]:
+        trees, _ = save(cut, ranks)
+        nodes = (node for one in trees.values() for _, node in tree.walk(one.root))
+        blocks = {id(node): node.local for node in nodes if isinstance(node, tree.Shard)}
+        return [math.prod(local.shape) for local in blocks.values()]
+
+    once = sum(one.numel() for one in tensors(trained(Cut((1,)), 7, steps=1)) if one.dim())
+    assert sum(stored(cut.world)) == once
+    assert sum(stored(8)) >= 2 * once
 
 
 def test_a_checkpoint_without_one_rank_leaves_the_model_as_it_was() -> None:

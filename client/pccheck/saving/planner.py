@@ -26,15 +26,17 @@ from .hooks import StepHooks
 class Planner:
     """Makes snapshots of what is attached, or of a state that is given. Training thread only."""
 
-    def __init__(self, options: Options, rank: int = 0, world_size: int = 0) -> None:
-        """With a `world_size` what is attached is the same on so many ranks, and each saves a part
-        of it."""
+    def __init__(
+        self, options: Options, rank: int = 0, world_size: int = 1, *, replicated: bool = False
+    ) -> None:
+        """`replicated`: what is attached is the same on all ranks, and each saves a part of it."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
-        self._parts = (rank, world_size)
+        self._ranks = world_size
+        self._parts = (rank, world_size) if replicated else (0, 0)
         self._plan: AttachedPlan | None = None
         self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()
@@ -127,8 +129,9 @@ class Planner:
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
             about = origin.node(self.attached)
             self._plan = AttachedPlan(
-                self.attached, mode=mode, shape=shape, loose=self._loose, about=about
-            )
+                self.attached, mode=mode, shape=shape, loose=self._loose, about=about,
+                ranks=self._ranks,
+            )  # fmt: skip
         try:
             return self._plan.snapshot(step, metadata)
         except BaseException:  # Ctrl-C, too: the plan may be half updated

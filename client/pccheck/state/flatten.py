@@ -32,8 +32,10 @@ _KEY_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
 class Flattener:
     """Collects nodes and views of one state or of several."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        """`ranks`: of the job; replicas of DTensors on all of them are stored once."""
         self.views: list[View] = []
+        self._ranks = ranks
         self.sharded = False  #: whether any of it is a DTensor
         self._open: set[int] = set()  # the containers around the value
 
@@ -117,11 +119,10 @@ class Flattener:
         return node
 
     def shard(self, value: Any, path: str) -> Node:
-        """The local part of a DTensor."""
-        offsets = shards.offsets_of(value, path)
-        part = shards.LOCAL(value)
-        if type(part) is not torch.Tensor:
-            raise _unsupported(part, path)
+        """The local part of a DTensor, or of that what this rank stores."""
+        if type(shards.LOCAL(value)) is not torch.Tensor:
+            raise _unsupported(shards.LOCAL(value), path)
+        part, offsets = shards.stored_part(value, shards.offsets_of(value, path), self._ranks)
         first = len(self.views)
         node = self.tensor(part, path)
         node.flags |= tree.REQUIRES_GRAD if value.requires_grad else 0

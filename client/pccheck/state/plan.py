@@ -119,9 +119,11 @@ class AttachedPlan:
         shape: Shape = IN_PLACE,
         loose: frozenset[str] = frozenset(),
         about: tree.Node = None,
+        ranks: int = 1,
     ) -> None:
         self._attached = dict(attached)
         self._about = about
+        self._ranks = ranks  # of the job
         self.mode = mode
         self.shape = shape
         self.loose = loose  #: see Gating
@@ -134,7 +136,9 @@ class AttachedPlan:
             self._fast = None  # releases its tensors
             self.rebuilt += 1
             if all(map(_is_plain, self._attached.values())):
-                self._fast = _FastPlan(self._attached, self._gating(), self.shape, self._about)
+                self._fast = _FastPlan(
+                    self._attached, self._gating(), self.shape, self._about, self._ranks
+                )
         if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
             return made
         return self._slow(step, metadata)
@@ -143,7 +147,7 @@ class AttachedPlan:
         return Gating(self._attached, self.mode, self.loose)
 
     def _slow(self, step: int, metadata: tree.Node) -> Snapshot:
-        flattener = Flattener()
+        flattener = Flattener(self._ranks)
         gating = self._gating()
         items: list[tuple[tree.Node, tree.Node]] = []
         for name, thing in self._attached.items():
@@ -169,9 +173,15 @@ class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
     def __init__(
-        self, attached: Mapping[str, Any], gating: Gating, shape: Shape, about: tree.Node
+        self,
+        attached: Mapping[str, Any],
+        gating: Gating,
+        shape: Shape,
+        about: tree.Node,
+        ranks: int,
     ) -> None:
-        flattener = Flattener()
+        self._ranks = ranks
+        flattener = Flattener(ranks)
         self._about = tree.encode_node(about)
         self._attached = attached
         self._optimizers: dict[str, OptimizerWatch] = {}
@@ -220,7 +230,7 @@ class _FastPlan:
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
         """None when a state that is not static is on a GPU, whose section is fixed here, or shares
         memory with the static tensors."""
-        flattener = Flattener()
+        flattener = Flattener(self._ranks)
         nodes = {
             name: _dynamic_node(name, thing, flattener)
             for name, thing in self._attached.items()

@@ -59,6 +59,29 @@ def offsets_of(tensor: torch.Tensor, path: str) -> list[int]:
     return list(offsets) if math.prod(shape) else [0] * len(shape)
 
 
+def stored_part(tensor: Any, offsets: list[int], ranks: int) -> tuple[torch.Tensor, list[int]]:
+    """What this rank stores of its local part, and where that begins in the whole tensor.
+
+    Ranks with the same block (replicas) store one part of it each, when all `ranks` ranks of the
+    job are in the mesh: else some of them may not save at all.
+    """
+    part, mesh = LOCAL(tensor), tensor.device_mesh
+    index, count = 0, 1
+    for size, at, one in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True):
+        if one.is_replicate():
+            index, count = index * size + at, count * size
+    if count == 1 or mesh.size() != ranks or not part.dim():
+        return part, offsets
+    # Along the outermost dimension, so that each part is one run of bytes.
+    dim = max(range(part.dim()), key=lambda dim: (part.size(dim) > 1, part.stride(dim)))
+    first, end = (part.size(dim) * i // count for i in (index, index + 1))
+    with torch.no_grad():
+        mine = part.narrow(dim, first, end - first)
+    if not mine.numel():
+        return mine, [0] * len(offsets)
+    return mine, [at + first * (d == dim) for d, at in enumerate(offsets)]
+
+
 def _in_order(sizes: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
     """Whether every strided shard is the one that FSDP2 makes of what tensor parallelism has
     sharded: later dimensions of the mesh cut first, and the rank keeps one block."""
