@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -37,7 +37,7 @@ from .saving.exposure import NoStagingError
 from .saving.in_flight import Checkpoint, InFlight
 from .saving.planner import Planner
 from .saving.saver import Saver
-from .state.attaching import Stateful
+from .state.attaching import Stateful, is_replicated
 from .state.metadata import metadata_node
 from .warn import LOG, Warner
 
@@ -116,6 +116,7 @@ class PCcheckClient:
         self._fresh, self._replicated = fresh, replicated
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
+        self._copies = 1 if replicated or identity.rank else saving  # rank 0 speaks for all
         self._step = 0
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
         if fresh:
@@ -197,12 +198,24 @@ class PCcheckClient:
         with self._calling():
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
+            self._advise(things)
             if self._options.gate == "auto":
                 self._planner.hooks.put(self._before_step, self._planner.attached.values())
             connection = self._session.current()
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
                 self._expose(connection, self._step)
+
+    def _advise(self, things: Mapping[str, object]) -> None:
+        """Warns of copies. The client does not choose by itself: only the script knows whether the
+        other ranks save at all."""
+        if self._copies > 1 and is_replicated(things):
+            self._warner.once(
+                "ddp",
+                f"the model is in DistributedDataParallel, and each of the {self._copies} ranks "
+                "stores a copy of it. To store one copy, pass PCcheckClient(replicated=True) on "
+                "every rank. If only rank 0 saves, pass PCcheckClient(solo=True) there",
+            )
 
     def gate(self) -> None:
         """Call it before changing what a checkpoint may still be reading (gate="manual"), and

@@ -115,6 +115,13 @@ def interrupted(kit: Kit) -> None:
         client.checkpoint(step=5)
 
 
+def plain_ddp(kit: Kit, **options: Any) -> None:
+    model = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(model)  # without processes
+    model.module = nn.Linear(2, 2)
+    kit.connected(world_size=4, **options).attach(model=model)
+
+
 def moved(kit: Kit) -> None:
     saver = kit.client()._saver
     saver._moved.append((5, Moved("model.weight", "")))
@@ -317,6 +324,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "torn": torn,
     "backwards": backwards,
     "signal handler": interrupted,
+    "plain DDP": plain_ddp,
     "moved": moved,
     "CUDA graph": graph,
     "stalled": stalled,
@@ -614,6 +622,11 @@ WORDS: dict[str, str] = {
         "restore() before training; or adopt(), if this run got its state in another way; or "
         "begin with PCcheckClient(fresh=True), and the old one may be overwritten."
     ),
+    "plain DDP": (
+        "PCcheck: the model is in DistributedDataParallel, and each of the 4 ranks stores a copy "
+        "of it. To store one copy, pass PCcheckClient(replicated=True) on every rank. If only rank "
+        "0 saves, pass PCcheckClient(solo=True) there"
+    ),
     "absent ranks": (
         "PCcheck: rank 0 of job 'gpt' saves, but of its 4 ranks these are not connected: 1, "
         "2. A checkpoint can be restored only if every rank saved it, so this rank's "
@@ -659,6 +672,15 @@ def test_the_words(
     text = words(Kit(tmp_path, monkeypatch), CALLS[name], capsys)
     assert text == WORDS[name]
     assert not PRIVATE.search(text)
+
+
+@pytest.mark.parametrize("options", [{"replicated": True}, {"solo": True}, {"rank": 1}], ids=str)
+def test_plain_ddp_needs_no_words(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain_ddp(Kit(tmp_path, monkeypatch), **options)
 
 
 def test_every_call_has_its_words() -> None:

@@ -43,6 +43,13 @@ def checked(things: Mapping[str, object]) -> dict[str, Any]:
     return {name: _checked(name, thing) for name, thing in things.items()}
 
 
+def is_replicated(things: Mapping[str, object]) -> bool:
+    """Whether a module has the same parameters on every rank (plain DDP)."""
+    return any(
+        isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in things.values()
+    )
+
+
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
         raise UsageError(
