@@ -1,4 +1,4 @@
-"""The daemon's side of fronts (front.py): one child process per uid, whose bytes are not trusted,
+"""The daemon's side of fronts (program.py): one child process per uid, whose bytes are not trusted,
 started again when it ends."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ END_LIMIT_S = 5.0
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 30.0
 LASTED_S = 60.0
 STEP_S = 0.1
-#: Peers that connect meanwhile wait here. Below front.FILES_MAX: idle connects end one front at
-#: most.
+#: Peers that connect meanwhile wait here. Below program.FILES_MAX: idle connects end one front
+#: at most.
 BACKLOG = 128
 _SAID_BYTES = 4096
 _SAID_LETTERS = 160

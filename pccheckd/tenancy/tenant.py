@@ -32,7 +32,7 @@ from .volumes import Key, OpenVolume, VolumeSet
 
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
-BINDINGS_MAX = 4  # PCC_CHANNEL_VOLUMES
+BINDINGS_MAX = 4  # PCC_TENANT_VOLUMES
 FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or truncated
 INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 

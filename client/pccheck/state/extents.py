@@ -23,7 +23,7 @@ from pccheck_wire.tree import ITEM_BYTES
 
 from .devices import HOST
 
-#: Extents start here within the payload (PCC_TENSOR_ALIGN).
+#: Extents start at multiples of this within the payload.
 EXTENT_ALIGN = 64
 #: Closer than this, extents on a GPU keep their distance in the payload (PCC_EXPOSED_GAP_MAX):
 #: torch rounds every tensor up to it, and a copy for each of many small ones takes far longer.

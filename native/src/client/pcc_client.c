@@ -181,7 +181,7 @@ static enum pcc_outcome outcome_of(const struct pcc_client *client, uint64_t sna
 
 void pcc_client_job_end(struct pcc_job *job)
 {
-    /* Release pairs with the acquire in pcc_client_wait, as in job_advance. */
+    /* Release pairs with the acquire in pcc_client_wait, as in pcc_client_job_note. */
     atomic_store_explicit(&job->state, PCC_JOB_ENDED, memory_order_release);
     free(job->memory);
     job->memory = NULL;

@@ -1,7 +1,8 @@
-/* The inside of a client, shared by pcc_client.c (life, requests, waits), pcc_client_run.c (the
- * thread: grants, messages), pcc_client_copy.c and pcc_client_push.c (filling chunks),
- * pcc_client_load.c (taking chunks), and the GPU's part: pcc_client_device.c, pcc_client_order.c,
- * pcc_client_expose.c.
+/* The inside of a client, shared by pcc_client.c (life, requests, waits), pcc_client_submit.c (the
+ * plan of a snapshot), pcc_client_run.c (the thread: messages), pcc_client_copy.c and
+ * pcc_client_push.c (filling chunks), pcc_client_grant.c (segments), pcc_client_load.c (restores),
+ * and the GPU's part: pcc_client_device.c, pcc_client_order.c, pcc_client_expose.c,
+ * pcc_client_staging.c.
  *
  * `lock` guards the jobs and the load; it is never held while bytes are moved or the driver is
  * called: `busy` says that the thread is moving some, and `idle` is signalled when it stops.

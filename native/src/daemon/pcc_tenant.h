@@ -32,7 +32,7 @@ enum pcc_event_kind {
                              "copy"/DEVICE, DEVICE_LOST: the GPU failed the copy */
     PCC_EVENT_LOAD_ENDED, /* id is the load id */
     PCC_EVENT_BAD_PEER,   /* the session broke the protocol of the page; detach it */
-    PCC_EVENT_DETACHED,   /* the ring is drained and every copy judged */
+    PCC_EVENT_DETACHED,   /* the ring is drained; every copy is complete or aborted */
 };
 
 struct pcc_event {

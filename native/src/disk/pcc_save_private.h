@@ -1,5 +1,6 @@
 /* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
- * owners call) and pcc_save_work.c (what is done with a save's bytes, in which order).
+ * owners call), pcc_save_work.c (what is done with a save's bytes, in which order) and
+ * pcc_save_adopt.c (saves of the daemon before).
  *
  * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
  * save while the end of the last one is still being reported.

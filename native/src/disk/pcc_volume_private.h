@@ -1,5 +1,5 @@
-/* The inside of a volume, shared by pcc_volume.c (tables, slots, holds) and pcc_commit.c (records:
- * finding, repairing, publishing).
+/* The inside of a volume, shared by pcc_volume.c (tables, slots, holds), pcc_volume_file.c (files)
+ * and pcc_commit.c (records: finding, repairing, publishing).
  *
  * Locks, outermost first: publishing (held over record I/O) -> lock (tables and holds; held for
  * microseconds, never over I/O). */
@@ -40,8 +40,8 @@ struct pcc_volume {
 };
 
 /* -- pcc_commit.c -- */
-/* Finds the newest acceptable record; it goes to *record_out as if read from replica A. `good` says
- * per replica of its generation whether it was acceptable there. */
+/* What is on the media. `record` is the newest acceptable record, as replica A holds it. `good`
+ * says for each replica of its generation whether that replica was acceptable. */
 struct pcc_commit_found {
     struct pcc_record record;
     bool good[PCC_REPLICAS];

@@ -27,9 +27,9 @@
  *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
  *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
  *           REQUESTED|COPYING -> REFUSED
- * VOUCHING lasts for some instructions: the copy is complete and can no longer be abandoned, and
- * the daemon notes down for the next one that it is copied before the client sees it.
- * so that a watchdog's release and a late daemon cannot both be right (P4). */
+ * So either the client abandons a snapshot or the daemon accepts it, never both (P4). VOUCHING lasts
+ * for some instructions: the copy is complete and can no longer be abandoned. Meanwhile the daemon
+ * stores for the next daemon that the snapshot is copied; the client sees COPIED afterwards. */
 enum pcc_word_state {
     PCC_WORD_IDLE = 0,
     PCC_WORD_REQUESTED = 1,
