@@ -103,7 +103,8 @@ class Port:
         return page_fd
 
     async def detach(self) -> None:
-        """Returns when every copy of the session is judged and its events were delivered."""
+        """Returns when every copy of the session is complete or aborted. The event that ends an
+        aborted one may come later, when its writes are done."""
         if not self.attached:
             return
         await self._engine.drive(self._uid, self.channel.detach)

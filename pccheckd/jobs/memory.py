@@ -14,6 +14,9 @@ shares, and this module moves memory until each session has its share, by these 
 4. Then live sessions give back what exceeds their share, the largest excess first.
 5. Free memory goes to sessions below their share, first to those with less than two chunks.
 
+The limit of a user (--max-dram-per-user) is a budget of its own, and all rules apply to it. That
+user's caches count, too; rule 3 takes them without waiting.
+
 So the sessions of one user, however many, leave a session of another user two chunks, as long as
 there are two chunks for each user. Users share the rest as `fair` computes.
 

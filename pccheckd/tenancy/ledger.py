@@ -1,4 +1,4 @@
-"""The states of a tenant's checkpoints: the recent ones, counted, newest durable known."""
+"""A tenant's recent checkpoints and their states; counters; the newest durable one."""
 
 from __future__ import annotations
 

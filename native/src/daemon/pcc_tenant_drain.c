@@ -1,5 +1,5 @@
-/* What the client says (the ring to_daemon) and what the savers say (their callbacks). Every word
- * of the client is checked against the tenant's own table before anything follows from it. */
+/* The drain thread, which reads the client's messages (the ring to_daemon), and the callbacks of
+ * the savers. Every message is checked against the tenant's own table before it has any effect. */
 #include <string.h>
 
 #include "base/pcc_futex.h"
@@ -78,9 +78,9 @@ void pcc_tenant_give_up(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     pcc_save_abort(save->save, error);
 }
 
-/* Every chunk is with the saver. The word decides before anything is vouched for: when the client
- * has let its trainer go, the last pieces may hold another step (P4). And what the next daemon will
- * find is noted down before the client sees it (P1): the seal does that. */
+/* Every chunk is with the saver. The word decides first: once the client has abandoned the
+ * snapshot, the trainer goes on, and the last chunks may hold another step (P4). The seal stores
+ * for the next daemon that the snapshot is copied; the client sees COPIED afterwards (P1). */
 static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
@@ -277,7 +277,7 @@ void *pcc_tenant_drain_run(void *argument)
     }
 }
 
-/* -- what the savers say -- */
+/* -- callbacks of the savers -- */
 
 static void on_writing(void *owner, uint64_t tag)
 {

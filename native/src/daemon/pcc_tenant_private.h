@@ -83,7 +83,7 @@ struct pcc_tenant_save {
     uint32_t pulls;        /* copiers that have a part of it: the entry is not used again */
     struct pcc_tenant_map *map; /* held for them */
     struct pcc_save *save;      /* NULL once ended: it is gone when `ended` returns */
-    bool copied;                /* the word says COPIED */
+    bool copied;                /* the word says VOUCHING or COPIED */
     bool given_up;              /* aborted; messages that are under way are swallowed */
     bool writing;               /* its first chunk has gone to the disk */
     bool silent;                /* begin itself reported the failure */

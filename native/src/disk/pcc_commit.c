@@ -115,8 +115,8 @@ uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
     }
     if (is_waiting_for_ranks(record, expendable, group))
         return expendable;
-    /* The next checkpoint needs a slot: the one worth least goes. Not for a slot in quarantine,
-     * which may be well again: what is durable would be given for it (pcc_volume_take_slot). */
+    /* The next checkpoint needs a slot: when all slots are kept, the one worth least goes. A slot
+     * in quarantine is not kept: pcc_volume_take_slot uses it before anything durable goes. */
     while (kept >= record->slot_count) {
         uint32_t worst = PCC_SLOTS_MAX;
         for (uint32_t slot = 0; slot < record->slot_count; slot++) {

@@ -299,14 +299,14 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
     return taken;
 }
 
-/* With `lock` held: when all that is left holds what has to be kept, slots in quarantine are used
- * again. The error may have been the cable's, and every completion is checked anyway. */
+/* With `lock` held: slots in quarantine are used again when every other slot holds what has to be
+ * kept. The error may have been the cable's, and every completion is checked anyway. */
 static void forgive(struct pcc_volume *volume)
 {
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
         const struct pcc_slot_entry *entry = &volume->staged.slots[slot];
         if (entry->state != PCC_SLOT_DURABLE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
-            return; /* a save's, or a reader's: it comes back */
+            return; /* a save or a reader has it, and it becomes free */
     }
     if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group) != 0)
         return;
@@ -373,9 +373,9 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 
 /* -- the publisher -- */
 
-/* With both locks held. The tables hold the same checkpoints then, as no other record is under way;
- * a damage flag that waits for the next record is in the staged one. A group's checkpoints become
- * durable in any order, for the others may not have the newest one of this rank. */
+/* With both locks held, no other record is under way: both tables hold the same checkpoints, and
+ * the staged one also damage flags that wait for the next record. A group's checkpoints become
+ * durable in any order, because other ranks may lack the newest one of this rank. */
 static enum pcc_published verdict(const struct pcc_volume *volume,
                                   const struct pcc_slot_entry *entry)
 {
@@ -397,7 +397,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
     PCC_ASSERT(volume->writable && slot < volume->geometry.slot_count);
     PCC_ASSERT(entry->state == PCC_SLOT_DURABLE && entry->sequence > 0);
     (void)pthread_mutex_lock(&volume->publishing);
-    /* Asked first: a file that was removed is the better reason. */
+    /* The file is checked first: that it was removed says more than that the volume has stopped. */
     result = pcc_volume_in_place(volume);
     if (result != 0)
         pcc_volume_return_slot(volume, slot);

@@ -76,8 +76,8 @@ PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint6
                                                 uint32_t world_size);
 /* close(done=True): keep only the newest `keep` checkpoints, say done. Published at once. */
 PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);
-/* Lets go of what `keep` and the flags no longer hold, as the next publish would: for a volume
- * without a free slot, where there will be none. Published at once when there is such a thing. */
+/* Drops what `keep` and the flags no longer hold, as a publish does: without a free slot there is
+ * no next publish. Published at once if something is dropped. */
 PCC_MUST_CHECK int pcc_volume_recycle(struct pcc_volume *volume);
 
 /* -- one of several ranks -- */
@@ -113,8 +113,9 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted);
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
 /* The same for one that a save had when the daemon before was killed; false when it is not free. */
 bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot);
-void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);     /* never published */
-void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot); /* never published */
+/* Both for the slot of a save that was not published. */
+void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);
+void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot);
 enum pcc_published {
     PCC_PUBLISHED = 0,
     PCC_PUBLISH_SUPERSEDED, /* these two: nothing was written, and the slot is free again */
@@ -122,9 +123,10 @@ enum pcc_published {
 };
 /* The publisher: newest wins. The data and the manifest in the slot of `entry` must be flushed. On
  * 0 *out says what came of it; when published, the record is durable in both replicas, and slots
- * that it has dropped are free. Any error is sticky (the volume stops publishing), but when
- * pcc_volume_in_place() gives one before anything is written: then the slot is free again.
- * `on_durable` (may be NULL) is called between replica A and B. */
+ * that it has dropped are free. An error stops the volume, and the slot stays taken, since the
+ * media may name it. One exception: an error of pcc_volume_in_place() before anything is written
+ * stops nothing, and the slot is free again. `on_durable` (may be NULL) is called between replica A
+ * and B. */
 PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
                                       const struct pcc_slot_entry *entry, enum pcc_published *out,
                                       void (*on_durable)(void *context), void *context);

@@ -27,9 +27,9 @@
  *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
  *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
  *           REQUESTED|COPYING -> REFUSED
- * So either the client abandons a snapshot or the daemon accepts it, never both (P4). VOUCHING lasts
- * for some instructions: the copy is complete and can no longer be abandoned. Meanwhile the daemon
- * stores for the next daemon that the snapshot is copied; the client sees COPIED afterwards. */
+ * So either the client abandons a snapshot or the daemon accepts it, never both (P4). VOUCHING
+ * lasts for some instructions: the copy is complete and can no longer be abandoned. Meanwhile the
+ * daemon stores for the next daemon that the snapshot is copied; COPIED follows. */
 enum pcc_word_state {
     PCC_WORD_IDLE = 0,
     PCC_WORD_REQUESTED = 1,
