@@ -54,7 +54,7 @@ void hooks_died(void)
 }
 
 /* Slots that failed are used again when every other one is in the table, and not before. */
-static bool may_forgive(struct pcc_volume *volume)
+static bool may_reuse_quarantined(struct pcc_volume *volume)
 {
     struct pcc_record record;
 
@@ -79,9 +79,9 @@ int __real_pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
 int __wrap_pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
 int __wrap_pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
 {
-    const bool forgives = may_forgive(volume);
+    const bool reuses = may_reuse_quarantined(volume);
     const int result = __real_pcc_volume_take_slot(volume, slot_out);
-    if (result == 0 && forgives)
+    if (result == 0 && reuses)
         memset(sim_current->slot_bad, 0, sizeof sim_current->slot_bad);
     return result;
 }

@@ -194,8 +194,8 @@ MUTANTS = (
         source="disk/pcc_volume.c",
         changes=(
             (
-                "const enum pcc_published published = verdict(volume, entry);",
-                "(void)verdict;\n    const enum pcc_published published = PCC_PUBLISHED;",
+                "const enum pcc_published published = published_as(volume, entry);",
+                "(void)published_as;\n    const enum pcc_published published = PCC_PUBLISHED;",
             ),
         ),
     ),
@@ -235,7 +235,9 @@ MUTANTS = (
         "after an outage no slot is left until the next opening",
         program="fault_loop",
         source="disk/pcc_volume.c",
-        changes=(("if (volume->free_slots == 0) forgive(volume);", "(void)forgive;"),),
+        changes=(
+            ("if (volume->free_slots == 0) reuse_quarantined(volume);", "(void)reuse_quarantined;"),
+        ),
     ),
     Mutant(
         "nothing is repaired",

@@ -134,7 +134,7 @@ void pcc_client_close(struct pcc_client *client)
             continue;
         if (!pcc_client_pulled_read(client, job))
             (void)pcc_client_job_abandon(client, job, -ECONNRESET);
-        pcc_client_let_go(client, job);
+        pcc_client_release_streams(client, job);
         pcc_client_job_end(job);
     }
     (void)pthread_mutex_unlock(&client->lock);
@@ -196,7 +196,7 @@ bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int 
 
     if (won)
         job->error = error;
-    pcc_client_let_go(client, job);
+    pcc_client_release_streams(client, job);
     return won;
 }
 

@@ -2,7 +2,7 @@
  * and checksum fused) and takes loaded data back into them, without the GIL.
  *
  * The thread also reads grants from the attach socket and notices the daemon's death (hang-up):
- * outstanding snapshots are then abandoned, streams that wait for them let go, and every waiter
+ * outstanding snapshots are then abandoned, streams that wait for them released, and every waiter
  * returns -ECONNRESET. Any thread may call; waits have deadlines (CLOCK_MONOTONIC ns). A forked
  * child must not touch it; segments are MADV_DONTFORK.
  *
@@ -21,8 +21,8 @@ struct pcc_client;
  * not one. */
 PCC_MUST_CHECK int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out);
 /* Stops at once; what was not handed over is lost. Waiters return -ECONNRESET first, streams that
- * wait are let go. Blocks until the GPUs have passed what concerns the client, bounded: memory that
- * one of them may still touch is left mapped. */
+ * wait are released. Blocks until the GPUs have passed what concerns the client, bounded: memory
+ * that one of them may still touch is left mapped. */
 void pcc_client_close(struct pcc_client *client);
 bool pcc_client_alive(struct pcc_client *client); /* poll of the socket, about 1 us */
 uint32_t pcc_client_chunk_bytes(const struct pcc_client *client);
@@ -140,10 +140,10 @@ PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t id, enum 
 /* A provisional snapshot becomes like any other: the source was not changed before it was read, and
  * from now on something holds changes back. */
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot);
-/* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are let go, and
- * the thread stops reading the source before it returns (bounded for a GPU that does not answer).
- * False: it was COPIED or refused, or it is COPYING and the source was read already, so that there
- * is nothing to let go of; a provisional one is abandoned then, too. */
+/* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are released,
+ * and the thread stops reading the source before it returns (bounded for a GPU that does not
+ * answer). False: it is COPIED or REFUSED, or nothing of a COPYING one is left to read and it is
+ * not provisional. */
 bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot);
 
 struct pcc_client_state {

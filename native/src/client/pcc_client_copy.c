@@ -129,7 +129,7 @@ static struct pcc_job *job_next(struct pcc_client *client)
         if (state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ)
             continue;
         if (!pcc_client_open_word(client, job->snapshot)) { /* refused */
-            pcc_client_let_go(client, job);
+            pcc_client_release_streams(client, job);
             pcc_client_job_end(job);
             pcc_bell_ring(&client->view.page->client_bell);
         } else if (pcc_client_word(client, job->snapshot) ==

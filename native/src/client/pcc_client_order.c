@@ -1,6 +1,6 @@
-/* The order between the trainer's streams and the copies: mark, hold, letting go.
+/* The order between the trainer's streams and the copies: mark, hold, release.
  *
- * Whoever lets a stream go moves the snapshot's word first and stores `done` then, so that no
+ * Whoever releases a stream moves the snapshot's word first and stores `done` then, so that no
  * update can run while the snapshot may still become COPIED (P4). The caller of hold looks at the
  * word again after it has enqueued the wait: either it sees the final word, or who made it final
  * stores `done` afterwards. */
@@ -21,7 +21,7 @@ bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_jo
     return true;
 }
 
-void pcc_client_let_go(struct pcc_client *client, struct pcc_job *job)
+void pcc_client_release_streams(struct pcc_client *client, struct pcc_job *job)
 {
     if (job->pulled == 0 || pcc_client_open_word(client, job->snapshot))
         return;
@@ -44,7 +44,7 @@ void pcc_client_let_go(struct pcc_client *client, struct pcc_job *job)
 static bool held_back(struct pcc_client *client, struct pcc_job *job)
 {
     if (!pcc_client_open_word(client, job->snapshot)) {
-        pcc_client_let_go(client, job);
+        pcc_client_release_streams(client, job);
         return false;
     }
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
@@ -242,7 +242,7 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
     if (job->snapshot != snapshot || !part->is_marked)
         return HOLD_NOT;
     if (!pcc_client_open_word(client, snapshot)) {
-        pcc_client_let_go(client, job);
+        pcc_client_release_streams(client, job);
         return HOLD_NOT;
     }
     *event_out = part->aside ? part->marked : part->copied;
@@ -334,7 +334,7 @@ static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
 
     (void)pthread_mutex_lock(&client->lock);
     if (job->snapshot == snapshot)
-        pcc_client_let_go(client, job);
+        pcc_client_release_streams(client, job);
     (void)pthread_mutex_unlock(&client->lock);
 }
 

@@ -317,7 +317,7 @@ void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *fi
 /* With lock held: true when the daemon has read its part, or never will. */
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job);
 /* With lock held: streams that wait for a snapshot whose word is final go on. */
-void pcc_client_let_go(struct pcc_client *client, struct pcc_job *job);
+void pcc_client_release_streams(struct pcc_client *client, struct pcc_job *job);
 /* Abandons what is past its deadline; the nearest one that is left, UINT64_MAX = none. */
 uint64_t pcc_client_expire(struct pcc_client *client);
 
@@ -342,7 +342,7 @@ PCC_MUST_CHECK bool pcc_client_take_data(struct pcc_client *client,
 /* Gives the chunks back that a GPU has read. As pcc_client_work. */
 PCC_MUST_CHECK int pcc_client_load_land(struct pcc_client *client,
                                         struct pcc_client_device *device);
-/* Waits for all of them, and gives nothing back. Bounded. Streams that waited were let go. */
+/* Waits for all of them, and gives nothing back. Bounded. Streams that waited were released. */
 void pcc_client_load_drain(struct pcc_client *client);
 
 #endif

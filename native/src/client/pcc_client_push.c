@@ -4,7 +4,7 @@
  * queue takes, and into memory that could not be pinned, where a copy's call lasts as long as the
  * copy, only when nothing is left to wait for. And while a stream waits for the daemon (`armed`) it
  * makes no call at all: another thread may be inside one that ends with that wait, and holds a lock
- * of the driver's, and we are the one to let go. */
+ * of the driver's, and only this thread can release its stream. */
 #include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 

@@ -101,7 +101,7 @@ static void hang_up(struct pcc_client *client)
     (void)pthread_cond_broadcast(&client->idle);
     (void)pthread_mutex_unlock(&client->lock);
     pcc_bell_ring(&client->view.page->client_bell);
-    pcc_client_load_drain(client); /* after the streams were let go: nothing holds the driver up */
+    pcc_client_load_drain(client); /* the streams are released: nothing holds the driver up */
 }
 
 /* How long the thread may sleep when nothing rings. */

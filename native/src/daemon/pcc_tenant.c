@@ -280,7 +280,7 @@ static void session_end(struct pcc_tenant *tenant, bool quiet)
 {
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         if (tenant->saves[i].session == tenant->session)
-            pcc_tenant_give_up(tenant, &tenant->saves[i], -PCC_E_ABORTED);
+            pcc_tenant_abort(tenant, &tenant->saves[i], -PCC_E_ABORTED);
     }
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         struct pcc_tenant_chunk *chunk = &tenant->chunks[i];

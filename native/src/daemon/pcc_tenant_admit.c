@@ -105,7 +105,7 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
     if (!pcc_word_move(pcc_page_snapshot(&tenant->view, snapshot), snapshot, PCC_WORD_REQUESTED,
                        PCC_WORD_COPYING)) {
         save->silent = true;
-        pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+        pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return -PCC_E_ABORTED;
     }
     pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence);
@@ -143,12 +143,12 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
             if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
                 struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
                 if (save != NULL)
-                    pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+                    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
             } else {
                 (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
             }
             if (tenant->gpus != NULL)
-                pcc_tenant_let_go(tenant, snapshot);
+                pcc_tenant_release_streams(tenant, snapshot);
             pcc_tenant_wake_client(tenant);
         }
     }
@@ -194,7 +194,7 @@ void pcc_tenant_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t devi
             return;
 }
 
-void pcc_tenant_let_go(struct pcc_tenant *tenant, uint64_t snapshot)
+void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot)
 {
     for (uint32_t device = 0; device < PCC_DEVICES; device++)
         pcc_tenant_done(tenant, snapshot, device);
@@ -210,7 +210,7 @@ void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64
         pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     }
-    pcc_tenant_let_go(tenant, snapshot);
+    pcc_tenant_release_streams(tenant, snapshot);
     pcc_tenant_wake_client(tenant);
 }
 
@@ -226,7 +226,7 @@ static struct reading reading_of(const struct pcc_tenant *tenant,
                                  const struct pcc_tenant_save *save)
 {
     const bool goes_on =
-        save->save != NULL && !save->given_up && !save->copied && save->session == tenant->session;
+        save->save != NULL && !save->aborted && !save->copied && save->session == tenant->session;
 
     return (struct reading){.tag = save->tag, .devices = goes_on ? save->read & ~save->judged : 0};
 }
@@ -266,7 +266,7 @@ bool pcc_tenant_judge(struct pcc_tenant *tenant)
         if (devices != 0 && lives)
             believe(tenant, save, devices);
         else if (devices != 0)
-            pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+            pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     }
     pcc_tenant_unlock(tenant);
     return true;

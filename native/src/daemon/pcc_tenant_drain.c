@@ -66,11 +66,11 @@ static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *
     pcc_tenant_put(tenant, &event);
 }
 
-void pcc_tenant_give_up(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error)
+void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error)
 {
-    if (save->save == NULL || save->copied || save->given_up)
+    if (save->save == NULL || save->copied || save->aborted)
         return;
-    save->given_up = true;
+    save->aborted = true;
     tenant->missing -= save->wanted;
     save->wanted = 0;
     if (save->device_bytes > 0 && of_session(tenant, save))
@@ -88,7 +88,7 @@ static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     if (!pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_VOUCHING)) {
         /* Acquire pairs with the client's move to ABANDONED. */
         const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
-        pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+        pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return word == pcc_word(save->snapshot, PCC_WORD_ABANDONED) ? 0 : -PCC_E_BAD_PEER;
     }
     save->copied = true;
@@ -113,7 +113,7 @@ void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save 
     const int error = pcc_tenant_hand_over(tenant, save, index, checksums);
     if (error != 0) { /* it was not taken */
         pcc_tenant_chunk_free(tenant, index);
-        pcc_tenant_give_up(tenant, save, error);
+        pcc_tenant_abort(tenant, save, error);
     }
 }
 
@@ -129,7 +129,7 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
     const bool complete =
-        save->received == save->chunk_count && save->judged == save->devices && !save->given_up;
+        save->received == save->chunk_count && save->judged == save->devices && !save->aborted;
 
     return complete ? copy_complete(tenant, save) : 0;
 }
@@ -165,7 +165,7 @@ static int take_full(struct pcc_tenant *tenant, const struct pcc_message *messag
 
     pcc_tenant_received(tenant, save, offset);
     tenant->granted_count--;
-    if (save->given_up || save->save == NULL) { /* was under way when it ended */
+    if (save->aborted || save->save == NULL) { /* was under way when it ended */
         pcc_tenant_chunk_free(tenant, message->chunk);
         return 0;
     }
@@ -230,20 +230,19 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
     return count;
 }
 
-static void give_up_abandoned(struct pcc_tenant *tenant)
+static void abort_abandoned(struct pcc_tenant *tenant)
 {
     pcc_tenant_lock(tenant);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i];
-        if (save->save == NULL || save->copied || save->given_up ||
-            save->session != tenant->session)
+        if (save->save == NULL || save->copied || save->aborted || save->session != tenant->session)
             continue;
         struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
         /* Acquire pairs with the client's move to ABANDONED. Any other word that is not COPYING
          * was scribbled; it ends the same way. */
         if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
             pcc_word(save->snapshot, PCC_WORD_COPYING))
-            pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+            pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     }
     pcc_tenant_unlock(tenant);
 }
@@ -260,7 +259,7 @@ void *pcc_tenant_drain_run(void *argument)
          * produced is taken before we stop. */
         const bool stopping = atomic_load_explicit(&tenant->stopping, memory_order_acquire);
         bool moved = ring_drain(tenant) > 0;
-        give_up_abandoned(tenant);
+        abort_abandoned(tenant);
         if (tenant->gpus != NULL) { /* here, not in the copiers: both may take their time */
             moved = pcc_tenant_judge(tenant) || moved;
             pcc_tenant_maps_close(tenant);
@@ -323,7 +322,7 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
     if (!save->copied) /* false when the client has abandoned it: the word is final either way */
         (void)pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     if (!save->copied && save->device_bytes > 0)
-        pcc_tenant_let_go(tenant, save->snapshot);
+        pcc_tenant_release_streams(tenant, save->snapshot);
     pcc_tenant_wake_client(tenant);
 }
 

@@ -84,7 +84,7 @@ struct pcc_tenant_save {
     struct pcc_tenant_map *map; /* held for them */
     struct pcc_save *save;      /* NULL once ended: it is gone when `ended` returns */
     bool copied;                /* the word says VOUCHING or COPIED */
-    bool given_up;              /* aborted; messages that are under way are swallowed */
+    bool aborted;               /* messages that are under way are dropped */
     bool writing;               /* its first chunk has gone to the disk */
     bool silent;                /* begin itself reported the failure */
     bool unsettled;             /* adopted: its chunks are to be checked and handed over */
@@ -262,7 +262,7 @@ void pcc_tenant_wake_client(struct pcc_tenant *tenant);
 extern const struct pcc_save_events pcc_tenant_save_events;
 void *pcc_tenant_drain_run(void *tenant);
 struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
-void pcc_tenant_give_up(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
+void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
 void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
                         uint64_t sequence);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
@@ -281,7 +281,7 @@ int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *sav
 /* A GPU's part of the snapshot was read: its stream may go on. */
 void pcc_tenant_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device);
 /* The word of the snapshot is final: the streams of all GPUs may go on. */
-void pcc_tenant_let_go(struct pcc_tenant *tenant, uint64_t snapshot);
+void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
 /* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
 void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence);
 

@@ -36,7 +36,7 @@ static struct pcc_tenant_part *part_of(struct pcc_gpu_job *job)
 
 static bool is_over(const struct pcc_tenant_part *part)
 {
-    return part->save->save == NULL || part->save->given_up;
+    return part->save->save == NULL || part->save->aborted;
 }
 
 /* With the lock held: whether the next chunk may be copied. */
@@ -53,7 +53,7 @@ static enum pcc_gpu_verdict may_go_on(struct pcc_tenant_part *part)
     /* Acquire pairs with the client's move to ABANDONED. */
     if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
         pcc_word(save->snapshot, PCC_WORD_COPYING)) {
-        pcc_tenant_give_up(tenant, save, -PCC_E_ABORTED);
+        pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return PCC_GPU_NO_MORE;
     }
     if (!part->ready) {
@@ -81,7 +81,7 @@ static enum pcc_gpu_verdict chunk_take(struct pcc_tenant_part *part)
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     if (tenant->segments[chunk->segment].pinned_by == NULL) {
         /* The driver would copy by itself, and all who share the copier wait for that. */
-        pcc_tenant_give_up(tenant, part->save, -PCC_E_DEVICE);
+        pcc_tenant_abort(tenant, part->save, -PCC_E_DEVICE);
         return PCC_GPU_NO_MORE;
     }
     pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_PULLED);
@@ -148,7 +148,7 @@ static void chunk_arrived(struct pcc_tenant_part *part, uint32_t index)
 
     pcc_tenant_received(tenant, save, offset);
     pcc_tenant_chunk_to_save(tenant, save, index, offset, tenant->spec.chunk_bytes, NULL);
-    if (part->left > 0 || save->given_up || !tenant->attached)
+    if (part->left > 0 || save->aborted || !tenant->attached)
         return;
     /* The drain thread looks whether the trainer lives: that may wait for the trainer's own locks,
      * and a copier has others to serve. */
@@ -173,7 +173,7 @@ static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
     else
         pcc_tenant_chunk_free(tenant, token);
     if (error != 0)
-        pcc_tenant_give_up(tenant, part->save, error);
+        pcc_tenant_abort(tenant, part->save, error);
     pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
 }
@@ -187,7 +187,7 @@ static void on_lost(struct pcc_gpu_job *job)
     if (part->chunk >= 0)
         pcc_tenant_chunk_set(tenant, &tenant->chunks[part->chunk], PCC_CHUNK_LOST);
     part->chunk = -1;
-    pcc_tenant_give_up(tenant, part->save, -PCC_E_DEVICE_LOST);
+    pcc_tenant_abort(tenant, part->save, -PCC_E_DEVICE_LOST);
     pcc_tenant_unlock(tenant);
 }
 

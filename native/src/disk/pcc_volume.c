@@ -249,7 +249,7 @@ static void free_dropped(struct pcc_volume *volume, uint32_t mask)
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
-static int let_go(struct pcc_volume *volume, uint32_t keep, bool done)
+static int drop_expendable(struct pcc_volume *volume, uint32_t keep, bool done)
 {
     int result = 0;
 
@@ -277,12 +277,12 @@ static int let_go(struct pcc_volume *volume, uint32_t keep, bool done)
 
 int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep)
 {
-    return volume->writable && keep == 0 ? -EINVAL : let_go(volume, keep, true);
+    return volume->writable && keep == 0 ? -EINVAL : drop_expendable(volume, keep, true);
 }
 
 int pcc_volume_recycle(struct pcc_volume *volume)
 {
-    return let_go(volume, 0, false);
+    return drop_expendable(volume, 0, false);
 }
 
 uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
@@ -301,7 +301,7 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
 
 /* With `lock` held: slots in quarantine are used again when every other slot holds what has to be
  * kept. The error may have been the cable's, and every completion is checked anyway. */
-static void forgive(struct pcc_volume *volume)
+static void reuse_quarantined(struct pcc_volume *volume)
 {
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
         const struct pcc_slot_entry *entry = &volume->staged.slots[slot];
@@ -330,7 +330,7 @@ int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
         return -PCC_E_STOPPED;
     (void)pthread_mutex_lock(&volume->lock);
     if (volume->free_slots == 0)
-        forgive(volume);
+        reuse_quarantined(volume);
     for (uint32_t i = 1; result != 0 && i <= count; i++) {
         const uint32_t slot = (volume->last_slot + i) % count;
         if ((volume->free_slots >> slot & 1u) == 0)
@@ -376,8 +376,8 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 /* With both locks held, no other record is under way: both tables hold the same checkpoints, and
  * the staged one also damage flags that wait for the next record. A group's checkpoints become
  * durable in any order, because other ranks may lack the newest one of this rank. */
-static enum pcc_published verdict(const struct pcc_volume *volume,
-                                  const struct pcc_slot_entry *entry)
+static enum pcc_published published_as(const struct pcc_volume *volume,
+                                       const struct pcc_slot_entry *entry)
 {
     const bool is_grouped = entry->world_size > 1 || pcc_commit_is_grouped(&volume->staged);
     const uint64_t sequence = entry->sequence;
@@ -408,7 +408,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         return result;
     }
     (void)pthread_mutex_lock(&volume->lock);
-    const enum pcc_published published = verdict(volume, entry);
+    const enum pcc_published published = published_as(volume, entry);
     if (published != PCC_PUBLISHED) {
         push_free(volume, slot);
         (void)pthread_mutex_unlock(&volume->lock);
