@@ -186,7 +186,7 @@ class Handlers:
         tenant.ledger.failed(body.failed)
         try:
             await self._engine.require_storage(session.uid)
-            answer = await self._room(session, tenant, body)
+            answer = await self._volume_and_dram(session, tenant, body)
         except PccheckError as error:
             if not session.ending:
                 tenant.set_refusal(error)
@@ -194,7 +194,9 @@ class Handlers:
         tenant.set_refusal(None)
         return answer
 
-    async def _room(self, session: Session, tenant: Tenant, body: Register) -> Registered:
+    async def _volume_and_dram(
+        self, session: Session, tenant: Tenant, body: Register
+    ) -> Registered:
         job = session.job
         assert job is not None
         volume = await tenant.register(body.payload_bytes)

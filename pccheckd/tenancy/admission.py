@@ -89,7 +89,7 @@ class Admission:
         while self._pending:
             checkpoint = self._pending[0]
             try:
-                waits = await self._settle(checkpoint)
+                waits = await self._try_first(checkpoint)
             except Exception:  # the edge of this checkpoint: those behind it go on
                 LOG.exception("the checkpoint of step %d could not begin", checkpoint.step)
                 end = End(State.FAILED, "an internal error of the daemon", "see the daemon's log")
@@ -99,7 +99,7 @@ class Admission:
                 await self.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S) if waits else RETRY_S
 
-    async def _settle(self, checkpoint: Checkpoint) -> bool:
+    async def _try_first(self, checkpoint: Checkpoint) -> bool:
         """Tries to begin the first one, or ends it; True when it has to wait."""
         answer = await self.attempt(checkpoint)
         if not self._pending or self._pending[0] is not checkpoint:

@@ -25,10 +25,10 @@ class Failures:
         self._last: InFlight | None = None
         self._reported: list[str] = []  # kinds for the warner: reasons without their numbers
 
-    def durable(self, step: int, asked_ns: int) -> None:
+    def durable(self, step: int, requested_ns: int) -> None:
         """That checkpoint is durable."""
-        if asked_ns > self._durable_ns:
-            self._durable_ns, self._durable_step = asked_ns, step
+        if requested_ns > self._durable_ns:
+            self._durable_ns, self._durable_step = requested_ns, step
         if self._failed_ns < self._durable_ns:
             self.count = 0
             for kind in self._reported:
@@ -37,10 +37,10 @@ class Failures:
 
     def failed(self, checkpoint: InFlight) -> None:
         """Counts it; `report` is for the user."""
-        if checkpoint.asked_ns > self._durable_ns:
+        if checkpoint.requested_ns > self._durable_ns:
             self.count += 1
-        if checkpoint.asked_ns > self._failed_ns:
-            self._failed_ns, self._last = checkpoint.asked_ns, checkpoint
+        if checkpoint.requested_ns > self._failed_ns:
+            self._failed_ns, self._last = checkpoint.requested_ns, checkpoint
 
     def report(self, step: int, reason: str) -> None:
         """Warns of the first failure, and of the first ones with other reasons."""

@@ -31,7 +31,7 @@ class _Pending:
     def devices(self) -> tuple[int, ...]:
         return self.part.devices if self.part else ()
 
-    def judge(self) -> None:
+    def give_verdict(self) -> None:
         """For the training thread, before it waits: changes are held back from now on."""
         if self.checkpoint.verdict is not None:
             self.checkpoint.verdict.give()
@@ -126,7 +126,7 @@ class Gate:
         their deadline while a stream waited for them."""
         for item in self._pending:
             if item.checkpoint.verdict is not None:
-                item.checkpoint.verdict.ask()
+                item.checkpoint.verdict.give_if_read()
             why = item.checkpoint.link_error
             if why:
                 item.checkpoint.end(
@@ -150,7 +150,7 @@ class Gate:
         waiting = list(self._pending)
         try:
             for item in waiting:
-                item.judge()
+                item.give_verdict()
             while waiting:
                 item = waiting[0]
                 in_streams = bool(item.devices) and not on_cpu
@@ -205,7 +205,7 @@ class Gate:
     def release(self) -> None:
         """Drops everything; only for a link that is closed or about to be."""
         for item in self._pending:
-            item.judge()  # else a thread would wait to do it
+            item.give_verdict()  # else a thread would wait to do it
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:

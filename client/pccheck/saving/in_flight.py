@@ -75,7 +75,7 @@ class InFlight:
     def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
         self.step = step  #: as it was when `checkpoint()` was called
         self.snapshot = snapshot
-        self.asked_ns = time.monotonic_ns()
+        self.requested_ns = time.monotonic_ns()
         self._connection = connection  # None when the client knows the end
         # A verdict ends it in another thread; a signal handler may ask in the middle.
         self._lock = threading.RLock()
@@ -110,7 +110,7 @@ class InFlight:
     @property
     def state(self) -> CheckpointState:
         if self.verdict is not None:
-            self.verdict.ask()
+            self.verdict.give_if_read()
         connection = self._connection
         if connection is not None and not self._settled:
             self._look(connection)
@@ -151,14 +151,14 @@ class InFlight:
         if now is None or now.word != WORD_ABANDONED or not connection.alive():
             return ""
         if self.verdict is not None:
-            self.verdict.ask()  # another thread may be giving it
+            self.verdict.give_if_read()  # another thread may be giving it
         return "" if self._connection is None else now.error_name or TIMED_OUT
 
     @property
     def source_read(self) -> bool:
         """Whether the tensors may be changed: they were read, or never will be."""
         if self.verdict is not None:
-            self.verdict.ask()
+            self.verdict.give_if_read()
         connection = self._connection
         return connection is None or is_read(connection, self.snapshot)
 

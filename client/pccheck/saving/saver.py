@@ -81,7 +81,7 @@ class Saver:
             raise self._session.error or DaemonUnreachableError("no daemon is connected")
         connection.pump()
         self._find_out(connection)
-        self._look_around()
+        self._collect_ended()
         if self._to_raise:
             raise self._to_raise.pop(0)
         if not self._breaker.closed():
@@ -187,7 +187,7 @@ class Saver:
             if abandon(checkpoint, connection, self._stall_limit_s):
                 self._expired(checkpoint, connection)
         except CheckpointFailedError:
-            pass  # the handle has the reason, and `_look_around` reports it
+            pass  # the handle has the reason, and `_collect_ended` reports it
         finally:
             self._gate.held.add(since_ns)
 
@@ -221,7 +221,7 @@ class Saver:
         in_flight = [item for item in self._unfinished if item.state not in FINAL]
         self._breaker.trip(connection, in_flight, snapshot)
 
-    def _look_around(self) -> None:
+    def _collect_ended(self) -> None:
         """Notes checkpoints that ended, and reports the first that failed."""
         states = [(item, item.state) for item in self._unfinished]
         self._report_moved()
@@ -255,7 +255,7 @@ class Saver:
 
     def _ended(self, checkpoint: InFlight, state: CheckpointState) -> None:
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
-            self.failures.durable(checkpoint.step, checkpoint.asked_ns)
+            self.failures.durable(checkpoint.step, checkpoint.requested_ns)
             self._warner.over("stall")
         elif state is CheckpointState.FAILED:
             self.failures.failed(checkpoint)
@@ -306,7 +306,7 @@ class Saver:
             checkpoint.settle()
         lost = (*self._unknown, *self._recent.values())
         self._unknown = [checkpoint for checkpoint in lost if checkpoint.is_unknown][-SNAPSHOTS:]
-        self._look_around()
+        self._collect_ended()
         self._recent.clear()
         self._unfinished.clear()
         self._gate.release()
@@ -332,7 +332,7 @@ class Saver:
                 LOG.debug("%s", error)
         connection = self._session.current()
         if connection is not None:
-            self._look_around()
+            self._collect_ended()
             if self._unexplained:
                 for checkpoint in self._unexplained:
                     _ = checkpoint.reason

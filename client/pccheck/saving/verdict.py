@@ -77,8 +77,8 @@ class Verdict:
             # Before the caller returns: what it changes later does not concern this snapshot.
             self.given.set()
 
-    def ask(self) -> None:
-        """In a call of the client: gives the verdict if that is possible now."""
+    def give_if_read(self) -> None:
+        """In a call of the client: gives the verdict if everything was read."""
         if threading.get_ident() == self._thread and not self.given.is_set():
             now = entry_of(self._connection, self.checkpoint.snapshot)
             if now is None or now.source_read:
@@ -90,7 +90,7 @@ class Verdict:
         if threading.get_ident() == self._thread and not self.given.is_set():
             with contextlib.suppress(ValueError, OSError):
                 self._link.wait_read(self.checkpoint.snapshot, deadline_ns)
-            self.ask()
+            self.give_if_read()
 
     def give_late(self, nbytes: int) -> None:
         """In a thread of its own, for a trainer that does not call."""
