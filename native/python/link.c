@@ -294,7 +294,7 @@ static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
     }
     int code;
     bool ok = wait_until(self, link, &wait, PCC_WAIT_LOAD, &code);
-    /* Also after an exception: nothing may write to the caller's memory behind his back. */
+    /* Also after an exception: nothing may write to the caller's memory after the call. */
     PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
     pcc_py_leave(self);
     if (!ok) {

@@ -281,9 +281,9 @@ class Job:
             asked=self.asked(tenant.key.rank) if live else None,
         )
 
-    def moved(self) -> None:
-        """Input of the decision may have changed. Decides once per turn of the loop; a single rank
-        has nothing to decide."""
+    def decide_soon(self) -> None:
+        """Call it when the ranks may have to decide again. Decides once per turn of the loop; a
+        single rank has nothing to decide."""
         if self._due is None and self.is_shared:
             self._due = asyncio.get_running_loop().call_soon(self.settle)
 

@@ -264,7 +264,7 @@ class Sessions:
                     if joins:
                         job.left(hello.rank, session.process)
                     raise
-            job.moved()
+            job.decide_soon()
             await job.release()
         session.port = tenant.port
         session.chose("push", "CPU tensors")

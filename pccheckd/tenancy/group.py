@@ -25,8 +25,8 @@ class Group(Protocol):
     def is_shared(self) -> bool:
         """The ranks decide together: there are several, or checkpoints of a start that had."""
 
-    def moved(self) -> None:
-        """What the job decides on has changed."""
+    def decide_soon(self) -> None:
+        """What the ranks decide on has changed: they decide again."""
 
     def passed(self, sequence: int) -> None:
         """A previous daemon used a sequence."""

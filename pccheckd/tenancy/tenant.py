@@ -298,7 +298,7 @@ class Tenant:
         self.retention.protected &= {found.sequence for found in there}
         if self.owner is not None and self.retention.unrestored:
             await self.protect(self.owner)
-        self.group.moved()
+        self.group.decide_soon()
 
     async def register(self, payload_bytes: int) -> OpenVolume:
         """A volume whose slots hold `payload_bytes`, bound to the channel. Raises PccheckError."""
@@ -412,7 +412,7 @@ class Tenant:
             self.refuse(checkpoint, End(State.FAILED, refused, hint))
         else:
             self.queue.submit(checkpoint)
-        self.group.moved()
+        self.group.decide_soon()
 
     async def begin_save(self, checkpoint: Checkpoint) -> int:
         """Begins one in the core, after reopening a volume that has stopped. The sequence; 0 when
@@ -445,7 +445,7 @@ class Tenant:
         if checkpoint.state is not State.REQUESTED:
             return
         self.ledger.refuse(checkpoint, end)
-        self.group.moved()
+        self.group.decide_soon()
         owner, port = self.owner, self.port
         if port is not None and owner is not None and owner.session == checkpoint.session:
             port.channel.refuse(checkpoint.snapshot, int(end.to))
@@ -495,7 +495,7 @@ class Tenant:
         if not checkpoint.live:
             self._chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
-            self.group.moved()
+            self.group.decide_soon()
             self.spawn(self._retire())
 
     def became_global(self, newest: int, common: Collection[int]) -> None:
@@ -512,7 +512,7 @@ class Tenant:
         if not self.volume_lost:
             self.volumes.settled()
         self._appearing.pop(checkpoint.sequence, None)
-        self.group.moved()
+        self.group.decide_soon()
         await self._retire()
         if checkpoint.session == INHERITED:
             await self._after_inherited()

@@ -153,7 +153,7 @@ def test_it_decides_once_in_a_turn_of_the_loop() -> None:
 
     async def turn() -> None:
         for _ in range(5):
-            ranks.job.moved()
+            ranks.job.decide_soon()
         assert before == len(ranks.tenants[0].obeyed)
         await asyncio.sleep(0)
         assert before + 1 == len(ranks.tenants[0].obeyed)

@@ -74,7 +74,7 @@ class InFlight:
 
     def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
         self.step = step  #: as it was when `checkpoint()` was called
-        self.snapshot = snapshot
+        self.snapshot = snapshot  #: its number in the session
         self.requested_ns = time.monotonic_ns()
         self._connection = connection  # None when the client knows the end
         # A verdict ends it in another thread; a signal handler may ask in the middle.

@@ -138,7 +138,7 @@ void pcc_client_close(struct pcc_client *client)
         pcc_client_job_end(job);
     }
     (void)pthread_mutex_unlock(&client->lock);
-    pcc_client_load_drain(client); /* in the place of the thread: who waits for a load is let out */
+    pcc_client_load_drain(client); /* as the thread does at a hang-up: waits for a load end */
     pcc_bell_ring(&client->view.page->client_bell);
     (void)pthread_mutex_lock(&client->lock);
     while (client->waiters > 0)

@@ -247,7 +247,7 @@ static void part_done(struct pcc_client *client, struct pcc_job *job, const stru
     job->filled_bytes += part->length_bytes;
     if (part->device != PCC_HOST && job->filled_bytes >= job->devices[part->device].end_bytes) {
         job->devices[part->device].enqueued = true;
-        pcc_bell_ring(&client->view.page->client_bell); /* who holds goes on */
+        pcc_bell_ring(&client->view.page->client_bell); /* for a thread in hold */
     }
 }
 

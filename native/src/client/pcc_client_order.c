@@ -12,7 +12,7 @@ bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_jo
     if (job->pulled == 0 || !pcc_client_open_word(client, job->snapshot))
         return true;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
-        /* Acquire pairs with the daemon's release: his reads came before our next update. */
+        /* Acquire pairs with the daemon's release: its reads came before our next update. */
         if ((job->pulled >> i & 1) != 0 &&
             atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
                                  memory_order_acquire) < job->snapshot)
@@ -57,7 +57,7 @@ static bool held_back(struct pcc_client *client, struct pcc_job *job)
 }
 
 /* With lock held: true when a stream that `held` names has come to the snapshot. Before that it is
- * busy with work of the trainer's, however far ahead his CPU may be, and waits for nobody. */
+ * busy with work of the trainer's, however far ahead the CPU may be, and waits for nobody. */
 static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
@@ -152,7 +152,7 @@ static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t inde
     return result;
 }
 
-/* True when the snapshot takes marks; its events are the caller's until he says that they are. */
+/* True when the snapshot takes marks; its events are the caller's until the caller marks them. */
 static bool mark_begin(struct pcc_client *client, uint64_t snapshot)
 {
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];

@@ -8,7 +8,7 @@
 
 #include "daemon/pcc_tenant_private.h"
 
-#define RAISE_TRIES_MAX 64u /* the page's owner may scribble on it as fast as he can */
+#define RAISE_TRIES_MAX 64u /* a hostile client may change the word meanwhile */
 
 /* An entry never used, else the one that ended longest ago: a message that is under way when its
  * save ends still finds it. */

@@ -61,7 +61,7 @@ enum pcc_chunk_list {
 struct pcc_tenant_segment {
     struct pcc_segment memory;
     uint32_t number;           /* never used again in this tenant */
-    bool granted;              /* sent to the attached client, who has not returned it */
+    bool granted;              /* sent to the attached client, and not returned */
     bool told;                 /* it is retiring, and is not sent to anybody any more */
     struct pcc_gpu *pinned_by; /* NULL = pageable; written under growing and lock, read under one */
 };
@@ -174,7 +174,7 @@ struct pcc_tenant {
     uint32_t granted_count;
     struct pcc_tenant_segment *segments;
     uint32_t segment_count;
-    _Atomic int32_t trainer_node; /* that the trainer who attached last is bound to */
+    _Atomic int32_t trainer_node; /* that the last trainer is bound to */
     _Atomic int32_t numa_node;    /* of the segment that was added last: writers run near it */
     uint32_t
         lasting_count; /* of them; those behind are retiring: their chunks are not filled again */
