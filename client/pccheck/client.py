@@ -30,19 +30,22 @@ from .daemon.connection import Connection
 from .daemon.session import Session
 from .job.naming import identify
 from .job.steps import steps_of
-from .options import Options, check_step
+from .job.stop import Stop
+from .options import Options, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.reading import Found, RestoreResult
 from .saving.exposure import NoStagingError
-from .saving.in_flight import Checkpoint, InFlight
+from .saving.in_flight import Checkpoint, Durable, InFlight
 from .saving.planner import Planner
 from .saving.saver import Saver
 from .state.attaching import Stateful, is_replicated
 from .state.metadata import metadata_node
 from .warn import LOG, Warner
 
-#: How long `close()` waits for checkpoints in flight.
+#: How long `close()` and `flush()` wait for checkpoints in flight, if no signal asked to stop.
 DRAIN_LIMIT_S = 60.0
+#: How long after a signal: torchrun kills its workers 30 s after SIGTERM.
+STOP_LIMIT_S = 25.0
 #: ... and after failures for the daemon's answer what can be restored.
 LAST_LOOK_S = 5.0
 
@@ -81,8 +84,8 @@ class PCcheckClient:
 
     Everything but waiting on handles is for one thread, the one that trains. In a forked child (a
     data loader's worker) a client does nothing. A later client of the same process for the same job
-    and rank closes this one. Signal handlers should set a flag: a checkpoint in the middle of a
-    step, or of another call, is skipped.
+    and rank closes this one. Signal handlers should only set a flag, as those of `stop_on` do: a
+    checkpoint in the middle of a step, or of another call, is skipped.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class PCcheckClient:
         self._took_one = False  # this client has taken a snapshot
         self._closed = self._done = False
         self._warner = Warner()
+        self._stop = Stop(1 if solo else identity.world_size, self._warner)
         self._busy = False  # in a call that no checkpoint may come in the middle of
         self._private: PrivateDaemon | None = None
         if storage is not None and not autostart:
@@ -419,7 +423,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer
             )
             if result:
-                self._saver.restored(result.sequence)
+                self._saver.restored(result.sequence, result.step)
                 self._step = max(0, result.step)
                 self._saver.failures.durable(result.step, time.monotonic_ns())
                 if on_gpu:
@@ -440,6 +444,7 @@ class PCcheckClient:
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)
+                self._saver.restored(found.sequence, found.step)
                 self._saver.failures.durable(found.step, time.monotonic_ns())
             return found
 
@@ -535,10 +540,74 @@ class PCcheckClient:
         except (PccheckError, OSError) as error:
             LOG.debug("before the first checkpoint: %s", error)
 
+    def flush(self, deadline_s: float | None = None) -> Durable | None:
+        """Waits until the newest checkpoint is durable, on all ranks of the job; or until it has
+        failed, and then for the one before.
+
+        Args:
+            deadline_s: the longest time for that. The default is what is left after a signal of
+                `stop_on`, or a minute.
+
+        Returns step and sequence of the newest durable checkpoint that this client knows of, also
+        of a restored one: what a restart gets. None when it knows of none. A dead daemon, a failed
+        checkpoint and a passed deadline do not raise: compare the step. Raises UsageError.
+        """
+        if self._inert():
+            return None
+        if deadline_s is None:
+            deadline_s = self._drain_limit_s()
+        with self._calling():
+            self._require_open()
+            return self._saver.flush(check_seconds("deadline_s", deadline_s))
+
+    def _drain_limit_s(self) -> float:
+        left_s = self._stop.left_s()
+        return DRAIN_LIMIT_S if left_s is None else min(DRAIN_LIMIT_S, left_s)
+
+    def stop_on(self, *signals: int, deadline_s: float = STOP_LIMIT_S) -> None:
+        """From now on these signals (`signal.SIGTERM`, say) do not end the process, but make
+        `should_stop()` true. A handler that was there before is called, too; Ctrl-C's own one
+        (KeyboardInterrupt) is not. `close()` puts the earlier handlers back.
+
+        Call it in the main thread, and for a job of several ranks on every rank, after
+        `init_process_group()`: the ranks then stop after the same step. With solo=True only this
+        rank is told.
+
+        Args:
+            deadline_s: the time from the signal to the end of `flush()` and `close()`. torchrun
+                sends SIGKILL 30 s after SIGTERM.
+
+        Raises UsageError, also in another thread.
+        """
+        if self._inert():
+            return
+        limit_s = check_seconds("deadline_s", deadline_s)
+        with self._calling():
+            self._require_open()
+            self._stop.on(signals, limit_s)
+
+    def should_stop(self) -> bool:
+        """Whether one of the signals of `stop_on` has come, to this rank or another one.
+
+        Call it between two steps, after the same steps on every rank: the ranks agree in it, by
+        one small sum on the CPU (gloo), so that all of them stop after the same step. Raises
+        UsageError without `stop_on`.
+        """
+        if self._inert():
+            return False
+        self._require_open()
+        if not self._stop.active:
+            raise UsageError(
+                "should_stop() was called before stop_on()",
+                hint="call stop_on(signal.SIGTERM) before the loop, on every rank",
+            )
+        return self._stop.asked()
+
     def close(self, *, done: bool = False) -> None:
-        """Waits until what is in flight is durable (at most a minute) and ends the session. With
-        `done` the job is finished: its volume is trimmed to the newest checkpoint and pinned ones.
-        When the last checkpoints failed, it warns why, and from which step a restart resumes.
+        """Waits until what is in flight is durable (at most a minute, and not longer than the
+        deadline after a signal of `stop_on`) and ends the session. With `done` the job is finished:
+        its volume is trimmed to the newest checkpoint and pinned ones. When the last checkpoints
+        failed, it warns why, and from which step a restart resumes.
 
         `close(done=True)` after the with block, or after `close()`, connects again for that, and
         raises when no daemon answers.
@@ -556,7 +625,7 @@ class PCcheckClient:
             self._planner.forget()
             try:
                 self._saver.gate(on_cpu=True)
-                self._saver.drain(DRAIN_LIMIT_S)
+                self._saver.drain(self._drain_limit_s())
                 saved = self._newest_saved()
                 self._done = self._session.say_goodbye(done) and done
             except PccheckError as error:
@@ -594,6 +663,7 @@ class PCcheckClient:
                 self._leave()
 
     def _leave(self) -> None:
+        self._stop.off()
         self._saver.leave()
         self._session.close()
         if self._private is not None:

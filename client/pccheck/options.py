@@ -48,6 +48,19 @@ class Options:
         return self.on_error == "raise"
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """Raises UsageError."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds >= 0:
+        raise UsageError(
+            f"{name}={value!r} is not a number of seconds", hint=f"use 0 or more: {name}=25"
+        )
+    return seconds
+
+
 def check_step(step: Any) -> int:
     """An int by value: a NumPy integer or an integral tensor counts. Raises UsageError."""
     try:

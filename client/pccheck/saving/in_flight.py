@@ -201,6 +201,17 @@ class InFlight:
             raise connection.gone()
         raise self._late("durable on all ranks")
 
+    def saved(self, timeout: float, *, everywhere: bool) -> Durable | None:
+        """It, once it is durable, or with `everywhere` on all ranks; None when it is not within
+        `timeout` seconds, or never will be."""
+        connection = self._connection
+        everywhere = everywhere and connection is not None and not connection.saves_alone
+        self._wait("wait_global" if everywhere else "wait_durable", timeout)
+        durable = self._state is CheckpointState.DURABLE and not everywhere
+        if durable or self._state is CheckpointState.GLOBAL:
+            return Durable(self._sequence, self.step)
+        return None
+
     def _wait(self, what: str, timeout: float | None) -> None:
         deadline_ns = _FOREVER_NS
         if timeout is not None:

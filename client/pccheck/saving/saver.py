@@ -6,6 +6,7 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
@@ -14,13 +15,12 @@ from pccheck.options import Options
 from pccheck.state import devices
 from pccheck.state.changes import Moved
 from pccheck.state.plan import Snapshot
-from pccheck.warn import LOG, Warner
+from pccheck.warn import Warner
 from pccheck_native import SNAPSHOTS, Link, NativeError
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     DeviceError,
-    PccheckError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Begin, CheckpointState
@@ -28,8 +28,10 @@ from pccheck_wire.messages import Begin, CheckpointState
 from .exposure import Exposure, Handover
 from .failures import Failures
 from .gate import Breaker, Gate, abandon
-from .in_flight import FINAL, NOT_SAVED, InFlight
+from .in_flight import FINAL, NOT_SAVED, Durable, InFlight
 from .verdict import LateVerdicts, Verdict
+
+_NUMBER = attrgetter("snapshot")
 
 
 class Saver:
@@ -56,6 +58,7 @@ class Saver:
         self._recent: dict[int, InFlight] = {}  # by entry of the page
         self._unexplained: list[InFlight] = []
         self._unknown: list[InFlight] = []  # copied when their daemon ended
+        self._newest: Durable | None = None  # what a restart of the job gets, as far as is known
         self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
         self._on_moved = on_moved
@@ -205,6 +208,7 @@ class Saver:
                 pass  # its own handle has the reason
             except WaitTimeoutError as error:
                 raise _too_many() from error
+        self._note_saved(before.saved(0, everywhere=True))
         before.settle()
         del self._recent[number % SNAPSHOTS]
 
@@ -247,8 +251,9 @@ class Saver:
         for checkpoint in self._unknown:
             checkpoint.find_out(connection)
 
-    def restored(self, sequence: int) -> None:
-        """Names the restored checkpoint if it was reported as failed."""
+    def restored(self, sequence: int, step: int) -> None:
+        """Notes the restored checkpoint, and names it if it was reported as failed."""
+        self._note_saved(Durable(sequence, step))
         for checkpoint in (*self._unknown, *self._recent.values()):
             if checkpoint.is_unknown and checkpoint.sequence == sequence:
                 checkpoint.found_durable()
@@ -303,6 +308,7 @@ class Saver:
     def leave(self) -> None:
         """Call it when the connection has ended or is about to be closed."""
         for checkpoint in self._recent.values():
+            self._note_saved(checkpoint.saved(0, everywhere=True))
             checkpoint.settle()
         lost = (*self._unknown, *self._recent.values())
         self._unknown = [checkpoint for checkpoint in lost if checkpoint.is_unknown][-SNAPSHOTS:]
@@ -313,30 +319,41 @@ class Saver:
         self._exposure = None
         self._breaker.reset()
 
+    def _note_saved(self, saved: Durable | None) -> None:
+        if saved is not None and (self._newest is None or saved.sequence > self._newest.sequence):
+            self._newest = saved
+
+    def flush(self, limit_s: float, *, everywhere: bool = True) -> Durable | None:
+        """Waits until the newest checkpoint is durable, or with `everywhere` on all ranks; when it
+        fails, the one before. Returns what a restart of the job gets, as far as is known."""
+        deadline = time.monotonic() + limit_s
+        found = None
+        for checkpoint in sorted(self._recent.values(), key=_NUMBER, reverse=True):
+            # Older ones end by themselves when a newer one is durable.
+            left_s = max(0.0, deadline - time.monotonic())
+            saved = checkpoint.saved(left_s, everywhere=everywhere and not found)
+            found = found or saved
+            self._note_saved(checkpoint.saved(0, everywhere=True))
+        if self._session.current() is not None:
+            self._collect_ended()
+        return self._newest
+
     def drain(self, limit_s: float) -> None:
         """Waits until everything in flight is durable, superseded or has failed."""
         self._raises, self._ends = False, True  # there is no next call to raise in
-        deadline = time.monotonic() + limit_s
-        for checkpoint in list(self._unfinished):
-            try:
-                checkpoint.wait_durable(max(0.0, deadline - time.monotonic()))
-            except WaitTimeoutError:
-                self._warner.once(
-                    "drain",
-                    f"checkpoint of step {checkpoint.step} is {checkpoint.state} after {limit_s:g} "
-                    "s, and close() waits no longer. The daemon makes durable what is copied; the "
-                    "rest is lost (see: pccheckctl status)",
-                )
-                break
-            except PccheckError as error:
-                LOG.debug("%s", error)
-        connection = self._session.current()
-        if connection is not None:
-            self._collect_ended()
-            if self._unexplained:
-                for checkpoint in self._unexplained:
-                    _ = checkpoint.reason
-                self._explain()
+        self.flush(limit_s, everywhere=False)
+        late = next((item for item in self._unfinished if item.state not in FINAL), None)
+        if late is not None:
+            self._warner.once(
+                "drain",
+                f"checkpoint of step {late.step} is {late.state} after {limit_s:.3g} s, and "
+                "close() waits no longer. The daemon makes durable what is copied; the rest is "
+                "lost (see: pccheckctl status)",
+            )
+        if self._session.current() is not None and self._unexplained:
+            for checkpoint in self._unexplained:
+                _ = checkpoint.reason
+            self._explain()
 
 
 def _too_many() -> CheckpointFailedError:

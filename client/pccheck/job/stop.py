@@ -1,0 +1,154 @@
+"""A signal that asks training to stop: its handler sets a flag, and the loop asks between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed
+
+from pccheck.warn import Warner
+from pccheck_wire.errors import UsageError
+
+_Function: TypeAlias = Callable[[int, FrameType | None], Any]
+_Handler: TypeAlias = _Function | int | None
+
+
+class Stop:
+    """Whether training should stop, by a signal to this process or to another rank of the job."""
+
+    def __init__(self, world_size: int, warner: Warner) -> None:
+        """`world_size`: the ranks that stop together."""
+        self._world_size = world_size
+        self._warner = warner
+        self._limit_s = 0.0
+        self._asked_s: float | None = None  # time.monotonic()
+        #: By signal: our handler, and the one before.
+        self._handlers: dict[int, tuple[_Function, _Handler]] = {}
+        self._group: distributed.ProcessGroup | None = None
+        self._agreed = False  # every rank knows it
+
+    def on(self, signals: tuple[int, ...], limit_s: float) -> None:
+        """Makes these signals set the flag. Raises UsageError; nothing is changed then."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "stop_on() was called in a thread, but Python sets handlers in the main thread",
+                hint="call stop_on() in the main thread; should_stop() may be called in another",
+            )
+        numbers = [_checked(number) for number in signals]
+        if not numbers:
+            raise UsageError("stop_on() names no signal", hint="call stop_on(signal.SIGTERM)")
+        if self._world_size > 1 and self._group is None:
+            self._group = _group(self._world_size)
+        self._limit_s = limit_s
+        for number in numbers:
+            if number not in self._handlers:
+                before = signal.getsignal(number)
+                ours = _handler(weakref.ref(self), before)
+                self._handlers[number] = ours, before
+                signal.signal(number, ours)
+
+    def off(self) -> None:
+        """Puts the handlers back that were there before. Where another one was set since, ours
+        stays behind it, and passes the signals on."""
+        for number, (ours, before) in self._handlers.items():
+            if before is not None and signal.getsignal(number) is ours:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(number, before)
+        self._handlers.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether signals set the flag."""
+        return bool(self._handlers)
+
+    def ask(self) -> None:
+        """Sets the flag."""
+        self._asked_s = self._asked_s or time.monotonic()
+
+    def left_s(self) -> float | None:
+        """How much of the time after the signal is left; None when there was none."""
+        if self._asked_s is None:
+            return None
+        return max(0.0, self._asked_s + self._limit_s - time.monotonic())
+
+    def asked(self) -> bool:
+        """Whether to stop. The ranks of a group answer the same: each of them has to call it."""
+        if self._group is not None and not self._agreed:
+            self._agreed = self._anywhere(self._group)
+        # A signal that came after the sum counts in the next one, on all ranks.
+        return self._agreed if self._group is not None else self._asked_s is not None
+
+    def _anywhere(self, group: distributed.ProcessGroup) -> bool:
+        """Whether any rank has the flag, which is then set here, too."""
+        word = torch.tensor([self._asked_s is not None], dtype=torch.int32, device="cpu")
+        try:
+            distributed.all_reduce(word, distributed.ReduceOp.MAX, group)
+        except (RuntimeError, ValueError) as error:  # a rank has ended, or the group
+            self._group = None
+            self._warner.once(
+                "stop",
+                f"the ranks cannot agree any more on when to stop ({error}): should_stop() reports "
+                "only signals to this rank from now on",
+            )
+            return False
+        if word.item():
+            self.ask()
+            return True
+        return False
+
+
+def _handler(stop: weakref.ref[Stop], before: _Handler) -> _Function:
+    pid = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        found = stop() if os.getpid() == pid else None  # forked workers end by it, as before
+        active = found is not None and found.active
+        if found is not None and active:
+            found.ask()
+        if callable(before) and not (active and before is signal.default_int_handler):
+            before(number, frame)
+        elif before == signal.SIG_DFL and not active:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    return handle
+
+
+def _checked(number: Any) -> int:
+    """Raises UsageError for what is no signal with a handler."""
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        found = None
+    if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
+        raise UsageError(
+            f"stop_on({number!r}): not a signal that can be handled",
+            hint="use signal.SIGTERM, signal.SIGUSR1 or the like",
+        )
+    return int(found)
+
+
+def _group(world_size: int) -> distributed.ProcessGroup:
+    """For one small sum over all ranks on the CPU, whatever backend training uses."""
+    ranks = distributed.get_world_size() if _initialized() else 0
+    if ranks != world_size:
+        raise UsageError(
+            f"the {world_size} ranks of the job have to stop after the same step, and "
+            + (f"torch.distributed has {ranks}" if ranks else "torch.distributed is not set up"),
+            hint="call torch.distributed.init_process_group() before stop_on(), on every rank",
+        )
+    made: distributed.ProcessGroup = distributed.new_group(backend="gloo")
+    return made
+
+
+def _initialized() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
