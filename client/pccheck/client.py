@@ -624,10 +624,11 @@ class PCcheckClient:
             self._planner.hooks.remove()
             self._planner.forget()
             try:
-                self._saver.gate(on_cpu=True)
+                if self._stop.left_s() is None:
+                    self._saver.gate(on_cpu=True)
                 self._saver.drain(self._drain_limit_s())
                 saved = self._newest_saved()
-                self._done = self._session.say_goodbye(done) and done
+                self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
             except PccheckError as error:
                 if self._options.raises:
                     raise

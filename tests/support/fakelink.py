@@ -208,7 +208,7 @@ class FakeSession:
     def warn_if_unrestored(self) -> None:
         pass
 
-    def say_goodbye(self, done: bool) -> None:
+    def say_goodbye(self, done: bool, left_s: float | None = None) -> None:
         pass
 
     def warn_disconnected(self) -> None:

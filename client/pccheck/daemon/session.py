@@ -41,6 +41,7 @@ BACKOFF_LAST_S = 5.0
 #: After a daemon that runs and does not answer, or refuses.
 BACKOFF_SLOW_S = 30.0
 GOODBYE_LIMIT_S = 30.0
+GOODBYE_LEAST_S = 1.0
 RESTORED_LIMIT_S = 120.0
 #: Descriptors that have to be free: libzmq ends the process when it gets none.
 FILES_FREE = 32
@@ -203,12 +204,14 @@ class Session:
                 "PCcheckClient(fresh=True), and the old one may be overwritten.",
             )
 
-    def say_goodbye(self, done: bool) -> bool:
+    def say_goodbye(self, done: bool, left_s: float | None = None) -> bool:
         """Whether a daemon got it. Raises PccheckError when it does not answer; with `done` it
-        trims the volume."""
+        trims the volume. `left_s`: the process is about to be killed."""
         connection = self.current()
         if connection is not None:
             limit_s = GOODBYE_LIMIT_S if done else min(GOODBYE_LIMIT_S, self._stall_limit_s)
+            if left_s is not None:
+                limit_s = min(limit_s, max(GOODBYE_LEAST_S, left_s))
             connection.request(Goodbye(done), timeout_s=limit_s)
         return connection is not None
 

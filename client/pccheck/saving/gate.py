@@ -16,6 +16,7 @@ from pccheck_wire.messages import CheckpointState, Describe
 from .in_flight import TIMED_OUT, InFlight, abandoned_because, is_read
 
 _BACKOFF_DOUBLINGS_MAX = 6
+_LAST_COPIES_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -166,6 +167,16 @@ class Gate:
             self.held.add(since_ns)
             self._pending = [item for item in self._pending if item.devices and not item.read()]
 
+    def give_up(self) -> None:
+        """Abandons what was not read yet, and waits for copies under way, which end soon then."""
+        for item in self._pending:
+            why = "abandoned: the run ended before it was copied"
+            abandon(item.checkpoint, item.connection, self._stall_limit_s, why)
+        deadline_ns = time.monotonic_ns() + _LAST_COPIES_NS
+        for item in self._pending:
+            item.wait(deadline_ns)
+        self._pending.clear()
+
     def free_staging(self, part: DevicePart, *, skip: bool) -> None:
         """Returns when the current streams may write to staging memory again.
 
@@ -216,7 +227,7 @@ class Gate:
         return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
 
 
-def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> bool:
+def abandon(checkpoint: InFlight, connection: Connection, limit_s: float, why: str = "") -> bool:
     """True when the snapshot was abandoned; False when it was complete or refused just before."""
     try:
         won = connection.link.abandon(checkpoint.snapshot)
@@ -225,7 +236,8 @@ def abandon(checkpoint: InFlight, connection: Connection, limit_s: float) -> boo
     if won:
         checkpoint.end(
             CheckpointState.FAILED,
-            f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
+            why
+            or f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
             reported=True,
         )
     return won

@@ -343,6 +343,7 @@ class Saver:
         self._raises, self._ends = False, True  # there is no next call to raise in
         self.flush(limit_s, everywhere=False)
         late = next((item for item in self._unfinished if item.state not in FINAL), None)
+        self._gate.give_up()
         if late is not None:
             self._warner.once(
                 "drain",
