@@ -10,7 +10,7 @@ NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh s
 C_SOURCES := $(wildcard native/src/*/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
 	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch])
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs
-PACKAGES := -p pccheck -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
+PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test lint format native demo bench crash campaign gpu-campaign sharded-campaign \

@@ -28,7 +28,7 @@ from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
 from bench.ours import Ours, Saved
 from bench.rivals import State
-from pccheckctl.source.observer import Observer
+from pccheck_store.observer import Observer
 
 LIMIT = 0.01
 SCRAPE_S = 1.0

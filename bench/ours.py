@@ -11,7 +11,7 @@ from typing import Any, Self
 from bench.common import GIB, MIB, BenchError, cpu_seconds
 from bench.rivals import State
 from pccheck import Checkpoint, PCcheckClient
-from pccheckctl.source.observer import Observer
+from pccheck_store.observer import Observer
 from tests.support.daemon import Daemon
 
 DURABLE_LIMIT_S = 120.0

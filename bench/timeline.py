@@ -23,9 +23,9 @@ import torch
 
 from bench.common import MIB, BenchError, make_training_state, told
 from pccheck import PCcheckClient
+from pccheck_store.observer import Observer
 from pccheckctl.commands.trace import chrome
 from pccheckctl.output.documents import Document, rows
-from pccheckctl.source.observer import Observer
 from tests.support.daemon import Daemon
 
 STATE_BYTES = 96 * MIB

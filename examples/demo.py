@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pccheckctl.source.observer import Observer
+from pccheck_store.observer import Observer
 from tests.support.daemon import Daemon
 
 SCRIPT = Path(__file__).with_name("char_gpt.py")

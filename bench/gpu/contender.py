@@ -26,7 +26,7 @@ from bench.gpu.model import DTYPES, MEDIUM, TINY, Shape, Training
 from bench.ours import Ours
 from bench.rivals import KEPT, Finish, Rivals, State
 from pccheck import Checkpoint, PCcheckClient
-from pccheckctl.source.observer import Observer
+from pccheck_store.observer import Observer
 
 #: How PCcheck takes the bytes, by the name in the tables: arguments of PCcheckClient.
 ON_GPU: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ done = client.restore()
 client.checkpoint(step=step)
 """
 
+from pccheck_store.readers import RecycledError
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
@@ -29,7 +30,9 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState
 
 from .client import PCcheckClient
+from .reader import Reader, Stored, StoredRank
 from .restoring.begin import Saved
+from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
 from .restoring.reading import Found, RestoreResult
 from .restoring.rebuild import Shard
 from .saving.in_flight import Checkpoint, Durable
@@ -49,10 +52,13 @@ __all__ = [
     "Found",
     "NoCheckpointError",
     "NoStoreError",
+    "OpenCheckpoint",
     "PCcheckClient",
     "PccheckError",
     "PccheckWarning",
     "ProtocolError",
+    "Reader",
+    "RecycledError",
     "RefusedError",
     "RestoreResult",
     "Saved",
@@ -61,11 +67,15 @@ __all__ = [
     "Stateful",
     "StorageFullError",
     "StoreLockedError",
+    "Stored",
+    "StoredRank",
+    "TensorInfo",
     "TornStateError",
     "UnreadableError",
     "UnsupportedStateError",
     "UsageError",
     "WaitTimeoutError",
+    "Wanted",
     "__version__",
     "capture_rng",
     "restore_rng",

@@ -78,15 +78,9 @@ class Blocks:
         for block in self._found[path].values():
             if list(block.whole) != list(wanted.whole) or block.dtype != wanted.dtype:
                 continue  # another tensor
-            first = list(map(max, wanted.offsets, block.offsets))
-            sizes = [
-                min(end, block_end) - at
-                for at, end, block_end in zip(first, _ends(wanted), _ends(block), strict=True)
-            ]
-            if min(sizes, default=1) <= 0:
-                continue
-            elements += math.prod(sizes)
-            found.append(_runs(first, sizes, wanted, block))
+            count, ranges = common(block, wanted)
+            elements += count
+            found.append(ranges)
         if elements != math.prod(wanted.shape):
             raise StateMismatchError(
                 f"{path}: the ranks saved {elements} of the {math.prod(wanted.shape)} elements "
@@ -94,6 +88,19 @@ class Blocks:
                 hint="attach the model as it was; see: pccheckctl show",
             )
         return b"".join(found)
+
+
+def common(block: Block, wanted: Block) -> tuple[int, bytes]:
+    """How many elements two blocks of one tensor have in common, and the packed ranges that fill
+    these in the memory of `wanted` from the payload of `block`."""
+    first = list(map(max, wanted.offsets, block.offsets))
+    sizes = [
+        min(end, block_end) - at
+        for at, end, block_end in zip(first, _ends(wanted), _ends(block), strict=True)
+    ]
+    if min(sizes, default=1) <= 0:
+        return 0, b""
+    return math.prod(sizes), _runs(first, sizes, wanted, block)
 
 
 def _ends(block: Block) -> list[int]:

@@ -7,7 +7,8 @@ In the merged tree an extent that another rank stores has that rank in the upper
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from . import tree
 from .errors import DamagedError, StateMismatchError
@@ -15,6 +16,7 @@ from .errors import DamagedError, StateMismatchError
 RANK_SHIFT = 52  # 2**52 bytes are more than any payload (PAYLOAD_BYTES_MAX)
 RANKS_MAX = 2 ** (64 - RANK_SHIFT) - 2
 _OFFSET = (1 << RANK_SHIFT) - 1
+GAP_MAX = 8 << 20  # what lies between two ranges is read with them up to this length
 
 
 def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> tree.Tree:
@@ -74,3 +76,31 @@ def split(ranges: bytes, device_ranges: bytes = b"") -> dict[int, tuple[bytes, b
         packed = struct.pack("<QQQII", address, offset, nbytes, device, zero)
         found.setdefault(rank, ([], []))[1].append(packed)
     return {rank: (b"".join(host), b"".join(gpus)) for rank, (host, gpus) in found.items()}
+
+
+def spans(host: bytes, gpus: bytes = b"") -> Iterator[tuple[int, int, bytes, bytes]]:
+    """The ranges in pieces without long gaps: where each begins, its length, and its ranges, which
+    do not overlap. What two tensors need (a tied weight that is tied no longer) is read twice."""
+    items = {(struct.unpack_from("<QQ", h, 8), 0, h) for h in _cut(host, 24)}
+    items |= {(struct.unpack_from("<QQ", g, 8), 1, g) for g in _cut(gpus, 32)}
+    left = sorted(items)
+    while left:
+        again: list[tuple[Any, int, bytes]] = []
+        taken: tuple[list[bytes], list[bytes]] = ([], [])
+        first = end = left[0][0][0]
+        for item in left:
+            (offset, nbytes), side, packed = item
+            if offset < end:
+                again.append(item)
+                continue
+            if offset > end + GAP_MAX:
+                yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
+                taken, first = ([], []), offset
+            taken[side].append(packed)
+            end = offset + nbytes
+        yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
+        left = again
+
+
+def _cut(packed: bytes, size: int) -> Iterator[bytes]:
+    return (packed[at : at + size] for at in range(0, len(packed), size))

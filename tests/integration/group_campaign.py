@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pccheck_native import catalog
+from pccheck_store.readers import FileReader
 from pccheck_wire.errors import PccheckError
-from pccheckctl.source.readers import FileReader
 from tests.support.daemon import PATIENCE, Daemon
 from tests.support.members import (
     COPIED,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from pccheck_store.whole import WholeReader
 from pccheckctl.export import command, torch_file
 from pccheckctl.output import files
-from pccheckctl.source.readers import WholeReader
 from tests.support.ctl import Ctl
 from tests.support.volumes import WIDE, Rank, floats, make, mapping, numbers, scribble
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pccheck_store import directory  # noqa: F401
 from pccheck_wire.tree import Sequence, Tag
 from pccheckctl import cli
 from pccheckctl.commands import listing, show, status, verify  # noqa: F401
-from pccheckctl.source import directory  # noqa: F401
 from tests.support.ctl import Ctl
 from tests.support.volumes import Rank, make, mapping, scribble
 

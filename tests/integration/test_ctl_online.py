@@ -13,11 +13,10 @@ import msgpack
 import pytest
 
 import pccheckctl
+from pccheck_store.remote import DaemonStore
 from pccheck_wire.errors import DaemonUnreachableError
-from pccheckctl import cli
+from pccheckctl import cli, source
 from pccheckctl.commands import verify
-from pccheckctl.source import choice
-from pccheckctl.source.remote import DaemonStore
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import UID, WIDE, floats, make, scribble
@@ -44,7 +43,7 @@ def ctl(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Checkpoints are read from the files, or through the daemon by who may not open them."""
     if request.param == "daemon":
-        monkeypatch.setattr(choice, "_may_read", lambda _: False)
+        monkeypatch.setattr(source, "_may_read", lambda _: False)
     return str(request.param)
 
 
@@ -87,7 +86,7 @@ OURS = {
     "pccheckctl", "pccheckctl.arguments", "pccheckctl.cli", "pccheckctl.commands",
     "pccheckctl.commands.listing", "pccheckctl.commands.status", "pccheckctl.output",
     "pccheckctl.output.documents", "pccheckctl.output.render", "pccheckctl.source",
-    "pccheckctl.source.choice", "pccheckctl.source.observer", "pccheckctl.source.ranks",
+    "pccheck_store", "pccheck_store.documents", "pccheck_store.observer", "pccheck_store.ranks",
     "pccheck_wire", "pccheck_wire.basics", "pccheck_wire.connection", "pccheck_wire.errors",
     "pccheck_wire.packing", "pccheck_wire.peer",
 }  # fmt: skip

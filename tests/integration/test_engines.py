@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pccheck_store.observer import Observer
 from pccheck_wire.errors import PccheckError
-from pccheckctl.source.observer import Observer
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pccheck_store.observer import Observer
 from pccheckctl import cli
 from pccheckctl.output.documents import rows, whole
-from pccheckctl.source.observer import Observer
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import make, scribble

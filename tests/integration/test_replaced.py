@@ -13,11 +13,11 @@ from pccheck import PCcheckClient
 from pccheck.daemon.connection import RequestLostError
 from pccheck.restoring.reading import Payload, read_newest
 from pccheck.restoring.rebuild import state_of_tree
+from pccheck_store.readers import RecycledError
+from pccheck_store.remote import DaemonStore
 from pccheck_wire import tree
 from pccheck_wire.messages import Read, ReplyBody, RequestBody
 from pccheckctl.commands import verify
-from pccheckctl.source.readers import RecycledError
-from pccheckctl.source.remote import DaemonStore
 from tests.support.daemon import Daemon
 
 

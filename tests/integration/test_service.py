@@ -12,9 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from pccheck_store.observer import Observer
 from pccheck_wire.messages import CheckpointState as State
 from pccheckctl import cli
-from pccheckctl.source.observer import Observer
 from tests.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pccheck_native import catalog
+from pccheck_store.observer import Observer
+from pccheck_store.remote import DaemonStore
 from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
-from pccheckctl.source.observer import Observer
-from pccheckctl.source.remote import DaemonStore
 from tests.integration.test_refusals import make_checkpoint, overwrite
 from tests.promises.test_p2_durable import until
 from tests.support.ctl import Ctl

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pccheck_store import observer
 from pccheck_wire import codec
 from pccheck_wire.errors import (
     DaemonUnreachableError,
@@ -33,7 +34,6 @@ from pccheck_wire.messages import (
     Welcome,
 )
 from pccheckctl.output.documents import rows
-from pccheckctl.source import observer
 
 TOKEN = b"t" * 16
 WELCOME = codec.encode(Welcome(1, "0.1.0", 1, TOKEN, "", 42))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Skipped, Writing
-from pccheck_wire.parts import merge, split
+from pccheck_wire.parts import merge, spans, split
 
 OPEN_LIMIT_S = 120.0
 #: A restore waits while earlier checkpoints are written, as long as more of them is written;
@@ -39,7 +38,6 @@ _READ_LIMIT_S = 60.0
 _MIB = 1 << 20
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
-_GAP_MAX = 8 << 20  # what lies between two ranges is read with them up to this length
 #: How often the opened checkpoint may be replaced by newer ones before it was read.
 _ATTEMPTS = 8
 _GONE = -errno.ENOENT
@@ -206,7 +204,7 @@ class Payload:
         """Fills packed ranges of host and of device memory, rank by rank. Long gaps between the
         ranges are not read."""
         for rank, (host, gpus) in sorted(split(ranges, device_ranges).items()):
-            for offset, length, some, some_gpus in _spans(host, gpus):
+            for offset, length, some, some_gpus in spans(host, gpus):
                 self._read(self._part(rank), offset, length, some, some_gpus)
 
     def _part(self, rank: int) -> Part:
@@ -264,34 +262,6 @@ class Payload:
             raise DeviceError(f"cannot copy the checkpoint to a GPU (code {code})")
         if code != 0:
             raise DaemonUnreachableError(f"the daemon could not read step {step} (code {code})")
-
-
-def _spans(host: bytes, gpus: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
-    """The ranges in pieces without long gaps: where each begins, its length, and its ranges, which
-    do not overlap. What two tensors need (a tied weight that is tied no longer) is read twice."""
-    items = {(struct.unpack_from("<QQ", h, 8), 0, h) for h in _cut(host, 24)}
-    items |= {(struct.unpack_from("<QQ", g, 8), 1, g) for g in _cut(gpus, 32)}
-    left = sorted(items)
-    while left:
-        again: list[tuple[Any, int, bytes]] = []
-        taken: tuple[list[bytes], list[bytes]] = ([], [])
-        first = end = left[0][0][0]
-        for item in left:
-            (offset, nbytes), side, packed = item
-            if offset < end:
-                again.append(item)
-                continue
-            if offset > end + _GAP_MAX:
-                yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
-                taken, first = ([], []), offset
-            taken[side].append(packed)
-            end = offset + nbytes
-        yield first, end - first, b"".join(taken[0]), b"".join(taken[1])
-        left = again
-
-
-def _cut(packed: bytes, size: int) -> Iterator[bytes]:
-    return (packed[at : at + size] for at in range(0, len(packed), size))
 
 
 def _transfer_again(

@@ -36,6 +36,15 @@ class Shard(NamedTuple):
     offsets: tuple[int, ...]
 
 
+class Values(Protocol):
+    """What stands for the tensors and arrays of a tree; `shards` by the identity of the node."""
+
+    shards: dict[int, Any]
+
+    def tensor(self, node: tree.Tensor, like: torch.Tensor | None = None) -> Any: ...
+    def array(self, node: tree.Array) -> Any: ...
+
+
 class Memory:
     """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`.
     `make` says where their bytes are."""
@@ -50,7 +59,7 @@ class Memory:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
         #: DTensors that hold the shards of the tree, by the identity of the node.
-        self.shards: dict[int, torch.Tensor] = {}
+        self.shards: dict[int, Any] = {}
         for index, extent in enumerate(extents):
             if wanted is None or index in wanted:
                 self._storages[index] = (make or _storage)(extent.lead + extent.nbytes)
@@ -80,16 +89,11 @@ class Memory:
         )
         if like is not None and node.flags & tree.ON_DEVICE:
             made = made.to(like.device)
-        wants_grad = bool(node.flags & tree.REQUIRES_GRAD)
-        if node.flags & tree.PARAMETER:
-            return torch.nn.Parameter(made, requires_grad=wants_grad)
-        if node.flags & tree.BUFFER and hasattr(torch.nn, "Buffer"):
-            made = torch.nn.Buffer(made)
-        return made.requires_grad_(wants_grad)
+        return flagged(made, node.flags)
 
     def array(self, node: tree.Array) -> np.ndarray[Any, Any]:
         """An array on the node's extent."""
-        dtype = _numpy_dtype(node.dtype)
+        dtype = numpy_dtype(node.dtype)
         order: Any = node.order
         if math.prod(node.shape) * dtype.itemsize != node.nbytes:
             raise DamagedError(f"an array of {node.nbytes} bytes with shape {node.shape}")
@@ -106,7 +110,17 @@ def _storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 
 
-def state_of(memory: Memory, node: Node, like: torch.Tensor | None = None) -> Any:
+def flagged(made: torch.Tensor, flags: int) -> torch.Tensor:
+    """What it was: a parameter, a buffer, something with a gradient."""
+    wants_grad = bool(flags & tree.REQUIRES_GRAD)
+    if flags & tree.PARAMETER:
+        return torch.nn.Parameter(made, requires_grad=wants_grad)
+    if flags & tree.BUFFER and hasattr(torch.nn, "Buffer"):
+        made = torch.nn.Buffer(made)
+    return made.requires_grad_(wants_grad)
+
+
+def state_of(memory: Values, node: Node, like: torch.Tensor | None = None) -> Any:
     """The value of a node, when the payload is in `memory`. With `like` tensors that were on a GPU
     go to its device."""
     if isinstance(node, tree.Tensor):
@@ -135,7 +149,7 @@ def state_of_tree(described: tree.Tree, load: Callable[[bytes], None]) -> Any:
     return state_of(memory, described.root)
 
 
-def _mapping(memory: Memory, node: tree.Mapping, like: torch.Tensor | None) -> Any:
+def _mapping(memory: Values, node: tree.Mapping, like: torch.Tensor | None) -> Any:
     made: Any = {}
     if node.tag is Tag.DEFAULT:
         made = collections.defaultdict(tree.FACTORIES[node.factory])
@@ -161,7 +175,7 @@ def _named(node: tree.Named) -> object:
 
 def scalar(node: tree.Scalar) -> Any:
     """NumPy's scalar. Raises DamagedError for a dtype that is never stored."""
-    dtype = _numpy_dtype(node.dtype)
+    dtype = numpy_dtype(node.dtype)
     if len(node.data) != dtype.itemsize:
         raise DamagedError(f"a NumPy scalar of dtype {node.dtype} with {len(node.data)} bytes")
     if dtype.itemsize == 0:
@@ -169,7 +183,7 @@ def scalar(node: tree.Scalar) -> Any:
     return np.frombuffer(node.data, dtype)[0]
 
 
-def _numpy_dtype(text: str) -> np.dtype[Any]:
+def numpy_dtype(text: str) -> np.dtype[Any]:
     try:
         dtype = np.dtype(text)
     except (TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> Document:
     if arguments.storage:
         return _from_files(arguments)
-    from pccheckctl.source.observer import Observer
+    from pccheck_store.observer import Observer
 
     try:
         with Observer(arguments.socket) as observer:

@@ -9,7 +9,7 @@ import time
 from pccheck_wire.errors import UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, rows, say, text, whole
-from pccheckctl.source.choice import choose
+from pccheckctl.source import choose
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import time
 from pccheck_wire.errors import PccheckError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
-from pccheckctl.source.choice import choose
+from pccheckctl.source import choose
 
 HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
 
@@ -42,7 +42,7 @@ def _listing(arguments: argparse.Namespace) -> Document:
 
 
 def _nothing(arguments: argparse.Namespace, every: Document) -> PccheckError:
-    from pccheckctl.source import directory  # what an answer does not need is imported late
+    from pccheck_store import directory  # what an answer does not need is imported late
 
     if rows(every, "checkpoints"):
         return directory.missing(arguments.job, arguments.rank)

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 
 from pccheck_native import catalog
+from pccheck_store import directory
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
 from pccheckctl.commands.listing import age_s, flags
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
-from pccheckctl.source import directory
-from pccheckctl.source.choice import files
+from pccheckctl.source import files
 
 TEXT_WIDTH_MAX = 60
 RUN_MAX, SHOWN_OF_RUN = 8, 3  # items of a list with a line each; items that stand for the others

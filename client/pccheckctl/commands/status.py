@@ -7,7 +7,7 @@ import time
 
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, part, rows, text, texts, whole
-from pccheckctl.source.choice import choose
+from pccheckctl.source import choose
 
 from .listing import age_s, job_of
 
@@ -40,8 +40,8 @@ def _served(arguments: argparse.Namespace) -> Document | None:
     from pathlib import Path
 
     from pccheck_native import layout
+    from pccheck_store.observer import Observer
     from pccheck_wire.errors import PccheckError
-    from pccheckctl.source.observer import Observer
 
     socket = layout.noted_socket(Path(arguments.storage))
     if socket is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, print_json, rows, say, text, whole
 from pccheckctl.output.files import Output
-from pccheckctl.source.choice import daemon
+from pccheckctl.source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
 #: The limit of the daemon, which keeps less than that.

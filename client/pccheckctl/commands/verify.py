@@ -6,6 +6,8 @@ import argparse
 import secrets
 
 from pccheck_native import catalog, subset
+from pccheck_store import directory
+from pccheck_store.readers import RecycledError, Store
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -15,9 +17,7 @@ from pccheck_wire.errors import (
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, whole
 from pccheckctl.output.progress import Bar, bytes_read
-from pccheckctl.source import directory
-from pccheckctl.source.choice import files
-from pccheckctl.source.readers import RecycledError, Store
+from pccheckctl.source import files
 
 BAD = ("damaged", "unreadable")
 _Part = subset.Subset | None

@@ -18,7 +18,7 @@ from pccheck_wire.errors import (
 from pccheckctl.commands.listing import filtered
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, print_json, rows, say, text, whole
-from pccheckctl.source.choice import daemon
+from pccheckctl.source import daemon
 
 NAMED_MAX = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5

@@ -14,14 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pccheck_native import catalog
+from pccheck_store import directory
+from pccheck_store.readers import RecycledError, Store
+from pccheck_store.whole import WholeReader
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, part, print_json, say, text, texts, whole
 from pccheckctl.output.files import Output
 from pccheckctl.output.progress import Bar
-from pccheckctl.source import directory
-from pccheckctl.source.choice import files
-from pccheckctl.source.readers import RecycledError, Store, WholeReader
+from pccheckctl.source import files
 
 from . import parts, safetensors_file
 

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pccheck_store.readers import Reader
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError
 from pccheckctl.output.documents import as_json
 from pccheckctl.output.files import Output, reserve
-from pccheckctl.source.readers import Reader
 
 from .parts import as_tensor, contiguous_strides
 

@@ -17,7 +17,7 @@ from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part, text
 from pccheckctl.output.files import reserve
 from pccheckctl.output.progress import Bar
-from pccheckctl.source.choice import choose
+from pccheckctl.source import choose
 
 from . import disk
 

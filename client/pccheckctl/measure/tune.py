@@ -23,7 +23,7 @@ from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
-from pccheckctl.source.choice import choose
+from pccheckctl.source import choose
 
 from . import bench, disk
 

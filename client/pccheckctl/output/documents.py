@@ -7,9 +7,15 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 
-from .render import safe
+from pccheck_store.documents import Document as Document
+from pccheck_store.documents import number as number
+from pccheck_store.documents import part as part
+from pccheck_store.documents import rows as rows
+from pccheck_store.documents import text as text
+from pccheck_store.documents import texts as texts
+from pccheck_store.documents import whole as whole
 
-Document = dict[str, object]
+from .render import safe
 
 
 def answer(arguments: Namespace, document: Document, as_text: Callable[[], str]) -> None:
@@ -49,34 +55,3 @@ def as_json(value: object) -> object:
     exact = exact or (isinstance(value, int) and not is_long(value))
     exact = exact or (isinstance(value, float) and math.isfinite(value))
     return value if exact else shown(value)
-
-
-def rows(document: Document, key: str) -> list[Document]:
-    """The list of maps under `key`; other items are left out."""
-    value = document.get(key)
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def part(document: Document, key: str) -> Document:
-    value = document.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def number(document: Document, key: str) -> float | None:
-    value = document.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def whole(document: Document, key: str, default: int = 0) -> int:
-    value = number(document, key)
-    return default if value is None else int(value)
-
-
-def text(document: Document, key: str) -> str:
-    value = document.get(key)
-    return "" if value is None else str(value)
-
-
-def texts(document: Document, key: str) -> list[str]:
-    value = document.get(key)
-    return [str(item) for item in value] if isinstance(value, list) else []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pccheck_native import _core, catalog, layout
 from pccheck_native.subset import Subset
+from pccheck_store import VERSION
 from pccheck_wire import attach
 from pccheck_wire.errors import (
     DaemonUnreachableError,
@@ -18,10 +19,10 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, Role
-from pccheckctl import VERSION
-from pccheckctl.output.documents import Document, rows, text, whole
-from pccheckctl.source.observer import Observer
-from pccheckctl.source.readers import Reader, invalid, recycled
+
+from .documents import Document, rows, text, whole
+from .observer import Observer
+from .readers import Reader, invalid, recycled
 
 LOAD_LIMIT_S = 3600.0
 _UNREADABLE = -10018  # -PCC_E_UNREADABLE
@@ -93,54 +94,96 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
 
 
 class DaemonReader(Reader):
-    """A session that reads one checkpoint."""
+    """One rank's part of a checkpoint, read through a session that leases the checkpoint: no rank
+    recycles it before this reader is closed, unless a new checkpoint has no other slot."""
 
     def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
         """Raises RecycledError when the daemon has used its slot for a newer one."""
         self.checkpoint = checkpoint
-        self._load = 0
+        self._session = _Session(checkpoint, socket)
+        self.tree_place = self._session.places[checkpoint.rank]
+
+    def beside(self, other: catalog.Checkpoint) -> Reader:
+        return _PartReader(other, self._session)
+
+    def read_into(self, ranges: bytes) -> None:
+        self._session.read_into(self.checkpoint, ranges)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class _PartReader(Reader):
+    """Another rank's part, through the session of the first one, which closes it."""
+
+    def __init__(self, checkpoint: catalog.Checkpoint, session: _Session) -> None:
+        self.checkpoint = checkpoint
+        self._session = session
+        if checkpoint.rank not in session.places:
+            raise recycled(checkpoint)
+        self.tree_place = session.places[checkpoint.rank]
+
+    def beside(self, other: catalog.Checkpoint) -> Reader:
+        return _PartReader(other, self._session)
+
+    def read_into(self, ranges: bytes) -> None:
+        self._session.read_into(self.checkpoint, ranges)
+
+    def close(self) -> None:
+        pass
+
+
+class _Session:
+    """Of a reader with the daemon; it has opened one checkpoint, with the parts of all ranks."""
+
+    def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
+        one = checkpoint
         hello = Hello(
-            PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=checkpoint.job,
-            rank=checkpoint.rank, world_size=checkpoint.rank + 1, solo=True, uid=checkpoint.uid,
+            PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=one.job, rank=one.rank,
+            world_size=one.rank + 1, solo=True, uid=one.uid,
         )  # fmt: skip
+        self._load = 0
         self._attachment = attach.connect(hello, socket)
         try:
-            opened = self._attachment.request(
-                Open(step=checkpoint.step, before=checkpoint.sequence + 1)
-            )
-            if not isinstance(opened, Opened) or opened.sequence != checkpoint.sequence:
-                raise recycled(checkpoint)
+            opened = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
+            if not isinstance(opened, Opened) or opened.sequence != one.sequence:
+                raise recycled(one)
             self._link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
         except BaseException as error:
             self._attachment.close()
             if isinstance(error, NoCheckpointError):
-                raise recycled(checkpoint) from error
+                raise recycled(one) from error
             raise
-        self.tree_place = opened.tree_offset, opened.tree_bytes
+        #: Of each rank's tree: offset and bytes.
+        self.places = {part.rank: (part.tree_offset, part.tree_bytes) for part in opened.parts}
+        self.places[one.rank] = opened.tree_offset, opened.tree_bytes
 
-    def read_into(self, ranges: bytes) -> None:
+    def read_into(self, one: catalog.Checkpoint, ranges: bytes) -> None:
         places = [(offset, length) for _, offset, length in struct.iter_unpack("<QQQ", ranges)]
         first = places[0][0]
         nbytes = sum(places[-1]) - first
         self._load += 1
         deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
-        self._link.load_start(self._load, ranges)
         try:
-            self._attachment.request(Read(self._load, self.checkpoint.sequence, first, nbytes))
-        except NoCheckpointError as error:
-            raise recycled(self.checkpoint) from error
-        try:
+            self._link.load_start(self._load, ranges)
+            self._attachment.request(Read(self._load, one.sequence, first, nbytes, one.rank))
             result = self._link.load_wait(self._load, deadline_ns)
+        except NoCheckpointError as error:
+            raise recycled(one) from error
+        except WaitTimeoutError:
+            raise
         except TimeoutError as error:
             raise WaitTimeoutError(f"the daemon sent no data for {LOAD_LIMIT_S:g} s") from error
-        except OSError as error:
-            raise DaemonUnreachableError(f"the daemon ended while it sent data: {error}") from error
+        except (DaemonUnreachableError, OSError) as error:
+            raise DaemonUnreachableError(
+                f"the daemon ended, or ended this reader, while step {one.step} was open: {error}",
+                hint="open the checkpoint again: a restarted daemon has it, unless newer ones "
+                "have replaced it",
+            ) from error
         if result == -errno.ENOENT:
-            raise recycled(self.checkpoint)
+            raise recycled(one)
         if result != 0:
-            raise invalid(
-                self.checkpoint, "UNREADABLE" if result == _UNREADABLE else f"code {result}"
-            )
+            raise invalid(one, "UNREADABLE" if result == _UNREADABLE else f"code {result}")
 
     def close(self) -> None:
         self._link.close()

@@ -12,12 +12,12 @@ from typing import Self
 
 import msgpack  # type: ignore[import-untyped]
 
+from pccheck_store import VERSION
 from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
 from pccheck_wire.connection import Connection, raise_failure
 from pccheck_wire.errors import PccheckError, ProtocolError
-from pccheckctl import VERSION
-from pccheckctl.output.documents import Document, part, rows
 
+from .documents import Document, part, rows
 from .ranks import add_stored
 
 CONNECT_LIMIT_S = 10.0

@@ -22,13 +22,14 @@ from pccheck_wire.errors import (
     one_owner,
     owner_of,
 )
-from pccheckctl.output.documents import Document
 
+from .documents import Document
 from .ranks import add_stored
 
 if TYPE_CHECKING:
     from pccheck_native.subset import Subset
-    from pccheckctl.source.readers import FileReader
+
+    from .readers import FileReader
 
 _WHY = {
     "NOT_A_VOLUME": "it has no valid commit record",
@@ -82,7 +83,7 @@ class Storage:
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
-        from pccheckctl.source.readers import (
+        from .readers import (
             FileReader,  # the tree's classes are not needed to list
         )
 
@@ -241,14 +242,20 @@ def _groups(found: catalog.Catalog) -> list[Document]:
 
 def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
     """The checkpoints of a job by rank, newest first. Raises why there is none."""
+    ranks = any_of_job(found, job)
+    if not ranks:
+        raise none_of(job, storage)
+    return ranks
+
+
+def any_of_job(found: catalog.Catalog, job: str) -> dict[int, list[catalog.Checkpoint]]:
+    """The same, empty where nothing is stored. Raises why what is stored cannot be read."""
     mine = [one for one in found.checkpoints if one.job == job]
     one_owner(job, (one.uid for one in mine))
-    if mine:
-        return catalog.by_rank(mine)
     for item in found.unreadable:
-        if item.file.job == job:
+        if item.file.job == job and not mine:
             raise error_of(item)
-    raise none_of(job, storage)
+    return catalog.by_rank(mine)
 
 
 def none_of(job: str, storage: str | Path) -> PccheckError:

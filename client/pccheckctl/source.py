@@ -16,9 +16,9 @@ from pccheckctl.output.documents import part, text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .directory import Storage
-    from .observer import Observer
-    from .readers import Store
+    from pccheck_store.directory import Storage
+    from pccheck_store.observer import Observer
+    from pccheck_store.readers import Store
 
 
 def choose(arguments: argparse.Namespace) -> Observer | Storage:
@@ -28,7 +28,7 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
     """
     place = arguments.storage
     if not place:
-        from .observer import Observer
+        from pccheck_store.observer import Observer
 
         try:
             return Observer(arguments.socket)
@@ -39,7 +39,7 @@ def choose(arguments: argparse.Namespace) -> Observer | Storage:
                 raise DaemonUnreachableError(
                     error.message, hint=f"{hint} ...{_private_daemon()}"
                 ) from error
-    from .directory import Storage
+    from pccheck_store.directory import Storage
 
     return Storage(place)
 
@@ -66,7 +66,7 @@ def daemon(arguments: argparse.Namespace) -> Observer:
             "under way",
             hint="leave --storage out; --socket PATH names a daemon",
         )
-    from .observer import Observer
+    from pccheck_store.observer import Observer
 
     return Observer(arguments.socket)
 
@@ -76,7 +76,7 @@ def files(arguments: argparse.Namespace) -> Store:
     since that costs the daemon nothing; through the daemon where this user may not read it."""
     from pathlib import Path
 
-    from .directory import Storage
+    from pccheck_store.directory import Storage
 
     with choose(arguments) as chosen:
         if isinstance(chosen, Storage):
@@ -86,7 +86,7 @@ def files(arguments: argparse.Namespace) -> Store:
         storage = Storage(place)
         storage.served, storage.socket = True, arguments.socket
         return storage
-    from .remote import DaemonStore
+    from pccheck_store.remote import DaemonStore
 
     return DaemonStore(arguments.socket, place)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccheckctl.output.documents import Document, part, rows, texts
+from .documents import Document, part, rows, texts
 
 NOTHING = "it has no durable checkpoint"
 

@@ -1,0 +1,213 @@
+"""Reads checkpoints without training: for tools, and for integrations with other frameworks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from pccheck.job.naming import identify
+from pccheck.options import check_step
+from pccheck.restoring.opened import OpenCheckpoint
+from pccheck_native import catalog, group, layout
+from pccheck_store.directory import Storage, any_of_job
+from pccheck_store.documents import part, text
+from pccheck_store.observer import Observer
+from pccheck_store.readers import RecycledError, Store
+from pccheck_store.remote import DaemonStore
+from pccheck_store.whole import WholeReader
+from pccheck_wire.basics import did_you_mean
+from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, RefusedError, UsageError
+
+#: How often a running job may replace a checkpoint before it is open.
+ATTEMPTS = 8
+NAMED_MAX = 8
+
+
+class StoredRank(NamedTuple):
+    """What one rank has stored of a checkpoint."""
+
+    nbytes: int
+    durable_at: float  #: seconds since 1970
+    damaged: bool  #: an earlier read found it damaged
+    pinned: bool
+
+
+class Stored(NamedTuple):
+    """A checkpoint of a job."""
+
+    step: int
+    sequence: int  #: the order of checkpoints; steps may go back
+    world_size: int  #: of the run that saved it; 1: one rank alone
+    incarnation: int  #: of the start of the job that saved it
+    complete: bool  #: every rank of that world has it, undamaged
+    ranks: Mapping[int, StoredRank]
+
+
+class Reader:
+    """Finds and reads the checkpoints of one job, also while it trains. Use it as a context
+    manager: it closes what it has opened.
+
+    `job` is named as for PCcheckClient. It asks the daemon, or reads the directory `storage`
+    itself: without a daemon, or through the private daemon that serves it. Only the owner of the
+    job and root may read it; `uid` chooses among jobs of several users.
+
+    Raises DaemonUnreachableError, NoStoreError, RefusedError, UsageError.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        *,
+        storage: str | os.PathLike[str] | None = None,
+        socket: str | os.PathLike[str] | None = None,
+        uid: int | None = None,
+    ) -> None:
+        self.job = identify(job, 0, 1).job
+        if uid is not None and os.geteuid() not in (0, uid):
+            raise RefusedError(
+                f"uid {os.geteuid()} may not read checkpoints of uid {uid}",
+                hint="read them as that user or as root",
+            )
+        self._uid = uid
+        self._store = _store(storage, socket)
+        self._open: list[OpenCheckpoint] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes what was opened. May be called again."""
+        while self._open:
+            self._open.pop().close()
+
+    def steps(self) -> list[Stored]:
+        """Every checkpoint of the job, newest first; also those that only some ranks have."""
+        return [stored for stored, _ in self._found()]
+
+    def newest(self) -> Stored | None:
+        """The newest checkpoint that every rank of its world has, which restore() takes; None when
+        there is none."""
+        return next((stored for stored in self.steps() if stored.complete), None)
+
+    def open(self, step: int | None = None, *, sequence: int | None = None) -> OpenCheckpoint:
+        """Opens the newest complete checkpoint, of `step` or with `sequence` if given. Through a
+        daemon it is leased: newer checkpoints do not replace it before it is closed or this process
+        ends. When a checkpoint would otherwise have no slot, the oldest lease ends, and further
+        reads raise RecycledError.
+
+        Raises NoCheckpointError when there is none.
+        """
+        wanted = None if step is None else check_step(step)
+        recycled: RecycledError | None = None
+        for _ in range(ATTEMPTS):
+            first = self._chosen(wanted, sequence)
+            try:
+                opened = OpenCheckpoint(WholeReader(self._store, first))
+            except RecycledError as error:
+                recycled = error
+                continue
+            self._open.append(opened)
+            return opened
+        assert recycled is not None
+        raise recycled
+
+    def _chosen(self, step: int | None, sequence: int | None) -> catalog.Checkpoint:
+        """The part of its first rank."""
+        found = self._found()
+        fits = [
+            (stored, first) for stored, first in found
+            if step in (None, stored.step) and sequence in (None, stored.sequence)
+        ]  # fmt: skip
+        for stored, first in fits:
+            if stored.complete:
+                return first
+        raise self._none(step, sequence, [stored for stored, _ in (fits or found)], bool(fits))
+
+    def _found(self) -> list[tuple[Stored, catalog.Checkpoint]]:
+        """Every checkpoint, and the part of its first rank."""
+        scanned = self._store.scan(uid=self._uid, job=self.job)
+        ranks = any_of_job(scanned, self.job)
+        common = set(group.common(catalog.ranks_of(ranks)))
+        same: dict[tuple[int, ...], dict[int, catalog.Checkpoint]] = {}
+        for rank, checkpoints in ranks.items():
+            for one in checkpoints:
+                # What a rank saved alone is its own: others may have used the number otherwise.
+                alone = (rank,) if one.world_size == 1 else ()
+                key = (one.sequence, one.step, one.incarnation, one.world_size, *alone)
+                same.setdefault(key, {})[rank] = one
+        found = []
+        for (sequence, step, incarnation, world_size, *_), parts in same.items():
+            held = group.Held(sequence, step, incarnation, world_size)
+            complete = held in common and not any(one.is_damaged for one in parts.values())
+            stored = {rank: _of_rank(one) for rank, one in sorted(parts.items())}
+            first = parts[min(parts)]
+            found.append((Stored(step, sequence, world_size, incarnation, complete, stored), first))
+        return sorted(found, key=lambda item: -item[0].sequence)
+
+    def _none(
+        self, step: int | None, sequence: int | None, near: list[Stored], chosen: bool
+    ) -> NoCheckpointError:
+        what = (
+            f"checkpoint with sequence {sequence}" if sequence is not None
+            else f"checkpoint of step {step}" if step is not None
+            else "checkpoint"
+        )  # fmt: skip
+        if not near:
+            jobs = sorted({one.job for one in self._store.scan(uid=self._uid).checkpoints})
+            return NoCheckpointError(
+                f"job {self.job!r} has no checkpoint in {self._store.path}",
+                hint=f"{did_you_mean([self.job], jobs)}see: pccheckctl list",
+            )
+        if not chosen:
+            steps = ", ".join(str(one.step) for one in near[:NAMED_MAX])
+            return NoCheckpointError(
+                f"job {self.job!r} has no {what}; it has steps {steps}",
+                hint="newer checkpoints replace older ones; client.pin(step) keeps one",
+            )
+        best = near[0]
+        damaged = [rank for rank, one in best.ranks.items() if one.damaged]
+        lacking = [rank for rank in range(best.world_size) if rank not in best.ranks]
+        why = f"damaged on ranks {damaged}" if damaged else f"missing on ranks {lacking}"
+        return NoCheckpointError(
+            f"job {self.job!r} has no {what} that every rank has whole: step {best.step} is {why}",
+            hint=f"see: pccheckctl list {self.job}",
+        )
+
+
+def _of_rank(one: catalog.Checkpoint) -> StoredRank:
+    return StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
+
+
+def _store(storage: str | os.PathLike[str] | None, socket: str | os.PathLike[str] | None) -> Store:
+    """The daemon; a directory that is named, or that PCCHECK_STORAGE names when no daemon runs."""
+    if storage is not None and socket is not None:
+        raise UsageError(
+            "storage= and socket= were both given", hint="leave out the one that is not meant"
+        )
+    if storage is None:
+        where = None if socket is None else os.fspath(socket)
+        try:
+            with Observer(where) as observer:
+                path = text(part(observer.status(), "storage"), "path")
+            return DaemonStore(where, Path(path))
+        except DaemonUnreachableError as error:
+            storage = os.environ.get("PCCHECK_STORAGE")
+            if socket is not None or not storage:
+                raise DaemonUnreachableError(
+                    error.message,
+                    hint=f"{error.hint}; or read the files without a daemon: Reader(storage=DIR)",
+                ) from error
+    directory = Storage(storage)
+    private = layout.noted_socket(directory.path)
+    if private is not None:
+        try:
+            Observer(str(private)).close()
+        except DaemonUnreachableError:  # it has ended
+            return directory
+        return DaemonStore(str(private), directory.path)
+    return directory

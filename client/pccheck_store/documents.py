@@ -1,0 +1,37 @@
+"""Documents of a daemon and of a storage directory: values are taken from one with these, whatever
+it holds."""
+
+from __future__ import annotations
+
+Document = dict[str, object]
+
+
+def rows(document: Document, key: str) -> list[Document]:
+    """The list of maps under `key`; other items are left out."""
+    value = document.get(key)
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def part(document: Document, key: str) -> Document:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def number(document: Document, key: str) -> float | None:
+    value = document.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def whole(document: Document, key: str, default: int = 0) -> int:
+    value = number(document, key)
+    return default if value is None else int(value)
+
+
+def text(document: Document, key: str) -> str:
+    value = document.get(key)
+    return "" if value is None else str(value)
+
+
+def texts(document: Document, key: str) -> list[str]:
+    value = document.get(key)
+    return [str(item) for item in value] if isinstance(value, list) else []

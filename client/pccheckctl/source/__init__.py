@@ -1,1 +1,0 @@
-"""Where checkpoints are read from: a running daemon, or a storage directory."""
