@@ -179,6 +179,21 @@ static PyObject *volume_flag(PyObject *self, PyObject *args, PyObject *kwargs)
     return pcc_py_done(self, result);
 }
 
+static PyObject *volume_spare(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "spared", NULL};
+    uint64_t sequence;
+    int spared;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&p:spare", names, pcc_py_u64, &sequence,
+                                     &spared)) {
+        return NULL;
+    }
+    int result;
+    PCC_PY_CALL(struct pcc_volume, volume,
+                result = pcc_volume_spare(volume, sequence, spared != 0));
+    return pcc_py_done(self, result);
+}
+
 static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"incarnation", "world_size", NULL};
@@ -409,6 +424,7 @@ static PyMethodDef methods[] = {
      "Raises unless its file is the one at its path, and whole."},
     {"limit", volume_limit, METH_O, "Bytes per second that may pass from now on; 0: no limit."},
     PCC_PY_METHOD("flag", volume_flag, "Sets and clears policy flags of a durable checkpoint."),
+    PCC_PY_METHOD("spare", volume_spare, "Keeps a durable checkpoint from being recycled, or not."),
     PCC_PY_METHOD("begin_incarnation", volume_begin_incarnation,
                   "Records a new start of the job; durable on return."),
     {"finish", volume_finish, METH_O,

@@ -42,6 +42,8 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writ
         await tenant.volumes.refresh()
         skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
         chosen = _newest(tenant, body, skipped, tenant.volumes.checkpoints())
+        if chosen is not None:
+            _lease(session, job, tenant, chosen)
     if chosen is None:
         return Empty(skipped)
     return Opened(
@@ -64,6 +66,18 @@ def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
         for one in tenant.volumes.checkpoints()
         if one.sequence == chosen.sequence
     ]
+
+
+def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) -> None:
+    """A reader's checkpoint stays on every rank that has a part of it until the session ends.
+    Raises NoCheckpointError when it was recycled meanwhile."""
+    own.leases.take(chosen.sequence, session.number)
+    same = chosen.step, chosen.incarnation, chosen.world_size
+    for tenant in job.tenants.values() if chosen.world_size > 1 else ():
+        for one in tenant.volumes.checkpoints():
+            is_same = (one.step, one.incarnation, one.world_size) == same
+            if one.sequence == chosen.sequence and is_same:
+                tenant.leases.take(one.sequence, session.number)
 
 
 def _of_job(

@@ -199,6 +199,8 @@ class Sessions:
             self.registry.memory.gone(session.number)
             if session.tenant is not None and session.role is Role.READER:
                 session.tenant.add_reader(-1)
+                for tenant in session.job.tenants.values() if session.job is not None else ():
+                    tenant.leases.give_back(session.number)
             for load in list(session.loads):
                 session.end_load(load)
             self._sessions.pop(session.number, None)

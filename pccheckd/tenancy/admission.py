@@ -192,8 +192,8 @@ class Admission:
         )
 
     async def _recycled(self) -> bool:
-        """No slot is free: recycles what is no longer kept now, instead of with the next record.
-        Whether a slot became free."""
+        """No slot is free: recycles what is no longer kept now, instead of with the next record,
+        and in the end what only a reader keeps. Whether a slot became free."""
         if self._tenant.volumes.current is None:
             return False
         if self._tenant.is_grouped:
@@ -201,4 +201,7 @@ class Admission:
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late
-        return await self._tenant.volumes.recycle()
+        volumes = self._tenant.volumes
+        if await volumes.recycle():
+            return True
+        return self._tenant.end_lease() and await volumes.recycle()

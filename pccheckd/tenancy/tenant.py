@@ -24,6 +24,7 @@ from . import inherited
 from .admission import Admission
 from .checkpoint import Checkpoint, End
 from .group import Group
+from .leases import Leases
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
@@ -51,6 +52,7 @@ class Tenant:
         self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
+        self.leases = Leases(self.volumes)
         self.queue = Admission(self)
         self.readers = 0  # sessions that may load
         self.closed = False
@@ -221,6 +223,16 @@ class Tenant:
     def add_reader(self, number: int = 1) -> None:
         """A session that may load has come, or (-1) gone: meanwhile the tenant stays loaded."""
         self.readers += number
+
+    def end_lease(self) -> bool:
+        """A checkpoint has no slot: whether one is free when a reader's lease has ended. What is in
+        flight, or waits for other ranks, frees one by itself."""
+        if self.ledger.in_flight:
+            return False
+        newest = self.group.newest_common
+        if self.is_grouped and any(one.sequence > newest for one in self.volumes.checkpoints()):
+            return False
+        return self.leases.end_for_room()
 
     @property
     def is_grouped(self) -> bool:
@@ -649,6 +661,7 @@ class Tenant:
                 await self.volumes.reopen(current)
                 await self.bind(port, current)
             self.stopped = False
+        self.leases.renew()
         await self.retention.stage_again()
 
 

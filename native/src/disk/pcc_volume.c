@@ -145,6 +145,25 @@ static int find_sequence(const struct pcc_record *record, uint64_t sequence, uin
 
 /* -- policy -- */
 
+/* With `lock` held. One that the record under way drops is no longer there to be kept. */
+static int find_lasting(const struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out)
+{
+    uint32_t staged_slot;
+
+    int result = find_sequence(&volume->durable, sequence, slot_out);
+    if (result == 0)
+        result = find_sequence(&volume->staged, sequence, &staged_slot);
+    PCC_ASSERT(result != 0 || *slot_out == staged_slot);
+    return result;
+}
+
+/* With `lock` held. */
+static uint32_t expendable(const struct pcc_volume *volume, uint32_t keep,
+                           const struct pcc_volume_group *group)
+{
+    return pcc_commit_expendable(&volume->staged, keep, group) & ~volume->spared;
+}
+
 int pcc_volume_publish_staged(struct pcc_volume *volume)
 {
     if (!volume->writable)
@@ -159,25 +178,35 @@ int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, 
                     bool now)
 {
     const uint32_t allowed = PCC_SLOT_LASTING | PCC_SLOT_DAMAGED;
-    uint32_t slot, staged_slot;
+    uint32_t slot;
 
     if (!volume->writable)
         return -EROFS;
     if (((set | clear) & ~allowed) != 0 || (set & clear) != 0)
         return -EINVAL;
     (void)pthread_mutex_lock(&volume->lock);
-    int result = find_sequence(&volume->durable, sequence, &slot);
-    /* One that the record under way drops is no longer there to be kept. */
-    if (result == 0)
-        result = find_sequence(&volume->staged, sequence, &staged_slot);
+    const int result = find_lasting(volume, sequence, &slot);
     if (result == 0) {
-        PCC_ASSERT(slot == staged_slot);
         struct pcc_slot_entry *entry = &volume->staged.slots[slot];
         entry->flags = (entry->flags | set) & ~clear;
         pcc_commit_superseding(volume);
     }
     (void)pthread_mutex_unlock(&volume->lock);
     return result == 0 && now ? pcc_volume_publish_staged(volume) : result;
+}
+
+int pcc_volume_spare(struct pcc_volume *volume, uint64_t sequence, bool spared)
+{
+    uint32_t slot;
+
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->lock);
+    const int result = find_lasting(volume, sequence, &slot);
+    if (result == 0)
+        volume->spared = spared ? volume->spared | 1u << slot : volume->spared & ~(1u << slot);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return result;
 }
 
 int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
@@ -210,8 +239,7 @@ int pcc_volume_set_group(struct pcc_volume *volume, const struct pcc_volume_grou
 bool pcc_volume_has_expendable(struct pcc_volume *volume)
 {
     (void)pthread_mutex_lock(&volume->lock);
-    const uint32_t found =
-        pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+    const uint32_t found = expendable(volume, volume->staged.keep, &volume->group);
     (void)pthread_mutex_unlock(&volume->lock);
     return found != 0;
 }
@@ -263,8 +291,7 @@ static int drop_expendable(struct pcc_volume *volume, uint32_t keep, bool done)
         /* A job that never read what the run before left does not throw it away by ending (P7). */
         group.oldest = group.newest;
     }
-    const uint32_t dropped =
-        pcc_commit_expendable(&volume->staged, done ? keep : volume->staged.keep, &group);
+    const uint32_t dropped = expendable(volume, done ? keep : volume->staged.keep, &group);
     drop(volume, dropped);
     (void)pthread_mutex_unlock(&volume->lock);
     if (done || dropped != 0)
@@ -308,6 +335,7 @@ static void reuse_quarantined(struct pcc_volume *volume)
         if (entry->state != PCC_SLOT_DURABLE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
             return; /* a save or a reader has it, and it becomes free */
     }
+    /* A spared one goes first. */
     if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group) != 0)
         return;
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
@@ -417,7 +445,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
         *place = *entry;
         place->wall_ns = pcc_wall_ns();
-        dropped = pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group);
+        dropped = expendable(volume, volume->staged.keep, &volume->group);
         PCC_ASSERT((dropped >> slot & 1u) == 0);
         drop(volume, dropped);
         (void)pthread_mutex_unlock(&volume->lock);

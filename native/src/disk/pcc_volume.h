@@ -71,6 +71,9 @@ PCC_MUST_CHECK int pcc_volume_in_place(const struct pcc_volume *volume);
  * a record is published at once (damage found, quarantine). */
 PCC_MUST_CHECK int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set,
                                    uint32_t clear, bool now);
+/* The durable checkpoint `sequence` is not recycled from now on, or may be again. Lasts until the
+ * volume is closed and leaves nothing on the media; waits for no disk. -ENOENT. */
+PCC_MUST_CHECK int pcc_volume_spare(struct pcc_volume *volume, uint64_t sequence, bool spared);
 /* Identity that moves with time. Published at once. */
 PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
                                                 uint32_t world_size);

@@ -28,6 +28,7 @@ struct pcc_volume {
     struct pcc_record staged; /* slots, incarnation, world_size and done count; the rest is stale */
     uint32_t free_slots;      /* bits */
     uint32_t last_slot;       /* that was taken: the next one is the first free one behind it */
+    uint32_t spared;          /* bits: see pcc_volume_spare() */
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;
