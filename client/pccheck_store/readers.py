@@ -15,6 +15,9 @@ from pccheck_native.subset import Subset, verify_part
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, PccheckError, UnreadableError
 
+#: Of a file they are read at a time; of a short part of it no more than that part.
+CHUNK_BYTES = 4 << 20
+
 
 class RecycledError(PccheckError):
     """A running daemon wrote a newer checkpoint into this slot during the read."""
@@ -103,8 +106,11 @@ class FileReader(Reader):
             return self._volume.read(self.checkpoint.sequence, offset, length)
 
     def read_into(self, ranges: bytes) -> None:
+        first, end = _place(ranges[:24])[0], _place(ranges[-24:])[1]
         with self._errors():
-            self._volume.read_into(self.checkpoint.sequence, ranges)
+            self._volume.read_into(
+                self.checkpoint.sequence, ranges, chunk_bytes=min(end - first, CHUNK_BYTES)
+            )
 
     def beside(self, other: catalog.Checkpoint) -> FileReader:
         return FileReader(other)
@@ -132,6 +138,12 @@ class FileReader(Reader):
             failed = not isinstance(error, _core.NativeError) or error.code_name == "UNREADABLE"
             why = "UNREADABLE" if failed else str(error).removesuffix(": damaged (DAMAGED)")
             raise invalid(self.checkpoint, why) from error
+
+
+def _place(packed: bytes) -> tuple[int, int]:
+    """Where the bytes of a range begin and end in the payload."""
+    _, offset, length = struct.unpack("<QQQ", packed)
+    return offset, offset + length
 
 
 def recycled(one: catalog.Checkpoint) -> RecycledError:

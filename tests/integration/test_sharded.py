@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pccheck import PCcheckClient, Shard
+from pccheck import PCcheckClient, Reader, Shard
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.torchrun import torchrun
@@ -58,6 +58,7 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
             whole = torch.load(tmp_path / "0/whole.pt", weights_only=True)
             exported(ctl, daemon.storage, tmp_path, whole)
             recovered(daemon, whole["model"])
+            read_in_parts(daemon, whole)
 
 
 def stored_once(ctl: Ctl, storage: Path) -> None:
@@ -117,6 +118,30 @@ def recovered(daemon: Daemon, whole: dict[str, Any]) -> None:
         sizes = zip(block.offsets, block.tensor.shape, strict=True)
         window = tuple(slice(at, at + size) for at, size in sizes)
         assert torch.equal(block.tensor.detach(), whole[name][window].detach()), name
+
+
+def read_in_parts(daemon: Daemon, whole: dict[str, Any]) -> None:
+    """By a reader: whole tensors, blocks that cross those of the ranks, and what one rank has."""
+    with Reader("job", socket=daemon.socket) as reader, reader.open() as one:
+        state = one.read()
+        assert one.ranks == (0, 1, 2, 3) and equal(state["model"], whole["model"])
+        assert all(equal(state["optimizer"]["state"][i], e) for i, e in whole["state"].items())
+        norms = [state["model"][f"{index}.weight"] for index in (3, 4)]
+        assert norms[0].data_ptr() == norms[1].data_ptr()  # tied as they were
+        assert equal(one.read("model", rank=None), whole["model"])
+
+        weight = whole["model"]["0.weight"]  # 18 x 33, of which rank 1 has 5 rows from row 9 on
+        part = torch.zeros(20, 11).t()
+        one.read_into("model.0.weight", part, offsets=[4, 10])
+        assert torch.equal(part, weight[4:15, 10:30])
+        info = one.leaves(1)["model.0.weight"]
+        assert (info.shape, info.whole_shape, info.offsets) == ((5, 33), (18, 33), (9, 0))
+        assert info.is_shard and info.mesh == (2, 2) and len(info.placements) == 2
+        row = torch.zeros(2, 33)
+        one.read_into("model.0.weight", row, rank=1, offsets=[2, 0])
+        assert torch.equal(row, weight[11:13])
+        mine = one.read("model.0.weight", rank=1)
+        assert isinstance(mine, Shard) and torch.equal(mine.tensor, weight[9:14])
 
 
 def equal(found: dict[str, Any], whole: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ def _import_all(package: str) -> None:
 
 def import_all(package: str) -> None:
     """What a daemon or a command needs, down to what the standard library imports late."""
-    for name in ("pccheck_wire", "pccheck_native", package):
+    for name in ("pccheck_wire", "pccheck_native", "pccheck_store", package):
         _import_all(name)
     if package == "pccheckd":
         import uvloop

@@ -24,7 +24,7 @@ from pccheck_native import _core
 #: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
     "Channel": {"refuse", "requested", "set_outcome", "usage"},
-    "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group"},
+    "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group", "spare"},
     "Pool": {"stored", "usage"},
 }
 _FUNCTIONS = ("Channel", "Volume", "create_volume", "cuda_driver", "cuda_missing")

@@ -140,7 +140,7 @@ class OpenCheckpoint:
     ) -> None:
         """Fills `dest`, a CPU tensor of any strides, with the block of `dest.shape` elements that
         begins at `offsets` (in elements, for each dimension; default: the beginning). Without
-        `offsets` it must have the whole shape. Only the blocks of the file that hold it are read.
+        `offsets` it must have the whole shape. Little more is read than what it takes.
 
         The tensor is the whole one; with `rank` what that rank has stored of it. Raises UsageError
         for a path that is not that of a tensor, for another dtype, and for a block that does not

@@ -1,0 +1,316 @@
+"""`pccheck.Reader`: reads beside a trainer that keeps saving, through restarts, and from a
+directory; a lease holds what it has opened, and never holds up a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck import (
+    DaemonUnreachableError,
+    DamagedError,
+    NoCheckpointError,
+    OpenCheckpoint,
+    PccheckError,
+    Reader,
+    RecycledError,
+    TensorInfo,
+    UsageError,
+    Wanted,
+)
+from tests.support.as_user import fork_as, import_all
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, expected
+from tests.support.volumes import WIDE, Rank, damage, make, numbers
+
+Start = Callable[..., Any]
+COUNTS = [300_000, 7, 90_001]
+KEEP = 2  # of every daemon here
+
+
+def save(trainer: Trainer, *, metadata: object = None, count: int = 1) -> int:
+    """Takes steps, and saves each durably; the last one."""
+    for _ in range(count):
+        step = trainer.step()
+        handle = trainer.checkpoint(metadata=metadata)
+        assert trainer.wait_durable(handle) in ("durable", "global"), trainer.reason(handle)
+    return step
+
+
+def is_step(opened: OpenCheckpoint, step: int) -> bool:
+    """Whether every byte of every tensor is that of the step."""
+    return opened.step == step and all(
+        torch.equal(opened.read(f"model.parts.{index}").detach(), expected(step, index, count))
+        for index, count in enumerate(COUNTS)
+    )
+
+
+def steps(reader: Reader) -> list[int]:
+    return [one.step for one in reader.steps()]
+
+
+def check_reads(reader: Reader, step: int) -> None:
+    """Whole values, blocks into memory of any strides, descriptions without a payload."""
+    newest = reader.newest()
+    assert newest is not None and newest.complete and newest.step == step
+    assert newest.ranks[0].nbytes >= 4 * sum(COUNTS) and not newest.ranks[0].damaged
+    one = reader.open()
+    assert (one.step, one.sequence, one.ranks) == (step, newest.sequence, (0,))
+    assert one.metadata == {"loss": 0.5}
+    info = one.leaves()["model.parts.0"]
+    assert info == TensorInfo((300_000,), torch.float32, (300_000,), (0,))
+    assert one.describe()["model"]["parts.0"] == info
+    assert is_step(one, step)
+    state = one.read()
+    assert isinstance(state["model"]["parts.2"], torch.Tensor)
+    assert one.read("optimizer.param_groups.0.params") == [0, 1, 2]
+
+    whole = expected(step, 0, COUNTS[0])
+    row, column = torch.zeros(5), torch.zeros(10, 2)[:, 1]
+    one.read_many(
+        [
+            Wanted("model.parts.0", row, offsets=[299_995]),
+            Wanted("model.parts.0", column, 0, [17]),
+            Wanted("model.parts.1", torch.zeros(0), offsets=[7]),
+        ]
+    )
+    assert torch.equal(row, whole[-5:]) and torch.equal(column, whole[17:27])
+    check_errors(reader, one, step)
+
+
+def check_errors(reader: Reader, one: OpenCheckpoint, step: int) -> None:
+    wrong: list[tuple[type[PccheckError], str, Callable[[], object]]] = [
+        (UsageError, "did you mean model.parts.0", lambda: one.read("model.part.0")),
+        (UsageError, "no rank 3", lambda: one.read(rank=3)),
+        (UsageError, "is no tensor", lambda: one.read_into("optimizer", torch.zeros(1))),
+        (UsageError, "dtype", lambda: one.read_into("model.parts.1", torch.zeros(7).int())),
+        (UsageError, "shape", lambda: one.read_into("model.parts.1", torch.zeros(6))),
+        (UsageError, "shape", lambda: one.read_into("model.parts.1", torch.zeros(7), offsets=[1])),
+        (UsageError, "shape", lambda: one.read_into("model.parts.1", torch.zeros(1), offsets=[-1])),
+        (UsageError, "share", lambda: one.read_into("model.parts.1", torch.zeros(1).expand(7))),
+        (UsageError, "CPU", lambda: one.read_into("model.parts.1", torch.zeros(7, device="meta"))),
+        (NoCheckpointError, f"it has steps {step}", lambda: reader.open(step + 50)),
+    ]
+    for kind, said, act in wrong:
+        with pytest.raises(kind) as caught:
+            act()
+        assert said in str(caught.value)
+
+
+def test_any_part_is_read_beside_the_trainer_and_from_the_directory(
+    start_daemon: Start, start_trainer: Start
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon, COUNTS)
+    step = save(trainer, metadata={"loss": 0.5}, count=3)
+    with Reader("job", socket=daemon.socket) as reader:
+        check_reads(reader, step)
+    assert is_step_of_trainer(trainer, save(trainer, metadata={"loss": 0.5}))
+    step += 1
+    with Reader("job1", socket=daemon.socket) as reader:
+        assert reader.steps() == [] and reader.newest() is None
+        with pytest.raises(NoCheckpointError, match="'job1' has no checkpoint") as caught:
+            reader.open()
+        assert "did you mean job" in str(caught.value)
+    trainer.kill()
+    daemon.kill()
+    with pytest.raises(DaemonUnreachableError, match="storage=DIR"):
+        Reader("job", socket=daemon.socket)
+    with Reader("job", storage=daemon.storage) as reader:
+        check_reads(reader, step)
+
+
+def is_step_of_trainer(trainer: Trainer, step: int) -> bool:
+    return trainer.check(step) == ""
+
+
+def test_a_lease_holds_an_old_step_until_the_reader_closes_or_is_killed(
+    start_daemon: Start, start_trainer: Start, stack: ExitStack
+) -> None:
+    daemon = start_daemon("--slots", "4")
+    trainer = start_trainer(daemon, COUNTS)
+    old = save(trainer)
+    with Reader("job", socket=daemon.socket) as reader:
+        one = reader.open()
+        last = save(trainer, count=6)
+        assert steps(reader) == [last, last - 1, old] and is_step(one, old)
+        again = reader.open(old)
+        one.close()
+        last = save(trainer, count=2)
+        assert steps(reader) == [last, last - 1, old] and is_step(again, old)
+    last = until_only_kept(daemon, trainer)
+
+    holder = stack.enter_context(subprocess.Popen(
+        [sys.executable, "-c", "import sys, pccheck\n"
+         f"one = pccheck.Reader('job', socket={str(daemon.socket)!r}).open()\n"
+         "print(one.step, flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ))  # fmt: skip
+    assert holder.stdout is not None and int(holder.stdout.readline()) == last
+    newest = save(trainer, count=4)
+    with Reader("job", socket=daemon.socket) as reader:
+        assert steps(reader) == [newest, newest - 1, last]
+    holder.kill()
+    until_only_kept(daemon, trainer)
+
+
+def until_only_kept(daemon: Daemon, trainer: Trainer) -> int:
+    """Saves until the daemon has seen the end of a reader, and nothing is leased. The last step."""
+    with Reader("job", socket=daemon.socket) as reader:
+        for _ in range(50):
+            last = save(trainer)
+            if steps(reader) == [last, last - 1]:
+                return last
+    raise AssertionError(f"steps {steps(reader)} are still held")
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_leases_never_stop_checkpoints(
+    start_daemon: Start, start_trainer: Start, slots: int
+) -> None:
+    """The oldest ones end when a checkpoint has no slot; the reader gets an error, and never the
+    bytes of another checkpoint."""
+    daemon = start_daemon("--slots", str(slots))
+    trainer = start_trainer(daemon, COUNTS)
+    with Reader("job", socket=daemon.socket) as reader:
+        opened = []
+        for _ in range(4):
+            save(trainer)
+            opened.append(reader.open())
+        last = save(trainer, count=4)
+        room = slots - KEEP - 1
+        assert steps(reader)[:2] == [last, last - 1]
+        ended, held = opened[: len(opened) - room], opened[len(opened) - room :]
+        for one in ended:
+            with pytest.raises(RecycledError, match="was replaced"):
+                one.read("model.parts.0")
+        assert all(is_step(one, one.step) for one in held)
+        assert is_step(reader.open(), last)
+    assert set(trainer.states()) <= {"durable", "superseded", "global"}
+
+
+def test_a_killed_daemon_ends_what_is_open_and_the_next_one_has_it(
+    start_daemon: Start, start_trainer: Start
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon, COUNTS)
+    step = save(trainer)
+    with Reader("job", socket=daemon.socket) as reader:
+        one = reader.open()
+        assert is_step(one, step)
+        daemon.kill()
+        with pytest.raises(DaemonUnreachableError, match="the daemon ended"):
+            one.read("model.parts.0")
+        daemon.start()
+        with pytest.raises(DaemonUnreachableError, match="open the checkpoint again"):
+            one.read("model.parts.0")
+        assert is_step(reader.open(step), step)
+        last = save(trainer, count=3)
+        assert is_step(reader.open(), last)
+
+
+def test_what_other_users_have_is_refused(start_daemon: Start, start_trainer: Start) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    daemon = start_daemon()
+    daemon.open_to_everybody()
+    trainer = start_trainer(daemon, COUNTS)
+    save(trainer)
+    import_all("pccheck")
+
+    def foreign() -> str:
+        told = []
+        os.environ["PCCHECK_DAEMON_UID"] = "0"
+        for options in ({}, {"uid": 0}):
+            try:
+                Reader("job", socket=daemon.socket, **options).open()
+            except PccheckError as error:
+                told.append(type(error).__name__)
+        return " ".join(told)
+
+    assert fork_as(65534, foreign) == "NoCheckpointError RefusedError"
+    with Reader("job", socket=daemon.socket, uid=0) as reader:
+        assert is_step(reader.open(), 1)
+    with pytest.raises(NoCheckpointError):
+        Reader("job", socket=daemon.socket, uid=65534).open()
+
+
+def test_damage_is_an_error_and_the_one_before_is_read(tmp_path: Path) -> None:
+    storage = make(tmp_path / "storage", 10, 20, 30)
+    wide = torch.tensor(numbers(20, WIDE))
+    with Reader("job", storage=storage) as reader:
+        assert steps(reader) == [30, 20, 10]
+        damage(storage, 30, at=150_000)
+        one = reader.open()
+        assert one.read("model.weight").shape == (3, 4)  # other blocks are whole
+        with pytest.raises(DamagedError, match="step 30"):
+            one.read("model.wide")
+        assert torch.equal(reader.open(20).read("model.wide").detach(), wide)
+
+
+def test_ranks_that_lack_a_step_are_named(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    for rank, saved in enumerate(((1, 2, 3), (1, 2))):
+        with Rank(storage, rank=rank, world_size=2) as volume:
+            for step in saved:
+                volume.put(step)
+    with Reader("job", storage=storage) as reader:
+        newest = reader.newest()
+        assert newest is not None and newest.step == 2 and sorted(newest.ranks) == [0, 1]
+        assert [one.complete for one in reader.steps()] == [False, True, True]
+        assert reader.open().step == 2
+        with pytest.raises(NoCheckpointError, match=r"step 3 is missing on ranks \[1\]"):
+            reader.open(3)
+
+
+def test_reading_and_adopting_ends_the_warning_and_the_pin_on_every_rank(
+    start_daemon: Start, start_trainer: Start
+) -> None:
+    daemon = start_daemon()
+
+    def ranks() -> list[Trainer]:
+        return [start_trainer(daemon, COUNTS, rank=rank, world_size=2) for rank in range(2)]
+
+    before = ranks()
+    for _ in range(3):
+        for one in before:
+            one.step()
+        handles = [one.checkpoint() for one in before]
+        for one, handle in zip(before, handles, strict=True):
+            assert one.wait_global(handle) == "global"
+    for one in before:
+        one.kill()
+
+    adopting, warned = ranks(), []
+    with Reader("job", socket=daemon.socket) as reader:
+        newest = reader.newest()
+        assert newest is not None and newest.step == 3
+        one = reader.open()
+        for rank, trainer in enumerate(adopting):
+            state = one.read("model", rank=rank)
+            assert torch.equal(state["parts.0"].detach(), expected(3, 0, COUNTS[0]))
+            trainer.evaluate(adopt)
+    for _ in range(4):
+        handles = []
+        for trainer in adopting:
+            trainer.step()
+            handles.append(trainer.checkpoint())
+        for trainer, handle in zip(adopting, handles, strict=True):
+            assert trainer.wait_global(handle) == "global"
+            warned += trainer.warnings
+    assert not [text for text in warned if "NOT restored" in text], warned
+    with Reader("job", socket=daemon.socket) as reader:
+        assert 3 not in steps(reader)  # nothing protects it
+
+
+def adopt(commands: Any) -> None:
+    commands.client.adopt()
+    commands.optimizer.now = 3
