@@ -10,7 +10,7 @@ NOTHING = "it has no durable checkpoint"
 def add_stored(status: Document, listing: Document) -> None:
     """Adds the ranks of a list that the status lacks: no trainer has connected since the daemon
     started, or there is no daemon. A volume without a checkpoint is of a job that could not save
-    one."""
+    one. Marks the ranks that are stale."""
     ranks = rows(status, "ranks")
     known = {_key(rank) for rank in ranks}
     added: dict[tuple[object, ...], Document] = {}
@@ -27,6 +27,9 @@ def add_stored(status: Document, listing: Document) -> None:
         if rank is not None and one.get("damaged") is not True:
             rank["newest"] = {key: one.get(key) for key in ("sequence", "step", "wall_ns")}
     status["ranks"] = [*ranks, *added.values()]
+    stale = {_key(one) for one in rows(listing, "checkpoints") if one.get("stale") is True}
+    for rank in rows(status, "ranks"):
+        rank["stale"] = _key(rank) in stale and not rank.get("connected")
     saved = {_key(one) for one in rows(listing, "checkpoints")}
     empty = [rank for key, rank in added.items() if key not in saved]
     for rank in empty:

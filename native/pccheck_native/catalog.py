@@ -24,7 +24,7 @@ from pccheck_native._core import (
     Volume,
     VolumeInfo,
 )
-from pccheck_native.group import Held, Rank, common
+from pccheck_native.group import Held, Rank, common, stale
 from pccheck_native.layout import VolumeFile, list_volumes
 
 
@@ -174,7 +174,7 @@ def common_step(
 
 def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, object]]:
     """Checkpoints in the `--json` documents, with and without a daemon; those of one job are all
-    there, since only all of its ranks together say what is global."""
+    there, since only all of its ranks together say what is global, and what is stale."""
     jobs: dict[tuple[int, str], dict[int, list[Checkpoint]]] = {}
     every = list(checkpoints)
     for one in every:
@@ -185,14 +185,18 @@ def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, ob
         for held in common(ranks_of(ranks))
         if held.world_size > 1
     }
+    old = {(*key, rank) for key, ranks in jobs.items() for rank in stale(ranks_of(ranks))}
     return [
-        checkpoint_document(one) | {"global": (one.uid, one.job, one.sequence) in shared}
+        checkpoint_document(one)
+        | {"global": (one.uid, one.job, one.sequence) in shared}
+        | {"stale": (one.uid, one.job, one.rank) in old}
         for one in every
     ]
 
 
 def checkpoint_document(item: Checkpoint) -> dict[str, object]:
-    """One checkpoint in the same documents; alone it cannot say whether it is global."""
+    """One checkpoint in the same documents; alone it cannot say whether it is global or
+    stale."""
     names = ("uid", "job", "rank", "sequence", "step", "incarnation", "world_size",
              "payload_bytes", "wall_ns")  # fmt: skip
     return {

@@ -180,6 +180,24 @@ def behind(ranks: Ranks, world_size: int) -> dict[int, int]:
     return {rank: len(every - numbers) for rank, numbers in held.items()}
 
 
+def stale(ranks: Ranks) -> set[int]:
+    """Ranks that are not among those of the run that saved last, and only have checkpoints of
+    earlier runs: nothing of them is current."""
+    held = [(one, rank) for rank, known in ranks.items() for one in known.held]
+    if not held:
+        return set()
+    newest, _ = max(held)
+    members = {rank for one, rank in held if one.sequence == newest.sequence}
+    if newest.world_size > 1:
+        members = set(range(newest.world_size))
+    return {
+        rank
+        for rank, known in ranks.items()
+        if known.held and rank not in members
+        and max(one.incarnation for one in known.held) < newest.incarnation
+    }  # fmt: skip
+
+
 def pins(
     ranks: Ranks, rank: int, incarnation: int, *, pinned: set[int], after: int, slots: int
 ) -> set[int]:

@@ -59,6 +59,14 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
             exported(ctl, daemon.storage, tmp_path, whole)
             recovered(daemon, whole["model"])
             read_in_parts(daemon, whole)
+    stale = {
+        one["rank"]: one["stale"]
+        for one in ctl(daemon.storage, "list", "--json").json["checkpoints"]
+    }
+    assert stale == {0: False, 1: False, 2: True, 3: True}
+    assert ", stale" in ctl(daemon.storage, "show", "job", "--rank", 3).out
+    assert ", stale" not in ctl(daemon.storage, "show", "job", "--rank", 1).out
+    assert ", stale" in ctl(daemon.storage, "status").out
 
 
 def stored_once(ctl: Ctl, storage: Path) -> None:

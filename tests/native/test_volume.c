@@ -184,6 +184,37 @@ static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
     memory_free(media);
 }
 
+static void test_a_spared_one_stays_until_it_is_spared_no_longer(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    uint64_t first, second, last;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(pcc_volume_spare(volume, first + 1, true), -ENOENT);
+    CHECK_EQUAL(pcc_volume_spare(volume, first, true), 0);
+    CHECK_EQUAL(publish_next(volume, &second), 0);
+    CHECK_EQUAL(pcc_volume_spare(volume, second, true), 0);
+    CHECK_EQUAL(publish_next(volume, &last), 0);
+    CHECK_EQUAL(publish_next(volume, &last), 0);
+    CHECK(has(volume, first) && has(volume, second) && table_size(volume) == 4);
+    CHECK(!pcc_volume_has_expendable(volume)); /* a reader's lease holds the last slots */
+    CHECK_EQUAL(publish_next(volume, &last), -PCC_E_NO_SLOT);
+    CHECK_EQUAL(pcc_volume_spare(volume, first, false), 0);
+    CHECK(pcc_volume_has_expendable(volume));
+    CHECK_EQUAL(pcc_volume_recycle(volume), 0);
+    CHECK(!has(volume, first) && has(volume, second));
+    CHECK_EQUAL(pcc_volume_spare(volume, first, true), -ENOENT); /* it is gone */
+    CHECK_EQUAL(pcc_volume_finish(volume, 1), 0);
+    CHECK(has(volume, second) && table_size(volume) == 2);
+    pcc_volume_close(volume);
+    volume = opened(media); /* nothing of it is on the media */
+    CHECK_EQUAL(publish_next(volume, &last), 0);
+    CHECK(!has(volume, second));
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 /* A rank of a group of two: nothing of it goes before the group has said so. */
 static struct pcc_volume *grouped(struct memory_io *media)
 {
@@ -599,6 +630,7 @@ static void test_incarnation_and_done(void)
     CHECK_EQUAL(record.incarnation, 5);
     CHECK_EQUAL(record.world_size, 1);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), -EROFS);
+    CHECK_EQUAL(pcc_volume_spare(volume, sequence, true), -EROFS);
     CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PROTECTED, 0, true), -EROFS);
     pcc_volume_close(volume);
     memory_free(media);
@@ -613,6 +645,7 @@ int main(void)
     RUN(test_keep_newest_and_reuse_the_rest);
     RUN(test_an_older_one_is_superseded);
     RUN(test_flags_keep_what_policy_wants_but_leave_a_slot);
+    RUN(test_a_spared_one_stays_until_it_is_spared_no_longer);
     RUN(test_a_group_keeps_what_the_others_may_still_need);
     RUN(test_a_group_publishes_in_any_order_above_its_newest);
     RUN(test_one_rank_after_several_obeys_the_group_until_it_has_its_own);

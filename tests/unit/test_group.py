@@ -305,6 +305,26 @@ def test_what_another_rank_saved_alone_is_refused() -> None:
     assert group.choose(ranks, 0, 1, any_world_size=True).sequence == 1
 
 
+# -- what is not current ------------------------------------------------------------------------
+
+
+def test_ranks_outside_of_the_run_that_saved_last_are_stale() -> None:
+    four = {rank: Rank(held(1, 2, world=4)) for rank in range(4)}
+    assert group.stale(four) == set() == group.stale({}) == group.stale({0: Rank()})
+    later = held(3, run=2)
+    two = {rank: Rank([*four[rank].held, *later] if rank < 2 else four[rank].held) for rank in four}
+    assert group.stale(two) == {2, 3}
+    two[3] = Rank([*two[3].held, *held(4, run=2)])  # a record may claim anything
+    assert group.stale(two) == {2}
+    alone = four | {2: Rank([*four[2].held, *held(3, world=1, run=2)])}  # solo=True on this rank
+    assert group.stale(alone) == {0, 1, 3}
+
+
+def test_ranks_of_one_run_are_not_stale_because_they_are_behind() -> None:
+    ranks = {0: Rank(held(1, 2, 3, world=2)), 1: Rank(held(1, world=2))}
+    assert group.stale(ranks) == set()
+
+
 # -- numbers ------------------------------------------------------------------------------------
 
 

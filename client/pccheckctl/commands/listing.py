@@ -95,5 +95,5 @@ def job_of(one: Document, among: list[Document]) -> str:
 
 
 def flags(one: Document) -> str:
-    shown = ("global", "pinned", "protected", "damaged")
+    shown = ("global", "pinned", "protected", "damaged", "stale")
     return ", ".join(name for name in shown if one.get(name) is True)

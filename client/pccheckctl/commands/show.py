@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 from pccheck_native import catalog
+from pccheck_native.group import stale
 from pccheck_store import directory
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
@@ -38,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         except (DamagedError, UnreadableError) as error:
             damaged.append(error)
             continue
-        document = describe(one, content)
+        old = {"stale": rank in stale(catalog.ranks_of(by_rank))}
+        document = describe(one, content) | old
         if arguments.json:
             print_json(document)
         else:

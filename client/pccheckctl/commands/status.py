@@ -188,7 +188,10 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
         columns["pid"] = [rank.get("pid") for rank in ranks]
     columns["run"] = [rank.get("incarnation") for rank in ranks]
     newest = [part(rank, "newest") for rank in ranks]
-    columns["last durable step"] = [one.get("step") for one in newest]
+    columns["last durable step"] = [
+        f"{one.get('step')}, stale" if rank.get("stale") is True else one.get("step")
+        for rank, one in zip(ranks, newest, strict=True)
+    ]
     columns["age"] = [render.age(age_s(one, now_s)) for one in newest]
     if served:
         columns["in flight"] = [rank.get("in_flight") for rank in ranks]
