@@ -289,7 +289,15 @@ def test_reading_and_adopting_ends_the_warning_and_the_pin_on_every_rank(
     for one in before:
         one.kill()
 
-    adopting, warned = ranks(), []
+    adopting = ranks()
+
+    def save_all() -> None:
+        for trainer in adopting:
+            trainer.step()
+        handles = [trainer.checkpoint() for trainer in adopting]
+        for trainer, handle in zip(adopting, handles, strict=True):
+            assert trainer.wait_global(handle) == "global"
+
     with Reader("job", socket=daemon.socket) as reader:
         newest = reader.newest()
         assert newest is not None and newest.step == 3
@@ -298,17 +306,23 @@ def test_reading_and_adopting_ends_the_warning_and_the_pin_on_every_rank(
             state = one.read("model", rank=rank)
             assert torch.equal(state["parts.0"].detach(), expected(3, 0, COUNTS[0]))
             trainer.evaluate(adopt)
-    for _ in range(4):
-        handles = []
-        for trainer in adopting:
-            trainer.step()
-            handles.append(trainer.checkpoint())
-        for trainer, handle in zip(adopting, handles, strict=True):
-            assert trainer.wait_global(handle) == "global"
-            warned += trainer.warnings
-    assert not [text for text in warned if "NOT restored" in text], warned
-    with Reader("job", socket=daemon.socket) as reader:
+        for _ in range(4):
+            save_all()
+        complete = [one.step for one in reader.steps() if one.complete]
+        assert complete[:2] == [7, 6] and complete[-1] == 3  # it is leased
+        for rank in range(2):
+            tensor = one.read("model.parts.0", rank=rank).detach()
+            assert torch.equal(tensor, expected(3, 0, COUNTS[0]))
+        one.close()
+        with pytest.raises(UsageError, match="step 3 is closed"):
+            one.read("model.parts.0")
+        for _ in range(50):  # until the daemon has seen the end of the session
+            save_all()
+            if 3 not in steps(reader):
+                break
         assert 3 not in steps(reader)  # nothing protects it
+    warned = [text for trainer in adopting for text in trainer.warnings if "NOT restored" in text]
+    assert not warned
 
 
 def adopt(commands: Any) -> None:

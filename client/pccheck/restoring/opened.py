@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -70,6 +71,8 @@ class OpenCheckpoint:
         self.durable_at = one.wall_ns / 1e9  #: seconds since 1970
         self.ranks = tuple(reader.ranks)
         self._reader = reader
+        self._pid = os.getpid()
+        self._is_open = True
         self._lock = threading.RLock()
         self._trees: dict[int, tree.Tree] = {}
         self._nodes: dict[int, dict[str, Node]] = {}
@@ -87,6 +90,7 @@ class OpenCheckpoint:
     def close(self) -> None:
         """Ends the lease. May be called again."""
         with self._lock:
+            self._is_open = False
             self._reader.close()
 
     # -- what is in it -------------------------------------------------------------------------
@@ -122,6 +126,7 @@ class OpenCheckpoint:
         Raises UsageError for a path that does not exist.
         """
         with self._lock:
+            self._require_open()
             home, node = self._find(path, rank)
             memory = Memory(self._tree(home).extents, _extents(node, shards=rank is not None))
             ranges = [pack(memory.ranges)]
@@ -151,6 +156,7 @@ class OpenCheckpoint:
     def read_many(self, wanted: Iterable[Wanted]) -> None:
         """The same for many: what lies close together in the checkpoint is read at once."""
         with self._lock:
+            self._require_open()
             self._reader.read_into(b"".join(map(self._ranges, wanted)))
 
     def _ranges(self, wanted: Wanted) -> bytes:
@@ -186,6 +192,15 @@ class OpenCheckpoint:
             memory.shards[id(shard)] = made[place]
         return ranges
 
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UsageError(f"step {self.step} is closed", hint="read it before its Reader closes")
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"step {self.step} was opened by pid {self._pid}, before this process was forked",
+                hint="make a Reader in the process that reads",
+            )
+
     # -- finding -------------------------------------------------------------------------------
 
     def _checked(self, rank: int | None) -> int:
@@ -217,6 +232,7 @@ class OpenCheckpoint:
     def _tree(self, rank: int) -> tree.Tree:
         with self._lock:
             if rank not in self._trees:
+                self._require_open()
                 self._trees[rank] = self._reader.of_rank(rank)
             return self._trees[rank]
 
