@@ -70,13 +70,15 @@ def test_a_read_whose_answer_was_lost_is_begun_again(
 
 
 @pytest.mark.parametrize("read", ["read", "read_into"])
-def test_a_reader_is_told_so(daemon: Daemon, read: str) -> None:
+def test_a_reader_is_told_so(start_daemon: Callable[..., Daemon], read: str) -> None:
+    """Its lease has ended, since a new checkpoint needed the slot."""
+    daemon = start_daemon("--slots", "3")
     store = DaemonStore(str(daemon.socket), daemon.storage)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         save(client, 1, 2)
         (one,) = (item for item in store.scan().checkpoints if item.step == 2)
         with store.reader(one) as reader:
-            save(client, 3, 4)
+            save(client, 3, 4, 5)
             calls: dict[str, Callable[[], object]] = {
                 "read": lambda: reader.read(*reader.tree_place),
                 "read_into": lambda: reader.read_into(bytes(24)),

@@ -101,10 +101,14 @@ class Tenant:
 
     def __post_init__(self) -> None:
         self.key = Key(7, "gpt", self.rank)
+        self.leases: Any = SimpleNamespace(take=self._lease)
         self.retention: Any = SimpleNamespace(
             unreadable=set(), inherited=set(), protected=set(), unrestored=False,
             release=self._release, restored_to=self._restored_to, damaged=self._damaged,
         )  # fmt: skip
+
+    def _lease(self, sequence: int, session: int) -> None:
+        self.calls.append(f"lease {sequence}")
 
     async def _release(self) -> None:
         self.calls.append("release")

@@ -85,6 +85,19 @@ def test_what_is_being_written_is_waited_for() -> None:
     assert opened(who) == Writing(4, 1, 10, 5)
     reader = session(ranks, role=Role.READER)
     assert opened(reader).sequence == 3  # a reader does not wait
+    assert ranks.tenants[0].calls[-1] == "lease 3"
+
+
+def test_a_reader_leases_the_parts_of_all_ranks() -> None:
+    ranks = Ranks()
+    ranks.hold(1, 2)
+    ranks.hold(3, ranks=(0,))
+    ranks.tenants[1].volumes.held.append(kept(3, world=1))  # of another run: not the same
+    reader = session(ranks, role=Role.READER)
+    assert opened(reader, step=20).sequence == 2
+    assert [one.calls[-1] for one in ranks.tenants] == ["lease 2", "lease 2"]
+    assert opened(reader).sequence == 3
+    assert [one.calls[-1] for one in ranks.tenants] == ["lease 3", "look"]
 
 
 def test_every_rank_of_a_group_opens_the_common_one_with_the_parts_of_all() -> None:
