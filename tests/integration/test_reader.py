@@ -256,6 +256,39 @@ def test_damage_is_an_error_and_the_one_before_is_read(tmp_path: Path) -> None:
         assert torch.equal(reader.open(20).read("model.wide").detach(), wide)
 
 
+def test_values_of_every_kind(tmp_path: Path) -> None:
+    """Views, tensors without elements, arrays; into memory that lies in another way."""
+    with Reader("job", storage=make(tmp_path / "storage", 10)) as reader, reader.open() as one:
+        assert one.metadata == {"note": "step 10"}
+        state, leaves = one.read(), one.leaves()
+        first = torch.tensor(numbers(10, 12)).view(3, 4)
+        assert torch.equal(state["model"]["weight"], first)
+        assert state["model"]["tied"].data_ptr() == state["model"]["weight"].data_ptr()
+        assert torch.equal(one.read("model.transposed"), first.t())
+        assert torch.equal(one.read("model.expanded"), first[0, :3].expand(2, 3))
+        assert state["model"]["wide"].requires_grad and leaves["model.wide"].requires_grad
+        assert leaves["model.empty"].shape == (0, 5) == one.read("model.empty").shape
+        assert leaves["array"].dtype == state["array"].dtype == "<i4"
+        assert state["array"].tolist() == one.read("array").tolist() == [10, -1, 2]
+        assert leaves["optimizer.betas.1"] == one.read("optimizer.betas.1") == 0.999
+        assert one.read("kind") is torch.float32 and one.read("raw") == b"\0\1"
+
+        into = torch.zeros(2, 3)
+        one.read_into("model.transposed", into, offsets=[2, 0])
+        assert torch.equal(into, first.t()[2:])
+        one.read_into("model.expanded", into)
+        assert torch.equal(into, first[0, :3].expand(2, 3))
+        scalar = torch.zeros(())
+        one.read_into("model.scalar", scalar)
+        assert scalar == first[0, 1]
+        conjugated = torch.zeros(2, dtype=torch.complex128).conj()
+        one.read_into("model.doubles", conjugated)
+        assert conjugated.tolist() == [1 + 2j, 3 + 10j]
+        one.read_into("model.empty", torch.zeros(0, 5, dtype=torch.int64))
+        with pytest.raises(UsageError, match="array is no tensor"):
+            one.read_into("array", torch.zeros(3, dtype=torch.int32))
+
+
 def test_ranks_that_lack_a_step_are_named(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     for rank, saved in enumerate(((1, 2, 3), (1, 2))):

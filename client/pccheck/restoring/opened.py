@@ -157,7 +157,16 @@ class OpenCheckpoint:
         """The same for many: what lies close together in the checkpoint is read at once."""
         with self._lock:
             self._require_open()
-            self._reader.read_into(b"".join(map(self._ranges, wanted)))
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            ranges: list[bytes] = []
+            for one in wanted:
+                by_rows = _memory_for(one)
+                if by_rows is not one.dest:
+                    copies.append((one.dest, by_rows))
+                ranges.append(self._ranges(one._replace(dest=by_rows)))
+            self._reader.read_into(b"".join(ranges))
+            for dest, by_rows in copies:
+                dest.detach().copy_(by_rows)
 
     def _ranges(self, wanted: Wanted) -> bytes:
         path, dest, rank, _ = wanted
@@ -285,22 +294,32 @@ def _extents(node: Node, *, shards: bool) -> set[int]:
     }  # fmt: skip
 
 
-def _block_in(wanted: Wanted, whole: Sequence[int], dtype: str) -> Block:
-    """The memory of `dest` as a block of a tensor. Raises UsageError when it is none."""
-    path, dest, _, offsets = wanted
+def _memory_for(wanted: Wanted) -> torch.Tensor:
+    """The destination; where its rows are not contiguous, memory in which they are: each element
+    would be a range of its own. The same for a conjugated view. Raises UsageError."""
+    path, dest, _, _ = wanted
     if is_sharded(dest) or dest.layout is not torch.strided or dest.device.type != "cpu":
         raise UsageError(
             f"{path}: the destination is no plain CPU tensor",
             hint="read into torch.empty(shape, dtype=dtype), then copy; of a DTensor give "
             "to_local() and the offsets of its block",
         )
+    if any(size > 1 and not stride for size, stride in zip(dest.shape, dest.stride(), strict=True)):
+        raise UsageError(f"{path}: elements of the destination share memory", hint="clone() it")
+    apart = dest.dim() and dest.shape[-1] > 1 and dest.stride(-1) != 1
+    if apart or dest.is_conj() or dest.is_neg():
+        return torch.empty(dest.shape, dtype=dest.dtype)
+    return dest
+
+
+def _block_in(wanted: Wanted, whole: Sequence[int], dtype: str) -> Block:
+    """The memory of `dest` as a block of a tensor. Raises UsageError when it is none."""
+    path, dest, _, offsets = wanted
     if dest.dtype != getattr(torch, dtype):
         raise UsageError(
             f"{path} has dtype torch.{dtype}, and the destination {dest.dtype}",
             hint="read into a tensor of the same dtype, then convert",
         )
-    if any(size > 1 and not stride for size, stride in zip(dest.shape, dest.stride(), strict=True)):
-        raise UsageError(f"{path}: elements of the destination share memory", hint="clone() it")
     begin = [0] * len(whole) if offsets is None else list(offsets)
     fits = len(begin) == len(whole) == dest.dim() and (
         list(dest.shape) == list(whole)
