@@ -280,7 +280,7 @@ def test_the_bar_is_about_what_is_read(
 
     class Kept(WholeReader):
         def close(self) -> None:
-            bars.append(self._bar)
+            bars.append(self._progress)
             super().close()
 
     monkeypatch.setattr(command, "WholeReader", Kept)
