@@ -34,10 +34,10 @@ from .reader import Reader, Stored, StoredRank
 from .restoring.begin import Saved
 from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
 from .restoring.reading import Found, RestoreResult
-from .restoring.rebuild import Shard
 from .saving.in_flight import Checkpoint, Durable
 from .state.attaching import Stateful
 from .state.rng import capture_rng, restore_rng
+from .state.shards import Shard
 from .version import __version__
 from .warn import PccheckWarning
 

@@ -143,7 +143,7 @@ class Tensor:
 class Shard:
     """A rank's block of a tensor of `shape`, from `offsets` on: the local part of a DTensor, with
     the sizes and names of its mesh and one placement for each dimension of the mesh, as torch
-    writes them: "R", "S(0)"."""
+    writes them: "R", "S(0)". A block that was given as a `pccheck.Shard` has no mesh."""
 
     local: Tensor
     shape: list[int]

@@ -300,6 +300,47 @@ def test_recover_returns_blocks() -> None:
     assert state["bias"].tensor.numel() == 0 and state["tied"].tensor is not None
 
 
+class Holder:
+    """Has blocks of its own, which are no DTensors."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_block_is_saved_and_restored_as_it_was() -> None:
+    block = Block(torch.arange(6.0).reshape(2, 3), (5, 3), (3, 0))
+    nothing = Block(torch.empty(0, 3), (5, 3), (0, 0))
+    made = AttachedPlan({"thing": Holder(w=block, none=nothing)}, mode="sync").snapshot(1, None)
+    described = payload.tree_of(made)
+    assert described.sharded()
+    thing = Holder()
+    Placement(described, {"thing": thing}).load(
+        lambda ranges, _=b"": load([payload.build(made)], 0, ranges)
+    )
+    for name, then in (("w", block), ("none", nothing)):
+        now = thing.state[name]
+        assert type(now) is Block and now[1:] == then[1:] and torch.equal(now.tensor, then.tensor)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block(torch.ones(2), (2,), (1,)), Block(torch.ones(2), (3,), (-1,)),
+        Block(torch.ones(2), (3, 3), (0, 0)), Block(torch.ones(1), (1,), ()),
+    ],
+)  # fmt: skip
+def test_a_block_that_is_not_inside_of_its_tensor_is_refused(block: Block) -> None:
+    plan = AttachedPlan({"thing": Holder(w=block)}, mode="sync")
+    with pytest.raises(UnsupportedStateError, match=r"thing\.w: a Shard of .* is not inside of"):
+        plan.snapshot(1, None)
+
+
 def test_the_command_line_names_the_whole_tensor() -> None:
     trees, _ = save(CUTS[1])
     entries = {entry.path: entry for entry in tree.tensor_entries(trees[1])}

@@ -197,7 +197,8 @@ class Placement:
     def _shards_of(self, name: str, node: tree.Node, thing: Any) -> bool:
         """The shards in it go into the DTensors of its state dict, as it is now; whether there are
         some."""
-        saved = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
+        found = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
+        saved = [(path, shard) for path, shard in found if shard.mesh]  # others were no DTensors
         live = dict(_leaves(thing.state_dict(), name)) if saved else {}
         for path, shard in saved:
             self._tensor(path, shard, live.get(path))

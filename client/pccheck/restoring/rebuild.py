@@ -9,13 +9,14 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from pccheck.state.extents import Range, pack
 from pccheck.state.flatten import SEQUENCES
+from pccheck.state.shards import Shard
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError
 from pccheck_wire.tree import ITEM_BYTES, Node, Tag
@@ -25,15 +26,6 @@ class Loader(Protocol):
     """Fills packed ranges of host memory, and of device memory, from the payload."""
 
     def __call__(self, ranges: bytes, device_ranges: bytes = b"") -> None: ...
-
-
-class Shard(NamedTuple):
-    """A rank's block of a sharded tensor, as `recover()` returns it: `tensor` has the elements from
-    `offsets` on of a tensor of `shape`."""
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
 
 
 class Values(Protocol):

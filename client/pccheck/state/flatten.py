@@ -123,18 +123,39 @@ class Flattener:
         if type(shards.LOCAL(value)) is not torch.Tensor:
             raise _unsupported(shards.LOCAL(value), path)
         part, offsets = shards.stored_part(value, shards.offsets_of(value, path), self._ranks)
-        first = len(self.views)
-        node = self.tensor(part, path)
+        node = self._block(part, path)
         node.flags |= tree.REQUIRES_GRAD if value.requires_grad else 0
         node.flags |= tree.PARAMETER if isinstance(value, torch.nn.Parameter) else 0
-        for view in self.views[first:]:
-            view.sharded = True
-        self.sharded = True
         mesh = value.device_mesh
         return tree.Shard(
             node, list(value.shape), offsets, list(mesh.shape), list(mesh.mesh_dim_names or ()),
             shards.placements_of(value),
         )  # fmt: skip
+
+    def block(self, value: shards.Shard, path: str) -> Node:
+        """A block that is given with its place, without a mesh."""
+        part = value.tensor
+        places = zip(value.offsets, part.shape, value.shape, strict=False)
+        if not part.dim() == len(value.shape) == len(value.offsets) or any(
+            at < 0 or at + size > whole for at, size, whole in places
+        ):
+            raise UnsupportedStateError(
+                f"{path}: a Shard of {tuple(part.shape)} at {tuple(value.offsets)} is not inside "
+                f"of a tensor of {tuple(value.shape)}",
+                hint="Shard(tensor, shape of the whole tensor, offsets in it)",
+            )
+        node = self._block(part, path)
+        return tree.Shard(node, list(value.shape), list(value.offsets), [], [], [])
+
+    def _block(self, part: torch.Tensor, path: str) -> tree.Tensor:
+        if type(part) not in (torch.Tensor, torch.nn.Parameter):
+            raise _unsupported(part, path)
+        first = len(self.views)
+        node = self.tensor(part, path)
+        for view in self.views[first:]:
+            view.sharded = True
+        self.sharded = True
+        return node
 
     def array(self, value: Any, path: str) -> Node:
         if value.dtype.kind not in _ARRAY_KINDS:
@@ -182,6 +203,7 @@ _MAKERS: dict[type, Callable[[Flattener, Any, str], Node]] = {
     np.ndarray: Flattener.array,
     torch.dtype: _dtype,
     torch.device: _device,
+    shards.Shard: Flattener.block,
     tree.Sequence: _plain,
 }
 

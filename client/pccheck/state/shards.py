@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -16,6 +16,15 @@ from pccheck_wire.errors import UnsupportedStateError
 
 _MODULE = "torch.distributed.tensor"
 LOCAL = attrgetter("_local_tensor")
+
+
+class Shard(NamedTuple):
+    """A rank's block of a tensor of `shape`: `tensor` has its elements from `offsets` on. What
+    `recover()` returns for a DTensor; `checkpoint(state)` also saves one."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
 def is_sharded(value: object) -> TypeGuard[Any]:
