@@ -170,6 +170,16 @@ class PCcheckClient:
         """Whether the client has a connection to a daemon now."""
         return not self._inert() and self._session.current() is not None
 
+    @property
+    def on_error(self) -> str:
+        """As it was given."""
+        return self._options.on_error
+
+    @property
+    def has_guessed_job(self) -> bool:
+        """Whether the job has no name but the script's, which other commands may have, too."""
+        return self._session.identity.guessed
+
     def attach(
         self,
         *,

@@ -1,0 +1,1 @@
+"""PCcheck for frameworks: one module for each."""

@@ -1,0 +1,235 @@
+"""torch.distributed.checkpoint: reading, by pccheck.Reader."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from pccheck.client import PCcheckClient
+from pccheck.reader import Reader
+from pccheck.restoring.opened import OpenCheckpoint, Wanted
+from pccheck.restoring.reading import RestoreResult
+from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
+
+from .index import Index
+
+#: How much host memory is used at once for tensors that are not read in place: those on a GPU.
+_BATCH_BYTES = 256 << 20
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    job: str | None = None,
+    step: int | None = None,
+    client: PCcheckClient | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    socket: str | os.PathLike[str] | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> RestoreResult:
+    """Fills `state_dict` in place, as torch's `load` does, from the newest checkpoint that all
+    ranks have, or from that of `step`. All ranks of `process_group` call it, in any number and any
+    mesh; without torch.distributed one process does.
+
+    With a `client` its job is read, and counts as restored. Otherwise `job`, `storage` and `socket`
+    are those of `pccheck.Reader`.
+
+    Returns what was loaded; a falsy result, with nothing changed, when the job has no checkpoint.
+    Raises on all ranks what one rank meets: NoCheckpointError without a complete checkpoint of that
+    step, StateMismatchError for a tensor of which some blocks are missing, DaemonUnreachableError
+    and the like; and torch's CheckpointException for a state that does not fit.
+    """
+    if client is not None:
+        if job not in (None, client.place[0]) or storage is not None or socket is not None:
+            raise UsageError(
+                "client= was given together with another job=, with storage= or socket=",
+                hint="leave client= out to read what another job has saved",
+            )
+        if client.has_guessed_job:
+            raise UsageError(
+                f"the job is named after the script only: {client.place[0]!r} may have been saved "
+                "by another command",
+                hint="set PCCHECK_JOB, or PCcheckClient(job=...)",
+            )
+        job, socket = client.place[0], client.place[2]
+        client.gate()  # what is in flight may still read the tensors
+    reader = PCcheckReader(job, storage=storage, socket=socket, step=step)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            torch_load(
+                state_dict, storage_reader=reader, planner=planner, process_group=process_group
+            )
+        result = reader.result
+    except CheckpointException as error:
+        ours = [one for one, _ in error.failures.values() if isinstance(one, PccheckError)]
+        found = sorted(ours, key=lambda one: isinstance(one, _NothingError))
+        if not found:
+            raise
+        if not isinstance(found[0], _NothingError):
+            raise found[0] from error
+        result = RestoreResult()
+    finally:
+        reader.close()
+    if result and client is not None:
+        client.adopt()
+    return result
+
+
+class _NothingError(NoCheckpointError):
+    """The job has no checkpoint at all."""
+
+
+class PCcheckReader(StorageReader):
+    """For `torch.distributed.checkpoint.load(state, storage_reader=PCcheckReader(job))`; arguments
+    as of `pccheck.Reader`, and a `step` (None: the newest that all ranks have).
+
+    Reads what `save`, PCcheckWriter, `client.checkpoint(state)` and attached clients have saved.
+    Names are paths with dots, as `pccheckctl show` prints them: what was attached as `model=` has
+    the names `model.0.weight`; the state of an attached optimizer has the numbers of its own
+    state_dict(): `optimizer.state.0.exp_avg`. Only the bytes that this rank needs are read. A value
+    that several ranks have saved is that of the rank of the same number, else of the first one.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        *,
+        storage: str | os.PathLike[str] | None = None,
+        socket: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+    ) -> None:
+        self.result = RestoreResult()  #: what was read
+        self._place: dict[str, Any] = {"job": job, "storage": storage, "socket": socket}
+        self._step = step
+        self._reader: Reader | None = None
+        self._opened: OpenCheckpoint | None = None
+        self._index = Index({}, 0)
+        self._error: PccheckError | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """No: the arguments say which checkpoint."""
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Raises UsageError for a `checkpoint_id`."""
+        if checkpoint_id is not None:
+            raise UsageError(
+                f"checkpoint_id={checkpoint_id!r} is not used",
+                hint="leave it out: PCcheckReader(job, step=step) says what is read",
+            )
+
+    def close(self) -> None:
+        """Closes the checkpoint. May be called again."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._opened = None
+
+    def read_metadata(self, *_args: Any, **_more: Any) -> Metadata:
+        """What is wrong is raised by the next call: torch replaces what this one raises."""
+        self._error = None
+        try:
+            self._open(self._step)
+        except PccheckError as error:
+            self._error = error
+            self.close()
+            return Metadata({})
+        return Metadata(self._index.items, planner_data=self._index.paths)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_more: Any
+    ) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=self.result.sequence)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """While the job saves, ranks may have opened different checkpoints: all read the oldest."""
+        sequence = min(plan.storage_data for plan in plans)
+        return [replace(plan, storage_data=sequence) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if plan.storage_data != self.result.sequence:
+            planned = self._index
+            self._open(None, plan.storage_data)
+            self._index.require_same(planned, (item.storage_index.fqn for item in plan.items))
+        assert self._opened is not None
+        batch = _Batch(self._opened, planner)
+        for item in plan.items:
+            path, rank = self._index.source(item.storage_index)
+            if item.type != LoadItemType.BYTE_IO:
+                batch.add(item, path, rank, self._index.items[item.storage_index.fqn])
+                continue
+            value = self._opened.read(path, rank=rank)
+            if self._index.planned:
+                planner.load_bytes(item, io.BytesIO(value))
+            else:
+                planner.load_bytes(item, _pickled(value))
+        batch.read()
+        self.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _open(self, step: int | None, sequence: int | None = None) -> None:
+        self.close()
+        self._reader = Reader(**self._place)
+        if step is None and not self._reader.steps():
+            raise _NothingError(f"job {self._reader.job!r} has no checkpoint")
+        opened = self._reader.open(step, sequence=sequence)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        ranks = sorted(opened.ranks, key=lambda one: (one != rank, one))
+        self._index = Index({one: opened.describe(one) for one in ranks}, opened.step)
+        self._opened = opened
+        self.result = RestoreResult(opened.step, opened.sequence, metadata=opened.metadata)
+
+
+class _Batch:
+    """Reads what lies close together at once."""
+
+    def __init__(self, opened: OpenCheckpoint, planner: LoadPlanner) -> None:
+        self._opened, self._planner = opened, planner
+        self._wanted: list[tuple[ReadItem, torch.Tensor, Wanted]] = []
+        self._bytes = 0  # of memory beside the targets
+
+    def add(self, item: ReadItem, path: str, rank: int, saved: TensorStorageMetadata) -> None:
+        target = memory = self._planner.resolve_tensor(item).detach()
+        dtype = saved.properties.dtype
+        if target.device.type != "cpu" or target.dtype != dtype:
+            memory = torch.empty(item.lengths, dtype=dtype, device="cpu")
+            self._bytes += memory.nbytes
+        self._wanted.append((item, target, Wanted(path, memory, rank, item.storage_offsets)))
+        if self._bytes >= _BATCH_BYTES:
+            self.read()
+
+    def read(self) -> None:
+        self._opened.read_many(wanted for _, _, wanted in self._wanted)
+        for item, target, wanted in self._wanted:
+            if wanted.dest is not target:
+                target.copy_(wanted.dest)
+            self._planner.commit_tensor(item, target)
+        self._wanted, self._bytes = [], 0
+
+
+def _pickled(value: object) -> io.BytesIO:
+    """As torch's planners read it."""
+    made = io.BytesIO()
+    torch.save(value, made)
+    made.seek(0)
+    return made
