@@ -180,6 +180,11 @@ class PCcheckClient:
         """Whether the job has no name but the script's, which other commands may have, too."""
         return self._session.identity.guessed
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended: by close(), a newer client for its job and rank, or a fork."""
+        return self._closed or self._inert()
+
     def attach(
         self,
         *,
@@ -692,6 +697,13 @@ class PCcheckClient:
 
 #: Closed at the end of the process, and made inert in forked children.
 _CLIENTS: weakref.WeakSet[PCcheckClient] = weakref.WeakSet()
+
+
+def open_client(job: str | None, rank: int, world_size: int) -> PCcheckClient | None:
+    """This process's client for that job and rank, for a framework's objects to share. Raises
+    UsageError as PCcheckClient does."""
+    wanted = identify(job, rank, world_size).job, rank
+    return next((one for one in _CLIENTS if one.place[:2] == wanted and not one.closed), None)
 
 
 def _close_all() -> None:

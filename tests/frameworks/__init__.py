@@ -1,0 +1,1 @@
+"""Frameworks with PCcheck: their own trainers, killed and started again."""

@@ -1,1 +1,1 @@
-"""PCcheck for frameworks: one module for each."""
+"""Frameworks: one module each, imported only by the scripts that use it."""

@@ -1,0 +1,251 @@
+"""Lightning: checkpoints beside training, and `Trainer.fit(ckpt_path="pccheck://")`.
+
+trainer = Trainer(callbacks=[PCcheckCallback(every_n_steps=10)], enable_checkpointing=False)
+trainer.fit(model, ckpt_path="pccheck://")  # the newest checkpoint, or from the start
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import CombinedLoader
+
+from pccheck.client import PCcheckClient, open_client
+from pccheck.restoring.reading import Found
+from pccheck.state.flatten import Flattener
+from pccheck.state.rng import restore_rng
+from pccheck.warn import LOG
+from pccheck_wire.errors import UnsupportedStateError, UsageError
+
+from .lightning_io import PCcheckIO, place_of, warn
+
+__all__ = ["PCcheckCallback", "PCcheckIO"]
+
+_HYPER_PARAMETERS = re.compile("(datamodule_)?(hparams|hyper_parameters)")
+
+
+class _Rest:
+    """What Lightning saves beside parameters and optimizers: loops, loaders, schedulers, callbacks,
+    precision, hyper-parameters, and what hooks add."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._refused: set[str] | None = None
+        self.between_epochs = False
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        made = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        made.pop("optimizer_states")
+        if _same(made["state_dict"], trainer.lightning_module.state_dict()):
+            made.pop("state_dict")  # else on_save_checkpoint() has changed it
+        if self._refused is None:
+            self._refused = {
+                key for key in made if _HYPER_PARAMETERS.match(key) and _odd(made, key)
+            }
+        rank = trainer.global_rank, trainer.world_size
+        made["pccheck"] = {"rank": rank, "between_epochs": self.between_epochs}
+        return {key: value for key, value in made.items() if key not in self._refused}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> NoReturn:
+        raise UsageError(
+            "a state of Lightning is restored by Lightning, not by restore()",
+            hint='call trainer.fit(model, ckpt_path="pccheck://")',
+        )
+
+
+def _same(these: Mapping[str, Any], those: Mapping[str, Any]) -> bool:
+    return these.keys() == those.keys() and all(
+        one.data_ptr() == two.data_ptr()
+        for one, two in zip(these.values(), those.values(), strict=True)
+        if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+    )
+
+
+def _odd(made: dict[str, Any], key: str) -> bool:
+    """Whether hyper-parameters cannot be stored; Lightning does not restore them."""
+    try:
+        Flattener().node(made[key], key)
+    except UnsupportedStateError as error:
+        warn(f"checkpoints are without {key!r}, which resuming does not need: {error}")
+        return True
+    return False
+
+
+class PCcheckCallback(Callback):
+    """Saves after every `every_n_steps`-th optimizer step, beside training.
+
+    Args:
+        every_n_steps: 0 saves only to paths: `trainer.save_checkpoint("pccheck://JOB/STEP")`.
+        client: the script's own; else an open client of this process for the job is used, or one
+            is made with `options`, those of PCcheckClient, for each fit, and closed after it.
+
+    With several ranks (DDP) all of them store one copy (`replicated=True`). Raises UsageError for
+    strategies that shard parameters or optimizer, and for several nodes.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 1, *, client: PCcheckClient | None = None, **options: Any
+    ) -> None:
+        if every_n_steps < 0:
+            raise UsageError(f"every_n_steps={every_n_steps}", hint="use 1, 2, 3 ...; 0 for never")
+        self.every_n_steps = every_n_steps
+        self._given, self._options = client, options
+        self._mine: PCcheckClient | None = None  # to be closed here
+        self._io: PCcheckIO | None = None
+        self._last, self._due = 0, False
+
+    @property
+    def client(self) -> PCcheckClient:  # from `setup` on
+        assert self._io is not None
+        return self._io.client
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        _require_whole(trainer)
+        files = strategy.checkpoint_io
+        client = self._given or (files.client if isinstance(files, PCcheckIO) else None)
+        if client is None or (self._given is None and client.closed):
+            client = self._open(trainer)
+        if isinstance(files, PCcheckIO):
+            files = files.files
+        self._io = io = PCcheckIO(client, files)
+        io.optional = stage == "fit"
+        strategy.checkpoint_io = io
+        vars(strategy).pop("save_checkpoint", None)
+        save_by_rank_0 = strategy.save_checkpoint
+
+        def save(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+            saver = io.save_checkpoint if place_of(filepath) else save_by_rank_0
+            saver(checkpoint, filepath, storage_options)
+
+        strategy.save_checkpoint = save  # type: ignore[method-assign]
+
+    def _open(self, trainer: Trainer) -> PCcheckClient:
+        rank, world_size = trainer.global_rank, trainer.world_size
+        options = {"replicated": world_size > 1} | self._options
+        if found := open_client(options.get("job"), rank, world_size):
+            return found
+        self._mine = PCcheckClient(rank=rank, world_size=world_size, **options)
+        return self._mine
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._io is not None
+        found, mine = self._io.found, (trainer.global_rank, trainer.world_size)
+        if found:
+            checkpoint = found.state["lightning"]
+            if checkpoint.get("pccheck", {}).get("rank") not in (None, mine):
+                found.state.pop("rng")
+                checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+                warn(
+                    f"rank {mine[0]} of {mine[1]} did not save step {found.step}: its generators "
+                    "stay as they are, and its loader begins at the start of its data"
+                )
+        elif found is not None:
+            LOG.info("PCcheck: job %r has no checkpoint yet: training begins", self.client.place[0])
+            trainer.ckpt_path = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._io is not None
+        self._rest = _Rest(trainer)
+        optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
+        self.client.attach(
+            rng=True,
+            model=pl_module,
+            lightning=self._rest,
+            **optimizers,
+        )
+        self._io.attached = True
+        self._last, self._due = trainer.global_step, False
+        self._warn_of_loaders(trainer)
+        if self._io.found:
+            self._continue(trainer, self._io.found)
+
+    def _continue(self, trainer: Trainer, found: Found) -> None:
+        """After Lightning has put the state in place. Its iterators were made before the samplers
+        knew their epoch, and for a finished epoch without the loaders' states; they have drawn."""
+        loop, checkpoint = trainer.fit_loop, found.state["lightning"]
+        assert loop._combined_loader is not None and loop._data_fetcher is not None
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, trainer.current_epoch)
+        if states := checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"):
+            loop._combined_loader._load_state_dicts(states)
+            iter(loop._data_fetcher)
+        if "rng" in found.state:
+            restore_rng(found.state["rng"])
+        if checkpoint.get("pccheck", {}).get("between_epochs"):
+            # Lightning would find the finished epoch's counters, and end this one, too.
+            loop.epoch_loop.restarting = False
+            iter(loop._data_fetcher)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop
+        self._due |= bool(every) and trainer.global_step // every > self._last // every
+        # Resuming, Lightning skips what follows the last batch, and a validation.
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        if not loop.batch_progress.is_last_batch and not loop._should_check_val_fx(fetcher):
+            self._save(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer, between_epochs=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._due |= bool(self.every_n_steps) and trainer.global_step > self._last
+        self._save(trainer, between_epochs=True)
+
+    def _save(self, trainer: Trainer, *, between_epochs: bool = False) -> None:
+        if self._due:
+            self._rest.between_epochs = between_epochs
+            self.client.checkpoint(step=trainer.global_step)
+            self._rest.between_epochs = False
+            self._last, self._due = trainer.global_step, False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._mine is not None:
+            self._mine.close()
+
+    def _warn_of_loaders(self, trainer: Trainer) -> None:
+        why = ""
+        for loader in CombinedLoader(trainer.train_dataloader).flattened:
+            if not hasattr(loader, "state_dict"):
+                why = (
+                    f"{type(loader).__name__} has no state. Use torchdata's StatefulDataLoader "
+                    "(pip install torchdata), which takes the same arguments"
+                )
+            elif isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
+                why = (
+                    f"the order of {type(loader).__name__}(shuffle=True) on several ranks is not "
+                    "saved. Make it with sampler=DistributedSampler(dataset, seed=...)"
+                )
+            elif sized_len(loader) is None:
+                why = "of a loader without a length Lightning fetches a batch in advance"
+        if why and trainer.is_global_zero:
+            warn(
+                "a run that is resumed in the middle of an epoch does not get the batches that "
+                f"would have come: {why}. All else is resumed"
+            )
+
+
+def _require_whole(trainer: Trainer) -> None:
+    name = type(trainer.strategy).__name__
+    if type(trainer.strategy).save_checkpoint is not Strategy.save_checkpoint:
+        raise UsageError(
+            f"{name} saves shards with its own code, not through a CheckpointIO",
+            hint="use DDP or one device with PCcheckCallback; FSDP2 in a loop of your own: "
+            "docs/ranks.md",
+        )
+    if trainer.num_nodes > 1:
+        raise UsageError(
+            f"num_nodes={trainer.num_nodes}: all ranks of a job of PCcheck must be on one node",
+            hint="save to files with Lightning's ModelCheckpoint",
+        )

@@ -1,0 +1,185 @@
+"""Paths of PCcheck for Lightning: what they name, and what saves to and loads from them.
+
+`pccheck://JOB` means the newest checkpoint of the job, `pccheck://JOB/STEP` and
+`pccheck://JOB/epoch=1-step=STEP.ckpt` that of a step. All other paths are files, as before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from typing import Any, NamedTuple, NoReturn
+
+import fsspec  # type: ignore[import-untyped]
+import lightning
+from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+
+from pccheck.client import PCcheckClient
+from pccheck.restoring.reading import Found
+from pccheck.state.rng import capture_rng
+from pccheck.warn import PccheckWarning
+from pccheck_wire.errors import NoCheckpointError, PccheckError, StateMismatchError, UsageError
+
+SCHEME = "pccheck"
+#: How long a save to a path waits until the checkpoint is durable, and may be pinned.
+DURABLE_LIMIT_S = 600.0
+
+
+class _Names(AbstractFileSystem):  # type: ignore[misc]
+    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`; nothing is read or written here."""
+
+    protocol = SCHEME
+
+    def info(self, path: str, **_options: Any) -> NoReturn:
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
+        return []
+
+
+fsspec.register_implementation(SCHEME, _Names, clobber=True)
+
+
+class Place(NamedTuple):
+    """What a path names; without a name the newest checkpoint."""
+
+    job: str
+    name: str
+    step: int | None
+
+
+def place_of(path: object) -> Place | None:
+    """None for a file. Raises UsageError."""
+    found = re.fullmatch(rf"{SCHEME}:/{{1,2}}([^/]*)/?(.*)", str(path))
+    if found is None:
+        return None
+    job, name = found.groups()
+    number = re.search(r"(?:^|step=)(\d+)", name)
+    if name and number is None:
+        raise UsageError(
+            f"{path}: no step is named, and the checkpoints of a job are found by their steps",
+            hint='use "pccheck://JOB/STEP", and {step} in the filename= of a ModelCheckpoint; '
+            'instead of "last", "pccheck://JOB" is the newest',
+        )
+    return Place(job, name, int(number[1]) if number else None)
+
+
+class _Nothing(dict[str, Any]):
+    """The job has no checkpoint: Lightning, which asks for the truth of it, restores nothing."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class PCcheckIO(CheckpointIO):
+    """Saves to and loads from paths that begin with pccheck://; `files` does the others.
+
+    `PCcheckCallback` installs one. Without the callback: `Trainer(plugins=[PCcheckIO(client)])`.
+    Saving returns at once for `pccheck://JOB`. A path with a step returns when the checkpoint is
+    durable and pinned, and removing that path unpins: newer checkpoints replace it, as any other.
+    """
+
+    def __init__(self, client: PCcheckClient, files: CheckpointIO | None = None) -> None:
+        self.client = client
+        self.files = files or TorchCheckpointIO()
+        self.attached = False  #: the client knows what to save
+        self.optional = True  #: whether training may begin without a checkpoint
+        self.found: Found | None = None  #: what was loaded
+
+    def _own(self, path: object) -> Place | None:
+        place, mine = place_of(path), self.client.place[0]
+        if place is not None and place.job not in ("", mine):
+            raise UsageError(
+                f"{path} is of job {place.job!r}, and this process saves job {mine!r}",
+                hint=f'use "pccheck://" or "pccheck://{mine}"; another job is read with '
+                "pccheckctl export, or the other way round by PCcheckCallback(job=...)",
+            )
+        return place
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """A failure of the daemon or the storage is a warning. Raises UsageError for a path that
+        names another job or step, and for parameters without the rest."""
+        place = self._own(path)
+        if place is None:
+            self.files.save_checkpoint(checkpoint, path, storage_options)
+            return
+        step = int(checkpoint["global_step"])
+        if place.step not in (None, step):
+            raise UsageError(
+                f"{path}: the training is at step {step}", hint=f'save to "pccheck://JOB/{step}"'
+            )
+        if "optimizer_states" not in checkpoint:
+            raise UsageError(
+                f"{path}: parameters without the optimizer cannot be resumed from, and the newest "
+                "checkpoint of a job must be",
+                hint="give ModelCheckpoint(save_weights_only=True) a directory for files",
+            )
+        state = None if self.attached else {"lightning": checkpoint, "rng": capture_rng()}
+        made = self.client.checkpoint(state, step=step, metadata={"path": str(path)})
+        if not place.name:
+            return
+        try:
+            made.wait_global(DURABLE_LIMIT_S)
+            self.client.pin(step)
+        except PccheckError as error:
+            warn(f"{path} is not kept beside the newest checkpoints, training continues: {error}")
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """All tensors on the CPU. What is falsy means: there is no checkpoint yet, and training
+        begins at the start. Raises what `PCcheckClient.recover` does."""
+        place = self._own(path)
+        if place is None:
+            given = {} if map_location is None else {"map_location": map_location}
+            return self.files.load_checkpoint(path, **given, weights_only=weights_only)
+        self.found = found = self.client.recover(place.step)
+        if not found:
+            if not self.optional:
+                raise NoCheckpointError(
+                    f"{path}: job {self.client.place[0]!r} has no checkpoint yet",
+                    hint="train first, or leave ckpt_path= out to use the model as it is",
+                )
+            return _Nothing({"pytorch-lightning_version": lightning.__version__})
+        if place.step is not None:
+            self.client.adopt()
+        return _lightnings(found, path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        place = self._own(path)
+        if place is None:
+            self.files.remove_checkpoint(path)
+        elif place.step is not None:
+            try:
+                self.client.unpin(place.step)
+            except PccheckError as error:
+                warn(f"{path} still takes a slot: {error}")
+
+    def teardown(self) -> None:
+        self.files.teardown()
+
+
+def _lightnings(found: Found, path: object) -> dict[str, Any]:
+    """The dict that Lightning had saved."""
+    state = found.state
+    if not isinstance(state, dict) or "lightning" not in state:
+        raise StateMismatchError(
+            f"{path}: step {found.step} was not saved by PCcheckCallback or PCcheckIO",
+            hint="use another job name, or continue with the script that saved it",
+        )
+    checkpoint: dict[str, Any] = state["lightning"]
+    if "model" in state:
+        checkpoint.setdefault("state_dict", state["model"])
+        names = itertools.takewhile(
+            state.__contains__, map("optimizer{}".format, itertools.count())
+        )
+        checkpoint["optimizer_states"] = [state[name] for name in names]
+    return checkpoint
+
+
+def warn(text: str) -> None:
+    warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=3)

@@ -1,0 +1,169 @@
+"""Lightning's Trainer with PCcheckCallback: killed trainings go on bit for bit; waiting comes after
+forward and backward; paths of PCcheck. One process imports Lightning, and forks the trainings."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMALL
+from tests.support.daemon import Daemon
+from tests.support.torchrun import torchrun
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("lightning"), reason="lightning is not installed"
+)
+PROGRAM = "tests.support.lightningrun"
+KILLED = "CODE -9"
+WHOLE_BYTES = 3 * 4 * (16 * 512 + 512 + 2 * 512 + 512 + 1)  # parameters and both moments
+STEPS = ("STEP", "VALIDATION", "END")
+Read = Callable[..., list[str]]
+
+ALONE: list[tuple[str, dict[str, object]]] = [
+    ("whole", {"validate": True}),
+    # In the middle of an epoch, of 6 steps.
+    ("killed", {"job": "middle", "every": 4, "kill": 10, "saved": 8, "validate": True}),
+    ("resumed", {"job": "middle", "every": 4, "validate": True}),
+    # At its end: what the checkpoint has is the state after validation.
+    ("killed-at-end", {"job": "end", "every": 6, "kill": 7, "saved": 6, "validate": True}),
+    ("resumed-at-end", {"job": "end", "every": 6, "validate": True}),
+    # The training was complete, and gets another epoch.
+    ("shorter", {"job": "longer", "every": 5, "epochs": 2, "validate": True}),
+    ("again", {"job": "longer", "every": 5, "epochs": 2, "validate": True}),
+    ("longer", {"job": "longer", "every": 5, "validate": True}),
+    ("whole-accumulated", {"accumulate": 4}),
+    ("killed-accumulated", {"job": "sum", "every": 1, "kill": 4, "saved": 3, "accumulate": 4}),
+    ("resumed-accumulated", {"job": "sum", "every": 1, "accumulate": 4}),
+    ("plain", {"job": "plain", "every": 6, "plain": True, "epochs": 1, "odd": [{"a": "b"}]}),
+    ("order", {"job": "order", "kind": "order", "epochs": 1}),
+    ("paths", {"job": "paths", "kind": "paths"}),
+]
+
+
+def reader(folder: Path) -> Read:
+    def read(name: str, *starts: str, rank: int = 0) -> list[str]:
+        lines = (folder / f"{name}.{rank}").read_text().splitlines()
+        return [line for line in lines if line.startswith(starts or "")]
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
+    folder = tmp_path_factory.mktemp("lightning")
+    scenarios = [(name, {**options, "folder": str(folder / "files")}) for name, options in ALONE]
+    with Daemon(*SMALL, "--slots", "5") as daemon:
+        daemon.start()
+        ran = subprocess.run(
+            [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
+            env=os.environ | {"PCCHECK_SOCKET": str(daemon.socket), "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        yield reader(folder)
+
+
+def require_resumed(whole: list[str], killed: list[str], resumed: list[str], first: int) -> None:
+    """The resumed training begins with step `first`, and both computed what the whole one did."""
+    assert killed[-1] == KILLED and resumed[-1] == "CODE 0", resumed
+    killed, resumed = killed[:-1], [line for line in resumed if line.startswith(STEPS)]
+    assert killed == whole[: len(killed)]
+    assert resumed[0].split()[:2] == ["STEP", str(first)]
+    assert resumed == whole[-len(resumed) :]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "reference", "first"),
+    [("", "whole", 8), ("-at-end", "whole", 6), ("-accumulated", "whole-accumulated", 3)],
+)
+def test_a_killed_training_goes_on_bit_for_bit(
+    alone: Read, suffix: str, reference: str, first: int
+) -> None:
+    """Losses, batches with their random numbers, learning rates, places in the epoch, validation;
+    at the end parameters, buffers and moments."""
+    whole = alone(reference, *STEPS)
+    require_resumed(
+        whole, alone(f"killed{suffix}", *STEPS, "CODE"), alone(f"resumed{suffix}"), first
+    )
+
+
+def test_a_complete_training_may_get_more_epochs(alone: Read) -> None:
+    whole = alone("whole", *STEPS)
+    assert alone("shorter", *STEPS)[:-1] == whole[: len(alone("shorter", *STEPS)) - 1]
+    assert alone("again", *STEPS) == []  # nothing is left to do
+    longer = alone("longer", *STEPS)
+    assert longer[0].startswith("STEP 12 ") and longer == whole[-len(longer) :]
+
+
+def test_a_plain_loader_and_odd_hyper_parameters_are_told(alone: Read) -> None:
+    lines = alone("plain")
+    assert lines[-1] == "CODE 0"
+    assert sum("StatefulDataLoader" in line for line in lines) == 1
+    assert not any("StatefulDataLoader" in line for line in alone("whole") + alone("resumed"))
+
+
+def test_forward_and_backward_come_before_the_gate(alone: Read) -> None:
+    """From the second step on; at first nobody knows that the attached optimizer trains."""
+    lines = alone("order", "SAVE", "FORWARD", "GRADIENTS", "GATE", "UPDATED")
+    starts = [index for index, line in enumerate(lines) if line.startswith("SAVE")]
+    assert len(starts) == 6
+    for begin, end in itertools.pairwise(starts):
+        step = lines[begin].split()[1]
+        assert lines[begin].endswith("wait=''")
+        turn = [f"FORWARD {step}", f"GRADIENTS {step}", "GATE", f"UPDATED {step}"]
+        assert lines[begin + 1 : end] == turn
+
+
+def test_paths_of_pccheck(alone: Read) -> None:
+    lines = alone("paths")
+    assert lines[-1] == "CODE 0", lines
+    assert alone("paths", "SHARED") == ["SHARED True"]
+    before, after = alone("paths", "PINNED")
+    assert "(18, True)" in before and "(12, True)" not in before
+    assert "True" not in after and "(18, False)" in after
+    assert "BEST pccheck://paths/epoch=2-step=18.ckpt FILES ['step=18.ckpt']" in lines
+    assert "LOADED True" in lines
+    errors = alone("paths", "ERROR")
+    for line, words in zip(
+        errors,
+        ["job 'other'", "no step is named", "is at step 18", "parameters without", "of step 7"],
+        strict=True,
+    ):
+        assert words in line
+
+
+def test_ranks_save_one_copy_and_go_on_bit_for_bit(
+    stack: ExitStack, start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Three steps make an epoch: the resumed ranks are in the middle of the second one."""
+    ranks: dict[str, object] = {"devices": 2, "strategy": "ddp"}
+    scenarios = [
+        ("whole", ranks),
+        ("killed", ranks | {"job": "ranks", "every": 4, "kill": 5, "saved": 4}),
+        ("resumed", ranks | {"job": "ranks", "every": 4}),
+    ]
+    daemon = start_daemon()
+    program = ("-m", PROGRAM, str(tmp_path), json.dumps(scenarios))
+    launcher = stack.enter_context(torchrun(daemon, "ranks", 2, *program))
+    said, _ = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, said
+    read = reader(tmp_path)
+    for rank in range(2):
+        require_resumed(
+            read("whole", *STEPS, rank=rank),
+            read("killed", *STEPS, "CODE", rank=rank),
+            read("resumed", rank=rank),
+            4,
+        )
+    assert read("whole", *STEPS, rank=0) != read("whole", *STEPS, rank=1)
+    sizes = [int(read("resumed", "BYTES", rank=rank)[0].split()[1]) for rank in range(2)]
+    assert max(sizes) < WHOLE_BYTES < sum(sizes)

@@ -1,0 +1,258 @@
+"""Trainings with Lightning, which print what they compute bit for bit.
+
+    python -m tests.support.lightningrun FOLDER '[["name", {"option": value}], ...]'
+
+Each runs in a forked process of its own, which may kill itself, so that Lightning is imported once.
+FOLDER/NAME.RANK gets the output, with the exit code as last line. Under torchrun every rank does
+the same. Without "job" a training is undisturbed: the others have to compute the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from pccheck import PCcheckClient
+from pccheck.integrations.lightning import PCcheckCallback
+
+ITEMS, BATCH, WIDTH = 48, 8, 16
+LIMIT_S = 60.0
+Options = dict[str, Any]
+
+
+class Items(Dataset[torch.Tensor]):
+    """Draws random numbers for every item, and no two items are equal."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.linspace(0, 1, WIDTH) * (index + 1) / ITEMS + torch.rand(()) / 100
+
+
+class Model(LightningModule):
+    def __init__(self, odd: object = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 512), nn.BatchNorm1d(512), nn.Dropout(0.1), nn.Linear(512, 1)
+        )
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        say(f"FORWARD {self.global_step}")
+        loss = self.net(batch).square().mean() + self.net(batch).mean()
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        lr, place = optimizer.param_groups[0]["lr"], f"epoch {self.current_epoch} batch {batch_idx}"
+        say(f"STEP {self.global_step} {place} {hexadecimal(loss)} {hexadecimal(batch)} lr {lr}")
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        say(f"VALIDATION {self.global_step} {hexadecimal(self.net(batch))}")
+
+    def on_train_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        moments = [v for entry in optimizer.state.values() for v in entry.values()]
+        tensors = [*self.state_dict().values(), *moments]
+        say(f"END {self.global_step} {' '.join(map(hexadecimal, tensors))}")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        say(f"GRADIENTS {self.global_step}")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(lambda *_: say(f"UPDATED {self.global_step}"))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Kill(Callback):
+    """Kills this process after step `at`, once the checkpoint of step `saved` is on all ranks."""
+
+    def __init__(self, at: int, saved: int, saver: PCcheckCallback) -> None:
+        self.at, self.saved, self.saver = at, saved, saver
+
+    def on_train_batch_end(self, trainer: Trainer, *_more: object) -> None:
+        if trainer.global_step == self.at:
+            client = self.saver.client
+            wait_until(lambda: self.saved in [one.step for one in client.steps()])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def hexadecimal(tensor: torch.Tensor) -> str:
+    return str(tensor.double().sum().item().hex())
+
+
+def trainer_of(options: Options, *callbacks: Callback, files: bool = False) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=options.get("devices", 1),
+        strategy=options.get("strategy", "auto"), max_epochs=options.get("epochs", 3),
+        callbacks=list(callbacks), enable_checkpointing=files, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        accumulate_grad_batches=options.get("accumulate", 1),
+    )  # fmt: skip
+
+
+def loader_of(options: Options) -> Any:
+    seed_everything(5, verbose=False)
+    kind = DataLoader if options.get("plain") else StatefulDataLoader
+    if ranks := options.get("devices"):  # an order that depends on seed and epoch only
+        sampler = DistributedSampler(Items(), ranks, int(os.environ["RANK"]), seed=5)
+        return kind(Items(), BATCH, sampler=sampler)
+    return kind(Items(), BATCH, shuffle=True)
+
+
+def train(options: Options) -> None:
+    """`every`, `kill` at a step when `saved` is durable, `epochs`, `accumulate`, `validate`,
+    `plain` loader, `devices`."""
+    callbacks: list[Callback] = []
+    if job := options.get("job"):
+        saver = PCcheckCallback(options["every"], job=job)
+        callbacks = [saver]
+        if kill := options.get("kill"):
+            callbacks.append(Kill(kill, options["saved"], saver))
+    data = [loader_of(options)]
+    if options.get("validate"):
+        data.append(DataLoader(Items(), BATCH))
+    path = "pccheck://" if job else None
+    trainer_of(options, *callbacks).fit(Model(options.get("odd")), *data, ckpt_path=path)
+    if job:
+        with PCcheckClient(job, replicated=bool(options.get("strategy"))) as client:
+            say(f"BYTES {client.steps()[0].nbytes}")
+
+
+def order(options: Options) -> None:
+    """Says when the training waits for a copy."""
+    saver = PCcheckCallback(1, job=options["job"])
+
+    class Spy(Callback):
+        def on_train_start(self, *_more: object) -> None:
+            gate = saver.client._saver._gate
+            wait, checkpoint = gate.wait, saver.client.checkpoint
+
+            def spied(**options: Any) -> None:
+                if not gate.idle:
+                    say("GATE")
+                wait(**options)
+
+            def saved(*arguments: Any, **more: Any) -> Any:
+                say(f"SAVE {more['step']} wait={saver.client._planner.wait!r}")
+                return checkpoint(*arguments, **more)
+
+            type(gate).wait = lambda _self, **options: spied(**options)  # type: ignore[method-assign]
+            saver.client.checkpoint = saved  # type: ignore[method-assign]
+
+    trainer_of(options, saver, Spy()).fit(Model(), loader_of(options))
+
+
+def paths(options: Options) -> None:
+    """ModelCheckpoint, save_checkpoint() with paths of PCcheck; the script has a client, too."""
+    job, folder = options["job"], Path(options["folder"])
+    client = PCcheckClient(job)
+    saver = PCcheckCallback(0)  # finds the client by PCCHECK_JOB
+    best = ModelCheckpoint(f"pccheck://{job}", monitor="epoch", mode="max", save_top_k=1)
+    files = ModelCheckpoint(folder, filename="{step}", save_top_k=1)
+    trainer = trainer_of(options, saver, best, files, files=True)
+    model = Model()
+    trainer.fit(model, loader_of(options), ckpt_path="pccheck://")
+    say(f"SHARED {saver.client is client and not client.closed}")
+    say(f"PINNED {[(one.step, one.pinned) for one in client.steps()]}")
+    say(f"BEST {best.best_model_path} FILES {sorted(path.name for path in folder.iterdir())}")
+
+    trainer.strategy.remove_checkpoint(best.best_model_path)
+    say(f"PINNED {[(one.step, one.pinned) for one in client.steps()]}")
+    told = hexadecimal(next(model.parameters()))
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    trainer.validate(model, DataLoader(Items(), BATCH), ckpt_path="best", verbose=False)
+    say(f"LOADED {hexadecimal(next(model.parameters())) == told}")
+    for attempt in (
+        lambda: trainer.save_checkpoint("pccheck://other/18"),
+        lambda: trainer.save_checkpoint(f"pccheck://{job}/last.ckpt"),
+        lambda: trainer.save_checkpoint(f"pccheck://{job}/5"),
+        lambda: trainer.save_checkpoint(f"pccheck://{job}", weights_only=True),
+        lambda: trainer.validate(model, DataLoader(Items()), ckpt_path=f"pccheck://{job}/7"),
+    ):
+        try:
+            attempt()
+            say("ERROR none")
+        except Exception as error:
+            say(f"ERROR {type(error).__name__} {error}")
+    client.close()
+
+
+KINDS = {"train": train, "order": order, "paths": paths}
+
+
+def meet(place: Path) -> None:
+    """torchrun's store has the addresses of the training before: rank 0 opens another one."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    if os.environ["RANK"] == "0":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place.with_suffix(".new").write_text(str(free.getsockname()[1]))
+        place.with_suffix(".new").rename(place)
+    wait_until(place.exists)
+    os.environ["MASTER_PORT"] = place.read_text()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def forked(output: Path, options: Options) -> int:
+    """The exit code, -9 when it was killed."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with output.open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            if "RANK" in os.environ:
+                meet(output.with_suffix(".port"))
+            os.environ["PCCHECK_JOB"] = options.get("job", "")
+            KINDS[options.get("kind", "train")](options)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> None:
+    folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    for name, options in scenarios:
+        output = folder / f"{name}.{os.environ.get('RANK', '0')}"
+        code = forked(output, options)
+        with output.open("a") as file:
+            file.write(f"CODE {code}\n")
+
+
+if __name__ == "__main__":
+    main()
