@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from pccheck.integrations.lightning import PCcheckCallback
 
@@ -28,7 +28,7 @@ class Sum(LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         (inputs,) = batch
-        loss = (self.net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss: torch.Tensor = (self.net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         if self.global_step % 50 == 0:
             print(f"step {self.global_step} epoch {self.current_epoch} loss {loss.item():.4f}")
         return loss
@@ -41,7 +41,7 @@ def main() -> None:
     data = TensorDataset(torch.randn(8192, 64, generator=torch.Generator().manual_seed(1)))
     saver = PCcheckCallback(every_n_steps=10, autostart=True, storage="checkpoints")
     trainer = Trainer(
-        accelerator="cpu", max_epochs=40, logger=False, enable_checkpointing=False,
+        accelerator="cpu", max_epochs=8, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, callbacks=[saver],
     )  # fmt: skip
     loader = StatefulDataLoader(data, batch_size=64, shuffle=True)

@@ -99,12 +99,11 @@ class PCcheckCallback(Callback):
         self.every_n_steps = every_n_steps
         self._given, self._options = client, options
         self._mine: PCcheckClient | None = None  # to be closed here
-        self._io: PCcheckIO | None = None
+        self._io: PCcheckIO  # from `setup` on
         self._last, self._due = 0, False
 
     @property
     def client(self) -> PCcheckClient:  # from `setup` on
-        assert self._io is not None
         return self._io.client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -137,7 +136,6 @@ class PCcheckCallback(Callback):
         return self._mine
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._io is not None
         found, mine = self._io.found, (trainer.global_rank, trainer.world_size)
         if found:
             checkpoint = found.state["lightning"]
@@ -153,15 +151,9 @@ class PCcheckCallback(Callback):
             trainer.ckpt_path = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._io is not None
         self._rest = _Rest(trainer)
         optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
-        self.client.attach(
-            rng=True,
-            model=pl_module,
-            lightning=self._rest,
-            **optimizers,
-        )
+        self.client.attach(rng=True, model=pl_module, lightning=self._rest, **optimizers)
         self._io.attached = True
         self._last, self._due = trainer.global_step, False
         self._warn_of_loaders(trainer)
@@ -190,10 +182,12 @@ class PCcheckCallback(Callback):
     ) -> None:
         every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop
         self._due |= bool(every) and trainer.global_step // every > self._last // every
-        # Resuming, Lightning skips what follows the last batch, and a validation.
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
-        if not loop.batch_progress.is_last_batch and not loop._should_check_val_fx(fetcher):
+        # Gradients are not saved; and when it resumes, Lightning skips what follows the last batch,
+        # and a validation.
+        later = loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
+        if not later and not loop._should_accumulate():
             self._save(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,11 +198,16 @@ class PCcheckCallback(Callback):
         self._save(trainer, between_epochs=True)
 
     def _save(self, trainer: Trainer, *, between_epochs: bool = False) -> None:
-        if self._due:
+        if self._due and self.client.closed:
+            warn(
+                "training continues WITHOUT checkpoints: its client was closed, by close() or by a "
+                "newer client for the job. Use one client: PCcheckCallback(client=client)"
+            )
+        elif self._due:
             self._rest.between_epochs = between_epochs
             self.client.checkpoint(step=trainer.global_step)
             self._rest.between_epochs = False
-            self._last, self._due = trainer.global_step, False
+        self._last, self._due = trainer.global_step if self._due else self._last, False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._mine is not None:
