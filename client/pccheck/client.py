@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -399,7 +399,13 @@ class PCcheckClient:
             self._saver.failures.failed(made)
         return Checkpoint(made)
 
-    def restore(self, step: int | None = None, *, strict_optimizer: bool = True) -> RestoreResult:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict_optimizer: bool = True,
+        only: Collection[str] | None = None,
+    ) -> RestoreResult:
         """Puts the newest valid checkpoint, or that of `step`, in place into what was attached,
         tensors directly, on the device where they are now. Missing optimizer state is made beside
         its parameter, unless the checkpoint had it off the GPU. An object with its own
@@ -411,6 +417,8 @@ class PCcheckClient:
                 gets the newest.
             strict_optimizer: False accepts the state of an optimizer of another class, or with
                 options that the attached one does not have.
+            only: names of what is attached; all else in the checkpoint is neither compared nor
+                read, and stays as it is here.
 
         Returns what it did; a falsy result only when the volume was read and holds nothing.
         Raises DaemonUnreachableError and the like when that is not known; UsageError with
@@ -431,11 +439,16 @@ class PCcheckClient:
                 "fresh=True begins without the job's checkpoints, and restore() reads one",
                 hint="remove fresh=True to continue the job, or restore() to begin a new run",
             )
+        if only is not None and (unknown := set(only) - self._planner.attached.keys()):
+            raise UsageError(
+                f"restore(only=...) names what is not attached: {', '.join(sorted(unknown))}",
+                hint=f"attached are: {', '.join(sorted(self._planner.attached))}",
+            )
         step = None if step is None else check_step(step)
         with self._calling():
             connection = self._connection()
             result, on_gpu, payload_bytes = self._recovery.restore(
-                connection, step, strict_optimizer=strict_optimizer
+                connection, step, strict_optimizer=strict_optimizer, only=only
             )
             if result:
                 self._saver.restored(result.sequence, result.step)

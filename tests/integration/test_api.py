@@ -235,6 +235,28 @@ def test_an_optimizer_of_another_kind_is_refused(connect: Connect) -> None:
     assert client.restore(strict_optimizer=False).step == 1
 
 
+def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
+    model, seen = torch.nn.Linear(2, 2), {"items": 7}
+    with connect() as client:
+        client.attach(model=model, seen=seen, rng=True)
+        client.checkpoint(step=1).wait_durable(30)
+    saved = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    seen["items"] = 0
+    with connect() as client:
+        client.attach(seen=seen, other={"value": 1})
+        with pytest.raises(UsageError, match="names what is not attached: model"):
+            client.restore(only=["model"])
+        with pytest.raises(StateMismatchError, match="other"):
+            client.restore(only=["other"])
+        assert client.restore(only=["seen"]).step == 1
+        assert seen == {"items": 7} and not model.weight.any()
+        client.attach(model=model)
+        assert client.restore(only=["model"]).step == 1
+    assert torch.equal(model.weight, saved)
+
+
 def test_options_that_the_optimizer_does_not_have_are_refused(connect: Connect) -> None:
     client, things = connect(), kit()
     things["optimizer"].param_groups[0]["scale"] = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 from pccheck.daemon.connection import Connection
@@ -54,7 +55,12 @@ class Recovery:
         self._replicated = replicated
 
     def restore(
-        self, connection: Connection, step: int | None, *, strict_optimizer: bool
+        self,
+        connection: Connection,
+        step: int | None,
+        *,
+        strict_optimizer: bool,
+        only: Collection[str] | None,
     ) -> tuple[RestoreResult, bool, int]:
         """Into what is attached. Also whether any of it went to a GPU, and the payload's size."""
         newest = self._newest(connection) if step is not None else 0
@@ -66,7 +72,7 @@ class Recovery:
             with no_collection():
                 placement = Placement(
                     described, attached, self._left(opened), payload.others,
-                    strict_optimizer=strict_optimizer,
+                    strict_optimizer=strict_optimizer, only=only,
                 )  # fmt: skip
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "

@@ -55,10 +55,11 @@ class Placement:
         others: Callable[[], Mapping[int, tree.Tree]] = dict,
         *,
         strict_optimizer: bool = True,
+        only: Collection[str] | None = None,
     ) -> None:
-        """Compares; what is attached under the names in `leave` stays as it is. `others` reads the
-        trees of other ranks, for tensors that are cut in another way. Raises StateMismatchError by
-        path."""
+        """Compares; what is attached under the names in `leave`, or not in `only`, stays as it is.
+        `others` reads the trees of other ranks, for tensors that are cut in another way. Raises
+        StateMismatchError by path."""
         self._tree = described
         self._strict = strict_optimizer
         self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
@@ -72,7 +73,7 @@ class Placement:
         # Training draws from this one. Others (validation) may make their next iterator much later,
         # when the generators have moved on.
         self._loader = attached.get("loader") if "loader" not in leave else None
-        for name, node, thing in _named(described, attached):
+        for name, node, thing in _named(described, attached, only):
             if name in leave:
                 continue
             if strict_optimizer and isinstance(thing, torch.optim.Optimizer):
@@ -341,7 +342,9 @@ def _packed(targets: list[_Target]) -> tuple[bytes, bytes]:
     )
 
 
-def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str, tree.Node, Any]]:
+def _named(
+    described: tree.Tree, attached: Mapping[str, Any], only: Collection[str] | None
+) -> list[tuple[str, tree.Node, Any]]:
     if not described.attached:
         raise StateMismatchError(
             "the checkpoint was made by checkpoint(state), not of what is attached",
@@ -349,6 +352,9 @@ def _named(described: tree.Tree, attached: Mapping[str, Any]) -> list[tuple[str,
             "metadata= or attach a dict",
         )
     saved = _mapping(described.root, "")
+    if only is not None:  # the checkpoint may have more
+        attached = {name: attached[name] for name in only}
+        saved = {name: node for name, node in saved.items() if name in attached}
     _same_keys("what was attached", saved.keys(), attached.keys())
     return [(name, saved[name], thing) for name, thing in attached.items()]
 
