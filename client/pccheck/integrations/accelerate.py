@@ -1,0 +1,224 @@
+"""Hugging Face Accelerate: what an Accelerator has prepared is attached, and resumes in mid-epoch.
+
+attach(client, accelerator)  # after prepare()
+done = client.restore()
+...
+if accelerator.sync_gradients:
+    client.checkpoint(step=step)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+
+from pccheck.client import PCcheckClient
+from pccheck.state.attaching import Stateful
+from pccheck.state.rng import capture_rng, restore_rng
+from pccheck_wire.errors import UsageError
+
+
+def attach(
+    client: PCcheckClient, accelerator: accelerate.Accelerator, *, loader: Any = None, **more: Any
+) -> None:
+    """Attaches all that `accelerator` has prepared or registered for checkpoints, and the
+    generators.
+
+    These are models, optimizers, schedulers, the scaler, custom objects, the epochs of the data
+    loaders, and with use_stateful_dataloader=True their places in the data. Call it after
+    `prepare()`, then `client.restore()`. With several processes, and models that are not sharded,
+    the client should have replicated=True. Call `client.checkpoint(step=...)` only while
+    `accelerator.sync_gradients` is true: gradients are not saved.
+
+    Args:
+        loader: the prepared loader that training draws from; default the first one.
+        more: what else PCcheckClient.attach takes.
+
+    Raises UsageError when nothing is prepared, for DeepSpeed and Megatron, which keep their state
+    themselves, and as PCcheckClient.attach does.
+    """
+    if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+        raise UsageError(
+            f"an Accelerator with {accelerator.distributed_type.value} keeps the state of training "
+            "where it cannot be attached",
+            hint="save with the engine's own checkpoints",
+        )
+    if not accelerator._models:
+        raise UsageError(
+            "attach(client, accelerator): nothing is prepared yet",
+            hint="call it after accelerator.prepare(...)",
+        )
+    loaders = accelerator._dataloaders
+    first = loader if loader is not None else next(iter(loaders), None)
+    if loader is not None and not any(one is loader for one in loaders):
+        raise UsageError(
+            "attach(client, accelerator, loader=...): the accelerator has not prepared this loader",
+            hint="pass what accelerator.prepare() returned for it",
+        )
+    models = [accelerator.unwrap_model(model) for model in accelerator._models]
+    things = {
+        **_named("model", models),
+        **_named("optimizer", [one.optimizer for one in accelerator._optimizers]),
+        **_named("scheduler", [one.scheduler for one in accelerator._schedulers]),
+        **_named("custom", accelerator._custom_objects),
+        "accelerator": _Counters(accelerator, first),
+    }
+    if accelerator.scaler is not None:
+        things["scaler"] = accelerator.scaler
+    if accelerator.use_stateful_dataloader:
+        things |= _named("data", loaders)  # not `loader`: client.restore() would set generators
+    client.attach(rng=True, **(things | more))
+
+
+def skip_first_batches(loader: Any, num_batches: int) -> Any:
+    """The rest of an epoch of a loader without a state: as accelerate.skip_first_batches, in the
+    order that the interrupted run had, and training then draws the numbers that it drew there.
+
+    Call it after `client.restore()`, with the loader that `attach()` knows and the number of
+    batches of this epoch that training has had. For one epoch; the next one takes the loader.
+    Raises UsageError for another loader.
+    """
+    epoch = getattr(loader, "_pccheck_epoch", None)
+    if not isinstance(epoch, _Epoch):
+        raise UsageError(
+            "skip_first_batches(loader): attach(client, accelerator) does not know this loader",
+            hint="pass the prepared loader that training draws from, after attach()",
+        )
+    if num_batches == 0:
+        return loader
+    rest = accelerate.skip_first_batches(loader, num_batches)
+    if epoch.began:
+        epoch.continue_in(rest)
+    end = rest.end
+
+    def end_of_epoch() -> None:
+        end()
+        loader.set_epoch(rest.iteration)  # as if it had given these batches itself
+
+    rest.end = end_of_epoch
+    rest._pccheck_epoch = epoch
+    return rest
+
+
+class _Epoch:
+    """The generators when a loader began its epoch, as its order may be drawn from them; and how it
+    goes on in the middle of one."""
+
+    def __init__(self, loader: Any) -> None:
+        self.began: dict[str, Any] = {}
+        self.generators: dict[str, Any] | None = None  # of a checkpoint, for the next batch
+        self._order = loader.synchronized_generator
+        self._note_in(loader)
+        loader._pccheck_epoch = self
+
+    def _note_in(self, loader: Any) -> None:
+        base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
+        begin = type(loader).begin
+
+        def at_begin() -> None:
+            self._note(makes=False)  # torchdata's have made their first iterator long before
+            begin(loader)
+
+        def at_iterator() -> Any:
+            self._note(makes=True)
+            return make(base)
+
+        loader.begin, base._get_iterator = at_begin, at_iterator
+
+    def _note(self, *, makes: bool) -> None:
+        self.began = {"rng": capture_rng(), "makes": makes}
+        if self._order is not None:
+            self.began["order"] = self._order.get_state()
+
+    def _begin_again(self) -> None:
+        restore_rng(self.began["rng"])
+        if self._order is not None:
+            self._order.set_state(self.began["order"])
+
+    def continue_in(self, loader: Any) -> None:
+        """The next iterator of `loader` has the order of the interrupted epoch, and the generators
+        are those of the checkpoint when it has fetched a batch: until then it draws."""
+        base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
+        generators = self.generators or capture_rng()
+
+        def once() -> Any:
+            if self.began["makes"]:
+                self._begin_again()
+            made = make(base)
+            if not self.began["makes"]:
+                self._begin_again()
+            fetch = made._next_data
+
+            def first() -> Any:
+                made._next_data = fetch
+                batch = fetch()
+                restore_rng(generators)
+                self._note_in(loader)
+                return batch
+
+            made._next_data = first
+            return made
+
+        vars(loader).pop("begin", None)
+        base._get_iterator = once
+
+    def begin_after(self, loader: Any) -> None:
+        """A loader with a state that ended its epoch makes an iterator only to see that: its draws
+        do not count."""
+        base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
+        generators = self.generators or capture_rng()
+
+        def once() -> Any:
+            made = make(base)
+            restore_rng(generators)
+            self._note_in(loader)
+            return made
+
+        base._get_iterator = once
+
+
+def _named(name: str, things: list[Any]) -> dict[str, Stateful]:
+    """`name` for the first, then `name_1`, `name_2`."""
+    return {f"{name}_{index}" if index else name: thing for index, thing in enumerate(things)}
+
+
+class _Counters:
+    """What an Accelerator and its loaders count: micro-batches since the last step, and epochs,
+    from which loaders may make their order."""
+
+    def __init__(self, accelerator: accelerate.Accelerator, first: Any) -> None:
+        self._accelerator = accelerator
+        self._loaders = accelerator._dataloaders
+        self._first = first
+        self._epoch = _Epoch(first) if first is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self._accelerator.step,
+            "epochs": [loader.iteration + self._is_over(loader) for loader in self._loaders],
+            "began": self._epoch.began if self._epoch else {},
+            "over": self._first is not None and self._is_over(self._first),
+            "rng": capture_rng(),
+            "rank": self._accelerator.process_index,
+        }
+
+    def _is_over(self, loader: Any) -> bool:
+        """Whether this is the last batch of an epoch, which loaders count after the loop."""
+        active = self._accelerator.gradient_state.active_dataloader
+        epoch = getattr(loader, "_pccheck_epoch", None)
+        mine = active is loader or (epoch and getattr(active, "_pccheck_epoch", None) is epoch)
+        return bool(mine) and bool(active.end_of_dataloader)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        for loader, number in zip(self._loaders, state["epochs"], strict=True):
+            loader.set_epoch(number)
+        if self._epoch is None:
+            return
+        same = state["rank"] == self._accelerator.process_index
+        self._epoch.began = state["began"] if same else {}
+        self._epoch.generators = state["rng"] if same else None
+        if self._accelerator.use_stateful_dataloader and self._epoch.began:
+            go_on = self._epoch.begin_after if state["over"] else self._epoch.continue_in
+            go_on(self._first)

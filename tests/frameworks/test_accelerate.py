@@ -1,0 +1,78 @@
+"""Training loops with Accelerate, killed with SIGKILL, continue bit for bit: with loaders that save
+their place, and with skip_first_batches."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.forked import Forks, printed
+from tests.support.daemon import Daemon
+
+EACH_WAY = pytest.mark.parametrize("stateful", [True, False], ids=["stateful", "skipping"])
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.frameworks.accelerate_training") as forks:
+        yield forks
+
+
+@pytest.fixture
+def run(
+    forks: Forks, start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> Callable[..., list[str]]:
+    """Runs a training; its losses, after the step from which it continues. All runs of a test have
+    one daemon."""
+    daemon = start_daemon()
+
+    def run(
+        *, code: int = 0, with_daemon: bool = True, ranks: int = 1, **options: Any
+    ) -> list[str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment = {"MASTER_PORT": str(free.getsockname()[1])}
+        if with_daemon:
+            options["socket"] = str(daemon.socket)
+        output = tmp_path / "printed"
+        codes = forks.run(output, ranks=ranks, environment=environment, **options)
+        told = printed(output)
+        assert codes == [code] * ranks, "\n".join(told)
+        return [line for line in told if line.startswith(("FROM", "LOSS"))]
+
+    return run
+
+
+@EACH_WAY
+def test_a_killed_training_continues_with_the_same_numbers(
+    run: Callable[..., list[str]], stateful: bool
+) -> None:
+    """In the first epoch, after a second kill in the next one, and in the third to the end."""
+    plain = run(with_daemon=False, stateful=stateful)
+    assert len(plain) == 39
+    killed = run(every=2, kill_at=5, stateful=stateful, code=-signal.SIGKILL)
+    assert killed == ["FROM 0", *plain[:10]]
+    again = run(every=2, kill_at=9, stateful=stateful, code=-signal.SIGKILL)
+    assert again == ["FROM 4", *plain[8:17]]
+    assert run(every=2, stateful=stateful) == ["FROM 8", *plain[15:]]
+
+
+@EACH_WAY
+def test_a_checkpoint_at_the_end_of_an_epoch(run: Callable[..., list[str]], stateful: bool) -> None:
+    plain = run(with_daemon=False, stateful=stateful, seedable=True)
+    run(every=7, kill_at=7, stateful=stateful, seedable=True, code=-signal.SIGKILL)
+    assert run(every=7, stateful=stateful, seedable=True) == ["FROM 7", *plain[13:]]
+
+
+def test_two_ranks_resume_one_step(run: Callable[..., list[str]]) -> None:
+    plain = run(with_daemon=False, ranks=2)
+    run(every=2, kill_at=6, ranks=2, code=-signal.SIGKILL)
+    resumed = run(every=2, ranks=2)
+    step = int(resumed[0].split()[1])
+    assert step == 6
+    assert resumed[1:] == [line for line in plain if int(line.split()[1]) > step]
