@@ -8,6 +8,7 @@ is touched.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ from native_mutants import NATIVE, NATIVE_MUTANTS, TESTS
 HERE = Path(__file__).parent
 #: Some mutants are convicted by few histories, so that one seed may miss them.
 SEEDS = ("20250711", "2", "3")
+#: One seed after the other convicts most with few images, and the rest with many.
+IMAGES = ("300000", "2000000")
 CORE = HERE.parents[1] / "native" / "src"
 
 
@@ -372,10 +375,10 @@ def main() -> int:
     for mutant in chosen:
         is_test = mutant.program in TESTS
         command = [build(mutant, options), *(() if is_test else ("--killed",)), *mutant.arguments]
-        for seed in SEEDS:
+        for images, seed in itertools.product(IMAGES, SEEDS):
             done = subprocess.run(
-                command, cwd=HERE, env=os.environ | {"PCC_SEED": seed}, capture_output=True,
-                text=True, timeout=120,
+                [*command, "--images", images], cwd=HERE, env=os.environ | {"PCC_SEED": seed},
+                capture_output=True, text=True, timeout=120,
             )  # fmt: skip
             asserted = done.returncode == -signal.SIGABRT and "broken invariant" in done.stderr
             killed = (done.returncode == 0) != is_test or asserted

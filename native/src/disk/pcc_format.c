@@ -19,10 +19,7 @@ static bool is_zero(const void *bytes, size_t length_bytes)
 {
     const uint8_t *at = bytes;
 
-    for (size_t i = 0; i < length_bytes; i++)
-        if (at[i] != 0)
-            return false;
-    return true;
+    return length_bytes == 0 || (at[0] == 0 && memcmp(at, at + 1, length_bytes - 1) == 0);
 }
 
 static bool geometry_is_sound(const struct pcc_geometry *geometry)
