@@ -4,6 +4,9 @@ VENV ?= .venv
 ROUNDS ?= 1000
 SEED ?= 1
 
+# Tests start hundreds of Python processes, and each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh setup.py)

@@ -236,22 +236,23 @@ def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
         assert isinstance(answer, Described)
 
 
+@pytest.mark.parametrize("delay_s", [0.2, 0, 0.01, 0.03, 0.1])
 def test_a_restore_survives_the_end_of_its_front(
-    start_daemon: Start, start_trainer: Connect
+    start_daemon: Start, start_trainer: Connect, delay_s: float
 ) -> None:
-    """Whichever of its requests is lost, it is sent again, and not waited for in vain."""
+    """Whichever of its requests is lost, it is sent again, and not waited for in vain. Each time
+    with a daemon of its own: the more fronts end, the later the next one starts."""
     daemon = start_daemon()
     trainer = start_trainer(daemon)
     trains_on(trainer)
-    for delay_s in (0.2, 0, 0.01, 0.03, 0.1):
-        process = front_of(daemon)
-        process.suspend()
-        trainer.post("restore")
-        time.sleep(delay_s)
-        process.kill()
-        time.sleep(delay_s / 10)
-        front_of(daemon).kill()
-        assert trainer.answer(60)["step"] >= 1
+    process = front_of(daemon)
+    process.suspend()
+    trainer.post("restore")
+    time.sleep(delay_s)
+    process.kill()
+    time.sleep(delay_s / 10)
+    front_of(daemon).kill()
+    assert trainer.answer(60)["step"] >= 1
     trains_on(trainer)
 
 
