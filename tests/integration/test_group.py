@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,18 +164,19 @@ def test_what_becomes_durable_after_a_run_began_is_kept_for_its_restore(
     end(group)
     forgetful = ranks(start_trainer, daemon, "1", world)
     for trainer in forgetful:
-        assert trainer.evaluate(_waits_for_one_more) == before + 1
+        assert trainer.evaluate(partial(_waits_for, before + 1)) == before + 1
     for _ in range(3):
         save(forgetful, to=40)
     assert forgetful[0].recover(step=before + 1)["wrong"] == ""
 
 
-def _waits_for_one_more(trainer: Any) -> int:
-    """The newest step of the run before, once it is on the disk."""
-    before, limit = len(trainer.client.steps()), time.monotonic() + LIMIT_S
-    while len(trainer.client.steps()) == before and time.monotonic() < limit:
+def _waits_for(step: int, trainer: Any) -> int:
+    """The newest step of the run before, once this one is on the disk."""
+    limit = time.monotonic() + LIMIT_S
+    while (newest := max((one.step for one in trainer.client.steps()), default=0)) < step:
+        assert time.monotonic() < limit, newest
         time.sleep(0.02)
-    return max((one.step for one in trainer.client.steps()), default=0)
+    return newest
 
 
 def _is_connected(trainer: Any) -> bool:
