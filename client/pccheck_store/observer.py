@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Self
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -89,7 +88,7 @@ class Observer:
     def close(self) -> None:
         self._connection.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Observer:
         return self
 
     def __exit__(self, *_: object) -> None:

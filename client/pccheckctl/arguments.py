@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pccheck_wire.errors import UsageError
 
@@ -14,11 +13,18 @@ WRITERS_MAX = 64
 _JOB = "its name, as status and list show it"
 
 
-class Command(NamedTuple):
-    name: str
-    module: str  # its run(arguments) returns the exit code
-    help: str
-    arguments: Callable[[argparse.ArgumentParser], None]
+class Command:
+    """One command. No named tuple: the first of these in a process takes as long to make as
+    `status` takes to answer."""
+
+    def __init__(
+        self, name: str, module: str, about: str,
+        arguments: Callable[[argparse.ArgumentParser], None],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.module = module  #: its run(arguments) returns the exit code
+        self.help = about
+        self.arguments = arguments
 
 
 def _writers(text: str) -> int:

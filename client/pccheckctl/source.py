@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 from pccheckctl.output.documents import part, text
 
+TYPE_CHECKING = False  # the import of `typing` takes a fifth of the time of `status`
 if TYPE_CHECKING:
     from pathlib import Path
 

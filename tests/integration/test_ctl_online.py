@@ -80,7 +80,7 @@ def test_documents_have_the_same_keys_without_the_daemon(
 #: All that `status` needs to ask a daemon.
 STANDARD = (
     "__future__, argparse, array, contextlib, errno, gettext, importlib, locale, msgpack, os, "
-    "socket, time, typing"
+    "socket, time"
 )
 OURS = {
     "pccheckctl", "pccheckctl.arguments", "pccheckctl.cli", "pccheckctl.commands",

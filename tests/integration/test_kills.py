@@ -9,7 +9,6 @@ import pytest
 
 from tests.integration.kill_campaign import run
 
-
 PARTS = 4  # so that several workers share them
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pccheckctl import cli
 
-HEAVY = ("zmq", "torch", "pccheck", "numpy", "rich", "pccheck_native", "dataclasses", "asyncio")
+HEAVY = ("zmq", "torch", "pccheck", "numpy", "rich", "dataclasses", "asyncio")
 
 
 @pytest.fixture(autouse=True)
@@ -152,10 +152,12 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["status"]) == 130
 
 
-@pytest.mark.parametrize("flags", [[], ["--storage", "/"]])
-def test_starts_without_the_heavy_modules(flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "more"), [([], ["pccheck_native"]), (["--storage", "/"], ["msgpack", "socket"])]
+)
+def test_starts_without_the_heavy_modules(flags: list[str], more: list[str]) -> None:
     """Nothing that takes longer than the answer itself is imported to ask, or to list."""
-    heavy = [name for name in HEAVY if not flags or name != "pccheck_native"]
+    heavy = [*HEAVY, *more]
     code = (
         f"import sys; from pccheckctl import cli; cli.main([*{flags!r}, 'status', '--json']); "
         f"print([m for m in {heavy!r} if m in sys.modules])"

@@ -40,12 +40,13 @@ def _served(arguments: argparse.Namespace) -> Document | None:
     from pathlib import Path
 
     from pccheck_native import layout
-    from pccheck_store.observer import Observer
-    from pccheck_wire.errors import PccheckError
 
     socket = layout.noted_socket(Path(arguments.storage))
     if socket is None:
         return None
+    from pccheck_store.observer import Observer
+    from pccheck_wire.errors import PccheckError
+
     try:
         with Observer(str(socket)) as observer:
             return observer.status(uid=arguments.uid)
