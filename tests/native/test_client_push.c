@@ -377,6 +377,7 @@ static void test_a_late_gpu_is_not_quiet(void)
     struct stream stream;
     const CUdeviceptr memory = gpu_alloc(0, CHUNK);
 
+    pattern(at(memory), CHUNK, 13);
     daemon_open(&d, 2);
     CHECK(pcc_client_device_open(d.client, 0) == 0);
     stream_open(&stream, 0);
@@ -387,7 +388,6 @@ static void test_a_late_gpu_is_not_quiet(void)
     UNTIL(seen(&control->held_copies) == 1);
     pcc_client_close(d.client);
     CHECK_EQUAL(atomic_load(&d.view.page->quiet), 0);
-    pattern(at(memory), CHUNK, 13);
     set(&control->copy_hold_kinds, 0);
     UNTIL(memcmp(d.chunks, at(memory), CHUNK) == 0 ||
           memcmp(d.chunks + CHUNK, at(memory), CHUNK) == 0);
