@@ -62,6 +62,7 @@ def make() -> Path:
     place = CACHE / f"{SUITE}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not place.exists():
         print(f"making an arm64 Debian {SUITE} in {CACHE} (once, a minute or two)", flush=True)
+        CACHE.mkdir(exist_ok=True)  # mmdebstrap does not make the folder around its own
         fresh = place.with_suffix(f".{os.getpid()}")
         try:
             # Only unpacked: scripts that set packages up would take minutes on such a processor.
