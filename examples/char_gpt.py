@@ -9,12 +9,10 @@ are those of a run that was never stopped, bit for bit (`make demo` proves it).
 """
 
 import argparse
-import hashlib
 from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pccheck import PCcheckClient
 
@@ -57,56 +55,45 @@ class CharGPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(symbols, WIDTH)
         self.place = nn.Parameter(0.02 * torch.randn(WINDOW, WIDTH))
-        block = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True
-        )
+        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 512, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, symbols)
         self.mask = nn.Transformer.generate_square_subsequent_mask(WINDOW)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = self.blocks(self.embed(inputs) + self.place, mask=self.mask, is_causal=True)
-        return functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 
-def train(steps: int, every: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(True)
-    text = "\n".join(topics[name] for name in sorted(topics))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    loader = Loader(text, seed)
-    model = CharGPT(len(loader.symbols))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    print(f"text {digest} characters {len(text)} symbols {len(loader.symbols)}", flush=True)
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--every", type=int, default=5, help="steps; 0 = no checkpoints at all")
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 is another")
+options = parser.parse_args()
+torch.manual_seed(options.seed)
+torch.use_deterministic_algorithms(True)
+torch.set_default_dtype(getattr(torch, options.dtype))
+loader = Loader("\n".join(topics[name] for name in sorted(topics)), options.seed)
+model = CharGPT(len(loader.symbols))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.steps)
 
-    first = 1
-    if every:
-        client = PCcheckClient()
-        client.attach(
-            model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, rng=True
-        )
-        if done := client.restore():  # falsy the first time: there is nothing to restore
-            first = done.step + 1
-            print(f"restored step {done.step} from {done.source}", flush=True)
-
-    for step in range(first, steps + 1):
-        loss = model(*loader.next_batch())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()  # waits, if it must, until the checkpoint before has been copied
-        scheduler.step()
-        print(f"step {step} loss {loss.item():.4f} {loss.item().hex()}", flush=True)
-        if every and step % every == 0:
-            client.checkpoint(step=step)  # returns at once
-    if every:
-        client.close()  # waits until the last checkpoint is durable
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", type=int, default=5, help="steps; 0 = no checkpoints at all")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    train(arguments.steps, arguments.every, arguments.seed)
+first = 1
+if options.every:
+    client = PCcheckClient()
+    client.attach(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, rng=True)
+    if done := client.restore():  # falsy the first time: there is nothing to restore
+        first = done.step + 1
+        print(f"resumed at step {done.step}, from {done.source}", flush=True)
+for step in range(first, options.steps + 1):
+    loss = model(*loader.next_batch())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()  # waits, if it must, until the checkpoint before has been copied
+    scheduler.step()
+    print(f"step {step} loss {loss.item()}", flush=True)
+    if options.every and step % options.every == 0:
+        client.checkpoint(step=step)  # returns at once
+if options.every:
+    client.close()  # waits until the last checkpoint is durable

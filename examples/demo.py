@@ -12,19 +12,15 @@ when a single loss differs in a single bit.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import re
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pccheck_store.observer import Observer
+from tests.support.curves import Run, Trainer, differences
 from tests.support.daemon import Daemon
 
 SCRIPT = Path(__file__).with_name("char_gpt.py")
@@ -34,71 +30,13 @@ JOB = "demo"
 IN_FLIGHT = ("requested", "copying", "copied", "writing")
 
 
-@dataclass
-class Run:
-    """What one trainer process printed, and when."""
-
-    losses: dict[int, str] = field(default_factory=dict)  # step -> float.hex()
-    seen_s: dict[int, float] = field(default_factory=dict)
-    text: str = ""
-    restored: int = 0
-    started_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def last(self) -> int:
-        return max(self.losses, default=0)
-
-    @property
-    def first_s(self) -> float:
-        return self.seen_s[min(self.seen_s)]
-
-    def seconds_per_step(self, first: int, last: int) -> float:
-        return (self.seen_s[last] - self.seen_s[first]) / (last - first)
+def start(options: argparse.Namespace, every: int, variables: dict[str, str]) -> Trainer:
+    flags = ("--steps", options.steps, "--every", every, "--seed", options.seed)
+    return Trainer(SCRIPT, *flags, variables=variables)
 
 
-class Trainer:
-    """One process of the example; iterating gives the steps as they come."""
-
-    def __init__(self, options: argparse.Namespace, *, every: int, socket: Path | None) -> None:
-        self.run = Run()
-        words = [sys.executable, str(SCRIPT), "--steps", str(options.steps)]
-        words += ["--every", str(every), "--seed", str(options.seed)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
-        environment["OMP_NUM_THREADS"] = "1"  # such a small model gains nothing from more
-        if socket is not None:
-            environment |= {"PCCHECK_SOCKET": str(socket), "PCCHECK_JOB": JOB}
-        self.process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
-        )
-
-    def steps(self) -> Iterator[int]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            words = line.split()
-            if found := re.match(r"step (\d+) loss \S+ (\S+)", line):
-                step = int(found[1])
-                self.run.losses[step] = found[2]
-                self.run.seen_s[step] = time.monotonic()
-                yield step
-            elif words[:2] == ["restored", "step"]:
-                self.run.restored = int(words[2])
-                say(line.strip())
-            elif words[:1] == ["text"]:
-                self.run.text = line.strip()
-
-    def finish(self) -> Run:
-        for _ in self.steps():
-            pass
-        if self.process.wait() != 0:
-            raise SystemExit(f"demo: the trainer ended with {self.process.returncode}")
-        return self.run
-
-    def kill(self) -> Run:
-        self.process.kill()
-        for _ in self.steps():  # what it printed before it died
-            pass
-        self.process.wait()
-        return self.run
+def with_daemon(options: argparse.Namespace, socket: Path) -> Trainer:
+    return start(options, options.every, {"PCCHECK_SOCKET": str(socket), "PCCHECK_JOB": JOB})
 
 
 def say(text: str) -> None:
@@ -114,8 +52,7 @@ def checkpoints(socket: Path) -> list[dict[str, Any]]:
 
 def reference(options: argparse.Namespace) -> Run:
     print(f"1. Reference: {options.steps} steps without checkpoints or interruption", flush=True)
-    run = Trainer(options, every=0, socket=None).finish()
-    say(run.text)
+    run = start(options, 0, {}).finish()
     say(f"loss {show(run, 1)} -> {show(run, options.steps)}")
     return run
 
@@ -127,7 +64,7 @@ def interrupted(options: argparse.Namespace, socket: Path, kill_at: int) -> tupl
         f"(random, --kill-seed {options.kill_seed})",
         flush=True,
     )
-    trainer, most = Trainer(options, every=options.every, socket=socket), 0
+    trainer, most = with_daemon(options, socket), 0
     for step in trainer.steps():
         if step >= kill_at:
             break
@@ -143,13 +80,14 @@ def interrupted(options: argparse.Namespace, socket: Path, kill_at: int) -> tupl
 
 def resumed(options: argparse.Namespace, socket: Path) -> Run:
     print("3. The same command again", flush=True)
-    run = Trainer(options, every=options.every, socket=socket).finish()
+    run = with_daemon(options, socket).finish()
+    say(f"resumed at step {run.resumed}")
     say(f"loss at step {options.steps}: {show(run, options.steps)}")
     return run
 
 
 def show(run: Run, step: int) -> str:
-    return f"{float.fromhex(run.losses[step]):.4f}"
+    return f"{float(run.losses[step][0]):.4f}"
 
 
 def delay_us(options: argparse.Namespace, whole: Run) -> int:
@@ -167,9 +105,9 @@ def table(
     slowdown = first.seconds_per_step(warm_up, first.last) / whole.seconds_per_step(
         warm_up, first.last
     )
-    made = first.last // options.every + (second.last - second.restored) // options.every
+    made = first.last // options.every + (second.last - second.resumed) // options.every
     rows = {
-        "steps lost by the kill": f"{first.last - second.restored} (of {first.last})",
+        "steps lost by the kill": f"{first.last - second.resumed} (of {first.last})",
         "seconds from restart to the next step": f"{second.first_s - second.started_s:.1f}",
         "checkpoints": str(made),
         "seconds from request to durable": f"{durable_s:.2f} (the disk is made slow)",
@@ -178,15 +116,6 @@ def table(
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:{width}}  {value}" for name, value in rows.items())
-
-
-def differences(expected: Run, *others: Run) -> list[str]:
-    return [
-        f"step {step}: {loss} instead of {expected.losses[step]}"
-        for run in others
-        for step, loss in run.losses.items()
-        if loss != expected.losses[step]
-    ]
 
 
 def main() -> int:
@@ -209,7 +138,7 @@ def main() -> int:
         daemon.armed.touch()
         first, most = interrupted(options, daemon.socket, kill_at)
         second = resumed(options, daemon.socket)
-        wrong = differences(whole, first, second)
+        wrong = [str(one) for one in differences(whole, first, second)]
         compared = len(first.losses) + len(second.losses)
         durable_s = statistics.median(
             found["durable_s"] for found in checkpoints(daemon.socket) if found["durable_s"]
@@ -221,7 +150,7 @@ def main() -> int:
             check=False,
         )
         daemon.stop()
-    if not second.restored:
+    if not second.resumed:
         wrong.append("the second run did not restore a checkpoint")
     if second.last != options.steps:
         wrong.append(f"the second run ended at step {second.last}")

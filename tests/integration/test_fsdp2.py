@@ -4,48 +4,35 @@ go on, too."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.curves import ROOT, Trainer, differences
 from tests.support.daemon import Daemon
-from tests.support.torchrun import torchrun
 
 Start = Callable[..., Daemon]
 
 
-def launch(daemon: Daemon, job: str, losses: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
-    losses.mkdir(exist_ok=True)
-    program = ("examples/fsdp2.py", "--losses", str(losses), "--every", "3")
-    with torchrun(daemon, job, ranks, *program, *flags) as launcher:
-        said, _ = launcher.communicate()
-    return launcher.returncode, said
-
-
-def told(losses: Path) -> list[dict[str, str]]:
-    """By rank and step; a step that was done again counts the last time."""
-    return [
-        dict(line.split() for line in (losses / str(rank)).read_text().splitlines())
-        for rank in range(2)
-    ]
+def launch(daemon: Daemon, job: str, steps: int, ranks: int = 2) -> Trainer:
+    variables = {"PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job}
+    flags = ("--steps", steps, "--every", 3)
+    return Trainer(ROOT / "examples/fsdp2.py", *flags, ranks=ranks, variables=variables)
 
 
 @pytest.mark.timeout(600)
-def test_killed_ranks_go_on_as_if_they_had_not_been(start_daemon: Start, tmp_path: Path) -> None:
+def test_killed_ranks_go_on_as_if_they_had_not_been(start_daemon: Start) -> None:
     daemon = start_daemon()
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert launch(daemon, "whole", whole, "--steps", "12")[0] == 0
-    assert launch(daemon, "job", killed, "--steps", "12", "--kill-at", "8")[0] != 0
-    before = told(killed)
-    assert all(len(rank) == 8 for rank in before)
-    code, said = launch(daemon, "job", killed, "--steps", "12")
-    assert code == 0, said
-    assert told(killed) == told(whole)
-    lines = (killed / "0").read_text().splitlines()
-    assert len(lines) < 8 + 12  # it did go on, and not from the start
-    assert len(set(told(whole)[0].values())) == 12
+    whole = launch(daemon, "whole", 12).finish()
+    assert len({losses[0] for losses in whole.losses.values()}) == 12
+    trainer = launch(daemon, "job", 12)
+    assert 8 in trainer.steps()
+    killed = trainer.kill()
+    resumed = launch(daemon, "job", 12).finish()
+    assert resumed.resumed >= 6  # the update of step 7 waited for that copy
+    assert min(resumed.losses) == resumed.resumed + 1
+    assert resumed.losses[12].keys() == {0, 1}
+    assert differences(whole, killed, resumed) == []
 
-    code, said = launch(daemon, "job", tmp_path / "other", "--steps", "14", ranks=3)
-    assert code == 0, said
-    steps = [line.split()[0] for line in (tmp_path / "other/2").read_text().splitlines()]
-    assert steps == ["13", "14"]
+    other = launch(daemon, "job", 14, ranks=3).finish()
+    assert [sorted(other.losses[step]) for step in sorted(other.losses)] == [[0, 1, 2]] * 2
+    assert sorted(other.losses) == [13, 14]
