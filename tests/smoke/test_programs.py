@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.smoke import examples
 from tests.smoke.conftest import ROOT, Run
 
 CAMPAIGNS = {
@@ -36,6 +37,15 @@ def test_no_campaign_is_left_out() -> None:
 
 def test_the_demo_ends_well(run: Run) -> None:
     assert "OK: all" in run("examples.demo", "--steps", 20, "--every", 4).out
+
+
+def test_an_example_is_killed_and_goes_on(run: Run) -> None:
+    assert "resumed at step" in run("tests.smoke.examples", "lora").out
+
+
+@pytest.mark.parametrize("name", examples.names())
+def test_an_example_is_short(name: str) -> None:
+    assert len((examples.EXAMPLES / f"{name}.py").read_text().splitlines()) < 100
 
 
 def test_the_shortest_script_goes_on_where_it_was(tmp_path: Path) -> None:
