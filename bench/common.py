@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import json
 import mmap
@@ -17,8 +18,9 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -157,7 +159,7 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-# -- programs and files ------------------------------------------------------------------------
+# -- programs, files and pictures --------------------------------------------------------------
 
 
 def build_rawwrite(directory: Path) -> Path:
@@ -207,15 +209,26 @@ def file_system(directory: Path) -> str:
 
 def write_results(name: str, document: dict[str, object], table: str) -> None:
     """`results/NAME-DATE.json` with every run, and `.md` for reading."""
+    path = result_path(name, ".json")
+    path.write_text(json.dumps(document, indent=1, default=_plain) + "\n")
+    path.with_suffix(".md").write_text(table)
+    print(f"{table}\nwritten: {path} and .md")
+
+
+def result_path(name: str, suffix: str) -> Path:
     RESULTS.mkdir(exist_ok=True)
-    stem = RESULTS / f"{name}-{datetime.date.today().isoformat()}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, default=_plain) + "\n")
-    stem.with_suffix(".md").write_text(table)
-    print(f"{table}\nwritten: {stem}.json and .md")
+    return RESULTS / f"{name}-{datetime.date.today().isoformat()}{suffix}"
+
+
+def require_pyplot() -> Any:
+    try:
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise BenchError("matplotlib is missing: pip install 'pccheck[plot]'") from None
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Spread):
+    if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(type(value).__name__)
 

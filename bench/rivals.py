@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from bench.common import sync_directory, tensors_of
 
 KEPT = "DCP async_save, stager kept"
+UNSYNCED = "torch.save without fsync"
 Finish = Callable[[], None]
 
 
@@ -63,6 +64,8 @@ class Rivals(AbstractContextManager["Rivals"]):
             "DCP async_save": self._dcp_async,
             KEPT: self._dcp_async_kept,
         }
+        #: Not durable: what most scripts do, and lose in a power cut.
+        self.unsynced = {UNSYNCED: self._torch_save_unsynced}
 
     def __enter__(self) -> Self:
         # One process is a group of its own; this store needs no port.
@@ -76,10 +79,13 @@ class Rivals(AbstractContextManager["Rivals"]):
         dist.destroy_process_group()
 
     def _torch_save(self, directory: Path) -> Finish:
-        path = directory / "state.pt"
-        torch.save(self.state.nested(), path)
-        _sync_file(path)
+        self._torch_save_unsynced(directory)
+        _sync_file(directory / "state.pt")
         _sync_tree(directory)
+        return lambda: None
+
+    def _torch_save_unsynced(self, directory: Path) -> Finish:
+        torch.save(self.state.nested(), directory / "state.pt")
         return lambda: None
 
     def _safetensors(self, directory: Path) -> Finish:

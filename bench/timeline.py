@@ -11,7 +11,6 @@ and the steps as the trainer measured them. Needs matplotlib: pip install 'pcche
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.common import MIB, BenchError, make_training_state, told
+from bench.common import MIB, BenchError, make_training_state, require_pyplot, told
 from pccheck import PCcheckClient
 from pccheck_store.observer import Observer
 from pccheckctl.commands.trace import chrome
@@ -114,10 +113,7 @@ def _from_trace(run: Run, document: Document) -> None:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    try:
-        plot: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise BenchError("matplotlib is missing: pip install 'pccheck[plot]'") from None
+    plot = require_pyplot()
     heights = [len(run.tracks) for run in runs]
     figure, axes = plot.subplots(
         len(runs), 1, figsize=(12, 1.5 + 0.42 * sum(heights)), sharex=True,

@@ -17,6 +17,7 @@ BENCHES = {
     "recover": ("--sizes", "32MiB", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
+    "resume_check": ("--small",),
     "train": ("--intervals", "1", "--steps", "1", "--width", "64", "--layers", "1", *SMALL),
 }
 #: They leave no document in results/.
