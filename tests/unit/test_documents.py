@@ -69,6 +69,17 @@ def test_the_script_in_the_readme_is_the_quickstart() -> None:
     assert sum(1 for line in script.splitlines() if line) <= 20
 
 
+def test_the_diffs_in_the_readme_are_in_the_examples() -> None:
+    text = (ROOT / "README.md").read_text()
+    diffs = re.findall(r"\]\((examples/\w+\.py)\)\):\n\n```diff\n(.*?)```", text, re.DOTALL)
+    assert len(diffs) == text.count("```diff") >= 4
+    for script, diff in diffs:
+        lines = [line.removeprefix("+").strip() for line in diff.splitlines() if line[0] == "+"]
+        assert 1 <= len(lines) <= 5
+        code = [line.split("  #")[0].strip() for line in (ROOT / script).read_text().splitlines()]
+        assert [line for line in lines if line not in code] == [], script
+
+
 @EVERY_DOCUMENT
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^):]+)\)", document.read_text()):
