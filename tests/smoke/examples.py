@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 from pccheck_native import layout
+from pccheck_store.observer import Observer
 from pccheck_wire.errors import PccheckError
 from pccheckctl.output.documents import rows
-from pccheckctl.source.observer import Observer
 from tests.support.curves import LIMIT_S, ROOT, Trainer
 from tests.support.daemon import Daemon
 
