@@ -255,7 +255,7 @@ MUTANTS = (
         changes=(
             (
                 "result = find_sequence(&volume->staged, sequence, &staged_slot);",
-                "staged_slot = slot;",
+                "staged_slot = *slot_out;",
             ),
         ),
     ),

@@ -4,6 +4,7 @@ four, equal bit by bit."""
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -268,6 +269,7 @@ def test_all_ranks_read_the_same_step(start_daemon: Start, monkeypatch: pytest.M
             torch_dcp.load({"a": torch.ones(3)}, storage_reader=Behind("job", socket=daemon.socket))
 
     monkeypatch.delenv("PCCHECK_JOB", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     with (
         PCcheckClient(socket=daemon.socket) as client,
         pytest.raises(UsageError, match="set PCCHECK_JOB"),

@@ -27,6 +27,8 @@ esac
 MATPLOTLIB = """\
 from unittest.mock import MagicMock
 
+close = MagicMock()
+
 def subplots(rows, *_, **options):
     return MagicMock(), [MagicMock(**{"barh.return_value": [MagicMock()]}) for _ in range(rows)]
 """

@@ -171,7 +171,7 @@ def test_status_is_completed_with_ranks_that_nobody_connected_to(daemon: FakeDae
     daemon.answers = [[WELCOME], reply({"ranks": [known]}), [codec.encode(listed)]]
     with observer.Observer(str(daemon.path)) as opened:
         first, second = rows(opened.status(), "ranks")
-    assert first == known
+    assert first == known | {"stale": False}
     assert (second["job"], second["connected"]) == ("b", False)
     assert second["newest"] == {"sequence": 2, "step": 8, "wall_ns": None}
     daemon.close()

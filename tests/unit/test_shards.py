@@ -416,18 +416,18 @@ def test_a_local_part_that_was_replaced_is_seen() -> None:
 
 def test_ranges_in_pieces() -> None:
     """What overlaps is read again, and long gaps are not read."""
-    from pccheck.restoring.reading import _GAP_MAX, _spans
+    from pccheck_wire.parts import GAP_MAX, spans
 
     def at(address: int, offset: int, nbytes: int) -> bytes:
         return struct.pack("<QQQ", address, offset, nbytes)
 
-    far = _GAP_MAX + 100
+    far = GAP_MAX + 100
     near, gap, tied = at(1, 0, 50), at(2, far, 10), at(3, 20, 10)
     beside = at(4, 60, 10)
-    pieces = list(_spans(near + near + beside + gap + tied, b""))
+    pieces = list(spans(near + near + beside + gap + tied, b""))
     assert pieces == [
         (0, 70, near + beside, b""), (far, 10, gap, b""), (20, 10, tied, b""),
     ]  # fmt: skip
-    assert list(_spans(b"", b"")) == []
+    assert list(spans(b"", b"")) == []
     device = struct.pack("<QQQII", 9, 55, 5, 0, 0)
-    assert list(_spans(near + beside, device)) == [(0, 70, near + beside, device)]
+    assert list(spans(near + beside, device)) == [(0, 70, near + beside, device)]
