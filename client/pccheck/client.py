@@ -177,12 +177,13 @@ class PCcheckClient:
 
     @property
     def has_guessed_job(self) -> bool:
-        """Whether the job has no name but the script's, which other commands may have, too."""
+        """Whether the job's name comes from the script: another command may have it, too."""
         return self._session.identity.guessed
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended: by close(), a newer client for its job and rank, or a fork."""
+        """Whether the client has ended: by close(), by a newer client for its job and rank, or
+        because this process was forked."""
         return self._closed or self._inert()
 
     def attach(
@@ -417,8 +418,8 @@ class PCcheckClient:
                 gets the newest.
             strict_optimizer: False accepts the state of an optimizer of another class, or with
                 options that the attached one does not have.
-            only: names of what is attached; all else in the checkpoint is neither compared nor
-                read, and stays as it is here.
+            only: names of attached things. The rest of the checkpoint is neither compared nor
+                read, and the other attached things stay as they are.
 
         Returns what it did; a falsy result only when the volume was read and holds nothing.
         Raises DaemonUnreachableError and the like when that is not known; UsageError with
@@ -569,12 +570,12 @@ class PCcheckClient:
             LOG.debug("before the first checkpoint: %s", error)
 
     def flush(self, deadline_s: float | None = None) -> Durable | None:
-        """Waits until the newest checkpoint is durable, on all ranks of the job; or until it has
-        failed, and then for the one before.
+        """Waits until the newest checkpoint is durable on all ranks of the job. If it fails, waits
+        for the checkpoint before it.
 
         Args:
-            deadline_s: the longest time for that. The default is what is left after a signal of
-                `stop_on`, or a minute.
+            deadline_s: the longest time to wait. The default is a minute, or after a signal of
+                `stop_on` what is left of its deadline.
 
         Returns step and sequence of the newest durable checkpoint that this client knows of, also
         of a restored one: what a restart gets. None when it knows of none. A dead daemon, a failed
@@ -594,12 +595,12 @@ class PCcheckClient:
 
     def stop_on(self, *signals: int, deadline_s: float = STOP_LIMIT_S) -> None:
         """From now on these signals (`signal.SIGTERM`, say) do not end the process, but make
-        `should_stop()` true. A handler that was there before is called, too; Ctrl-C's own one
-        (KeyboardInterrupt) is not. `close()` puts the earlier handlers back.
+        `should_stop()` true. An earlier handler of the script is called, too; Python's own handler
+        of Ctrl-C (KeyboardInterrupt) is not. `close()` puts the earlier handlers back.
 
         Call it in the main thread, and for a job of several ranks on every rank, after
-        `init_process_group()`: the ranks then stop after the same step. With solo=True only this
-        rank is told.
+        `init_process_group()`: the ranks then stop after the same step. With solo=True
+        `should_stop()` reports only signals to this rank.
 
         Args:
             deadline_s: the time from the signal to the end of `flush()` and `close()`. torchrun
@@ -617,9 +618,9 @@ class PCcheckClient:
     def should_stop(self) -> bool:
         """Whether one of the signals of `stop_on` has come, to this rank or another one.
 
-        Call it between two steps, after the same steps on every rank: the ranks agree in it, by
-        one small sum on the CPU (gloo), so that all of them stop after the same step. Raises
-        UsageError without `stop_on`.
+        Call it between two steps, after the same steps on every rank: it reduces one number over
+        all ranks on the CPU (gloo), so that all ranks stop after the same step. Raises UsageError
+        without `stop_on`.
         """
         if self._inert():
             return False

@@ -49,9 +49,9 @@ class Reader:
     """Finds and reads the checkpoints of one job, also while it trains. Use it as a context
     manager: it closes what it has opened.
 
-    `job` is named as for PCcheckClient. It asks the daemon, or reads the directory `storage`
-    itself: without a daemon, or through the private daemon that serves it. Only the owner of the
-    job and root may read it; `uid` chooses among jobs of several users.
+    `job` is named as for PCcheckClient. A Reader asks the daemon. With `storage` it reads that
+    directory, without a daemon or through the private daemon that serves the directory. Only the
+    owner of the job and root may read it; `uid` chooses among jobs of several users.
 
     Raises DaemonUnreachableError, NoStoreError, RefusedError, UsageError.
     """
@@ -90,15 +90,15 @@ class Reader:
         return [stored for stored, _ in self._found()]
 
     def newest(self) -> Stored | None:
-        """The newest checkpoint that every rank of its world has, which restore() takes; None when
-        there is none."""
+        """The newest checkpoint that every rank of its world has, undamaged: the one that
+        restore() takes. None when there is none."""
         return next((stored for stored in self.steps() if stored.complete), None)
 
     def open(self, step: int | None = None, *, sequence: int | None = None) -> OpenCheckpoint:
         """Opens the newest complete checkpoint, of `step` or with `sequence` if given. Through a
         daemon it is leased: newer checkpoints do not replace it before it is closed or this process
-        ends. When a checkpoint would otherwise have no slot, the oldest lease ends, and further
-        reads raise RecycledError.
+        ends. When a new checkpoint would otherwise have no slot, the lease on the oldest checkpoint
+        ends, and later reads of that checkpoint raise RecycledError.
 
         Raises NoCheckpointError when there is none.
         """
@@ -117,7 +117,7 @@ class Reader:
         raise recycled
 
     def _chosen(self, step: int | None, sequence: int | None) -> catalog.Checkpoint:
-        """The part of its first rank."""
+        """The part that the first rank of the chosen checkpoint has."""
         found = self._found()
         fits = [
             (stored, first) for stored, first in found
@@ -136,7 +136,7 @@ class Reader:
         same: dict[tuple[int, ...], dict[int, catalog.Checkpoint]] = {}
         for rank, checkpoints in ranks.items():
             for one in checkpoints:
-                # What a rank saved alone is its own: others may have used the number otherwise.
+                # A rank that saved alone counts alone: other ranks may have the same sequence.
                 alone = (rank,) if one.world_size == 1 else ()
                 key = (one.sequence, one.step, one.incarnation, one.world_size, *alone)
                 same.setdefault(key, {})[rank] = one
@@ -184,11 +184,9 @@ def _of_rank(one: catalog.Checkpoint) -> StoredRank:
 
 
 def _store(storage: str | os.PathLike[str] | None, socket: str | os.PathLike[str] | None) -> Store:
-    """The daemon; a directory that is named, or that PCCHECK_STORAGE names when no daemon runs."""
+    """The daemon; or the directory `storage`, or PCCHECK_STORAGE when no daemon answers."""
     if storage is not None and socket is not None:
-        raise UsageError(
-            "storage= and socket= were both given", hint="leave out the one that is not meant"
-        )
+        raise UsageError("storage= and socket= were both given", hint="give only one of them")
     if storage is None:
         where = None if socket is None else os.fspath(socket)
         try:

@@ -1,4 +1,4 @@
-"""What is saved, read from a storage directory or through its daemon. Without torch: the command
-line and the client's `Reader` both stand on it."""
+"""Reads checkpoints from a storage directory or through its daemon, without torch. Used by the
+command line and by `pccheck.Reader`."""
 
 VERSION = "0.1.0"

@@ -1,5 +1,5 @@
-"""Documents of a daemon and of a storage directory: values are taken from one with these, whatever
-it holds."""
+"""Takes values from documents of a daemon or of a storage directory, whatever these documents
+hold."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads one checkpoint: its tree and its bytes, checked on the way. The same for `show`, `recover`
-and `verify`, and for bytes from the file and from the daemon."""
+"""Reads one checkpoint: its tree and its bytes, with checks. `show`, `recover` and `verify` use it
+alike for bytes from the file and from the daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pccheck_native.subset import Subset, verify_part
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, PccheckError, UnreadableError
 
-#: Of a file they are read at a time; of a short part of it no more than that part.
+#: Bytes of a file that are read at a time; a shorter part is read as it is.
 CHUNK_BYTES = 4 << 20
 
 
@@ -38,7 +38,7 @@ class Reader:
         raise NotImplementedError
 
     def beside(self, other: catalog.Checkpoint) -> Reader:
-        """Of what another rank has stored of the same checkpoint."""
+        """A reader of what another rank has stored of the same checkpoint."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class FileReader(Reader):
             raise DamagedError(f"{checkpoint.volume_path}: {error}") from error
 
     def read(self, offset: int, length: int) -> bytes:
-        """Reads no block around them: damage of another one does not hide the tree."""
+        """Reads only the blocks of this range, so that damage elsewhere does not hide the tree."""
         with self._errors():
             return self._volume.read(self.checkpoint.sequence, offset, length)
 
@@ -129,7 +129,7 @@ class FileReader(Reader):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Says what is wrong, unless a newer checkpoint has taken the slot meanwhile."""
+        """Turns errors of the core into ours: RecycledError if a newer checkpoint took the slot."""
         try:
             yield
         except (_core.NativeError, OSError) as error:

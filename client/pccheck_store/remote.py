@@ -80,7 +80,7 @@ class DaemonStore:
 
 
 def _checkpoint(item: Document) -> catalog.Checkpoint:
-    """From the list. The place of the tree is not known before it is opened."""
+    """From the list. The place of the tree is unknown until the checkpoint is opened."""
     names = ("pinned", "protected", "damaged")
     flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
     numbers = {
@@ -134,7 +134,7 @@ class _PartReader(Reader):
 
 
 class _Session:
-    """Of a reader with the daemon; it has opened one checkpoint, with the parts of all ranks."""
+    """A reader's session with the daemon. It opens one checkpoint, with the parts of all ranks."""
 
     def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
         one = checkpoint

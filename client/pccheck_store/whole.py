@@ -24,14 +24,13 @@ class Progress(Protocol):
 
     def advance(self, by: int) -> None: ...
     def spare(self, by: int) -> None:
-        """So many fewer are read."""
+        """This many bytes will not be read."""
 
 
 class WholeReader(Reader):
-    """A checkpoint with what all ranks of its world store of it. `content` is the state of one
-    rank, with what other ranks store of it: their parts of replicated state, and their blocks of
-    sharded tensors, of which it makes whole ones. Long reads are cut, so that a bar moves during
-    them."""
+    """Reads a checkpoint with the parts of all ranks of its world. `content` is the state of one
+    rank: replicated state is put together from the parts of all ranks, and sharded tensors are made
+    whole from their blocks. Long reads are cut, so that a bar moves during them."""
 
     def __init__(
         self, storage: Store, one: catalog.Checkpoint, progress: Progress | None = None
@@ -46,7 +45,7 @@ class WholeReader(Reader):
 
     @property
     def ranks(self) -> list[int]:
-        """Those of the world that has saved it; a rank that saved alone is the only one."""
+        """The ranks of the run that saved it. A rank that saved alone is the only one."""
         one = self.checkpoint
         return list(range(one.world_size)) if one.world_size > 1 else [one.rank]
 
@@ -115,8 +114,8 @@ class WholeReader(Reader):
 
 
 class _WholeTensors:
-    """Gives every sharded tensor of a tree an extent of its own, which no payload has: its ranges
-    are those of the ranks' blocks."""
+    """Gives every sharded tensor of a tree an extent of its own. No payload has this extent: reads
+    of it become reads of the ranks' blocks."""
 
     def __init__(self, own: tree.Tree, others: dict[int, tree.Tree]) -> None:
         self._own = own
@@ -136,7 +135,7 @@ class _WholeTensors:
         return dataclasses.replace(self._own, root=root, extents=self._extents)
 
     def divided(self, ranges: bytes) -> list[bytes]:
-        """What is read as it is, then for each whole tensor where its blocks are."""
+        """The ranges that are in a payload, then for each whole tensor those of its blocks."""
         plain: list[bytes] = []
         whole: list[bytes] = []
         for address, offset, nbytes in struct.iter_unpack("<QQQ", ranges):

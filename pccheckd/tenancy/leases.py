@@ -1,5 +1,5 @@
-"""Checkpoints that reading sessions have opened: not recycled while they are read, unless a new
-checkpoint would have no slot."""
+"""Leases on checkpoints that reading sessions have opened: they are not recycled while they are
+read, unless a new checkpoint would have no slot."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .volumes import VolumeSet
 
 
 class Leases:
-    """Owned by its tenant. Nothing of them is on the disk: they end with the daemon. Waits for no
-    disk."""
+    """Owned by a tenant. Leases are not on the disk, so they end with the daemon. No call waits
+    for the disk."""
 
     def __init__(self, volumes: VolumeSet) -> None:
         self._volumes = volumes
         self._sessions: dict[int, set[int]] = {}  # by sequence
 
     def take(self, sequence: int, session: int) -> None:
-        """Until `give_back`. Raises NoCheckpointError when it was recycled meanwhile."""
+        """Leases a checkpoint until `give_back`. Raises NoCheckpointError when it was recycled."""
         if not self._spare(sequence, True):
             raise NoCheckpointError(
                 f"{self._volumes.key} has no durable checkpoint {sequence} (any more)",
@@ -30,7 +30,7 @@ class Leases:
         self._sessions.setdefault(sequence, set()).add(session)
 
     def give_back(self, session: int) -> None:
-        """All of a session that has ended."""
+        """Ends all leases of a session that has ended."""
         for sequence, sessions in list(self._sessions.items()):
             sessions.discard(session)
             if not sessions:
@@ -45,11 +45,11 @@ class Leases:
         steps = {found.sequence: found.step for found in current.checkpoints}
         for sequence in sorted(self._sessions.keys() & steps.keys()):
             self._spare(sequence, False)
-            with contextlib.suppress(ValueError):  # it is being reopened
+            with contextlib.suppress(ValueError):  # the volume is being reopened
                 if current.volume.has_expendable():
                     del self._sessions[sequence]
                     LOG.info(
-                        "%s: a reader keeps step %d no longer: a new checkpoint needs its slot",
+                        "%s: lease of a reader on step %d ended: a new checkpoint needs the slot",
                         self._volumes.key, steps[sequence],
                     )  # fmt: skip
                     return True
@@ -57,7 +57,7 @@ class Leases:
         return False
 
     def renew(self) -> None:
-        """After a volume was read from the disk again."""
+        """Leases the same checkpoints again, after a volume was read from the disk again."""
         for sequence in list(self._sessions):
             if not self._spare(sequence, True):
                 del self._sessions[sequence]

@@ -225,8 +225,9 @@ class Tenant:
         self.readers += number
 
     def end_lease(self) -> bool:
-        """A checkpoint has no slot: whether one is free when a reader's lease has ended. What is in
-        flight, or waits for other ranks, frees one by itself."""
+        """For a checkpoint that has no slot: ends a reader's lease, and returns whether a slot is
+        free now. Ends none while a checkpoint in flight, or one that waits for other ranks, will
+        free a slot."""
         if self.ledger.in_flight:
             return False
         newest = self.group.newest_common

@@ -1,1 +1,1 @@
-"""Frameworks: one module each, imported only by the scripts that use it."""
+"""Frameworks: a module or folder each, imported only by the scripts that use it."""

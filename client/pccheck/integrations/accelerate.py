@@ -33,10 +33,10 @@ def attach(
 
     Args:
         loader: the prepared loader that training draws from; default the first one.
-        more: what else PCcheckClient.attach takes.
+        more: more things for PCcheckClient.attach.
 
-    Raises UsageError when nothing is prepared, for DeepSpeed and Megatron, which keep their state
-    themselves, and as PCcheckClient.attach does.
+    Raises UsageError when nothing is prepared, for DeepSpeed and Megatron (they keep their state
+    themselves), and as PCcheckClient.attach does.
     """
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise UsageError(
@@ -72,12 +72,12 @@ def attach(
 
 
 def skip_first_batches(loader: Any, num_batches: int) -> Any:
-    """The rest of an epoch of a loader without a state: as accelerate.skip_first_batches, in the
-    order that the interrupted run had, and training then draws the numbers that it drew there.
+    """The rest of an epoch, for a loader without a state. Like accelerate.skip_first_batches, but
+    in the data order of the interrupted run, and with the random numbers that followed there.
 
     Call it after `client.restore()`, with the loader that `attach()` knows and the number of
-    batches of this epoch that training has had. For one epoch; the next one takes the loader.
-    Raises UsageError for another loader.
+    batches that training has already had in this epoch. Use the result for this epoch only, and
+    the loader itself from the next epoch on. Raises UsageError for another loader.
     """
     epoch = getattr(loader, "_pccheck_epoch", None)
     if not isinstance(epoch, _Epoch):
@@ -94,7 +94,7 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
 
     def end_of_epoch() -> None:
         end()
-        loader.set_epoch(rest.iteration)  # as if it had given these batches itself
+        loader.set_epoch(rest.iteration)  # as if `loader` had given these batches
 
     rest.end = end_of_epoch
     rest._pccheck_epoch = epoch
@@ -102,8 +102,8 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
 
 
 class _Epoch:
-    """The generators when a loader began its epoch, as its order may be drawn from them; and how it
-    goes on in the middle of one."""
+    """The generators as they were when a loader began its epoch: the data order may be drawn from
+    them. Also continues an epoch in the middle."""
 
     def __init__(self, loader: Any) -> None:
         self.began: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class _Epoch:
         begin = type(loader).begin
 
         def at_begin() -> None:
-            self._note(makes=False)  # torchdata's have made their first iterator long before
+            self._note(makes=False)  # torchdata's loader has made its first iterator before
             begin(loader)
 
         def at_iterator() -> Any:
@@ -137,8 +137,8 @@ class _Epoch:
             self._order.set_state(self.began["order"])
 
     def continue_in(self, loader: Any) -> None:
-        """The next iterator of `loader` has the order of the interrupted epoch, and the generators
-        are those of the checkpoint when it has fetched a batch: until then it draws."""
+        """Gives the next iterator of `loader` the order of the interrupted epoch. Restores the
+        generators of the checkpoint after the first batch, because iterators draw until then."""
         base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
         generators = self.generators or capture_rng()
 
@@ -164,8 +164,8 @@ class _Epoch:
         base._get_iterator = once
 
     def begin_after(self, loader: Any) -> None:
-        """A loader with a state that ended its epoch makes an iterator only to see that: its draws
-        do not count."""
+        """A loader whose state is the end of an epoch makes an iterator only to find that end: the
+        generators are restored after it."""
         base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
         generators = self.generators or capture_rng()
 
@@ -184,8 +184,8 @@ def _named(name: str, things: list[Any]) -> dict[str, Stateful]:
 
 
 class _Counters:
-    """What an Accelerator and its loaders count: micro-batches since the last step, and epochs,
-    from which loaders may make their order."""
+    """What an Accelerator and its loaders count: micro-batches since the last step, and epochs
+    (the data order may depend on them)."""
 
     def __init__(self, accelerator: accelerate.Accelerator, first: Any) -> None:
         self._accelerator = accelerator

@@ -1,6 +1,7 @@
 """Hugging Face's Trainer: a callback that saves, and what `train()` resumes from.
 
-Trainer reads its counters from a directory; all else is restored in place once it was made.
+Trainer reads its counters from a directory. All else is restored in place, after Trainer has made
+it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         every_n_steps: optimizer steps from one checkpoint to the next, counted by `global_step`.
-        client: a PCcheckClient of this job, which the caller closes. Without one the callback makes
-            its own of `job` and `options`, and closes it when training ends. With several ranks it
-            has replicated=True, unless the model is sharded (FSDP).
+        client: a PCcheckClient of this job, which the caller closes. Without `client`
+            the callback makes a client from `job` and `options`, and closes that client when
+            training ends. With several ranks that client has replicated=True, unless the model is
+            sharded (FSDP).
 
     Raises UsageError; with DeepSpeed, whose state it cannot save, when training begins.
     """
@@ -118,7 +120,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         self._counters.epoch_rng = capture_rng()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        """Trainer has drawn the batches of the step."""
+        """At this point Trainer has drawn the batches of the step."""
         if self._generators is not None:
             restore_rng(self._generators)
             self._generators = None
@@ -126,7 +128,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             self._save(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        """The last step, unless the weights of another step were loaded."""
+        """Saves the last step, unless Trainer has loaded the weights of the best one."""
         if float(state.epoch or 0).is_integer():
             self._counters.epoch_rng = None
         if not (args.load_best_model_at_end and state.best_model_checkpoint):
@@ -170,7 +172,7 @@ def pccheck_resume(trainer: Any, step: int | None = None) -> str | None:
     directory. None when there is no checkpoint yet: training begins at step 0.
 
     Every rank calls it, and all resume from the same step. Raises UsageError without that callback,
-    else as PCcheckClient.restore does: DaemonUnreachableError while it is not known what there is.
+    else as PCcheckClient.restore does: DaemonUnreachableError while the checkpoints are unknown.
     """
     found = [one for one in trainer.callback_handler.callbacks if isinstance(one, PCcheckCallback)]
     if len(found) != 1:
@@ -219,7 +221,7 @@ class _Counters:
 
 
 class _Resumption:
-    """A directory with Trainer's counters, for one `train()`; it ends with this object."""
+    """A directory with Trainer's counters, for one `train()`. Removed with this object."""
 
     def __init__(self, step: int, asked: int | None, text: str) -> None:
         self.step, self.asked = step, asked
@@ -230,7 +232,7 @@ class _Resumption:
         self.path = str(place)
 
     def pass_by(self, trainer: Any) -> None:
-        """Trainer loads no weights from this directory; other paths as ever."""
+        """Lets Trainer load no weights from this directory. Other paths are loaded as before."""
         load, path = trainer._load_from_checkpoint, self.path
 
         def unless_ours(resume_from_checkpoint: str, model: Any = None) -> None:
@@ -244,6 +246,6 @@ class _Resumption:
         if step != self.step:
             raise DamagedError(
                 f"the checkpoint of step {self.step} is damaged, and step {step} was restored "
-                "instead, but Trainer has prepared to continue from the former",
+                f"instead, but Trainer already has the counters of step {self.step}",
                 hint=f"start again with pccheck_resume(trainer, step={step})",
             )

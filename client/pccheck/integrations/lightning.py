@@ -45,7 +45,7 @@ class _Rest:
         made = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         made.pop("optimizer_states")
         if _same(made["state_dict"], trainer.lightning_module.state_dict()):
-            made.pop("state_dict")  # else on_save_checkpoint() has changed it
+            made.pop("state_dict")  # otherwise on_save_checkpoint() has changed it
         if self._refused is None:
             self._refused = {
                 key for key in made if _HYPER_PARAMETERS.match(key) and _odd(made, key)
@@ -84,8 +84,9 @@ class PCcheckCallback(Callback):
 
     Args:
         every_n_steps: 0 saves only to paths: `trainer.save_checkpoint("pccheck://JOB/STEP")`.
-        client: the script's own; else an open client of this process for the job is used, or one
-            is made with `options`, those of PCcheckClient, for each fit, and closed after it.
+        client: the script's own client. Without it the callback uses an open client of this process
+            for the job, or makes a client with `options` (of PCcheckClient) for each fit, and
+            closes that client after the fit.
 
     With several ranks (DDP) all of them store one copy (`replicated=True`). Raises UsageError for
     strategies that shard parameters or optimizer, and for several nodes.
@@ -161,8 +162,9 @@ class PCcheckCallback(Callback):
             self._continue(trainer, self._io.found)
 
     def _continue(self, trainer: Trainer, found: Found) -> None:
-        """After Lightning has put the state in place. Its iterators were made before the samplers
-        knew their epoch, and for a finished epoch without the loaders' states; they have drawn."""
+        """Called after Lightning has restored its state. Lightning makes its iterators before the
+        samplers know their epoch, and after a finished epoch without the loaders' states; making
+        them draws random numbers."""
         loop, checkpoint = trainer.fit_loop, found.state["lightning"]
         assert loop._combined_loader is not None and loop._data_fetcher is not None
         for loader in loop._combined_loader.flattened:
@@ -173,7 +175,7 @@ class PCcheckCallback(Callback):
         if "rng" in found.state:
             restore_rng(found.state["rng"])
         if checkpoint.get("pccheck", {}).get("between_epochs"):
-            # Lightning would find the finished epoch's counters, and end this one, too.
+            # Lightning would find the counters of the finished epoch, and end the new epoch, too.
             loop.epoch_loop.restarting = False
             iter(loop._data_fetcher)
 
@@ -184,8 +186,8 @@ class PCcheckCallback(Callback):
         self._due |= bool(every) and trainer.global_step // every > self._last // every
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
-        # Gradients are not saved; and when it resumes, Lightning skips what follows the last batch,
-        # and a validation.
+        # Gradients are not saved. And Lightning, when it resumes here, skips what follows the last
+        # batch of an epoch, and a validation that is due.
         later = loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
         if not later and not loop._should_accumulate():
             self._save(trainer)
@@ -227,7 +229,7 @@ class PCcheckCallback(Callback):
                     "saved. Make it with sampler=DistributedSampler(dataset, seed=...)"
                 )
             elif sized_len(loader) is None:
-                why = "of a loader without a length Lightning fetches a batch in advance"
+                why = "Lightning fetches a batch of a loader without a length in advance"
         if why and trainer.is_global_zero:
             warn(
                 "a run that is resumed in the middle of an epoch does not get the batches that "

@@ -43,7 +43,7 @@ fsspec.register_implementation(SCHEME, _Names, clobber=True)
 
 
 class Place(NamedTuple):
-    """What a path names; without a name the newest checkpoint."""
+    """What a path names; an empty `name` is the newest checkpoint."""
 
     job: str
     name: str
@@ -67,18 +67,18 @@ def place_of(path: object) -> Place | None:
 
 
 class _Nothing(dict[str, Any]):
-    """The job has no checkpoint: Lightning, which asks for the truth of it, restores nothing."""
+    """Stands for a job without a checkpoint. It is false, so Lightning restores nothing."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class PCcheckIO(CheckpointIO):
-    """Saves to and loads from paths that begin with pccheck://; `files` does the others.
+    """Saves to and loads from paths that begin with pccheck://; `files` handles other paths.
 
     `PCcheckCallback` installs one. Without the callback: `Trainer(plugins=[PCcheckIO(client)])`.
     Saving returns at once for `pccheck://JOB`. A path with a step returns when the checkpoint is
-    durable and pinned, and removing that path unpins: newer checkpoints replace it, as any other.
+    durable and pinned. Removing that path unpins the checkpoint: newer ones then replace it.
     """
 
     def __init__(self, client: PCcheckClient, files: CheckpointIO | None = None) -> None:
@@ -93,8 +93,8 @@ class PCcheckIO(CheckpointIO):
         if place is not None and place.job not in ("", mine):
             raise UsageError(
                 f"{path} is of job {place.job!r}, and this process saves job {mine!r}",
-                hint=f'use "pccheck://" or "pccheck://{mine}"; another job is read with '
-                "pccheckctl export, or the other way round by PCcheckCallback(job=...)",
+                hint=f'use "pccheck://" or "pccheck://{mine}", or give that job to '
+                "PCcheckCallback(job=...); pccheckctl export reads any job",
             )
         return place
 
@@ -114,8 +114,8 @@ class PCcheckIO(CheckpointIO):
             )
         if "optimizer_states" not in checkpoint:
             raise UsageError(
-                f"{path}: parameters without the optimizer cannot be resumed from, and the newest "
-                "checkpoint of a job must be",
+                f"{path}: training cannot resume from parameters without the optimizer, and the "
+                "newest checkpoint of a job is for resuming",
                 hint="give ModelCheckpoint(save_weights_only=True) a directory for files",
             )
         state = None if self.attached else {"lightning": checkpoint, "rng": capture_rng()}
@@ -126,13 +126,13 @@ class PCcheckIO(CheckpointIO):
             made.wait_global(DURABLE_LIMIT_S)
             self.client.pin(step)
         except PccheckError as error:
-            warn(f"{path} is not kept beside the newest checkpoints, training continues: {error}")
+            warn(f"{path} is not kept when newer checkpoints come; training continues: {error}")
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """All tensors on the CPU. What is falsy means: there is no checkpoint yet, and training
-        begins at the start. Raises what `PCcheckClient.recover` does."""
+        """Returns all tensors on the CPU. A falsy result means that there is no checkpoint yet, and
+        training begins at step 0. Raises what `PCcheckClient.recover` does."""
         place = self._own(path)
         if place is None:
             given = {} if map_location is None else {"map_location": map_location}
@@ -164,7 +164,7 @@ class PCcheckIO(CheckpointIO):
 
 
 def _lightnings(found: Found, path: object) -> dict[str, Any]:
-    """The dict that Lightning had saved."""
+    """The checkpoint as Lightning saved it."""
     state = found.state
     if not isinstance(state, dict) or "lightning" not in state:
         raise StateMismatchError(

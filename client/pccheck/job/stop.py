@@ -1,4 +1,4 @@
-"""A signal that asks training to stop: its handler sets a flag, and the loop asks between steps."""
+"""A signal that asks training to stop: the handler sets a flag, the loop reads it between steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stop:
         #: By signal: our handler, and the one before.
         self._handlers: dict[int, tuple[_Function, _Handler]] = {}
         self._group: distributed.ProcessGroup | None = None
-        self._agreed = False  # every rank knows it
+        self._agreed = False  # every rank knows that one of them has the flag
 
     def on(self, signals: tuple[int, ...], limit_s: float) -> None:
         """Makes these signals set the flag. Raises UsageError; nothing is changed then."""
@@ -57,8 +57,8 @@ class Stop:
                 signal.signal(number, ours)
 
     def off(self) -> None:
-        """Puts the handlers back that were there before. Where another one was set since, ours
-        stays behind it, and passes the signals on."""
+        """Puts the earlier handlers back. Where the script has set another handler since, that
+        one stays, and ours passes signals on to the earlier one."""
         for number, (ours, before) in self._handlers.items():
             if before is not None and signal.getsignal(number) is ours:
                 with contextlib.suppress(ValueError):  # not the main thread
@@ -75,24 +75,24 @@ class Stop:
         self._asked_s = self._asked_s or time.monotonic()
 
     def left_s(self) -> float | None:
-        """How much of the time after the signal is left; None when there was none."""
+        """Seconds of the limit that are left after the signal; None without a signal."""
         if self._asked_s is None:
             return None
         return max(0.0, self._asked_s + self._limit_s - time.monotonic())
 
     def asked(self) -> bool:
-        """Whether to stop. The ranks of a group answer the same: each of them has to call it."""
+        """Whether to stop. All ranks of a group must call it, and get the same answer."""
         if self._group is not None and not self._agreed:
             self._agreed = self._anywhere(self._group)
-        # A signal that came after the sum counts in the next one, on all ranks.
+        # A signal that comes after the reduction counts in the next one, on all ranks.
         return self._agreed if self._group is not None else self._asked_s is not None
 
     def _anywhere(self, group: distributed.ProcessGroup) -> bool:
-        """Whether any rank has the flag, which is then set here, too."""
+        """Whether any rank has the flag. If so, sets it here, too."""
         word = torch.tensor([self._asked_s is not None], dtype=torch.int32, device="cpu")
         try:
             distributed.all_reduce(word, distributed.ReduceOp.MAX, group)
-        except (RuntimeError, ValueError) as error:  # a rank has ended, or the group
+        except (RuntimeError, ValueError) as error:  # a rank or the group has ended
             self._group = None
             self._warner.once(
                 "stop",
@@ -110,7 +110,7 @@ def _handler(stop: weakref.ref[Stop], before: _Handler) -> _Function:
     pid = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        found = stop() if os.getpid() == pid else None  # forked workers end by it, as before
+        found = stop() if os.getpid() == pid else None  # a forked worker still ends by the signal
         active = found is not None and found.active
         if found is not None and active:
             found.ask()
@@ -124,7 +124,7 @@ def _handler(stop: weakref.ref[Stop], before: _Handler) -> _Function:
 
 
 def _checked(number: Any) -> int:
-    """Raises UsageError for what is no signal with a handler."""
+    """Raises UsageError for a signal that can have no handler, and for other values."""
     try:
         found = signal.Signals(number)
     except ValueError:
@@ -138,7 +138,7 @@ def _checked(number: Any) -> int:
 
 
 def _group(world_size: int) -> distributed.ProcessGroup:
-    """For one small sum over all ranks on the CPU, whatever backend training uses."""
+    """Reduces one number over all ranks on the CPU, whatever backend training uses."""
     ranks = distributed.get_world_size() if _initialized() else 0
     if ranks != world_size:
         raise UsageError(

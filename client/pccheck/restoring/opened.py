@@ -27,8 +27,8 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]  #: of what this rank has stored
     dtype: torch.dtype | np.dtype[Any]
-    #: The whole tensor and where this block begins in it; the same shape and zeros, unless it is a
-    #: DTensor's.
+    #: Of a DTensor the shape of the whole tensor, and where this block begins in it; otherwise
+    #: `shape` and zeros.
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     #: Of a DTensor: sizes and names of its mesh, and its placements as torch writes them, "S(0)".
@@ -59,8 +59,8 @@ class OpenCheckpoint:
     is the whole state. Where no rank is given, DTensors are whole ones, put together from the
     blocks of all ranks, and everything else is that of the first rank that has it.
 
-    Every byte is checked. What is read may raise DamagedError, UnreadableError,
-    RecycledError when the checkpoint was replaced by newer ones, and DaemonUnreachableError."""
+    Every byte is checked. Reads raise DamagedError, UnreadableError, DaemonUnreachableError, and
+    RecycledError when newer checkpoints have replaced this one."""
 
     def __init__(self, reader: WholeReader) -> None:
         one = reader.checkpoint
@@ -107,8 +107,8 @@ class OpenCheckpoint:
         return state_of(_Infos(described), described.root)
 
     def leaves(self, rank: int | None = None) -> dict[str, Any]:
-        """The same, flat: a TensorInfo or a Python value by its path; empty containers are left
-        out."""
+        """`describe` as a flat dict: a TensorInfo or a Python value by its path. Empty containers
+        are left out."""
         infos = _Infos(self._tree(self._checked(rank)))
         containers = (tree.Mapping, tree.Sequence)
         return {
@@ -145,16 +145,16 @@ class OpenCheckpoint:
     ) -> None:
         """Fills `dest`, a CPU tensor of any strides, with the block of `dest.shape` elements that
         begins at `offsets` (in elements, for each dimension; default: the beginning). Without
-        `offsets` it must have the whole shape. Little more is read than what it takes.
+        `offsets` it must have the shape of the whole tensor. Little more than this block is read.
 
-        The tensor is the whole one; with `rank` what that rank has stored of it. Raises UsageError
-        for a path that is not that of a tensor, for another dtype, and for a block that does not
-        lie in the tensor.
+        With `rank` the block is one of what that rank has stored, else of the whole tensor. Raises
+        UsageError for a path that is not that of a tensor, for another dtype, and for a block that
+        does not lie in the tensor.
         """
         self.read_many([Wanted(path, dest, rank, offsets)])
 
     def read_many(self, wanted: Iterable[Wanted]) -> None:
-        """The same for many: what lies close together in the checkpoint is read at once."""
+        """`read_into` for many: what lies close together in the checkpoint is read at once."""
         with self._lock:
             self._require_open()
             copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -260,7 +260,7 @@ class OpenCheckpoint:
 
 
 class _Infos:
-    """Stands for the memory of a tree: gives descriptions of what would lie there."""
+    """In place of `Memory`: gives descriptions instead of tensors and arrays."""
 
     def __init__(self, described: tree.Tree) -> None:
         shards = (node for _, node in tree.walk(described.root) if isinstance(node, tree.Shard))
@@ -284,7 +284,7 @@ class _Infos:
 
 
 def _extents(node: Node, *, shards: bool) -> set[int]:
-    """What a node lies on; without `shards` not what only DTensors lie on."""
+    """The extents of a node; without `shards` those that only DTensors use are left out."""
     local = {id(n.local) for _, n in tree.walk(node) if isinstance(n, tree.Shard)}
     return {
         one.extent
@@ -295,12 +295,12 @@ def _extents(node: Node, *, shards: bool) -> set[int]:
 
 
 def _memory_for(wanted: Wanted) -> torch.Tensor:
-    """The destination; where its rows are not contiguous, memory in which they are: each element
-    would be a range of its own. The same for a conjugated view. Raises UsageError."""
+    """The destination. If its rows are not contiguous, or if it is a conjugated view, new memory
+    instead: otherwise each element would be a range of its own. Raises UsageError."""
     path, dest, _, _ = wanted
     if is_sharded(dest) or dest.layout is not torch.strided or dest.device.type != "cpu":
         raise UsageError(
-            f"{path}: the destination is no plain CPU tensor",
+            f"{path}: the destination is not a plain CPU tensor",
             hint="read into torch.empty(shape, dtype=dtype), then copy; of a DTensor give "
             "to_local() and the offsets of its block",
         )
@@ -313,7 +313,7 @@ def _memory_for(wanted: Wanted) -> torch.Tensor:
 
 
 def _block_in(wanted: Wanted, whole: Sequence[int], dtype: str) -> Block:
-    """The memory of `dest` as a block of a tensor. Raises UsageError when it is none."""
+    """The memory of `dest` as a block of a tensor. Raises UsageError when it does not fit."""
     path, dest, _, offsets = wanted
     if dest.dtype != getattr(torch, dtype):
         raise UsageError(

@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint: what its names stand for. Its Metadata is made here, when a
-checkpoint is read, from what all ranks have saved."""
+"""torch.distributed.checkpoint: what its names stand for. Makes its Metadata when a checkpoint is
+read, from what all ranks have saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Index:
     """What torch's names stand for in the states of all ranks."""
 
     def __init__(self, states: Mapping[int, Any], step: int) -> None:
-        """The first of the states wins. Raises StateMismatchError."""
+        """Of a value that several ranks have saved, the first of `states` counts. Raises
+        StateMismatchError."""
         self.items: dict[str, Any] = {}  # torch's metadata, by name
         self.paths: dict[str, Any] = {}  # the keys that a name consists of
         self.planned = any(PLANNED in state for state in states.values())
@@ -50,7 +51,7 @@ class Index:
         return self._sources[index]
 
     def require_same(self, other: Index, names: Iterable[str]) -> None:
-        """Raises StateMismatchError if `other`, for which ranks have planned, does not fit."""
+        """Raises StateMismatchError if `other`, which was planned for, differs in `names`."""
         for name in names:
             if self.items.get(name) != other.items.get(name):
                 raise StateMismatchError(
@@ -60,7 +61,7 @@ class Index:
                 )
 
     def _add(self, name: str, info: TensorInfo, source: tuple[str, int]) -> None:
-        """Of replicas the first one counts."""
+        """Adds a block. Of replicas only the first is added."""
         assert isinstance(info.dtype, torch.dtype)
         properties = TensorProperties(dtype=info.dtype, requires_grad=info.requires_grad)
         made = TensorStorageMetadata(properties, torch.Size(info.whole_shape), [])
@@ -85,7 +86,7 @@ class Index:
 
 
 def _named(state: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """Every value of a rank: its name, the keys that this consists of, its path, and what it is."""
+    """Every value of a rank: its name, the keys of that name, its path, and the value."""
     if not isinstance(state, Mapping):
         raise StateMismatchError(
             f"the checkpoint has a {type(state).__name__}, and torch.distributed.checkpoint loads "

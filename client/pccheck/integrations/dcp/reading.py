@@ -60,12 +60,12 @@ def load(
             )
         if client.has_guessed_job:
             raise UsageError(
-                f"the job is named after the script only: {client.place[0]!r} may have been saved "
-                "by another command",
+                f"the name of job {client.place[0]!r} comes from the script only: another command "
+                "may have saved its checkpoints",
                 hint="set PCCHECK_JOB, or PCcheckClient(job=...)",
             )
         job, socket = client.place[0], client.place[2]
-        client.gate()  # what is in flight may still read the tensors
+        client.gate()  # a checkpoint in flight may still read the tensors
     reader = PCcheckReader(job, storage=storage, socket=socket, step=step)
     try:
         with warnings.catch_warnings():
@@ -122,7 +122,7 @@ class PCcheckReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """No: the arguments say which checkpoint."""
+        """False: the arguments of the constructor name the checkpoint."""
         return False
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -140,7 +140,7 @@ class PCcheckReader(StorageReader):
         self._reader = self._opened = None
 
     def read_metadata(self, *_args: Any, **_more: Any) -> Metadata:
-        """What is wrong is raised by the next call: torch replaces what this one raises."""
+        """Leaves errors to `set_up_storage_reader`: torch replaces what is raised here."""
         self._error = None
         try:
             self._open(self._step)

@@ -52,7 +52,7 @@ def save(
     """`async_save`, then waits until all ranks have the checkpoint, for `limit_s` at most.
 
     With `PCcheckClient(on_error="raise")` it raises when the checkpoint failed or the time is over.
-    Otherwise that is a warning, and the handle has the reason.
+    Otherwise it warns, and the handle has the reason.
     """
     handle = async_save(state_dict, client=client, step=step)
     _finish(client, handle, limit_s)
@@ -86,7 +86,7 @@ class PCcheckWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """No: the arguments say which checkpoint."""
+        """False: the arguments of the constructor name the checkpoint."""
         return False
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -111,7 +111,7 @@ class PCcheckWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keeps what this rank has: of what several ranks have, another one may store it."""
+        """Keeps the items of this rank: torch may leave replicated items to another rank."""
         return replace(plan, storage_data=plan.items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -137,9 +137,9 @@ class PCcheckWriter(StorageWriter):
 
 
 def _resolved(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[str, Shard | bytes]]:
-    """What this rank stores, by name: its part of the plan; small values of its own, although
-    another rank stores them, too; and empty blocks of what only others store. So the state of each
-    rank has all names, and exports of it are complete."""
+    """What this rank stores, by name: its part of the plan; its own small values, also when another
+    rank stores them; and empty blocks of what only other ranks store. So the state of each rank has
+    all names, and an export is complete."""
     mine = {item.index.fqn for item in plan.items}
     others = [item for item in plan.storage_data or () if item.index.fqn not in mine]
     for item in (*plan.items, *others):
