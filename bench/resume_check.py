@@ -1,4 +1,4 @@
-"""Is a run that was killed and resumed, bit for bit, the run that nobody stopped?
+"""Compares killed and resumed runs with uninterrupted runs, bit for bit.
 
     python -m bench.resume_check [--kinds fp32 bf16 ddp fsdp2] [--steps 200] [--every 10]
                                  [--small] [--no-cost] [--directory DIR]
@@ -54,7 +54,7 @@ KINDS = {
     "ddp": Kind("ddp.py", ranks=2),
     "fsdp2": Kind("fsdp2.py", ranks=2),
 }
-#: Load for each CPU from which on a report says so.
+#: From this load for each CPU on, a report says that the machine was busy.
 LOADED = 0.3
 SMALL = {"kinds": ["fp32"], "steps": 12, "every": 2, "rounds": 1, "width": 64, "layers": 1}
 
@@ -73,7 +73,7 @@ class Check:
         return differences(self.whole, self.saved, self.killed, self.resumed)
 
     def problems(self) -> list[str]:
-        """None when the check is passed."""
+        """Empty when the check is passed."""
         found = [f"{self.kind}: {one}" for one in self.differences()[:1]]
         if not self.resumed.resumed:
             found.append(f"{self.kind}: the run that was started again began at step 1")
@@ -115,7 +115,7 @@ def check(kind: str, options: argparse.Namespace, daemon: Daemon) -> Check:
         flags = ("--steps", options.steps, "--every", every, *what.flags)
         return Trainer(script, *flags, ranks=what.ranks, variables=variables)
 
-    # After the first checkpoint was copied: before, there is nothing to resume.
+    # After the first checkpoint: before it, there is nothing to resume.
     kill_at = random.Random(f"{kind} {options.seed}").randrange(options.every + 1, options.steps)
     print(f"{kind}: without checkpoints, with them, killed at step {kill_at}", flush=True)
     whole = start("whole", 0).finish()
@@ -136,7 +136,7 @@ def check(kind: str, options: argparse.Namespace, daemon: Daemon) -> Check:
 
 
 def draw(made: Check, path: Path) -> None:
-    """Above the curves of rank 0, which hide each other; below how far they are from the first."""
+    """Above: the curves of rank 0, on top of one another. Below: how far from the first."""
     plot = common.require_pyplot()
     figure, axes = plot.subplots(
         2, 1, figsize=(9, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
@@ -172,7 +172,8 @@ def draw(made: Check, path: Path) -> None:
 
 
 def pictures(made: list[Check]) -> list[str]:
-    """Their lines in the document; or what to install."""
+    """Draws them, and returns their lines in the document. Without matplotlib prints what to
+    install."""
     lines = []
     for one in made:
         path = common.result_path(f"resume_check-{one.kind}", ".png")
@@ -214,12 +215,12 @@ def report(made: list[Check], facts: dict[str, object]) -> list[str]:
     load = os.getloadavg()[1]
     if load > LOADED * (os.cpu_count() or 1):
         lines += [
-            f"Other programs ran on this machine (load average {load:.1f}): the losses count, the "
-            "times do not.", "",
+            f"Other programs ran on this machine (load average {load:.1f}): the losses are "
+            "valid, the times are not.", "",
         ]  # fmt: skip
     lines += [
-        "Every loss of a run with checkpoints, of a run that was killed and of the run that "
-        "resumed it, against the same step of a run without checkpoints.", "",
+        "Every loss of three runs (with checkpoints, killed, and resumed after the kill) is "
+        "compared with that of the same step in a run without checkpoints.", "",
         "| training | steps | killed after step | resumed at step | losses compared | different |",
         "|---|---|---|---|---|---|",
         *(one.row() for one in made), "",
@@ -232,7 +233,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
-    parser.add_argument("--seed", type=int, default=1, help="of the steps at which runs are killed")
+    parser.add_argument("--seed", type=int, default=1, help="for the steps of the kills")
     parser.add_argument("--small", action="store_true", help="fp32, and all as small as it goes")
     parser.add_argument("--no-cost", action="store_true", help="only the loss curves")
     parser.add_argument("--rounds", type=int, default=5, help="of the measurement")

@@ -1,7 +1,7 @@
 """A small GPT on Python's own language reference, with a checkpoint every few steps.
 
-Kill it whenever you like and start it again: it goes on from the newest checkpoint, and its losses
-are those of a run that was never stopped, bit for bit (`make demo` proves it).
+Kill it whenever you like and start it again: it continues from the newest checkpoint, and its
+losses are those of a run that was never stopped, bit for bit (`make demo` compares them).
 
     export PCCHECK_SOCKET=$HOME/.pccheck/attach.sock
     pccheckd --storage ~/checkpoints &
@@ -20,7 +20,7 @@ WINDOW, BATCH, WIDTH, HEADS, LAYERS = 64, 16, 128, 4, 2
 
 
 class Loader:
-    """Windows of the text in a new random order every epoch; goes on in mid-epoch."""
+    """Windows of the text in a new random order every epoch; continues in mid-epoch."""
 
     def __init__(self, text: str, seed: int) -> None:
         self.symbols = sorted(set(text))
@@ -69,7 +69,7 @@ parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--every", type=int, default=5, help="steps; 0 = no checkpoints at all")
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 is another")
+parser.add_argument("--dtype", default="float32", help="of the model: float32, bfloat16")
 options = parser.parse_args()
 torch.manual_seed(options.seed)
 torch.use_deterministic_algorithms(True)
@@ -90,7 +90,7 @@ for step in range(first, options.steps + 1):
     loss = model(*loader.next_batch())
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()  # waits, if it must, until the checkpoint before has been copied
+    optimizer.step()  # waits, if necessary, until the last checkpoint was copied
     scheduler.step()
     print(f"step {step} loss {loss.item()}", flush=True)
     if options.every and step % options.every == 0:

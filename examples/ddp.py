@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --autostart
 
 Kill it and run it again: it continues at the next step. Parameters and optimizer state are the same
-on every rank; the generators (data, dropout) are each rank's own. Where a pccheckd serves
-the node, leave PCCHECK_STORAGE and --autostart out.
+on every rank; each rank has generators of its own (data, dropout). Where a pccheckd serves the
+node, leave PCCHECK_STORAGE and --autostart out.
 """
 
 import argparse

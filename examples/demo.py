@@ -91,8 +91,8 @@ def show(run: Run, step: int) -> str:
 
 
 def delay_us(options: argparse.Namespace, whole: Run) -> int:
-    """How much longer each write takes. A checkpoint of this size is two writes, one behind the
-    other (data, manifest), and then needs more than two intervals to be durable."""
+    """The delay of each write. A checkpoint of this size is two writes, one after the other (data,
+    manifest), and so needs more than two intervals to be durable."""
     interval_s = options.every * whole.seconds_per_step(10, whole.last)
     return int(1.3 * interval_s * 1e6)
 

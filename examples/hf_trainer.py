@@ -4,8 +4,8 @@
     python examples/hf_trainer.py
 
 Kill it whenever you like and start it again: it continues in the middle of the epoch, with the
-losses of a run that was never stopped. It needs neither a GPU nor the
-network. Without `autostart` and `storage` it uses the pccheckd of this node.
+losses of a run that was never stopped. It needs neither a GPU nor the network. Without `autostart`
+and `storage` it would use the pccheckd of this node.
 """
 
 from __future__ import annotations
