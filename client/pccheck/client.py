@@ -119,7 +119,7 @@ class PCcheckClient:
         self._fresh, self._replicated = fresh, replicated
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
-        self._copies = 1 if replicated or identity.rank else saving  # rank 0 speaks for all
+        self._copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
         self._step = 0
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
         if fresh:
@@ -172,7 +172,7 @@ class PCcheckClient:
 
     @property
     def on_error(self) -> str:
-        """As it was given."""
+        """The option `on_error`, as it was given."""
         return self._options.on_error
 
     @property
@@ -606,7 +606,7 @@ class PCcheckClient:
             deadline_s: the time from the signal to the end of `flush()` and `close()`. torchrun
                 sends SIGKILL 30 s after SIGTERM.
 
-        Raises UsageError, also in another thread.
+        Raises UsageError, also outside the main thread.
         """
         if self._inert():
             return
