@@ -46,7 +46,9 @@ from .warn import LOG, Warner
 DRAIN_LIMIT_S = 60.0
 #: How long after a signal: torchrun kills its workers 30 s after SIGTERM.
 STOP_LIMIT_S = 25.0
-#: ... and after failures for the daemon's answer what can be restored.
+#: ... and at least, when the last step took longer than that.
+LATE_LIMIT_S = 5.0
+#: How long `close()` waits after failures for the daemon's answer what can be restored.
 LAST_LOOK_S = 5.0
 
 
@@ -419,7 +421,8 @@ class PCcheckClient:
             strict_optimizer: False accepts the state of an optimizer of another class, or with
                 options that the attached one does not have.
             only: names of attached things. The rest of the checkpoint is neither compared nor
-                read, and the other attached things stay as they are.
+                read, and the other attached things stay as they are. This does not count as
+                restored: see `adopt`.
 
         Returns what it did; a falsy result only when the volume was read and holds nothing.
         Raises DaemonUnreachableError and the like when that is not known; UsageError with
@@ -451,7 +454,7 @@ class PCcheckClient:
             result, on_gpu, payload_bytes = self._recovery.restore(
                 connection, step, strict_optimizer=strict_optimizer, only=only
             )
-            if result:
+            if result and only is None:
                 self._saver.restored(result.sequence, result.step)
                 self._step = max(0, result.step)
                 self._saver.failures.durable(result.step, time.monotonic_ns())
@@ -591,7 +594,7 @@ class PCcheckClient:
 
     def _drain_limit_s(self) -> float:
         left_s = self._stop.left_s()
-        return DRAIN_LIMIT_S if left_s is None else min(DRAIN_LIMIT_S, left_s)
+        return DRAIN_LIMIT_S if left_s is None else min(DRAIN_LIMIT_S, max(left_s, LATE_LIMIT_S))
 
     def stop_on(self, *signals: int, deadline_s: float = STOP_LIMIT_S) -> None:
         """From now on these signals (`signal.SIGTERM`, say) do not end the process, but make

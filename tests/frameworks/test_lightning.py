@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pccheck import UsageError
 from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.torchrun import torchrun
@@ -121,6 +122,18 @@ def test_forward_and_backward_come_before_the_gate(alone: Read) -> None:
         assert lines[begin].endswith("wait=''")
         turn = [f"FORWARD {step}", f"GRADIENTS {step}", "GATE", f"UPDATED {step}"]
         assert lines[begin + 1 : end] == turn
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("120", 120), ("7b-epoch=1-step=100.ckpt", 100), ("2026-11-22-step=5-v1.ckpt", 5)],
+)
+def test_the_step_of_a_path(name: str, step: int) -> None:
+    from pccheck.integrations.lightning_io import place_of
+
+    assert place_of(f"pccheck://job/{name}") == ("job", name, step)
+    with pytest.raises(UsageError, match="no step is named"):
+        place_of("pccheck://job/7b-last.ckpt")
 
 
 def test_paths_of_pccheck(alone: Read) -> None:

@@ -253,8 +253,13 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
         assert client.restore(only=["seen"]).step == 1
         assert seen == {"items": 7} and not model.weight.any()
         client.attach(model=model)
+        client._recovery.torn = "of an earlier restore that did not finish"
         assert client.restore(only=["model"]).step == 1
-    assert torch.equal(model.weight, saved)
+        assert torch.equal(model.weight, saved)
+        assert client._recovery.torn  # the other things may still be a mix
+        client._recovery.torn = ""
+        with pytest.warns(PccheckWarning, match="step 1 that was NOT restored"):
+            client.checkpoint(step=2)
 
 
 def test_options_that_the_optimizer_does_not_have_are_refused(connect: Connect) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from collections import defaultdict
 from typing import Any, NamedTuple, NoReturn
 
 import fsspec  # type: ignore[import-untyped]
@@ -25,6 +26,8 @@ from pccheck_wire.errors import NoCheckpointError, PccheckError, StateMismatchEr
 SCHEME = "pccheck"
 #: How long a save to a path waits until the checkpoint is durable, and may be pinned.
 DURABLE_LIMIT_S = 600.0
+#: ... on all ranks, once this rank has its part. If another rank fails, nothing ends the wait.
+GLOBAL_LIMIT_S = 30.0
 
 
 class _Names(AbstractFileSystem):  # type: ignore[misc]
@@ -56,7 +59,7 @@ def place_of(path: object) -> Place | None:
     if found is None:
         return None
     job, name = found.groups()
-    number = re.search(r"(?:^|step=)(\d+)", name)
+    number = re.search(r"(?<![a-z_])step=(\d+)", name) or re.fullmatch(r"(\d+)(?:\.ckpt)?", name)
     if name and number is None:
         raise UsageError(
             f"{path}: no step is named, and the checkpoints of a job are found by their steps",
@@ -87,6 +90,7 @@ class PCcheckIO(CheckpointIO):
         self.attached = False  #: the client knows what to save
         self.optional = True  #: whether training may begin without a checkpoint
         self.found: Found | None = None  #: what was loaded
+        self._paths: dict[int, set[str]] = defaultdict(set)  # that keep a step
 
     def _own(self, path: object) -> Place | None:
         place, mine = place_of(path), self.client.place[0]
@@ -123,8 +127,10 @@ class PCcheckIO(CheckpointIO):
         if not place.name:
             return
         try:
-            made.wait_global(DURABLE_LIMIT_S)
+            made.wait_durable(DURABLE_LIMIT_S)
+            made.wait_global(GLOBAL_LIMIT_S)
             self.client.pin(step)
+            self._paths[step].add(str(path))
         except PccheckError as error:
             warn(f"{path} is not kept when newer checkpoints come; training continues: {error}")
 
@@ -154,6 +160,9 @@ class PCcheckIO(CheckpointIO):
         if place is None:
             self.files.remove_checkpoint(path)
         elif place.step is not None:
+            self._paths[place.step].discard(str(path))
+            if self._paths[place.step]:
+                return  # another ModelCheckpoint keeps the step
             try:
                 self.client.unpin(place.step)
             except PccheckError as error:

@@ -74,12 +74,13 @@ class Recovery:
                     described, attached, self._left(opened), payload.others,
                     strict_optimizer=strict_optimizer, only=only,
                 )  # fmt: skip
+            before = self.torn
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "
                 "did not finish"
             )
             placement.load(payload.load)
-            self.torn = ""
+            self.torn = "" if only is None else before  # the rest may still be a mix
             return placement.on_gpu
 
         found, source = read_newest(connection, step, use, any_world_size=self._reads_all)
@@ -88,7 +89,8 @@ class Recovery:
             self._session.took_over(connection, 0)
             self._steps.restored()
             return RestoreResult(skipped=found.skipped), False, 0
-        self._took_over(connection, *source, found.skipped, newest)
+        if only is None:
+            self._took_over(connection, *source, found.skipped, newest)
         result = RestoreResult(
             found.step, found.sequence, found.source, found.skipped, found.metadata
         )

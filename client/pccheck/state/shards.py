@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch import distributed
 
 from pccheck_wire.errors import UnsupportedStateError
 
@@ -79,7 +80,7 @@ def stored_part(tensor: Any, offsets: list[int], ranks: int) -> tuple[torch.Tens
     for size, at, one in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True):
         if one.is_replicate():
             index, count = index * size + at, count * size
-    if count == 1 or mesh.size() != ranks or not part.dim():
+    if count == 1 or not mesh.size() == ranks == distributed.get_world_size() or not part.dim():
         return part, offsets
     # Along the outermost dimension, so that each part is one run of bytes.
     dim = max(range(part.dim()), key=lambda dim: (part.size(dim) > 1, part.stride(dim)))

@@ -81,6 +81,11 @@ def load(
             raise
         if not isinstance(found[0], _NothingError):
             raise found[0] from error
+        if dist.is_initialized() and len(error.failures) < dist.get_world_size(process_group):
+            raise NoCheckpointError(
+                f"ranks {sorted(error.failures)} find no checkpoint, and the other ranks find one",
+                hint="give all ranks the same daemon or storage",
+            ) from error
         result = RestoreResult()
     finally:
         reader.close()
