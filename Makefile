@@ -105,7 +105,7 @@ demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit fo
 examples: $(READY) ## runs every script in examples/, kills it, and checks that it resumes
 	$(BIN)/python -m tests.smoke.examples
 
-resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16, DDP and FSDP2; in 6 minutes
+resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16, DDP and FSDP2
 	$(BIN)/python -m bench.resume_check
 
 bench: $(READY) ## persist, the core alone, the call and recover; results go to bench/results/

@@ -158,8 +158,10 @@ class PCcheckCallback(Callback):
         self._io.attached = True
         self._last, self._due = trainer.global_step, False
         self._warn_of_loaders(trainer)
-        if self._io.found:
-            self._continue(trainer, self._io.found)
+        # Released: it is a whole state, and of this fit() only.
+        found, self._io.found = self._io.found, None
+        if found:
+            self._continue(trainer, found)
 
     def _continue(self, trainer: Trainer, found: Found) -> None:
         """Called after Lightning has restored its state. Lightning makes its iterators before the

@@ -79,7 +79,7 @@ void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, i
 }
 
 /* Every chunk is with the saver. The word decides first: once the client has abandoned the
- * snapshot, the trainer goes on, and the last chunks may hold another step (P4). The seal stores
+ * snapshot, the trainer continues, and the last chunks may hold another step (P4). The seal stores
  * for the next daemon that the snapshot is copied; the client sees COPIED afterwards (P1). */
 static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
