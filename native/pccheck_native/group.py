@@ -62,6 +62,8 @@ class Rank(NamedTuple):
     #: The newest sequence that its live process has passed: asked for, or there before it came.
     #: None: it has no process.
     asked: int | None = None
+    #: Sequences that a run before its present process, which did not restore, had to leave alone.
+    pinned: frozenset[int] = frozenset()
 
     def has_passed(self, number: int) -> bool:
         """Its live process will never ask for it, and it has not even a damaged one."""
@@ -198,25 +200,29 @@ def stale(ranks: Ranks) -> set[int]:
     }  # fmt: skip
 
 
-def pins(
-    ranks: Ranks, rank: int, incarnation: int, *, pinned: set[int], after: int, slots: int
-) -> set[int]:
+def pins(ranks: Ranks, rank: int, incarnation: int, *, after: int, slots: int) -> set[int]:
     """Which sequences a rank whose run has not restored yet must leave alone (P7).
 
     The newest common one of the runs before `incarnation`, above the sequence `after` that counts
     as restored; where the ranks have none in common, this rank's newest. And one that an earlier
-    run, which did not restore either, had to leave alone: it is worth more than the few steps
-    since. Small volumes have room for one pin.
+    run, which did not restore either, had to leave alone on all ranks: it is worth more than the
+    few steps since. Small volumes have room for one pin.
     """
     mine = {one for one in ranks.get(rank, NOBODY).held if one.usable}
     shared = [one for one in common(ranks) if one in mine] or sorted(mine, reverse=True)
-    before = [
-        one.sequence for one in shared if one.incarnation < incarnation and one.sequence > after
-    ]
+    before = [one for one in shared if one.incarnation < incarnation and one.sequence > after]
     if not before:
         return set()
-    wanted = {min((number for number in before if number in pinned), default=before[0])}
-    return wanted | {before[0]} if slots >= PINS_SLOTS_MIN else wanted
+    newest = before[0].sequence
+    wanted = {min((o.sequence for o in before if _is_pinned(ranks, rank, o)), default=newest)}
+    return wanted | {newest} if slots >= PINS_SLOTS_MIN else wanted
+
+
+def _is_pinned(ranks: Ranks, rank: int, one: Held) -> bool:
+    """On all ranks that saved it: the ranks must choose alike, and of a start that was not complete
+    only some have pinned."""
+    whose = range(one.world_size) if one.world_size > 1 else (rank,)
+    return all(one.sequence in ranks.get(other, NOBODY).pinned for other in whose)
 
 
 def choose(

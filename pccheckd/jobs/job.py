@@ -41,7 +41,7 @@ class Job:
         self.joining = asyncio.Lock()  # held while a rank becomes a member
         self.starts = Starts()
         self.agreement = Agreement(0, 0, frozenset())
-        self.common: Held | None = None  # the newest checkpoint that all ranks have
+        self._shared: list[Held] = []  # the checkpoints that all ranks have, newest first
         self._config = config
         self._numbers = group.Numbers()
         self._given_up = 0  # the newest sequence that ever was
@@ -105,6 +105,11 @@ class Job:
     def passed(self, sequence: int) -> None:
         """A previous daemon used this sequence."""
         self._numbers.passed(sequence)
+
+    @property
+    def common(self) -> Held | None:
+        """The newest checkpoint that all ranks had at the last decision."""
+        return self._shared[0] if self._shared else None
 
     def common_checkpoints(self) -> list[Held]:
         """Newest first."""
@@ -279,6 +284,7 @@ class Job:
             ),
             pending=tenant.pending(),
             asked=self.asked(tenant.key.rank) if live else None,
+            pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )
 
     def decide_soon(self) -> None:
@@ -313,18 +319,19 @@ class Job:
         return min(there, default=self._config.keep)
 
     def _note_common(self, shared: list[Held]) -> None:
-        if not shared:
-            self.common = None
-        elif self.common != shared[0]:
+        before, self._shared = self._shared, shared
+        if shared and before[:1] != shared[:1]:
             now_ns, newest = time.monotonic_ns(), shared[0].sequence
-            self.common = shared[0]
             asked_ns = self._asked_ns.get(newest, now_ns)
             self.longest_s = max(self.longest_s, (now_ns - asked_ns) / 1e9)
             self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
             for tenant in self.tenants.values():
-                tenant.became_global(shared[0].sequence, {one.sequence for one in shared})
-                if shared[0].incarnation < tenant.incarnation:
-                    tenant.spawn(tenant.protect_late())
+                tenant.became_global(newest, {one.sequence for one in shared})
+        # Not only the newest: a checkpoint of the run before may end after one of this run.
+        oldest_run = min((o.incarnation for o in set(shared) - set(before)), default=None)
+        for tenant in self.tenants.values():
+            if oldest_run is not None and oldest_run < tenant.incarnation:
+                tenant.spawn(tenant.protect_late())
 
     @property
     def newest_common(self) -> int:
@@ -353,8 +360,7 @@ class Job:
             return set()
         return group.pins(
             self.ranks(), rank, self.incarnation(rank, owner),
-            pinned=tenant.retention.inherited, after=owner.restored or 0,
-            slots=current.info.slots - len(current.pinned),
+            after=owner.restored or 0, slots=current.info.slots - len(current.pinned),
         )  # fmt: skip
 
     def wants_slot(self, rank: int) -> str:

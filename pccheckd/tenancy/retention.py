@@ -6,6 +6,7 @@ than those here."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pccheck_native import _core
 from pccheckd.base.logs import LOG
@@ -94,11 +95,12 @@ class Retention:
             await self._protect(wanted)
             self.unrestored = unrestored
 
-    async def protect_instead(self, wanted: set[int]) -> None:
-        """More of the previous run has become durable; unless the trainer has restored
-        meanwhile."""
+    async def protect_instead(self, pins: Callable[[], set[int] | None]) -> None:
+        """More of the previous run has become durable. Does nothing when the trainer has restored
+        meanwhile, or (None) has ended."""
         async with self._protecting:
-            if self.unrestored:
+            wanted = pins() if self.unrestored else None
+            if wanted is not None and wanted != self.protected:
                 await self._protect(wanted)
 
     async def _protect(self, wanted: set[int]) -> None:
@@ -117,6 +119,7 @@ class Retention:
 
     async def release(self) -> None:
         """The job's ranks have restored: the previous run's checkpoints may be recycled."""
+        self.inherited = set()
         async with self._protecting:
             await self._protect(set())
 

@@ -111,6 +111,7 @@ class Tenant:
             self._room_bytes = 0
             self._was_refused = False
             self.ledger.trainer_came(owner.session)
+            await self.protect_late()  # more of the run before may have become durable meanwhile
             return page_fd
 
     async def prepare(self) -> None:
@@ -131,10 +132,10 @@ class Tenant:
         await self.retention.protect(wanted, unrestored=unread or bool(wanted))
 
     async def protect_late(self) -> None:
-        """A checkpoint that the previous run had in flight when the trainer came is durable."""
-        owner = self.owner
-        if owner is not None and self.retention.unrestored:
-            await self.retention.protect_instead(self.group.pins(self.key.rank, owner))
+        """More of what the run before had in flight is durable."""
+        await self.retention.protect_instead(
+            lambda: self.group.pins(self.key.rank, self.owner) if self.owner else None
+        )
 
     def protected_step(self) -> int | None:
         """The newest step that is kept for a trainer that has not restored, or will be when it is

@@ -103,7 +103,7 @@ class Tenant:
         self.key = Key(7, "gpt", self.rank)
         self.leases: Any = SimpleNamespace(take=self._lease)
         self.retention: Any = SimpleNamespace(
-            unreadable=set(), inherited=set(), protected=set(), unrestored=False,
+            unreadable=set(), inherited=set(), flagged=set(), protected=set(), unrestored=False,
             release=self._release, restored_to=self._restored_to, damaged=self._damaged,
         )  # fmt: skip
 

@@ -207,7 +207,8 @@ def test_behind_counts_what_some_rank_has_above_the_newest_common_one() -> None:
 def pinned(
     ranks: Any, run: int, *, before: Collection[int] = (), after: int = 0, slots: int = 3
 ) -> set[int]:
-    found: set[int] = group.pins(ranks, 0, run, pinned=set(before), after=after, slots=slots)
+    every = {one: known._replace(pinned=frozenset(before)) for one, known in ranks.items()}
+    found: set[int] = group.pins(every, 0, run, after=after, slots=slots)
     return found
 
 

@@ -280,6 +280,26 @@ def test_protection_stays_while_a_rank_is_not_connected() -> None:
     assert ranks.tenants[0].calls == ["restored 5"]
 
 
+def test_all_ranks_keep_what_becomes_common_of_the_run_before() -> None:
+    """Also when a checkpoint of this run was common first."""
+    ranks = Ranks()
+    ranks.connect()
+    ranks.hold(1)
+    ranks.hold(2, ranks=(0,))
+    ranks.tenants[1].on_its_way = {2: 2}
+    ranks.settle()
+    ranks.connect(2)
+    for tenant in ranks.tenants:
+        tenant.incarnation, tenant.calls = 2, []
+    ranks.hold(3, run=2)
+    ranks.settle()
+    assert [tenant.calls for tenant in ranks.tenants] == [[], []]  # it is of this run
+    ranks.tenants[1].on_its_way = {}
+    ranks.hold(2, ranks=(1,))
+    ranks.settle()
+    assert [tenant.calls for tenant in ranks.tenants] == [["protect late"]] * 2
+
+
 def test_no_trainer_attaches_while_a_job_closes() -> None:
     ranks = Ranks()
     asyncio.run(ranks.job.close())

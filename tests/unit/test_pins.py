@@ -23,7 +23,8 @@ def held(*runs: tuple[int, int], world_size: int = 1, bad: int = 0) -> Rank:
 def wanted(
     ranks: Ranks, pinned: set[int], incarnation: int, slots: int, *, rank: int = 0, after: int = 0
 ) -> set[int]:
-    return pins(ranks, rank, incarnation, pinned=pinned, after=after, slots=slots)
+    ranks = {one: known._replace(pinned=frozenset(pinned)) for one, known in ranks.items()}
+    return pins(ranks, rank, incarnation, after=after, slots=slots)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,16 @@ def test_where_nothing_is_common_each_rank_keeps_its_newest() -> None:
     assert wanted(ranks, set(), 4, 4) == {9}
     assert wanted(ranks, set(), 4, 4, rank=1) == {8}
     assert wanted(ranks, set(), 4, 4, rank=2) == set()
+
+
+def test_what_only_some_ranks_had_to_leave_alone_is_no_pin_of_the_group() -> None:
+    """One rank of a start connected and was killed; it had pinned what was common by then."""
+    every = held(*RUNS, world_size=2)
+    ranks = {0: every._replace(pinned=frozenset({7})), 1: every}
+    for rank in (0, 1):
+        assert pins(ranks, rank, 4, after=0, slots=3) == {9}
+    alone = {0: held(*RUNS)._replace(pinned=frozenset({7})), 1: every}
+    assert pins(alone, 0, 4, after=0, slots=3) == {7}
 
 
 @pytest.mark.parametrize(("after", "expected"), [(0, {5, 9}), (5, {9}), (8, {9}), (9, set())])

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import Begin, Drop
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
-from pccheckd.core.port import Owner
+from pccheckd.core.port import Owner, Port
 from pccheckd.jobs import registry as registry_module
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.checkpoint import Checkpoint
@@ -214,6 +215,36 @@ def test_a_trainer_that_has_not_restored_overwrites_nothing_of_before(
             unread = trainer.restored is None and not trainer.fresh
             assert tenant.retention.unrestored is (unread or bool(wanted))
             assert tenant._needs(tenant.volumes.open[0]) is bool(wanted)
+        await tenant.close()
+
+    run(work)
+
+
+def test_what_becomes_durable_while_a_trainer_attaches_is_kept_for_it(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer before was killed, and its last checkpoint ended in that moment."""
+
+    async def work(registry: Registry) -> None:
+        job, tenant = await registry.tenant(KEY)
+        volume = tenant.volumes.open[0]
+        newest, *before = volume.checkpoints
+        volume.checkpoints = before  # the newest is durable, and not read yet
+        last = SimpleNamespace(session=9, sequence=newest.sequence)
+        attach = Port.attach
+
+        async def ends_meanwhile(port: Port, *about: int) -> int:
+            await tenant._after_durable(last)  # type: ignore[arg-type]
+            return await attach(port, *about)
+
+        monkeypatch.setattr(Port, "attach", ends_meanwhile)
+        trainer = dataclasses.replace(owner(), kernel_pid=os.getpid())
+        job.join(KEY.rank, trainer, launch="", was=0)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            os.close(await tenant.attach(trainer, ours.fileno()))
+            assert tenant.retention.flagged == {newest.sequence}
+            await tenant.detach(trainer.session)
         await tenant.close()
 
     run(work)
