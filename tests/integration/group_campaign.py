@@ -309,6 +309,7 @@ class Player:
         else:
             deadline = time.monotonic() + PROGRESS_S
             while board.at(start.world) < start.steps:
+                _require_training(ranks)
                 if time.monotonic() > deadline:
                     self.wrong(f"start {number} stands still at {board.at(start.world)}")
                     break
@@ -331,6 +332,7 @@ class Player:
             there = [n for n in board.seen(common, start.world, last) if n >= first]
             if len(there) >= count and (first or not again):
                 break
+            _require_training(ranks)
             alive = all(member.process.is_alive() for member in ranks)
             if time.monotonic() - since > PROGRESS_S or not alive:
                 self.wrong(
@@ -423,6 +425,14 @@ class Player:
             return data == payload_of(stamp(number, one.rank, one.step), len(data))
         wanted = tensor_of(number, one.rank, one.step, self.drawn.nbytes[one.rank])
         return bytes(wanted.numpy().tobytes()) in data
+
+
+def _require_training(ranks: list[Any]) -> None:
+    """Raises what a rank raised."""
+    for member in ranks:
+        if member.has_answered:
+            member.answer(ANSWER_S)
+            raise AssertionError("a rank has ended its training")
 
 
 def judge(

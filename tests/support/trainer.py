@@ -255,6 +255,11 @@ class Trainer:
                 raise RemoteError(*value)
             return value
 
+    @property
+    def has_answered(self) -> bool:
+        """The command has ended, or raised."""
+        return self._link.poll(0)
+
     def wait_for_durable(self, step: int, limit_s: float = ANSWER_LIMIT_S) -> int:
         """During a posted run(): waits until it reports `step`, or a later one, as durable."""
         while self.durable < step:
