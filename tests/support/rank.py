@@ -141,11 +141,14 @@ class Rank:
         """Raises DaemonUnreachableError when the daemon ends first."""
         waiting = self.link.wait_copied if copied else self.link.wait_durable
         deadline = time.monotonic_ns() + int(LIMIT_S * 1e9)
-        while not waiting(snapshot, min(deadline, time.monotonic_ns() + SLICE_NS)):
-            state = self.link.state(snapshot)
-            assert time.monotonic_ns() < deadline, f"snapshot {snapshot}: {state}"
-            if not self.link.alive():
-                raise DaemonUnreachableError("the daemon has ended")
+        try:
+            while not waiting(snapshot, min(deadline, time.monotonic_ns() + SLICE_NS)):
+                state = self.link.state(snapshot)
+                assert time.monotonic_ns() < deadline, f"snapshot {snapshot}: {state}"
+                if not self.link.alive():
+                    raise DaemonUnreachableError("the daemon has ended")
+        except ConnectionResetError:  # the link noticed it
+            raise DaemonUnreachableError("the daemon has ended") from None
         state = self.link.state(snapshot)
         assert state is not None
         return state
