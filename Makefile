@@ -37,12 +37,12 @@ $(READY): constraints.txt pyproject.toml $(NATIVE)
 
 venv: $(READY) ## makes .venv with the pinned versions and the package in it (editable)
 
-build: ## compiles the C core anew
+build: ## compiles the C core again
 	@rm -rf build $(READY)
 	@$(MAKE) --no-print-directory $(READY)
 
-WORKERS ?= 2
-test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills, in WORKERS (2)
+WORKERS ?= 3
+test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills, in WORKERS (3)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format

@@ -37,7 +37,7 @@ class BenchError(Exception):
     """The bench cannot run here; the message has the fix."""
 
 
-def told(main: Callable[[], int]) -> int:
+def exit_code(main: Callable[[], int]) -> int:
     """The exit code of `main`; 1, with a message, if the bench cannot run here."""
     try:
         return main()

@@ -138,4 +138,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(common.told(main))
+    sys.exit(common.exit_code(main))

@@ -170,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(common.told(main))
+    sys.exit(common.exit_code(main))

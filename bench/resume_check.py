@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from bench import common
-from bench.common import BenchError, told
+from bench.common import BenchError, exit_code
 from bench.rivals import UNSYNCED
 from bench.train import measure, table
 from tests.support.curves import ROOT, Difference, Run, Trainer, differences
@@ -263,4 +263,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_code(main))

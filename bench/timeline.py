@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.common import MIB, BenchError, make_training_state, require_pyplot, told
+from bench.common import MIB, BenchError, exit_code, make_training_state, require_pyplot
 from pccheck import PCcheckClient
 from pccheck_store.observer import Observer
 from pccheckctl.commands.trace import chrome
@@ -166,4 +166,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_code(main))

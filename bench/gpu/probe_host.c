@@ -11,7 +11,7 @@
 #endif
 #define SEGMENT_BYTES (256 * MIB) /* the daemon's segments */
 
-/* KiB of the mapping that huge pages make up, by /proc/self/smaps; -1: not to be had. */
+/* KiB of the mapping that huge pages make up, by /proc/self/smaps; -1: unknown. */
 static long huge_kib(const char *bytes)
 {
     char line[256];

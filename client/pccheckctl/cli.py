@@ -117,8 +117,8 @@ def report(error: PccheckError, *, as_json: bool) -> None:
         import json
 
         names = ("code", "message", "hint", "retryable", "exit_code")
-        told = {name: getattr(error, name) for name in names}
-        print(json.dumps({"schema": 1, "error": told}, indent=2), flush=True)
+        fields = {name: getattr(error, name) for name in names}
+        print(json.dumps({"schema": 1, "error": fields}, indent=2), flush=True)
         return
     from pccheckctl.output.render import safe
 

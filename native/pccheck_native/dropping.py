@@ -125,7 +125,7 @@ def drop(paths: Sequence[Path]) -> None:
     has one of them; OSError when their room could not be given back: `clear` tries it again.
 
     Oldest generation first: what an interruption leaves of a rank is its newest volume, so that a
-    job that is started over it goes on from there and not from an outgrown one.
+    job that is started over it continues from there and not from an outgrown one.
     """
     with contextlib.ExitStack() as held:
         present = [path for path in paths if _lock(held, path)]

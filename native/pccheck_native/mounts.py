@@ -42,7 +42,7 @@ def mounts(table: str) -> Iterator[Mount]:
 
 
 def mount_of(path: Path, table: str) -> Mount:
-    """The mount that holds `path`; its `kind` is "" when it cannot be told."""
+    """The mount that holds `path`; its `kind` is "" when no mount does."""
     found = Mount("", "", "")
     for mount in mounts(table):
         inside = path == Path(mount.place) or Path(mount.place) in path.parents

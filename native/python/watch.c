@@ -134,7 +134,7 @@ static void ask_for(PyObject *tensors, const uint64_t *near, Py_ssize_t i)
     __builtin_prefetch((const void *)(inside + LINE_BYTES));
 }
 
-/* False also for what cannot be told: whoever asks then looks in another way. */
+/* False also when it cannot tell: the caller then looks in another way. */
 static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, const char *then,
                            Py_ssize_t left)
 {

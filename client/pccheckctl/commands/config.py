@@ -94,5 +94,5 @@ def as_text(document: Document, *, origins: bool) -> str:
 
 def _head(document: Document) -> str:
     daemon, file = part(document, "daemon"), text(document, "file") or "none"
-    told = f"pccheckd {text(daemon, 'version')}, pid {text(daemon, 'pid')}"
-    return f"daemon   {told if daemon else 'not asked'}\nfile     {file}"
+    version = f"pccheckd {text(daemon, 'version')}, pid {text(daemon, 'pid')}"
+    return f"daemon   {version if daemon else 'not asked'}\nfile     {file}"

@@ -131,8 +131,8 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
             one for one in durable if one.get("global") is True or whole(one, "world_size", 1) == 1
         ]
     if durable:
-        told = "global" if state == "global" else "durable"
-        return min(durable, key=lambda one: whole(one, "step")) | {"state": told}
+        reached = "global" if state == "global" else "durable"
+        return min(durable, key=lambda one: whole(one, "step")) | {"state": reached}
     later = [one for one in seen.recent if whole(one, "step") >= step]
     if state == "copied":
         for one in later:
@@ -143,7 +143,7 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
         reason = text(one, "reason") or text(one, "state")
         raise CheckpointFailedError(
             f"step {whole(one, 'step')} failed: {reason}",
-            hint="training goes on, and saves its next checkpoint; see: pccheckctl status",
+            hint="training continues, and saves its next checkpoint; see: pccheckctl status",
         )
     return None
 

@@ -13,8 +13,8 @@
 #include "base/pcc_thread.h"
 #include "client/pcc_client_private.h"
 
-/* Who abandons waits that long for copies that a GPU makes. It is safe to go on after that: nobody
- * will vouch for what they read, and their chunks are not used before they are done. */
+/* Who abandons waits that long for copies that a GPU makes. It is safe to continue after that:
+ * nobody will vouch for what they read, and their chunks are not used before they are done. */
 #define ABANDON_PATIENCE_NS 10000000000ull
 #define GPU_PATIENCE_NS 60000000000ull
 #define CLOSE_PATIENCE_NS 10000000000ull

@@ -86,7 +86,7 @@ PCC_MUST_CHECK int pcc_client_staging(struct pcc_client *client, uint32_t device
                                       uint64_t length_bytes, uint64_t *address_out);
 void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging has outgrown */
 /* Enqueues the copies on `stream` of the trainer; with `aside` on a stream of ours that first waits
- * for `stream`, so that training goes on beside them. What was staged before must have been read.
+ * for `stream`, so that training continues beside them. What was staged before must have been read.
  */
 PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,
                                     const struct pcc_device_copy *copies, uint64_t copy_count,

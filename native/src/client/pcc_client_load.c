@@ -94,7 +94,7 @@ void pcc_client_load_note(struct pcc_client *client, int error)
     if (error != 0 && !load->ended) {
         load->ended = true;
         load->result = error;
-    } else if (load->told && load->flying == 0) {
+    } else if (load->all_sent && load->flying == 0) {
         load->ended = true; /* or it has failed here before */
     }
     (void)pthread_cond_broadcast(&client->idle);
@@ -107,8 +107,8 @@ void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *me
     (void)pthread_mutex_lock(&client->lock);
     struct pcc_client_load *load = &client->load;
     /* It may have ended here already: a GPU failed. */
-    if (load->active && !load->ended && !load->told && load->id == message->id) {
-        load->told = true;
+    if (load->active && !load->ended && !load->all_sent && load->id == message->id) {
+        load->all_sent = true;
         load->result = message->result;
         pcc_client_load_note(client, 0);
     }

@@ -81,7 +81,7 @@ struct pcc_job {
 struct pcc_client_load {
     bool active;
     bool ended;
-    bool told;       /* the daemon has sent everything; `result` is the daemon's */
+    bool all_sent;   /* the daemon has sent everything; `result` is the daemon's */
     bool busy;       /* the thread writes to the targets now */
     uint32_t flying; /* chunks that GPUs read from; they write to the targets */
     uint64_t id;

@@ -234,7 +234,7 @@ void pcc_tenant_grant_segments(struct pcc_tenant *tenant)
         return;
     bool sent = false;
     for (uint32_t i = 0; i < tenant->segment_count; i++) {
-        if (tenant->segments[i].granted || tenant->segments[i].told)
+        if (tenant->segments[i].granted || tenant->segments[i].asked)
             continue;
         if (!grant_send(tenant, i))
             break;

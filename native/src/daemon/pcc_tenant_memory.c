@@ -337,7 +337,7 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
  *
  *   retiring   its chunks are neither handed out nor lent any more; cached content is dropped once
  *              its save is durable, or cannot be moved to another slot anyway
- *   told       the client was asked (RETIRE), behind everything that named its chunks; one that it
+ *   asked      the client was asked (RETIRE), behind everything that named its chunks; one that it
  *              never got, or that went with its session, counts as returned
  *   returned   the client has unmapped it (RETURNED)
  *   empty      no saver, load, check or GPU uses a chunk; it is unpinned, unmapped and leaves the
@@ -419,7 +419,7 @@ static void tell(struct pcc_tenant *tenant)
 
     for (uint32_t i = tenant->lasting_count; i < tenant->segment_count; i++) {
         struct pcc_tenant_segment *segment = &tenant->segments[i];
-        if (segment->told || has(tenant, &segment->memory, PCC_CHUNK_READING))
+        if (segment->asked || has(tenant, &segment->memory, PCC_CHUNK_READING))
             continue;
         if (segment->granted) {
             const struct pcc_message message = {.kind = PCC_MSG_RETIRE,
@@ -429,7 +429,7 @@ static void tell(struct pcc_tenant *tenant)
                 break; /* its session ends, and with it the grant */
             sent = true;
         }
-        segment->told = true;
+        segment->asked = true;
     }
     if (sent)
         pcc_tenant_wake_client(tenant);
@@ -441,7 +441,7 @@ int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message
         struct pcc_tenant_segment *segment = &tenant->segments[i];
         if (segment->number != message->id)
             continue;
-        if (!segment->told || !segment->granted || segment->memory.first_chunk != message->chunk ||
+        if (!segment->asked || !segment->granted || segment->memory.first_chunk != message->chunk ||
             has(tenant, &segment->memory, PCC_CHUNK_GRANTED) ||
             has(tenant, &segment->memory, PCC_CHUNK_LENT))
             break;
@@ -454,7 +454,7 @@ int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message
 /* Whether nothing of the segment is used; drops what is only cached. */
 static bool empty(struct pcc_tenant *tenant, const struct pcc_tenant_segment *segment)
 {
-    bool is_empty = segment->told && !segment->granted;
+    bool is_empty = segment->asked && !segment->granted;
 
     for (uint32_t i = 0; i < segment->memory.chunk_count; i++) {
         const uint32_t index = segment->memory.first_chunk + i;
@@ -491,7 +491,7 @@ static struct pcc_tenant_holding holding(const struct pcc_tenant *tenant)
         .lasting_bytes = (uint64_t)lasting_chunks(tenant) * tenant->spec.chunk_bytes};
 
     for (uint32_t i = tenant->lasting_count; i < tenant->segment_count; i++)
-        found.asked += tenant->segments[i].told && tenant->segments[i].granted;
+        found.asked += tenant->segments[i].asked && tenant->segments[i].granted;
     return found;
 }
 

@@ -62,7 +62,7 @@ struct pcc_tenant_segment {
     struct pcc_segment memory;
     uint32_t number;           /* never used again in this tenant */
     bool granted;              /* sent to the attached client, and not returned */
-    bool told;                 /* it is retiring, and is not sent to anybody any more */
+    bool asked;                /* to be returned; it is not sent to a client any more */
     struct pcc_gpu *pinned_by; /* NULL = pageable; written under growing and lock, read under one */
 };
 
