@@ -102,7 +102,8 @@ class UnreadableError(PccheckError):
 
 
 class CheckpointFailedError(PccheckError):
-    """A checkpoint ended failed, skipped or abandoned; it will never be durable."""
+    """A checkpoint ended failed, skipped or abandoned: it will never be durable, on all ranks if
+    that was waited for."""
 
     code = "CHECKPOINT_FAILED"
 

@@ -39,6 +39,7 @@ WORD_COPYING: int
 WORD_COPIED: int
 WORD_ABANDONED: int
 WORD_REFUSED: int
+OUTCOME_GIVEN_UP: int  # in LinkState.outcome, beside the numbers of CheckpointState
 
 class SlotEntry(NamedTuple):
     slot: int

@@ -448,7 +448,7 @@ static bool verdict_parse(PyObject *args, PyObject *kwargs, struct verdict *out)
                                      pcc_py_u32, &out->outcome, pcc_py_u64, &out->sequence)) {
         return false;
     }
-    if (out->outcome > PCC_OUTCOME_FAILED) {
+    if (out->outcome > PCC_OUTCOME_GIVEN_UP) {
         PyErr_SetString(PyExc_ValueError, "outcome is no checkpoint state");
         return false;
     }

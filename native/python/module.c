@@ -28,6 +28,7 @@ static int add_constants(PyObject *module)
         {"WORD_COPIED", PCC_WORD_COPIED},
         {"WORD_ABANDONED", PCC_WORD_ABANDONED},
         {"WORD_REFUSED", PCC_WORD_REFUSED},
+        {"OUTCOME_GIVEN_UP", PCC_OUTCOME_GIVEN_UP},
     };
     for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {

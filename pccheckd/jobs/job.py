@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 
 from pccheck_native import group
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
+from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
@@ -23,6 +25,7 @@ SETTLE_LIMIT_S = 5.0
 NAMED_MAX = 8
 SKIPS_KEPT = 256  # no honest rank asks for an older one
 ASKED_MAX = 512  # requests whose time is remembered until they are common
+_LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})  # the rank does not have it
 
 _FENCED = (
     "a newer start of this job is running, so checkpoints of this process are not saved",
@@ -255,7 +258,7 @@ class Job:
             return self._skips[sequence]
         for rank, tenant in sorted(self.tenants.items()):
             found = tenant.ledger.of_sequence(sequence)
-            if found is not None and found.error != GIVEN_UP and not found.live and found.reason:
+            if found is not None and found.error != GIVEN_UP and found.state in _LOST:
                 why = f"rank {rank} did not save this checkpoint ({found.reason})"
                 return f"{why}, so no rank keeps it"
         lacking = [
@@ -310,8 +313,20 @@ class Job:
         self.agreement = agreed._replace(given_up=agreed.given_up | before.given_up & there)
         self._given_up = max(self._given_up, *self.agreement.given_up, 0)
         self._note_common(shared)
+        why_never = functools.cache(self._why_never)  # the ranks ask for the same ones
         for tenant in self.tenants.values():
             tenant.obey(self.agreement)
+            tenant.gave_up(why_never)
+
+    def _why_never(self, sequence: int) -> str:
+        """Why a checkpoint that some rank has durable never becomes global; "" while it may: a rank
+        has not asked for it yet, or is writing it."""
+        if any(one.sequence == sequence for one in self._shared):
+            return ""
+        # A rank gets no sequence twice, and neither does a new process of the rank.
+        asked = [tenant.ledger.of_sequence(sequence) for tenant in self.tenants.values()]
+        lost = any(found is not None and found.state in _LOST for found in asked)
+        return self.why_given_up(sequence) if lost or self.gives_up(sequence) else ""
 
     def _keep(self) -> int:
         """Of the existing volumes, else as configured."""
@@ -320,12 +335,15 @@ class Job:
 
     def _note_common(self, shared: list[Held]) -> None:
         before, self._shared = self._shared, shared
-        if shared and before[:1] != shared[:1]:
-            now_ns, newest = time.monotonic_ns(), shared[0].sequence
+        newest = shared[0].sequence if shared else 0
+        is_new = bool(shared) and before[:1] != shared[:1]
+        if is_new:
+            now_ns = time.monotonic_ns()
             asked_ns = self._asked_ns.get(newest, now_ns)
             self.longest_s = max(self.longest_s, (now_ns - asked_ns) / 1e9)
             self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
-            for tenant in self.tenants.values():
+        for tenant in self.tenants.values():
+            if is_new or tenant.ledger.is_late(newest):
                 tenant.became_global(newest, {one.sequence for one in shared})
         # Not only the newest: a checkpoint of the run before may end after one of this run.
         oldest_run = min((o.incarnation for o in set(shared) - set(before)), default=None)

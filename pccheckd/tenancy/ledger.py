@@ -53,6 +53,7 @@ class Ledger:
         self.checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
         self.counters: Counter[str] = Counter()
         self._moving: list[Checkpoint] = []  # not ended when last checked, oldest first
+        self._alone: list[Checkpoint] = []  # durable here, and not global
         self.last_sequence = 0  # that this daemon has used
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
         self.failing = 0  # in a row: that failed since one became durable ...
@@ -213,6 +214,8 @@ class Ledger:
             self.counters["durable"] += 1
             self._succeeded()
             self._has_saved = self._has_saved or checkpoint.session == self._trainer
+            if checkpoint.world_size > 1:
+                self._alone = [*self._alone[-HISTORY:], checkpoint]
             self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)
@@ -231,18 +234,28 @@ class Ledger:
         """All ranks have the sequences in `common`, up to `newest`; the checkpoints that moved. One
         that this rank alone has durable is superseded."""
         now_ns = time.monotonic_ns()
-        moved = [
-            found
-            for found in self.checkpoints.values()
-            if found.state is State.DURABLE and found.sequence <= newest and found.world_size > 1
-        ]
+        moved = [found for found in self._alone if found.sequence <= newest]
+        self._alone = [found for found in self._alone if found.sequence > newest]
         for found in moved:
             if found.sequence in common:
                 found.move(State.GLOBAL, now_ns)
+                found.reason = ""  # of one whose damage flag was removed
             else:
                 newer = self.of_sequence(newest)
                 found.replaced(now_ns, "global", newest, newer.step if newer else None)
         return moved
+
+    def gave_up(self, why_never: Callable[[int], str]) -> list[Checkpoint]:
+        """Notes why checkpoints that are durable here will never be global, for which `why_never`
+        has a reason. Those that were not noted before."""
+        open_ones = [found for found in self._alone if not found.reason]
+        for found in open_ones:
+            found.reason = why_never(found.sequence)
+        return [found for found in open_ones if found.reason]
+
+    def is_late(self, newest: int) -> bool:
+        """One became durable after all ranks had a newer one, `newest`."""
+        return any(found.sequence <= newest for found in self._alone)
 
     def _notify(self) -> None:
         for waiter in self._waiters:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
-from pccheck_native import _core, catalog
+from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError
@@ -514,12 +514,21 @@ class Tenant:
 
     def became_global(self, newest: int, common: Collection[int]) -> None:
         """Every rank has the sequences `common`, up to `newest`: writes that to the page."""
-        owner, port = self.owner, self.port
         for found in self.ledger.became_global(newest, common):
-            if port is not None and owner is not None and owner.session == found.session:
-                sequence = found.newer_sequence or found.sequence
-                port.channel.set_outcome(found.snapshot, int(found.state), sequence)
+            self._tell(found, found.state)
         self.spawn(self._retire())
+
+    def gave_up(self, why_never: Callable[[int], str]) -> None:
+        """Writes to the page which of the checkpoints that are durable here never become global."""
+        for found in self.ledger.gave_up(why_never):
+            self._tell(found, OUTCOME_GIVEN_UP)
+
+    def _tell(self, found: Checkpoint, outcome: int) -> None:
+        """Writes to the page of its trainer, if that one is still here."""
+        owner, port = self.owner, self.port
+        if port is not None and owner is not None and owner.session == found.session:
+            sequence = found.newer_sequence or found.sequence
+            port.channel.set_outcome(found.snapshot, int(outcome), sequence)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()

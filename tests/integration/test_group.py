@@ -519,6 +519,62 @@ def test_a_step_that_one_rank_leaves_out_is_given_up_on_all(
     assert restored(ranks(start_trainer, daemon, "1")) == [3, 3]
 
 
+def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """It was reported as durable here, and stays so: only the waiting for all ranks fails."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    for trainer in group:
+        trainer.step()
+    alone = group[0].checkpoint()  # of step 2
+    assert group[0].wait_durable(alone) == "durable"
+    group[0].post("wait_global", alone)
+    group[1].step()
+    assert group[1].wait_durable(group[1].checkpoint()) == "durable"  # of step 3
+    with pytest.raises(
+        RemoteError, match=r"step 2 is durable on this rank, but .* rank 1"
+    ) as ended:
+        group[0].answer()
+    assert ended.value.kind == "CheckpointFailedError"
+    assert group[0].wait_durable(alone) == "durable"
+    assert "rank 1 did not ask for this checkpoint" in group[0].reason(alone)
+    assert group[0].evaluate(_flushed) == 1
+    with pytest.raises(RemoteError, match="rank 1 did not ask"):
+        group[0].wait_global(alone)  # again, at once
+    group[0].step()
+    assert group[0].wait_global(group[0].checkpoint()) == "global"
+    assert group[0].wait_global(alone) == "superseded"
+
+
+def test_what_a_killed_rank_had_not_copied_ends_the_wait_for_all_ranks(
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    (first,) = ranks(start_trainer, daemon, "", only=1)
+    second = Rank(daemon.socket, rank=1, world_size=2)
+    second.register(SIZE)
+    first.step()
+    alone = first.checkpoint()
+    second.begin(1, payload_of(1, SIZE), fill=False)
+    assert first.wait_durable(alone) == "durable"
+    first.post("wait_global", alone)
+    second.close()
+    with pytest.raises(RemoteError, match="rank 1 did not save this checkpoint"):
+        first.answer()
+    ran = ctl(
+        None, "--socket", daemon.socket, "wait", "job", "--step", 1, "--for", "global",
+        "--timeout", "60",
+    )  # fmt: skip
+    assert ran.code != 0 and "rank 1 did not save this checkpoint" in ran.err
+
+
+def _flushed(trainer: Any) -> int | None:
+    durable = trainer.client.flush()
+    return durable.step if durable else None
+
+
 def test_what_was_copied_is_waited_for(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--max-bandwidth", "2MiB")
     group = ranks(start_trainer, daemon, "0")

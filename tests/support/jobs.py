@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +74,9 @@ class Ledger:
     def of_sequence(self, sequence: int) -> Any:
         return self.checkpoints.get(sequence)
 
+    def is_late(self, _newest: int) -> bool:
+        return False
+
     def live(self) -> list[Any]:
         return [one for one in self.checkpoints.values() if one.live]
 
@@ -143,6 +146,9 @@ class Tenant:
 
     def became_global(self, newest: int, _sequences: set[int]) -> None:
         self.made_global.append(newest)
+
+    def gave_up(self, why_never: Callable[[int], str]) -> None:
+        self.why_never = why_never
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         work.close()

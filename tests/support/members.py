@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pccheck_native import (
+    OUTCOME_GIVEN_UP,
     SNAPSHOTS,
     WORD_ABANDONED,
     WORD_COPIED,
@@ -356,6 +357,8 @@ def _state_of(found: LinkState) -> State:
         return State.FAILED
     if found.word == WORD_REFUSED:
         return State.SKIPPED if found.outcome == State.SKIPPED else State.FAILED
+    if found.word == WORD_COPIED and found.outcome == OUTCOME_GIVEN_UP:
+        return State.DURABLE
     if found.word == WORD_COPIED:
         return State(max(found.outcome, State.COPIED))
     return State.COPYING if found.word == WORD_COPYING else State.REQUESTED

@@ -194,7 +194,7 @@ def test_set_outcome_reaches_the_trainer(loop: Loop) -> None:
     assert state is not None
     assert state.outcome == State.GLOBAL
     with pytest.raises(ValueError, match="outcome"):
-        loop.channel.set_outcome(1, 9)
+        loop.channel.set_outcome(1, 10)
     with pytest.raises(ValueError, match="outcome"):
         loop.channel.refuse(1, 255)
 

@@ -12,7 +12,7 @@ from pccheck import CheckpointState
 from pccheck.saving import in_flight as handles
 from pccheck.saving.in_flight import InFlight
 from pccheck_native import WORD_COPIED, WORD_COPYING, WORD_REFUSED
-from pccheck_wire.errors import InternalError, NoCheckpointError
+from pccheck_wire.errors import CheckpointFailedError, InternalError, NoCheckpointError
 from pccheck_wire.messages import Describe, Described, Failure
 
 NOT_YET = Described(1, CheckpointState.COPYING, 7, 3)
@@ -73,6 +73,20 @@ def test_the_reason_that_nobody_waits_for_is_asked_for_again() -> None:
     assert made.known_reason == "the GPU failed"
     made.describe_later()
     assert not daemon.callbacks
+
+
+def test_one_that_was_given_up_is_durable_with_a_reason_also_when_its_entry_is_used_again() -> None:
+    why = Described(1, CheckpointState.DURABLE, 7, 3, "rank 1 failed")
+    newer = Described(1, CheckpointState.SUPERSEDED, 7, 3, "newer", "", 8, 4)
+    daemon: Any = Daemon(why, newer, WHY, word=WORD_COPIED, outcome=CheckpointState.DURABLE)
+    daemon.saves_alone, daemon.link.wait_global = False, lambda *_: True
+    made = handle(daemon)
+    made.settle()
+    assert (made.state, made.wait_durable(0)) == (CheckpointState.DURABLE, (7, 3))
+    with pytest.raises(CheckpointFailedError, match=r"durable on this rank, but .* rank 1 failed"):
+        made.wait_global(0)
+    assert made.saved(0, everywhere=True) is None
+    assert (made.wait_global(0), made.reason) == ((8, 4), "newer")
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

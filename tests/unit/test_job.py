@@ -119,6 +119,29 @@ def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
     assert "rank 1 did not save this checkpoint (write: EIO)" in ranks.job.why_given_up(1)
 
 
+def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it() -> None:
+    """Also when the process of that rank has ended: the rank is not given the sequence again."""
+    ranks = Ranks()
+    ranks.connect()
+    number = ranks.ask(0, 5)[1]
+    ranks.hold(number, ranks=(0,))
+    ranks.settle()
+    assert ranks.tenants[0].why_never(number) == ""  # rank 1 may still ask for it
+    ranks.ask(1, 5)
+    ranks.tenants[1].on_its_way = {number: 2}
+    ranks.settle()
+    assert ranks.tenants[0].why_never(number) == ""
+    gone, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    assert gone is not None
+    ranks.tenants[1].on_its_way = {}
+    ranks.tenants[1].ledger.checkpoints[number] = ended("the trainer ended")
+    ranks.job.left(1, gone.process)
+    assert "rank 1 did not save this" in ranks.tenants[0].why_never(number)
+    ranks.hold(number, ranks=(1,))
+    ranks.settle()
+    assert ranks.tenants[0].why_never(number) == ""  # it is common after all
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_with_skip_the_first_that_asks_decides_for_all(busy: bool) -> None:
     ranks = Ranks()

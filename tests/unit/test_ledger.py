@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+from pccheck_native import _core
+from pccheck_wire.messages import CheckpointState as State
+from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.ledger import COUNT_MAX, ENDED_BEFORE, Ledger
 
 
@@ -26,3 +32,39 @@ def test_a_client_that_lies_counts_no_further_than_a_document_holds() -> None:
     for _ in range(3):
         ledger.failed(1 << 60)
     assert ledger.counters["failed"] == ledger.failing == COUNT_MAX
+
+
+def durable(ledger: Ledger, sequence: int) -> Checkpoint:
+    """One of two ranks' checkpoints that has become durable here."""
+    made = Checkpoint(
+        session=1, snapshot=sequence, step=sequence, payload_bytes=1, tree_offset=0, tree_bytes=1,
+        skip_when_busy=False, incarnation=1, world_size=2, requested_ns=1, sequence=sequence,
+    )  # fmt: skip
+    ledger.add(made)
+    about: Any = SimpleNamespace(
+        kind="durable", session=1, id=sequence, sequence=sequence, rehomed=0, slot=0, stage="",
+        error_name="", times=_core.SaveTimes(*[0] * len(_core.SaveTimes._fields)),
+    )  # fmt: skip
+    assert ledger.apply(about, lambda _: "") is made
+    return made
+
+
+def test_what_is_durable_and_will_not_be_global_is_noted_once_and_stays_durable() -> None:
+    ledger = Ledger()
+    first, second = durable(ledger, 1), durable(ledger, 2)
+    assert ledger.gave_up(lambda number: "rank 1 failed" if number == 1 else "") == [first]
+    assert ledger.gave_up(lambda _: "") == []
+    assert (first.state, first.reason, second.reason) == (State.DURABLE, "rank 1 failed", "")
+    assert ledger.became_global(2, {2}) == [first, second]
+    assert (first.state, second.state) == (State.SUPERSEDED, State.GLOBAL)
+    assert ledger.gave_up(lambda _: "late") == []
+
+
+def test_what_becomes_durable_after_a_newer_one_is_global_moves_as_well() -> None:
+    ledger = Ledger()
+    durable(ledger, 2)
+    ledger.became_global(2, {2})
+    assert not ledger.is_late(2)
+    late = durable(ledger, 1)
+    assert ledger.is_late(2) and ledger.became_global(2, {1, 2}) == [late]
+    assert late.state is State.GLOBAL and not ledger.is_late(2)

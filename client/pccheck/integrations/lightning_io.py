@@ -26,7 +26,7 @@ from pccheck_wire.errors import NoCheckpointError, PccheckError, StateMismatchEr
 SCHEME = "pccheck"
 #: How long a save to a path waits until the checkpoint is durable, and may be pinned.
 DURABLE_LIMIT_S = 600.0
-#: ... on all ranks, once this rank has its part. If another rank fails, nothing ends the wait.
+#: ... on all ranks, once this rank has its part.
 GLOBAL_LIMIT_S = 30.0
 
 

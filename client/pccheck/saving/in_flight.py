@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pccheck.daemon.connection import Connection
 from pccheck.warn import LOG
-from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, LinkState
+from pccheck_native import (
+    OUTCOME_GIVEN_UP,
+    WORD_ABANDONED,
+    WORD_COPIED,
+    WORD_COPYING,
+    WORD_REFUSED,
+    LinkState,
+)
 from pccheck_wire.errors import (
     CheckpointFailedError,
     NoCheckpointError,
@@ -35,6 +42,7 @@ TIMED_OUT = "ETIMEDOUT"
 _LOST = "the daemon ended before the checkpoint was durable"
 _UNTOLD = "the daemon ended before it gave the reason"
 _REPLACED = "a newer checkpoint became durable first"
+_NOT_ON_ALL = "another rank did not save it"
 #: It may be durable. What was reported as failed stays so, and is named when it is durable.
 _UNKNOWN = "the connection to pccheckd ended before it reported how the checkpoint ended"
 _SEE = "whether it is durable: pccheckctl list"
@@ -84,6 +92,7 @@ class InFlight:
         self._newer = Durable(0, None)
         self._reason = ""
         self._described = False  # the reason is known
+        self._given_up = False  # it is durable here, and never will be on all ranks
         self._asked_s: float | None = None  # when the reason was asked for, until it arrives
         self.copy_broke = False  #: the daemon failed it before it was copied
         #: Its daemon ended before it reported how: it has failed here, and may be durable.
@@ -130,7 +139,8 @@ class InFlight:
 
     @property
     def reason(self) -> str:
-        if self.state in NOT_SAVED or self._state is CheckpointState.SUPERSEDED:
+        ended = self.state in NOT_SAVED or self._state is CheckpointState.SUPERSEDED
+        if ended or self._given_up:
             self._describe()
         return self._reason
 
@@ -197,6 +207,12 @@ class InFlight:
             self._describe()
         if self._state is not CheckpointState.DURABLE:
             return self.wait_durable(0)
+        if self._given_up:
+            self._describe()
+            raise CheckpointFailedError(
+                f"checkpoint of step {self.step} is durable on this rank, but will not be on all "
+                f"ranks: {self._reason or _NOT_ON_ALL}"
+            )
         if not connection.alive():
             raise connection.gone()
         raise self._late("durable on all ranks")
@@ -250,6 +266,9 @@ class InFlight:
         """Takes over what the page has of it, and whether its daemon lived then."""
         if now is not None:
             self._state = state = _state_of(now)
+            given_up = state is CheckpointState.DURABLE and now.outcome == OUTCOME_GIVEN_UP
+            if self._given_up != given_up:
+                self._given_up, self._described, self._reason = given_up, False, ""
             self.copy_broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
             if now.word == WORD_ABANDONED and now.error_name and alive:
                 self._reason, self._described = abandoned_because(now.error_name), True
@@ -341,6 +360,7 @@ class InFlight:
                 return  # the page changes before the daemon's records do
             if self._settled and answer.state in _SAFE:
                 self._state = answer.state  # it may have become global since
+                self._given_up = answer.state is CheckpointState.DURABLE and bool(reason)
             if answer.state is CheckpointState.SUPERSEDED:
                 self._newer = Durable(answer.newer_sequence, answer.newer_step)
             self._sequence = self._sequence or answer.sequence
@@ -373,6 +393,8 @@ def _untold(now: LinkState, state: CheckpointState) -> str:
 
 def _state_of(now: LinkState) -> CheckpointState:
     if now.word == WORD_COPIED:
+        if now.outcome == OUTCOME_GIVEN_UP:
+            return CheckpointState.DURABLE
         return CheckpointState(max(now.outcome, CheckpointState.COPIED))
     if now.word == WORD_REFUSED and now.outcome == CheckpointState.SKIPPED:
         return CheckpointState.SKIPPED
@@ -407,8 +429,8 @@ class Checkpoint:
 
     @property
     def reason(self) -> str:
-        """Why it was skipped or failed, or what superseded it; "" otherwise. May wait for an answer
-        of the daemon, two seconds at most."""
+        """Why it was skipped or failed, what superseded it, or why it is durable here and never will
+        be on all ranks; "" otherwise. May wait for an answer of the daemon, two seconds at most."""
         return self._in_flight.reason
 
     def done(self) -> bool:
@@ -475,8 +497,10 @@ class Checkpoint:
         restore of the job gives that from then on. For a rank that saves alone it is
         `wait_durable`.
 
-        Raises CheckpointFailedError when it was skipped or failed here, WaitTimeoutError after
-        `timeout` seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
+        Raises CheckpointFailedError as soon as it is known that it will not be: it was skipped or
+        failed, here or on another rank. If it is durable here, it stays so, and this returns after
+        all once a newer one is durable on all ranks. Raises WaitTimeoutError after `timeout`
+        seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
         """
         return self._in_flight.wait_global(timeout)
 

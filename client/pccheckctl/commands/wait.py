@@ -121,6 +121,13 @@ def look(arguments: argparse.Namespace) -> Seen:
     return Seen(stored, recent, bool(mine or stored), jobs)
 
 
+def _has_failed(one: Document, state: str) -> bool:
+    """It will never reach the state. What is durable has a reason if it is given up: another rank
+    did not save it."""
+    alone = state == "global" and text(one, "state") == "durable" and text(one, "reason") != ""
+    return alone or text(one, "state") in _ENDED
+
+
 def judge(seen: Seen, step: int, state: str) -> Document | None:
     """The checkpoint of the step or of a later one that has reached the state, if any. Raises
     CheckpointFailedError when the step failed and no later one is under way."""
@@ -138,7 +145,7 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
         for one in later:
             if text(one, "state") in COPIED:
                 return one
-    if later and all(text(one, "state") in _ENDED for one in later):
+    if later and all(_has_failed(one, state) for one in later):
         one = later[-1]
         reason = text(one, "reason") or text(one, "state")
         raise CheckpointFailedError(

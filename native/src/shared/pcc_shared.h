@@ -19,7 +19,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 5u
+#define PCC_PAGE_VERSION 6u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 
@@ -41,7 +41,7 @@ enum pcc_word_state {
 };
 
 /* The outcome is (snapshot id << 8 | checkpoint state), written by the daemon only. Numbers are
- * those of the wire's CheckpointState. */
+ * those of the wire's CheckpointState; GIVEN_UP, which follows DURABLE only, is of the page only. */
 enum pcc_outcome {
     PCC_OUTCOME_REQUESTED = 0,
     PCC_OUTCOME_COPYING = 1,
@@ -52,6 +52,7 @@ enum pcc_outcome {
     PCC_OUTCOME_SUPERSEDED = 6,
     PCC_OUTCOME_SKIPPED = 7,
     PCC_OUTCOME_FAILED = 8,
+    PCC_OUTCOME_GIVEN_UP = 9, /* durable here, and never on all ranks: nothing waits for GLOBAL */
 };
 
 struct pcc_snapshot {

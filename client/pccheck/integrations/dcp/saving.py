@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from pccheck.client import PCcheckClient
-from pccheck.saving.in_flight import Checkpoint
+from pccheck.saving.in_flight import NOT_SAVED, Checkpoint
 from pccheck.state.shards import Shard
 from pccheck.warn import LOG
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, UsageError
@@ -65,7 +65,8 @@ def _finish(client: PCcheckClient, handle: Checkpoint, limit_s: float) -> None:
     except PccheckError as error:
         if client.on_error == "raise":
             raise
-        if not isinstance(error, CheckpointFailedError):  # of which the client warns
+        failed_here = isinstance(error, CheckpointFailedError) and handle.state in NOT_SAVED
+        if not failed_here:  # of which the client warns
             LOG.warning("PCcheck: %s. Training continues", error)
 
 
