@@ -47,6 +47,7 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     ("plain", {"job": "plain", "every": 6, "plain": True, "epochs": 1, "odd": [{"a": "b"}]}),
     ("order", {"job": "order", "kind": "order", "epochs": 1}),
     ("paths", {"job": "paths", "kind": "paths"}),
+    ("refused", {"job": "refused", "kind": "refused"}),
 ]
 
 
@@ -152,6 +153,14 @@ def test_paths_of_pccheck(alone: Read) -> None:
         strict=True,
     ):
         assert words in line
+
+
+def test_a_model_checkpoint_that_cannot_save_is_refused_before_training(alone: Read) -> None:
+    errors = alone("refused", "ERROR")
+    fixes = ["remove save_last", "a directory for files", "{step}", "{step}", "pccheck://refused"]
+    for line, fix in zip(errors, fixes, strict=True):
+        assert fix in line
+    assert alone("refused", "STEP") == []
 
 
 def test_ranks_save_one_copy_and_go_on_bit_for_bit(

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pccheck import PCcheckClient
+from pccheck import PCcheckClient, UsageError
 from pccheck.integrations.lightning import PCcheckCallback
 
 ITEMS, BATCH, WIDTH = 48, 8, 16
@@ -200,7 +200,25 @@ def paths(options: Options) -> None:
     client.close()
 
 
-KINDS = {"train": train, "order": order, "paths": paths}
+def refused(options: Options) -> None:
+    """ModelCheckpoints that cannot save to their path: fit() says so, and does not train."""
+    place = f"pccheck://{options['job']}"
+    for files in (
+        ModelCheckpoint(place, save_last=True),
+        ModelCheckpoint(place, save_weights_only=True),
+        ModelCheckpoint(place, filename="{epoch}"),
+        ModelCheckpoint(place, filename="best-{step}", auto_insert_metric_name=False),
+        ModelCheckpoint("pccheck://other"),
+    ):
+        trainer = trainer_of(options, PCcheckCallback(0, job=options["job"]), files, files=True)
+        try:
+            trainer.fit(Model(), loader_of(options))
+            say("ERROR none")
+        except UsageError as error:
+            say(f"ERROR {error}")
+
+
+KINDS = {"train": train, "order": order, "paths": paths, "refused": refused}
 
 
 def meet(place: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 
@@ -118,6 +119,9 @@ class PCcheckCallback(Callback):
             files = files.files
         self._io = io = PCcheckIO(client, files)
         io.optional = stage == "fit"
+        for each in trainer.checkpoint_callbacks:
+            if stage == "fit" and isinstance(each, ModelCheckpoint):
+                io.check(each, trainer.default_root_dir)
         strategy.checkpoint_io = io
         vars(strategy).pop("save_checkpoint", None)
         save_by_rank_0 = strategy.save_checkpoint

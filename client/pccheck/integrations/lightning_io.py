@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import fsspec  # type: ignore[import-untyped]
 import lightning
+import torch
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pccheck.client import PCcheckClient
 from pccheck.restoring.reading import Found
@@ -28,6 +30,7 @@ SCHEME = "pccheck"
 DURABLE_LIMIT_S = 600.0
 #: ... on all ranks, once this rank has its part.
 GLOBAL_LIMIT_S = 30.0
+_A_STEP = 12345  # to see whether a path names the step
 
 
 class _Names(AbstractFileSystem):  # type: ignore[misc]
@@ -117,11 +120,7 @@ class PCcheckIO(CheckpointIO):
                 f"{path}: the training is at step {step}", hint=f'save to "pccheck://JOB/{step}"'
             )
         if "optimizer_states" not in checkpoint:
-            raise UsageError(
-                f"{path}: training cannot resume from parameters without the optimizer, and the "
-                "newest checkpoint of a job is for resuming",
-                hint="give ModelCheckpoint(save_weights_only=True) a directory for files",
-            )
+            raise _only_weights(str(path))
         state = None if self.attached else {"lightning": checkpoint, "rng": capture_rng()}
         made = self.client.checkpoint(state, step=step, metadata={"path": str(path)})
         if not place.name:
@@ -168,8 +167,32 @@ class PCcheckIO(CheckpointIO):
             except PccheckError as error:
                 warn(f"{path} still takes a slot: {error}")
 
+    def check(self, files: ModelCheckpoint, default: str) -> None:
+        """Raises UsageError if saves of `files`, in its directory or `default`, would raise."""
+        folder = str(files.dirpath or default)
+        if place_of(f"{folder}/{_A_STEP}") is None:
+            return
+        if files.save_last:
+            raise UsageError(
+                f"ModelCheckpoint({folder!r}, save_last={files.save_last}): the last checkpoint of "
+                "a job has no path of its own",
+                hint='remove save_last: fit(ckpt_path="pccheck://") continues from the newest one',
+            )
+        if files.save_weights_only:
+            raise _only_weights(f"ModelCheckpoint({folder!r}, save_weights_only=True)")
+        name = files.format_checkpoint_name({"step": torch.tensor(_A_STEP)})
+        self._own(f"{folder}/{name.removeprefix(folder).lstrip('/')}")
+
     def teardown(self) -> None:
         self.files.teardown()
+
+
+def _only_weights(what: str) -> UsageError:
+    return UsageError(
+        f"{what}: training cannot resume from parameters without the optimizer, and the newest "
+        "checkpoint of a job is for resuming",
+        hint="give ModelCheckpoint(save_weights_only=True) a directory for files",
+    )
 
 
 def _lightnings(found: Found, path: object) -> dict[str, Any]:

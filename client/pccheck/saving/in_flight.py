@@ -429,7 +429,7 @@ class Checkpoint:
 
     @property
     def reason(self) -> str:
-        """Why it was skipped or failed, what superseded it, or why it is durable here and never will
+        """Why it was skipped or failed, what superseded it, or why it is durable here and will not
         be on all ranks; "" otherwise. May wait for an answer of the daemon, two seconds at most."""
         return self._in_flight.reason
 
