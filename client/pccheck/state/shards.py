@@ -82,8 +82,9 @@ def stored_part(tensor: Any, offsets: list[int], ranks: int) -> tuple[torch.Tens
             index, count = index * size + at, count * size
     if count == 1 or not mesh.size() == ranks == distributed.get_world_size() or not part.dim():
         return part, offsets
-    # Along the outermost dimension, so that each part is one run of bytes.
-    dim = max(range(part.dim()), key=lambda dim: (part.size(dim) > 1, part.stride(dim)))
+    # By the shape alone: the replicas may lie in memory in different orders. Of one that lies there
+    # by rows each part is one run of bytes.
+    dim = max(range(part.dim()), key=lambda dim: part.size(dim) > 1)
     first, end = (part.size(dim) * i // count for i in (index, index + 1))
     with torch.no_grad():
         mine = part.narrow(dim, first, end - first)
