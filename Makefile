@@ -16,7 +16,7 @@ PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples doc
 PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native demo examples bench resume-check crash campaign \
+.PHONY: help venv build test lint format native sanitize demo examples bench resume-check crash campaign \
 	gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
@@ -60,6 +60,10 @@ format: $(READY) ## formats Python and C in place
 
 native: ## the C core's own tests
 	$(MAKE) --no-print-directory -C tests/native run
+
+sanitize: ## the C core's own tests under AddressSanitizer and UBSan, then under ThreadSanitizer
+	$(MAKE) --no-print-directory -C tests/native asan
+	$(MAKE) --no-print-directory -C tests/native tsan
 
 crash: ## crash images, rot, faults and mutants against the C core (also part of test)
 	$(MAKE) --no-print-directory -C tests/crash run

@@ -33,7 +33,7 @@ static void live(void)
     plenty();
     pull_open(&p, 16 * CHUNK);
     usual_layout(&p);
-    scarce.left = left;
+    refuse_at(left);
     for (uint64_t snapshot = 1; snapshot <= 2; snapshot++) {
         const int error = expose_as_is(&p, reason);
         CHECK(error == 0 || (was_refused() && reason[0] != '\0'));

@@ -73,7 +73,7 @@ static void live(void)
     stream_open(&stream, 0);
     daemon_open(&d, 3);
     begin_well(1);
-    scarce.left = left;
+    refuse_at(left);
     for (uint64_t snapshot = 2; snapshot <= 3; snapshot++) {
         const int error = expose();
         CHECK(error == 0 || was_refused());

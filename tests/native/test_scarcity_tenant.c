@@ -265,7 +265,7 @@ static void live(void)
 
     plenty();
     volumes_make(&f, larger);
-    scarce.left = left;
+    refuse_at(left);
     if (daemon_open(&f, false, 0) && pcc_tenant_bind(f.tenant, f.volume) == 0)
         session_live(&f);
     else
@@ -385,7 +385,7 @@ static void after_a_kill(bool in_session)
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
     seeds[1] = 1;
     seeds[2] = 2;
-    scarce.left = in_session ? 0 : left;
+    refuse_at(in_session ? 0 : left);
     if (!daemon_open(&f, true, 0)) { /* the manager starts another one */
         CHECK(was_refused());
         daemon_end(&f);
@@ -395,7 +395,7 @@ static void after_a_kill(bool in_session)
         CHECK(daemon_open(&f, true, 0));
     }
     daemon_after(&f);
-    scarce.left = in_session ? left : 0;
+    refuse_at(in_session ? left : 0);
     session_live(&f);
     daemon_end(&f);
     plenty();
