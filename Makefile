@@ -51,7 +51,7 @@ lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/mypy bench examples
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
-	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	@$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 
 format: $(READY) ## formats Python and C in place
 	$(BIN)/ruff check -q --fix $(PYTHON_SOURCES)

@@ -41,7 +41,8 @@ enum pcc_word_state {
 };
 
 /* The outcome is (snapshot id << 8 | checkpoint state), written by the daemon only. Numbers are
- * those of the wire's CheckpointState; GIVEN_UP, which follows DURABLE only, is of the page only. */
+ * those of the wire's CheckpointState; GIVEN_UP, which follows DURABLE only, is of the page only.
+ */
 enum pcc_outcome {
     PCC_OUTCOME_REQUESTED = 0,
     PCC_OUTCOME_COPYING = 1,
