@@ -11,6 +11,8 @@
 #include "check.h"
 #include "io/pcc_io.h"
 
+#define MEET_LIMIT_NS 30000000000ull
+
 struct memory_io {
     struct pcc_io io; /* first member */
     uint8_t *bytes;
@@ -25,6 +27,7 @@ struct memory_io {
     _Atomic int interrupts;       /* so many transfers are interrupted */
     _Atomic int writes, durables, flushes, reads;
     _Atomic long write_ns; /* how long a write takes */
+    _Atomic int meet;      /* the first writes wait until so many are under way at once */
     _Atomic int writing, writing_most;
     _Atomic int flushing, flushing_most;
 };
@@ -78,6 +81,9 @@ static inline int64_t memory_write(struct pcc_io *io, const void *bytes, uint64_
     const struct timespec pause = {.tv_nsec = atomic_load(&self->write_ns)};
     if (pause.tv_nsec > 0)
         (void)nanosleep(&pause, NULL);
+    const uint64_t deadline = pcc_now_ns() + MEET_LIMIT_NS;
+    while (atomic_load(&self->writing_most) < atomic_load(&self->meet) && pcc_now_ns() < deadline)
+        (void)nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     const int64_t moved =
         memory_spend(&self->fail_writes)
             ? (atomic_load(&self->write_error) != 0 ? atomic_load(&self->write_error) : -EIO)

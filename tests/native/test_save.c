@@ -436,6 +436,7 @@ static void test_n_are_in_flight_at_once(void)
         struct payload payloads[3];
 
         owner->media->write_ns = 2000000;
+        owner->media->meet = (int)lanes;
         for (uint64_t tag = 0; tag < lanes; tag++) {
             CHECK_EQUAL(payload_begin(owner, tag, CAPACITY, &payloads[tag]), 0);
             payload_fill(&payloads[tag]);
