@@ -160,12 +160,8 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
                                      &state_id)) {
         return NULL;
     }
-    struct pcc_tenant *channel = pcc_py_enter(self);
-    if (channel == NULL) {
-        return NULL;
-    }
+    PCC_PY_ENTER(struct pcc_tenant, channel);
     if (!borrow(volume)) {
-        pcc_py_leave(self);
         return NULL;
     }
     int result;
@@ -181,7 +177,6 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
     } else if (known == 1) {
         give_back(volume);
     } /* else memory is out: the volume stays open, for C has bound it */
-    pcc_py_leave(self);
     if (known < 0 || PyErr_Occurred()) {
         return NULL;
     }
@@ -212,10 +207,7 @@ static PyObject *channel_unbind(PyObject *self, PyObject *volume)
         PyErr_SetString(PyExc_TypeError, "unbind() takes a Volume");
         return NULL;
     }
-    struct pcc_tenant *channel = pcc_py_enter(self);
-    if (channel == NULL) {
-        return NULL;
-    }
+    PCC_PY_ENTER(struct pcc_tenant, channel);
     int result = 0;
     const struct py_channel *counted = channel_of(self);
     const uint64_t before =
@@ -227,7 +219,6 @@ static PyObject *channel_unbind(PyObject *self, PyObject *volume)
     if (result == 0) {
         forget(channel_of(self), volume, before);
     }
-    pcc_py_leave(self);
     return pcc_py_done(self, result);
 }
 
@@ -244,12 +235,8 @@ static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &load_id, &own)) {
         return NULL;
     }
-    struct pcc_tenant *channel = pcc_py_enter(self);
-    if (channel == NULL) {
-        return NULL;
-    }
+    PCC_PY_ENTER(struct pcc_tenant, channel);
     if (!borrow(volume)) {
-        pcc_py_leave(self);
         return NULL;
     }
     int result;
@@ -264,7 +251,6 @@ static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
         channel_of(self)->loading = volume;
     }
     give_back(unused);
-    pcc_py_leave(self);
     return pcc_py_done(self, result);
 }
 
@@ -329,9 +315,7 @@ static PyObject *channel_shrink(PyObject *self, PyObject *number)
 
 static PyObject *channel_release_memory(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    int result;
-    PCC_PY_CALL(struct pcc_tenant, channel, result = pcc_tenant_release_memory(channel));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_tenant, channel, pcc_tenant_release_memory(channel));
 }
 
 static PyObject *channel_rest(PyObject *self, PyObject *seconds)
@@ -367,32 +351,25 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
 {
     static char *names[] = {"map", "exposure", NULL};
     uint64_t map;
-    Py_buffer exposure = {0};
+    Py_buffer exposure PCC_PY_OWNED(PyBuffer_Release) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*:expose", names, pcc_py_u64, &map,
                                      &exposure)) {
         return NULL;
     }
     if (map == 0) {
-        PyBuffer_Release(&exposure);
         PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
         return NULL;
     }
-    PyObject *answer = NULL;
-    struct pcc_tenant *channel = pcc_py_enter(self);
-    if (channel != NULL) {
-        char reason[REASON_BYTES] = "";
-        int result;
-        PCC_PY_UNLOCKED(result = pcc_tenant_expose(channel, map, exposure.buf,
-                                                   (uint64_t)exposure.len, reason, sizeof(reason)));
-        pcc_py_leave(self);
-        if (result == -ENOMEM) {
-            PyErr_SetString(PyExc_MemoryError, reason);
-        } else {
-            answer = reason_new(result, reason);
-        }
+    char reason[REASON_BYTES] = "";
+    int result;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                result = pcc_tenant_expose(channel, map, exposure.buf, (uint64_t)exposure.len,
+                                           reason, sizeof(reason)));
+    if (result == -ENOMEM) {
+        PyErr_SetString(PyExc_MemoryError, reason);
+        return NULL;
     }
-    PyBuffer_Release(&exposure);
-    return answer;
+    return reason_new(result, reason);
 }
 
 static PyObject *channel_cached(PyObject *self, PyObject *number)
@@ -434,37 +411,30 @@ static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(sequence);
 }
 
-struct verdict {
-    uint64_t snapshot;
-    uint64_t sequence;
-    uint32_t outcome;
-};
-
-static bool verdict_parse(PyObject *args, PyObject *kwargs, struct verdict *out)
+static PyObject *tell(PyObject *self, PyObject *args, PyObject *kwargs,
+                      void (*call)(struct pcc_tenant *channel, uint64_t snapshot,
+                                   enum pcc_outcome outcome, uint64_t sequence))
 {
     static char *names[] = {"snapshot", "outcome", "sequence", NULL};
-    *out = (struct verdict){0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &out->snapshot,
-                                     pcc_py_u32, &out->outcome, pcc_py_u64, &out->sequence)) {
-        return false;
+    uint64_t snapshot;
+    uint32_t outcome;
+    uint64_t sequence = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &snapshot,
+                                     pcc_py_u32, &outcome, pcc_py_u64, &sequence)) {
+        return NULL;
     }
-    if (out->outcome > PCC_OUTCOME_GIVEN_UP) {
+    if (outcome > PCC_OUTCOME_GIVEN_UP) {
         PyErr_SetString(PyExc_ValueError, "outcome is no checkpoint state");
-        return false;
+        return NULL;
     }
-    return true;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                call(channel, snapshot, (enum pcc_outcome)outcome, sequence));
+    Py_RETURN_NONE;
 }
 
 static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    struct verdict verdict;
-    if (!verdict_parse(args, kwargs, &verdict)) {
-        return NULL;
-    }
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                pcc_tenant_refuse(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
-                                  verdict.sequence));
-    Py_RETURN_NONE;
+    return tell(self, args, kwargs, pcc_tenant_refuse);
 }
 
 static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -481,14 +451,7 @@ static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
 
 static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    struct verdict verdict;
-    if (!verdict_parse(args, kwargs, &verdict)) {
-        return NULL;
-    }
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                pcc_tenant_set_outcome(channel, verdict.snapshot, (enum pcc_outcome)verdict.outcome,
-                                       verdict.sequence));
-    Py_RETURN_NONE;
+    return tell(self, args, kwargs, pcc_tenant_set_outcome);
 }
 
 /* -- what a daemon before has left ------------------------------------------------------------- */
@@ -501,9 +464,7 @@ static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_tenant, channel, result = pcc_tenant_adopt(channel, fd, id));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_tenant, channel, pcc_tenant_adopt(channel, fd, id));
 }
 
 static PyObject *channel_settle(PyObject *self, PyObject *Py_UNUSED(unused))

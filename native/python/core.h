@@ -75,6 +75,33 @@ void pcc_py_close(PyObject *self);
 void pcc_py_object_dealloc(PyObject *self);
 PyObject *pcc_py_object_close(PyObject *self, PyObject *unused); /* the method */
 
+/* -- what a function owns, given back on every way out of it ------------------------------------
+ */
+
+/* Behind a variable's name: calls `give_back` with its address at the end of its block. */
+#define PCC_PY_OWNED(give_back) __attribute__((cleanup(give_back)))
+
+static inline void pcc_py_drop(PyObject **object) /* a reference, or NULL */
+{
+    Py_XDECREF(*object);
+}
+
+static inline void pcc_py_left(PyObject **entered)
+{
+    pcc_py_leave(*entered);
+}
+
+/* In a method: enters `self` until the end of the block, with its handle under the name `handle`.
+ * When it cannot enter, the method returns NULL with the exception. */
+#define PCC_PY_ENTER(type, handle)                                                                 \
+    type *handle = pcc_py_enter(self);                                                             \
+    if (handle == NULL) {                                                                          \
+        return NULL;                                                                               \
+    }                                                                                              \
+    PyObject *handle##_entered PCC_PY_OWNED(pcc_py_left) = self
+
+/* -- calls of the core ------------------------------------------------------------------------- */
+
 /* For statements that block or move bytes. */
 #define PCC_PY_UNLOCKED(statement)                                                                 \
     do {                                                                                           \
@@ -82,25 +109,27 @@ PyObject *pcc_py_object_close(PyObject *self, PyObject *unused); /* the method *
         Py_END_ALLOW_THREADS                                                                       \
     } while (0)
 
-/* In a method: enters `self`, does the statement with its handle under the name `handle`, leaves.
- * When it cannot enter, the method returns NULL with the exception. */
+/* In a method: the statement, with the handle of `self`. */
 #define PCC_PY_WITH(type, handle, statement)                                                       \
     do {                                                                                           \
-        type *handle = pcc_py_enter(self);                                                         \
-        if (handle == NULL) {                                                                      \
-            return NULL;                                                                           \
-        }                                                                                          \
+        PCC_PY_ENTER(type, handle);                                                                \
         statement;                                                                                 \
-        pcc_py_leave(self);                                                                        \
     } while (0)
 /* The same without the GIL, as most methods do. */
 #define PCC_PY_CALL(type, handle, statement) PCC_PY_WITH(type, handle, PCC_PY_UNLOCKED(statement))
+/* How most of these end: returns None, or NULL with the exception of a negative code. */
+#define PCC_PY_RETURN_DONE(type, handle, expression)                                               \
+    do {                                                                                           \
+        int done_code;                                                                             \
+        PCC_PY_CALL(type, handle, done_code = (expression));                                       \
+        return pcc_py_done(self, done_code);                                                       \
+    } while (0)
 
 /* -- errors: the one place where a code becomes an exception ----------------------------------- */
 
 /* -errno to OSError (with path, when there is one), -PCC_E_* to NativeError. Returns NULL. */
 PyObject *pcc_py_raise(struct pcc_py_state *state, int code, const char *path);
-/* How most methods end: None, or the exception of a negative code. */
+/* None, or the exception of a negative code. */
 PyObject *pcc_py_done(PyObject *self, int code);
 int pcc_py_errors_add(PyObject *module, struct pcc_py_state *state);
 

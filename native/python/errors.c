@@ -1,33 +1,27 @@
 #include "core.h"
 
-static PyObject *native_error(struct pcc_py_state *state, int code, const char *path)
+/* What is wrong, behind the path when there is one. */
+static PyObject *message_new(int code, PyObject *name, const char *path)
 {
-    const char *name = pcc_error_name(code);
-    PyObject *message = PyUnicode_FromFormat("%s (%s)", pcc_error_text(code), name);
-    if (message != NULL && path != NULL) {
-        PyObject *shown = PyUnicode_DecodeFSDefault(path);
-        PyObject *alone = message;
-        message = shown == NULL ? NULL : PyUnicode_FromFormat("%U: %U", shown, alone);
-        Py_XDECREF(shown);
-        Py_DECREF(alone);
+    if (path == NULL) {
+        return PyUnicode_FromFormat("%s (%U)", pcc_error_text(code), name);
     }
-    if (message == NULL) {
-        return NULL;
+    PyObject *shown PCC_PY_OWNED(pcc_py_drop) = PyUnicode_DecodeFSDefault(path);
+    return shown != NULL ? PyUnicode_FromFormat("%U: %s (%U)", shown, pcc_error_text(code), name)
+                         : NULL;
+}
+
+static void native_error_raise(PyObject *type, int code, const char *path)
+{
+    PyObject *name PCC_PY_OWNED(pcc_py_drop) = PyUnicode_FromString(pcc_error_name(code));
+    PyObject *number PCC_PY_OWNED(pcc_py_drop) = name ? PyLong_FromLong(code) : NULL;
+    PyObject *message PCC_PY_OWNED(pcc_py_drop) = number ? message_new(code, name, path) : NULL;
+    PyObject *error PCC_PY_OWNED(pcc_py_drop) =
+        message ? PyObject_CallFunctionObjArgs(type, message, NULL) : NULL;
+    if (error != NULL && PyObject_SetAttrString(error, "code", number) == 0 &&
+        PyObject_SetAttrString(error, "code_name", name) == 0) {
+        PyErr_SetObject(type, error);
     }
-    PyObject *error = PyObject_CallFunctionObjArgs(state->native_error, message, NULL);
-    Py_DECREF(message);
-    if (error == NULL) {
-        return NULL;
-    }
-    PyObject *number = PyLong_FromLong(code);
-    PyObject *text = PyUnicode_FromString(name);
-    if (number == NULL || text == NULL || PyObject_SetAttrString(error, "code", number) < 0 ||
-        PyObject_SetAttrString(error, "code_name", text) < 0) {
-        Py_CLEAR(error);
-    }
-    Py_XDECREF(number);
-    Py_XDECREF(text);
-    return error;
 }
 
 PyObject *pcc_py_raise(struct pcc_py_state *state, int code, const char *path)
@@ -37,11 +31,7 @@ PyObject *pcc_py_raise(struct pcc_py_state *state, int code, const char *path)
         errno = -code;
         return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
     }
-    PyObject *error = native_error(state, code, path);
-    if (error != NULL) {
-        PyErr_SetObject(state->native_error, error);
-        Py_DECREF(error);
-    }
+    native_error_raise(state->native_error, code, path);
     return NULL;
 }
 
@@ -55,7 +45,8 @@ PyObject *pcc_py_done(PyObject *self, int code)
 
 int pcc_py_errors_add(PyObject *module, struct pcc_py_state *state)
 {
-    PyObject *defaults = Py_BuildValue("{s:i,s:s}", "code", 0, "code_name", "");
+    PyObject *defaults PCC_PY_OWNED(pcc_py_drop) =
+        Py_BuildValue("{s:i,s:s}", "code", 0, "code_name", "");
     if (defaults == NULL) {
         return -1;
     }
@@ -63,7 +54,6 @@ int pcc_py_errors_add(PyObject *module, struct pcc_py_state *state)
         "pccheck_native._core.NativeError",
         "What the core found itself. `code` is negative, `code_name` is its name, e.g. DAMAGED.",
         NULL, defaults);
-    Py_DECREF(defaults);
     if (state->native_error == NULL) {
         return -1;
     }

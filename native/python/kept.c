@@ -3,30 +3,22 @@
 
 #include <sys/mman.h>
 
-/* -- what a state memfd says, before anybody takes it over --------------------------------------
- */
-
 /* The ids of the segments that a copied save lies in, each once per run of its chunks. */
 static PyObject *segments_new(const struct pcc_kept *kept, uint32_t place)
 {
     const uint64_t payload_bytes = pcc_kept_save(kept, place)->payload_bytes;
     const uint64_t pieces = pcc_ceil_div(payload_bytes, pcc_kept_header(kept)->chunk_bytes);
     uint64_t last = 0;
-    PyObject *set = PySet_New(NULL);
-    for (uint32_t i = 0; set != NULL && i < pieces; i++) {
+    PyObject *ids PCC_PY_OWNED(pcc_py_drop) = PyList_New(0);
+    for (uint32_t i = 0; ids != NULL && i < pieces; i++) {
         const uint64_t id =
             atomic_load_explicit(&pcc_kept_piece(kept, place, i)->segment, memory_order_acquire);
-        if (id == 0 || id == last) {
-            continue;
+        if (id != 0 && id != last) {
+            pcc_py_append(&ids, PyLong_FromUnsignedLongLong(id));
         }
-        PyObject *number = PyLong_FromUnsignedLongLong(id);
-        if (number == NULL || PySet_Add(set, number) < 0) {
-            Py_CLEAR(set);
-        }
-        Py_XDECREF(number);
         last = id;
     }
-    return set;
+    return ids != NULL ? PySet_New(ids) : NULL;
 }
 
 /* [(sequence, {segment, ...}), ...] */

@@ -96,16 +96,7 @@ static PyObject *link_request(PyObject *self, PyObject *number)
     if (!pcc_py_u64(number, &snapshot)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_client, link, result = pcc_client_request(link, snapshot));
-    return pcc_py_done(self, result);
-}
-
-static PyObject *submit(PyObject *self, uint64_t snapshot, const struct pcc_submission *submission)
-{
-    int result;
-    PCC_PY_CALL(struct pcc_client, link, result = pcc_client_submit(link, snapshot, submission));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_client, link, pcc_client_request(link, snapshot));
 }
 
 static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -115,10 +106,10 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
         "device_ranges", "pulled_bytes", "pulled_devices", "provisional", NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
-    struct pcc_py_ranges ranges = {0};
-    struct pcc_py_ranges inline_ranges = {0};
-    struct pcc_py_ranges device_ranges = {0};
-    Py_buffer tail = {0};
+    struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_py_ranges inline_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_py_ranges device_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    Py_buffer tail PCC_PY_OWNED(PyBuffer_Release) = {0};
     int provisional = 0;
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O&O&O&y*O&|O&$O&O&p:submit", names, pcc_py_u64, &snapshot, pcc_py_ranges,
@@ -136,12 +127,7 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     submission.tail_bytes = (uint64_t)tail.len;
     submission.device_ranges = device_ranges.device_items;
     submission.device_range_count = device_ranges.count;
-    PyObject *result = submit(self, snapshot, &submission);
-    PyBuffer_Release(&tail);
-    pcc_py_ranges_done(&device_ranges);
-    pcc_py_ranges_done(&inline_ranges);
-    pcc_py_ranges_done(&ranges);
-    return result;
+    PCC_PY_RETURN_DONE(struct pcc_client, link, pcc_client_submit(link, snapshot, &submission));
 }
 
 static PyObject *link_confirm(PyObject *self, PyObject *number)
@@ -204,15 +190,18 @@ static bool wait_until(PyObject *self, struct pcc_client *link, const struct wai
     return ok;
 }
 
+/* Whether it came before the deadline; NULL with the exception of another code. */
+static PyObject *in_time(PyObject *self, int code)
+{
+    return code < 0 && code != -ETIMEDOUT ? pcc_py_done(self, code) : PyBool_FromLong(code == 0);
+}
+
 static PyObject *wait_for(PyObject *self, const struct wait *wait, enum pcc_wait_for what)
 {
-    int code = 0;
+    int code;
     bool ok;
     PCC_PY_WITH(struct pcc_client, link, ok = wait_until(self, link, wait, what, &code));
-    if (!ok) {
-        return NULL;
-    }
-    return code < 0 && code != -ETIMEDOUT ? pcc_py_done(self, code) : PyBool_FromLong(code == 0);
+    return ok ? in_time(self, code) : NULL;
 }
 
 static PyObject *link_wait_read(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -262,41 +251,30 @@ static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwarg
 {
     static char *names[] = {"load_id", "ranges", "device_ranges", NULL};
     uint64_t load_id;
-    struct pcc_py_ranges ranges = {0};
-    struct pcc_py_ranges device_ranges = {0};
+    struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    struct pcc_py_ranges device_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&:load_start", names, pcc_py_u64,
                                      &load_id, pcc_py_ranges, &ranges, pcc_py_device_ranges,
                                      &device_ranges)) {
         return NULL;
     }
-    PyObject *done = NULL;
-    struct pcc_client *link = pcc_py_enter(self);
-    if (link != NULL) {
-        int result;
-        PCC_PY_UNLOCKED(result =
-                            pcc_client_load_start(link, load_id, ranges.items, ranges.count,
-                                                  device_ranges.device_items, device_ranges.count));
-        pcc_py_leave(self);
-        done = pcc_py_done(self, result);
-    }
-    pcc_py_ranges_done(&device_ranges);
-    pcc_py_ranges_done(&ranges);
-    return done;
+    PCC_PY_RETURN_DONE(struct pcc_client, link,
+                       pcc_client_load_start(link, load_id, ranges.items, ranges.count,
+                                             device_ranges.device_items, device_ranges.count));
 }
 
 static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"load_id", "deadline_ns", NULL};
     struct wait wait;
-    struct pcc_client *link = wait_parse(args, kwargs, names, &wait) ? pcc_py_enter(self) : NULL;
-    if (link == NULL) {
+    if (!wait_parse(args, kwargs, names, &wait)) {
         return NULL;
     }
+    PCC_PY_ENTER(struct pcc_client, link);
     int code;
     bool ok = wait_until(self, link, &wait, PCC_WAIT_LOAD, &code);
     /* Also after an exception: nothing may write to the caller's memory after the call. */
     PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
-    pcc_py_leave(self);
     if (!ok) {
         return NULL;
     }
@@ -340,17 +318,12 @@ static PyObject *link_device_open(PyObject *self, PyObject *number)
     if (!ordinal(number, &device)) {
         return NULL;
     }
-    struct pcc_client *link = pcc_py_enter(self);
-    if (link == NULL) {
-        return NULL;
-    }
+    PCC_PY_ENTER(struct pcc_client, link); /* until the words are read, which are the link's */
     const char *why = "";
     int result;
     PCC_PY_UNLOCKED(result = open_device(link, device, &why));
-    PyObject *answer = result < 0 ? pcc_py_done(self, result)
-                                  : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
-    pcc_py_leave(self); /* last: the words are the link's */
-    return answer;
+    return result < 0 ? pcc_py_done(self, result)
+                      : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
 
 static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -383,23 +356,15 @@ static PyObject *link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
     static char *names[] = {"device", "stream", "copies", "aside", NULL};
     uint32_t device;
     uint64_t stream;
-    struct pcc_py_ranges copies = {0};
+    struct pcc_py_ranges copies PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     int aside = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$p:stage", names, ordinal, &device,
                                      pcc_py_u64, &stream, pcc_py_device_copies, &copies, &aside)) {
         return NULL;
     }
-    PyObject *done = NULL;
-    struct pcc_client *link = pcc_py_enter(self);
-    if (link != NULL) {
-        int result;
-        PCC_PY_UNLOCKED(result = pcc_client_stage(link, device, stream, copies.copies, copies.count,
-                                                  aside != 0));
-        pcc_py_leave(self);
-        done = pcc_py_done(self, result);
-    }
-    pcc_py_ranges_done(&copies);
-    return done;
+    PCC_PY_RETURN_DONE(
+        struct pcc_client, link,
+        pcc_client_stage(link, device, stream, copies.copies, copies.count, aside != 0));
 }
 
 static PyObject *link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -414,10 +379,8 @@ static PyObject *link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
         !pcc_py_require(kwargs, &names[3], 1)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_client, link,
-                result = pcc_client_mark(link, snapshot, device, stream, pull != 0, aside != 0));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_client, link,
+                       pcc_client_mark(link, snapshot, device, stream, pull != 0, aside != 0));
 }
 
 static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -430,10 +393,7 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
                                      &deadline_ns)) {
         return NULL;
     }
-    struct pcc_client *link = pcc_py_enter(self);
-    if (link == NULL) {
-        return NULL;
-    }
+    PCC_PY_ENTER(struct pcc_client, link);
     bool ok = true;
     bool ready = false;
     while (ok && !ready && pcc_now_ns() < deadline_ns) {
@@ -441,18 +401,12 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
         PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(link, snapshot, device, end_ns));
         ok = ready || goes_on(self);
     }
-    int result = 0;
-    if (ok) {
-        PCC_PY_UNLOCKED(result = pcc_client_hold(link, snapshot, device, stream, deadline_ns));
-    }
-    pcc_py_leave(self);
     if (!ok) {
         return NULL;
     }
-    if (result < 0 && result != -ETIMEDOUT) {
-        return pcc_py_done(self, result);
-    }
-    return PyBool_FromLong(result == 0);
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_client_hold(link, snapshot, device, stream, deadline_ns));
+    return in_time(self, result);
 }
 
 static PyObject *link_reached(PyObject *self, PyObject *number)
@@ -482,36 +436,28 @@ static PyObject *link_capturing(PyObject *self, PyObject *args, PyObject *kwargs
     return result < 0 ? pcc_py_done(self, result) : PyBool_FromLong(capturing);
 }
 
-/* Frees `bytes`. */
-static PyObject *taken(uint8_t *bytes, uint64_t length_bytes)
+static void bytes_free(uint8_t **bytes)
 {
-    PyObject *made = PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
-    free(bytes);
-    return made;
+    free(*bytes);
 }
 
 static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device_ranges", "device_bytes", NULL};
-    struct pcc_py_ranges ranges = {0};
+    struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     uint64_t device_bytes;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:expose", names, pcc_py_device_ranges,
                                      &ranges, pcc_py_u64, &device_bytes)) {
         return NULL;
     }
-    PyObject *exposure = NULL;
-    struct pcc_client *link = pcc_py_enter(self);
-    if (link != NULL) {
-        uint8_t *bytes = NULL;
-        uint64_t length_bytes = 0;
-        int result;
-        PCC_PY_UNLOCKED(result = pcc_client_expose(link, ranges.device_items, ranges.count,
-                                                   device_bytes, &bytes, &length_bytes));
-        pcc_py_leave(self);
-        exposure = result < 0 ? pcc_py_done(self, result) : taken(bytes, length_bytes);
-    }
-    pcc_py_ranges_done(&ranges);
-    return exposure;
+    uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;
+    uint64_t length_bytes = 0;
+    int result;
+    PCC_PY_CALL(struct pcc_client, link,
+                result = pcc_client_expose(link, ranges.device_items, ranges.count, device_bytes,
+                                           &bytes, &length_bytes));
+    return result < 0 ? pcc_py_done(self, result)
+                      : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
 }
 
 static PyObject *link_exposure_holds(PyObject *self, PyObject *Py_UNUSED(unused))

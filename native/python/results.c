@@ -28,22 +28,24 @@ static const struct {
  * and _asdict, which the .pyi promises. */
 int pcc_py_results_add(PyObject *module, struct pcc_py_state *state)
 {
-    PyObject *collections = PyImport_ImportModule("collections");
-    PyObject *make = collections ? PyObject_GetAttrString(collections, "namedtuple") : NULL;
-    PyObject *keywords = Py_BuildValue("{s:s}", "module", "pccheck_native._core");
-    int result = make != NULL && keywords != NULL ? 0 : -1;
-    for (int kind = 0; result == 0 && kind < PCC_PY_RESULT_COUNT; kind++) {
-        PyObject *args = Py_BuildValue("(ss)", shapes[kind].name, shapes[kind].fields);
-        state->results[kind] = args ? PyObject_Call(make, args, keywords) : NULL;
-        Py_XDECREF(args);
-        result = state->results[kind] == NULL
-                     ? -1
-                     : PyModule_AddObjectRef(module, shapes[kind].name, state->results[kind]);
+    PyObject *collections PCC_PY_OWNED(pcc_py_drop) = PyImport_ImportModule("collections");
+    PyObject *make PCC_PY_OWNED(pcc_py_drop) =
+        collections ? PyObject_GetAttrString(collections, "namedtuple") : NULL;
+    PyObject *keywords PCC_PY_OWNED(pcc_py_drop) =
+        make ? Py_BuildValue("{s:s}", "module", "pccheck_native._core") : NULL;
+    if (keywords == NULL) {
+        return -1;
     }
-    Py_XDECREF(keywords);
-    Py_XDECREF(make);
-    Py_XDECREF(collections);
-    return result;
+    for (int kind = 0; kind < PCC_PY_RESULT_COUNT; kind++) {
+        PyObject *args PCC_PY_OWNED(pcc_py_drop) =
+            Py_BuildValue("(ss)", shapes[kind].name, shapes[kind].fields);
+        state->results[kind] = args ? PyObject_Call(make, args, keywords) : NULL;
+        if (state->results[kind] == NULL ||
+            PyModule_AddObjectRef(module, shapes[kind].name, state->results[kind]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyObject *values)

@@ -65,7 +65,7 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
         .block_bytes = PCC_BLOCK_BYTES_DEFAULT,
         .next_sequence = 1,
     };
-    PyObject *path = NULL;
+    PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
     int allow_buffered = 0;
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&p:create_volume", names, PyUnicode_FSConverter,
@@ -73,18 +73,12 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
             &spec.world_size, pcc_py_u32, &spec.slot_count, pcc_py_u32, &spec.keep, pcc_py_u64,
             &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
             &spec.incarnation, pcc_py_u32, &spec.block_bytes, pcc_py_u64, &spec.record_stride_bytes,
-            &allow_buffered)) {
-        return NULL;
-    }
-    if (!pcc_py_require(kwargs, &names[1], 7)) {
-        Py_DECREF(path);
+            &allow_buffered) ||
+        !pcc_py_require(kwargs, &names[1], 7)) {
         return NULL;
     }
     int result;
     const char *name = PyBytes_AsString(path);
     PCC_PY_UNLOCKED(result = pcc_volume_create(name, &spec, allow_buffered != 0));
-    PyObject *done =
-        result < 0 ? pcc_py_raise(PyModule_GetState(module), result, name) : Py_NewRef(Py_None);
-    Py_DECREF(path);
-    return done;
+    return result < 0 ? pcc_py_raise(PyModule_GetState(module), result, name) : Py_NewRef(Py_None);
 }

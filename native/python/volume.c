@@ -27,17 +27,14 @@ static int engine_named(PyObject *object, void *out)
 static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"path", "writable", "allow_buffered", "engine", NULL};
-    PyObject *path = NULL;
+    PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
     int writable = 0;
     int allow_buffered = 0;
     struct pcc_io_options options = {.engine = PCC_IO_PWRITE};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&:Volume", names, PyUnicode_FSConverter,
                                      &path, &writable, &allow_buffered, engine_named,
-                                     &options.engine)) {
-        return NULL;
-    }
-    if (!pcc_py_require(kwargs, &names[1], 1)) {
-        Py_DECREF(path);
+                                     &options.engine) ||
+        !pcc_py_require(kwargs, &names[1], 1)) {
         return NULL;
     }
     options.allow_buffered = allow_buffered != 0;
@@ -45,10 +42,8 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     int result;
     const char *name = PyBytes_AsString(path);
     PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable != 0, &options, &volume));
-    PyObject *self = result < 0 ? pcc_py_raise(pcc_py_state_of(type), result, name)
-                                : pcc_py_object_new(type, "Volume", volume, volume_close);
-    Py_DECREF(path);
-    return self;
+    return result < 0 ? pcc_py_raise(pcc_py_state_of(type), result, name)
+                      : pcc_py_object_new(type, "Volume", volume, volume_close);
 }
 
 /* -- what it says ------------------------------------------------------------------------------ */
@@ -127,9 +122,7 @@ static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
 
 static PyObject *volume_require_in_place(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_in_place(volume));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_in_place(volume));
 }
 
 /* The name outlives the engine. */
@@ -173,10 +166,8 @@ static PyObject *volume_flag(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u32, &set, pcc_py_u32, &clear, &now)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume,
-                result = pcc_volume_flag(volume, sequence, set, clear, now != 0));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume,
+                       pcc_volume_flag(volume, sequence, set, clear, now != 0));
 }
 
 static PyObject *volume_spare(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -188,10 +179,7 @@ static PyObject *volume_spare(PyObject *self, PyObject *args, PyObject *kwargs)
                                      &spared)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume,
-                result = pcc_volume_spare(volume, sequence, spared != 0));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_spare(volume, sequence, spared != 0));
 }
 
 static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -203,10 +191,8 @@ static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObje
                                      &incarnation, pcc_py_u32, &world_size)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume,
-                result = pcc_volume_begin_incarnation(volume, incarnation, world_size));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume,
+                       pcc_volume_begin_incarnation(volume, incarnation, world_size));
 }
 
 static PyObject *volume_finish(PyObject *self, PyObject *number)
@@ -215,36 +201,33 @@ static PyObject *volume_finish(PyObject *self, PyObject *number)
     if (!pcc_py_u32(number, &keep)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_finish(volume, keep));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_finish(volume, keep));
 }
 
 static PyObject *volume_recycle(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_recycle(volume));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_recycle(volume));
 }
 
 /* Fills `group` from a sequence of integers; false with an exception set. */
 static bool given_up_from(PyObject *sequences, struct pcc_volume_group *group)
 {
-    PyObject *fast = PySequence_List(sequences);
+    PyObject *fast PCC_PY_OWNED(pcc_py_drop) = PySequence_List(sequences);
     if (fast == NULL) {
         return false;
     }
     const Py_ssize_t count = PyList_Size(fast);
-    bool good = count <= (Py_ssize_t)PCC_GIVEN_UP_MAX;
-    if (!good) {
+    if (count > (Py_ssize_t)PCC_GIVEN_UP_MAX) {
         PyErr_Format(PyExc_ValueError, "more than %u sequences are given up", PCC_GIVEN_UP_MAX);
+        return false;
     }
-    for (Py_ssize_t i = 0; good && i < count; i++) {
-        good = pcc_py_u64(PyList_GetItem(fast, i), &group->given_up[i]) != 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!pcc_py_u64(PyList_GetItem(fast, i), &group->given_up[i])) {
+            return false;
+        }
     }
-    group->given_up_count = good ? (uint32_t)count : 0;
-    Py_DECREF(fast);
-    return good;
+    group->given_up_count = (uint32_t)count;
+    return true;
 }
 
 static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -257,9 +240,7 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
         !pcc_py_require(kwargs, names, 3) || !given_up_from(given_up, &group)) {
         return NULL;
     }
-    int result;
-    PCC_PY_CALL(struct pcc_volume, volume, result = pcc_volume_set_group(volume, &group));
-    return pcc_py_done(self, result);
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_set_group(volume, &group));
 }
 
 static PyObject *volume_has_expendable(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -293,29 +274,30 @@ static bool threads_fit(uint32_t threads)
     return true;
 }
 
-/* NULL with an exception; else the volume has one more user, gone with load_leave(). */
-static struct pcc_load *load_enter(PyObject *self, uint64_t sequence)
+/* NULL with an exception. */
+static struct pcc_load *load_open(PyObject *self, struct pcc_volume *volume, uint64_t sequence)
 {
-    struct pcc_volume *volume = pcc_py_enter(self);
-    if (volume == NULL) {
-        return NULL;
-    }
     struct pcc_load *load = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_load_open(volume, sequence, &load));
     if (result < 0) {
-        pcc_py_leave(self);
-        pcc_py_done(self, result);
-        return NULL;
+        pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
     }
     return load;
 }
 
-static void load_leave(PyObject *self, struct pcc_load *load)
+static void load_close(struct pcc_load **load)
 {
-    PCC_PY_UNLOCKED(pcc_load_close(load));
-    pcc_py_leave(self);
+    PCC_PY_UNLOCKED(pcc_load_close(*load));
 }
+
+/* In a method: a checkpoint, open until the end of the block. */
+#define LOAD_OPEN(load, sequence)                                                                  \
+    PCC_PY_ENTER(struct pcc_volume, volume);                                                       \
+    struct pcc_load *load PCC_PY_OWNED(load_close) = load_open(self, volume, sequence);            \
+    if (load == NULL) {                                                                            \
+        return NULL;                                                                               \
+    }
 
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -325,49 +307,24 @@ static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes)) {
         return NULL;
     }
-    struct pcc_load *load = load_enter(self, sequence);
-    if (load == NULL) {
+    LOAD_OPEN(load, sequence);
+    if (!within_payload(load, offset_bytes, length_bytes)) {
         return NULL;
     }
-    PyObject *bytes = within_payload(load, offset_bytes, length_bytes)
-                          ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length_bytes)
-                          : NULL;
-    int result = 0;
-    if (bytes != NULL && length_bytes > 0) {
-        struct pcc_range target = {
-            .address = (uintptr_t)PyBytes_AsString(bytes),
-            .offset_bytes = offset_bytes,
-            .length_bytes = length_bytes,
-        };
-        uint32_t chunk_bytes = pcc_load_chunk_bytes(load, 0); /* no more than what is asked for */
-        PCC_PY_UNLOCKED(result = pcc_load_ranges(load, &target, 1, chunk_bytes, 0));
+    PyObject *bytes PCC_PY_OWNED(pcc_py_drop) =
+        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length_bytes);
+    if (bytes == NULL || length_bytes == 0) {
+        return Py_XNewRef(bytes);
     }
-    load_leave(self, load);
-    if (result != 0) {
-        Py_DECREF(bytes);
-        return pcc_py_done(self, result);
-    }
-    return bytes;
-}
-
-static PyObject *read_into(PyObject *self, uint64_t sequence, const struct pcc_py_ranges *ranges,
-                           uint32_t threads, uint32_t chunk_bytes)
-{
-    struct pcc_load *load = load_enter(self, sequence);
-    if (load == NULL) {
-        return NULL;
-    }
-    uint64_t end_bytes = ranges->count ? pcc_range_end(&ranges->items[ranges->count - 1]) : 0;
-    if (!within_payload(load, end_bytes, 0)) {
-        load_leave(self, load);
-        return NULL;
-    }
+    struct pcc_range target = {
+        .address = (uintptr_t)PyBytes_AsString(bytes),
+        .offset_bytes = offset_bytes,
+        .length_bytes = length_bytes,
+    };
     int result;
-    uint32_t whole_bytes = pcc_load_chunk_bytes(load, chunk_bytes);
-    PCC_PY_UNLOCKED(result =
-                        pcc_load_ranges(load, ranges->items, ranges->count, whole_bytes, threads));
-    load_leave(self, load);
-    return pcc_py_done(self, result);
+    uint32_t chunk_bytes = pcc_load_chunk_bytes(load, 0); /* no more than what is asked for */
+    PCC_PY_UNLOCKED(result = pcc_load_ranges(load, &target, 1, chunk_bytes, 0));
+    return result == 0 ? Py_NewRef(bytes) : pcc_py_done(self, result);
 }
 
 static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -376,16 +333,23 @@ static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwar
     uint64_t sequence;
     uint32_t threads = THREADS_DEFAULT;
     uint32_t chunk_bytes = CHUNK_BYTES_DEFAULT;
-    struct pcc_py_ranges ranges = {0};
+    struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&:read_into", names, pcc_py_u64,
                                      &sequence, pcc_py_ranges, &ranges, pcc_py_u32, &threads,
-                                     pcc_py_u32, &chunk_bytes)) {
+                                     pcc_py_u32, &chunk_bytes) ||
+        !threads_fit(threads)) {
         return NULL;
     }
-    PyObject *result =
-        threads_fit(threads) ? read_into(self, sequence, &ranges, threads, chunk_bytes) : NULL;
-    pcc_py_ranges_done(&ranges);
-    return result;
+    LOAD_OPEN(load, sequence);
+    uint64_t end_bytes = ranges.count ? pcc_range_end(&ranges.items[ranges.count - 1]) : 0;
+    if (!within_payload(load, end_bytes, 0)) {
+        return NULL;
+    }
+    int result;
+    chunk_bytes = pcc_load_chunk_bytes(load, chunk_bytes);
+    PCC_PY_UNLOCKED(result =
+                        pcc_load_ranges(load, ranges.items, ranges.count, chunk_bytes, threads));
+    return pcc_py_done(self, result);
 }
 
 static PyObject *volume_verify(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -398,16 +362,12 @@ static PyObject *volume_verify(PyObject *self, PyObject *args, PyObject *kwargs)
         !threads_fit(threads)) {
         return NULL;
     }
-    struct pcc_load *load = load_enter(self, sequence);
-    if (load == NULL) {
-        return NULL;
-    }
+    LOAD_OPEN(load, sequence);
     uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
     uint32_t chunk_bytes = pcc_load_chunk_bytes(load, CHUNK_BYTES_DEFAULT);
     int result;
     PCC_PY_UNLOCKED(result =
                         pcc_load_stream(load, 0, payload_bytes, chunk_bytes, threads, NULL, NULL));
-    load_leave(self, load);
     return pcc_py_done(self, result);
 }
 

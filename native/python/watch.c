@@ -106,21 +106,16 @@ PyObject *pcc_py_tensor_geometry(PyObject *Py_UNUSED(module), PyObject *args)
     /* First all the addresses to ask for ahead of time, then all geometries. */
     const Py_ssize_t count = PyList_Size(tensors);
     PyObject *near = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint64_t));
-    PyObject *packed = near != NULL ? PyList_New(0) : NULL;
-    int result = packed != NULL ? PyList_Append(packed, near) : -1;
-    for (Py_ssize_t i = 0; result == 0 && i < count; i++) {
+    PyObject *packed PCC_PY_OWNED(pcc_py_drop) = Py_BuildValue("[N]", near);
+    for (Py_ssize_t i = 0; packed != NULL && i < count; i++) {
         uint64_t *place = (uint64_t *)(void *)PyBytes_AsString(near) + i;
         const Py_ssize_t used = geometry_of(api, PyList_GetItem(tensors, i), &now, place);
-        PyObject *one = used < 0 ? NULL : PyBytes_FromStringAndSize((const char *)&now, used);
-        result = one == NULL ? -1 : PyList_Append(packed, one);
-        Py_XDECREF(one);
+        pcc_py_append(&packed,
+                      used < 0 ? NULL : PyBytes_FromStringAndSize((const char *)&now, used));
     }
-    PyObject *empty = result == 0 ? PyBytes_FromStringAndSize(NULL, 0) : NULL;
-    PyObject *joined = empty != NULL ? PyObject_CallMethod(empty, "join", "O", packed) : NULL;
-    Py_XDECREF(empty);
-    Py_XDECREF(packed);
-    Py_XDECREF(near);
-    return joined;
+    PyObject *empty PCC_PY_OWNED(pcc_py_drop) =
+        packed != NULL ? PyBytes_FromStringAndSize(NULL, 0) : NULL;
+    return empty != NULL ? PyObject_CallMethod(empty, "join", "O", packed) : NULL;
 }
 
 /* Waiting for memory is most of the time, so it is asked for some tensors ahead: only a hint, which
