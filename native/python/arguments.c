@@ -14,9 +14,8 @@ _Static_assert(sizeof(struct pcc_device_range) == 32, "<QQQII");
 int pcc_py_u64(PyObject *object, void *out)
 {
     unsigned long long value = PyLong_AsUnsignedLongLong(object);
-    if (value == (unsigned long long)-1 && PyErr_Occurred()) {
+    if (value == (unsigned long long)-1 && PyErr_Occurred())
         return 0;
-    }
     *(uint64_t *)out = value;
     return 1;
 }
@@ -24,9 +23,8 @@ int pcc_py_u64(PyObject *object, void *out)
 int pcc_py_seconds(PyObject *object, void *out)
 {
     const double seconds = PyFloat_AsDouble(object);
-    if (seconds == -1.0 && PyErr_Occurred()) {
+    if (seconds == -1.0 && PyErr_Occurred())
         return 0;
-    }
     if (!(seconds >= 0 && seconds < 1e9)) {
         PyErr_SetString(PyExc_ValueError, "seconds are from 0 to 1e9");
         return 0;
@@ -38,9 +36,8 @@ int pcc_py_seconds(PyObject *object, void *out)
 int pcc_py_u32(PyObject *object, void *out)
 {
     uint64_t value;
-    if (!pcc_py_u64(object, &value)) {
+    if (!pcc_py_u64(object, &value))
         return 0;
-    }
     if (value > UINT32_MAX) {
         PyErr_SetString(PyExc_OverflowError, "the number does not fit into 32 bits");
         return 0;
@@ -67,23 +64,19 @@ static const char *triple_fault(const uint64_t *triple, uint64_t floor_bytes, ui
     const uint64_t address = triple[0], offset_bytes = triple[1], length_bytes = triple[2];
     uint64_t address_end;
     if (__builtin_add_overflow(offset_bytes, length_bytes, end_out) ||
-        __builtin_add_overflow(address, length_bytes, &address_end)) {
+        __builtin_add_overflow(address, length_bytes, &address_end))
         return "ranges: address or offset plus length overflows";
-    }
-    if (length_bytes > 0 && address == 0) {
+    if (length_bytes > 0 && address == 0)
         return "ranges: bytes at address 0";
-    }
-    if (offset_bytes < floor_bytes) {
+    if (offset_bytes < floor_bytes)
         return "ranges: offsets must ascend without overlap";
-    }
     return NULL;
 }
 
 static const char *device_fault(const struct pcc_device_range *range)
 {
-    if (range->device >= PCC_DEVICES) {
+    if (range->device >= PCC_DEVICES)
         return "ranges: the device's number is too large";
-    }
     return range->reserved != 0 ? "ranges: the last field must be 0" : NULL;
 }
 
@@ -94,23 +87,19 @@ static const char *ranges_fault(const struct pcc_py_ranges *ranges, size_t item_
         return on_device ? "ranges: the length is not a multiple of 32 bytes"
                          : "ranges: the length is not a multiple of 24 bytes";
     }
-    if (ranges->count > PCC_PY_RANGES_MAX) {
+    if (ranges->count > PCC_PY_RANGES_MAX)
         return "ranges: too many";
-    }
-    if ((uintptr_t)ranges->view.buf % _Alignof(struct pcc_range) != 0) {
+    if ((uintptr_t)ranges->view.buf % _Alignof(struct pcc_range) != 0)
         return "ranges: the buffer is not aligned to 8 bytes";
-    }
     uint64_t floor_bytes = 0;
     for (uint64_t i = 0; i < ranges->count; i++) {
         const uint64_t *triple = ranges->view.buf;
         const char *fault =
             triple_fault(triple + i * (item_bytes / sizeof(*triple)), floor_bytes, &floor_bytes);
-        if (fault == NULL && on_device) {
+        if (fault == NULL && on_device)
             fault = device_fault(&ranges->device_items[i]);
-        }
-        if (fault != NULL) {
+        if (fault != NULL)
             return fault;
-        }
     }
     return NULL;
 }
@@ -121,9 +110,8 @@ static int convert(PyObject *object, struct pcc_py_ranges *ranges, size_t item_b
         pcc_py_ranges_done(ranges);
         return 1;
     }
-    if (PyObject_GetBuffer(object, &ranges->view, PyBUF_SIMPLE) < 0) {
+    if (PyObject_GetBuffer(object, &ranges->view, PyBUF_SIMPLE) < 0)
         return 0;
-    }
     ranges->items = ranges->view.buf;
     ranges->count = (uint64_t)ranges->view.len / item_bytes;
     const char *fault = ranges_fault(ranges, item_bytes);

@@ -31,9 +31,8 @@ static void channel_close(void *handle)
 /* One more user of `object`, with a reference. False with ValueError when it is closed. */
 static bool borrow(PyObject *object)
 {
-    if (pcc_py_enter(object) == NULL) {
+    if (pcc_py_enter(object) == NULL)
         return false;
-    }
     Py_INCREF(object);
     return true;
 }
@@ -54,14 +53,12 @@ static void channel_gone(PyObject *self)
     struct py_channel *channel = channel_of(self);
     PyObject *bound = channel->bound;
     channel->bound = NULL;
-    for (Py_ssize_t i = 0; i < PyList_Size(bound); i++) {
+    for (Py_ssize_t i = 0; i < PyList_Size(bound); i++)
         pcc_py_leave(PyList_GetItem(bound, i));
-    }
     Py_DECREF(bound);
     give_back(channel->loading);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3; i++)
         give_back(channel->borrowed[i]);
-    }
 }
 
 /* Borrows what is not NULL; each is given back when it fails. */
@@ -72,18 +69,15 @@ static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
     PyObject *bound = NULL;
     int entered = 0;
     for (; entered < 3; entered++) {
-        if (borrowed[entered] == NULL) {
+        if (borrowed[entered] == NULL)
             continue;
-        }
-        if (!borrow(borrowed[entered])) {
+        if (!borrow(borrowed[entered]))
             goto fail;
-        }
         handles[entered] = pcc_py_lease(borrowed[entered])->handle;
     }
     bound = PyList_New(0);
-    if (bound == NULL) {
+    if (bound == NULL)
         goto fail;
-    }
     struct pcc_tenant *channel = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_tenant_open(handles[0], handles[1], handles[2], spec, &channel));
@@ -100,9 +94,8 @@ static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
     }
 fail:
     Py_XDECREF(bound);
-    while (entered > 0) {
+    while (entered > 0)
         give_back(borrowed[--entered]);
-    }
     return NULL;
 }
 
@@ -120,12 +113,10 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
             pcc_py_u32, &spec.chunk_bytes, pcc_py_u32, &spec.block_bytes, pcc_py_u32,
             &spec.chunk_capacity, pcc_py_u32, &spec.lanes, pcc_py_u32, &spec.writers_per_lane,
             &borrowed[2], &spec.label) ||
-        !pcc_py_require(kwargs, &names[2], 6)) {
+        !pcc_py_require(kwargs, &names[2], 6))
         return NULL;
-    }
-    if (borrowed[2] == Py_None) {
+    if (borrowed[2] == Py_None)
         borrowed[2] = NULL;
-    }
     if (borrowed[2] != NULL && !PyObject_TypeCheck(borrowed[2], state->types[PCC_PY_GPUS])) {
         PyErr_SetString(PyExc_TypeError, "gpus must be Gpus or None");
         return NULL;
@@ -157,13 +148,11 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
     uint64_t state_id = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|iO&:bind", names,
                                      state->types[PCC_PY_VOLUME], &volume, &state_fd, pcc_py_u64,
-                                     &state_id)) {
+                                     &state_id))
         return NULL;
-    }
     PCC_PY_ENTER(struct pcc_tenant, channel);
-    if (!borrow(volume)) {
+    if (!borrow(volume))
         return NULL;
-    }
     int result;
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     uint32_t count = 0;
@@ -177,9 +166,8 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
     } else if (known == 1) {
         give_back(volume);
     } /* else memory is out: the volume stays open, for C has bound it */
-    if (known < 0 || PyErr_Occurred()) {
+    if (known < 0 || PyErr_Occurred())
         return NULL;
-    }
     return result < 0 ? pcc_py_done(self, result) : outcomes_new(outcomes, count);
 }
 
@@ -213,12 +201,10 @@ static PyObject *channel_unbind(PyObject *self, PyObject *volume)
     const uint64_t before =
         counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
     struct pcc_volume *handle = pcc_py_lease(volume)->handle;
-    if (handle != NULL) { /* a closed volume is nobody's any more */
+    if (handle != NULL) /* a closed volume is nobody's any more */
         PCC_PY_UNLOCKED(result = pcc_tenant_unbind(channel, handle));
-    }
-    if (result == 0) {
+    if (result == 0)
         forget(channel_of(self), volume, before);
-    }
     return pcc_py_done(self, result);
 }
 
@@ -232,13 +218,11 @@ static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&|p:load", names,
                                      state->types[PCC_PY_VOLUME], &volume, pcc_py_u64, &sequence,
                                      pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes,
-                                     pcc_py_u64, &load_id, &own)) {
+                                     pcc_py_u64, &load_id, &own))
         return NULL;
-    }
     PCC_PY_ENTER(struct pcc_tenant, channel);
-    if (!borrow(volume)) {
+    if (!borrow(volume))
         return NULL;
-    }
     int result;
     struct pcc_volume *handle = pcc_py_lease(volume)->handle;
     channel_of(self)->load_calls++;
@@ -263,17 +247,15 @@ static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs
     uint64_t session;
     uint32_t pid = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&|O&:attach", names, &socket, pcc_py_u64,
-                                     &session, pcc_py_u32, &pid)) {
+                                     &session, pcc_py_u32, &pid))
         return NULL;
-    }
     if (pid > INT32_MAX) {
         PyErr_SetString(PyExc_OverflowError, "pid is no process id");
         return NULL;
     }
     int socket_fd = PyObject_AsFileDescriptor(socket);
-    if (socket_fd < 0) {
+    if (socket_fd < 0)
         return NULL;
-    }
     int page_fd = -1;
     int result;
     PCC_PY_CALL(struct pcc_tenant, channel,
@@ -292,9 +274,8 @@ static PyObject *channel_detach(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *channel_grow(PyObject *self, PyObject *number)
 {
     uint64_t bytes;
-    if (!pcc_py_u64(number, &bytes)) {
+    if (!pcc_py_u64(number, &bytes))
         return NULL;
-    }
     uint64_t granted_bytes = 0;
     int result;
     PCC_PY_CALL(struct pcc_tenant, channel,
@@ -305,9 +286,8 @@ static PyObject *channel_grow(PyObject *self, PyObject *number)
 static PyObject *channel_shrink(PyObject *self, PyObject *number)
 {
     uint64_t bytes;
-    if (!pcc_py_u64(number, &bytes)) {
+    if (!pcc_py_u64(number, &bytes))
         return NULL;
-    }
     struct pcc_tenant_holding holding;
     PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_shrink(channel, bytes, &holding));
     return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
@@ -321,9 +301,8 @@ static PyObject *channel_release_memory(PyObject *self, PyObject *Py_UNUSED(unus
 static PyObject *channel_rest(PyObject *self, PyObject *seconds)
 {
     uint64_t unmapped_ns;
-    if (!pcc_py_seconds(seconds, &unmapped_ns)) {
+    if (!pcc_py_seconds(seconds, &unmapped_ns))
         return NULL;
-    }
     PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_rest(channel, unmapped_ns));
     Py_RETURN_NONE;
 }
@@ -353,9 +332,8 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
     uint64_t map;
     Py_buffer exposure PCC_PY_OWNED(PyBuffer_Release) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*:expose", names, pcc_py_u64, &map,
-                                     &exposure)) {
+                                     &exposure))
         return NULL;
-    }
     if (map == 0) {
         PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
         return NULL;
@@ -375,9 +353,8 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
 static PyObject *channel_cached(PyObject *self, PyObject *number)
 {
     uint64_t sequence;
-    if (!pcc_py_u64(number, &sequence)) {
+    if (!pcc_py_u64(number, &sequence))
         return NULL;
-    }
     bool cached;
     PCC_PY_CALL(struct pcc_tenant, channel, cached = pcc_tenant_cached(channel, sequence));
     return PyBool_FromLong(cached);
@@ -399,9 +376,8 @@ static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
             &map, pcc_py_u64, &request.sequence, &step, pcc_py_u64, &request.incarnation,
             pcc_py_u32, &request.world_size, pcc_py_u64, &request.payload_bytes, pcc_py_u64,
             &request.tree_offset_bytes, pcc_py_u64, &request.tree_bytes) ||
-        !pcc_py_require(kwargs, &names[3], 6)) {
+        !pcc_py_require(kwargs, &names[3], 6))
         return NULL;
-    }
     request.tag = snapshot;
     request.step = step;
     uint64_t sequence = 0;
@@ -420,9 +396,8 @@ static PyObject *tell(PyObject *self, PyObject *args, PyObject *kwargs,
     uint32_t outcome;
     uint64_t sequence = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &snapshot,
-                                     pcc_py_u32, &outcome, pcc_py_u64, &sequence)) {
+                                     pcc_py_u32, &outcome, pcc_py_u64, &sequence))
         return NULL;
-    }
     if (outcome > PCC_OUTCOME_GIVEN_UP) {
         PyErr_SetString(PyExc_ValueError, "outcome is no checkpoint state");
         return NULL;
@@ -443,9 +418,8 @@ static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
     uint32_t count;
     PCC_PY_CALL(struct pcc_tenant, channel, count = pcc_tenant_requested(channel, snapshots));
     PyObject *list = PyList_New(0);
-    for (uint32_t i = 0; list != NULL && i < count; i++) {
+    for (uint32_t i = 0; list != NULL && i < count; i++)
         pcc_py_append(&list, PyLong_FromUnsignedLongLong(snapshots[i]));
-    }
     return list;
 }
 
@@ -461,9 +435,8 @@ static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
     static char *names[] = {"fd", "id", NULL};
     int fd;
     uint64_t id;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_tenant, channel, pcc_tenant_adopt(channel, fd, id));
 }
 

@@ -95,9 +95,8 @@ static inline void pcc_py_left(PyObject **entered)
  * When it cannot enter, the method returns NULL with the exception. */
 #define PCC_PY_ENTER(type, handle)                                                                 \
     type *handle = pcc_py_enter(self);                                                             \
-    if (handle == NULL) {                                                                          \
+    if (handle == NULL)                                                                            \
         return NULL;                                                                               \
-    }                                                                                              \
     PyObject *handle##_entered PCC_PY_OWNED(pcc_py_left) = self
 
 /* -- calls of the core ------------------------------------------------------------------------- */

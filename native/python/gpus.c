@@ -24,12 +24,10 @@ static int driver(int *version_out, int *count_out)
 {
     const struct pcc_cuda *cuda;
     int result = pcc_cuda_load(&cuda);
-    if (result == 0) {
+    if (result == 0)
         result = pcc_cuda_code(cuda->driver_version(version_out));
-    }
-    if (result == 0) {
+    if (result == 0)
         result = pcc_cuda_code(cuda->device_count(count_out));
-    }
     return result;
 }
 
@@ -39,9 +37,8 @@ PyObject *pcc_py_cuda_driver(PyObject *module, PyObject *Py_UNUSED(unused))
     int count = 0;
     int result;
     PCC_PY_UNLOCKED(result = driver(&version, &count));
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_raise(PyModule_GetState(module), result, NULL);
-    }
     return Py_BuildValue("(ii)", version, count);
 }
 
@@ -55,15 +52,13 @@ static void gpus_close(void *handle)
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Gpus", names)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Gpus", names))
         return NULL;
-    }
     struct pcc_gpus *gpus = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_gpus_open(&gpus));
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    }
     return pcc_py_object_new(type, "Gpus", gpus, gpus_close);
 }
 
@@ -71,9 +66,8 @@ static PyObject *gpu_new(struct pcc_py_state *state, const struct pcc_gpu_info *
 {
     PyObject *name = PyUnicode_DecodeUTF8(
         info->name, (Py_ssize_t)strnlen(info->name, sizeof(info->name)), "replace");
-    if (name == NULL) {
+    if (name == NULL)
         return NULL;
-    }
     return pcc_py_result(state, PCC_PY_GPU_INFO,
                          Py_BuildValue("(y#NiNKKK)", (const char *)info->uuid,
                                        (Py_ssize_t)sizeof(info->uuid), name, info->numa_node,
@@ -87,18 +81,16 @@ static PyObject *gpus_info(PyObject *self, PyObject *Py_UNUSED(unused))
     uint32_t count;
     PCC_PY_CALL(struct pcc_gpus, gpus, count = pcc_gpus_info(gpus, infos, GPUS_MAX));
     PyObject *list = PyList_New(0);
-    for (uint32_t i = 0; list != NULL && i < count && i < GPUS_MAX; i++) {
+    for (uint32_t i = 0; list != NULL && i < count && i < GPUS_MAX; i++)
         pcc_py_append(&list, gpu_new(pcc_py_state_of(Py_TYPE(self)), &infos[i]));
-    }
     return list;
 }
 
 static PyObject *gpus_rest(PyObject *self, PyObject *seconds)
 {
     uint64_t unused_ns;
-    if (!pcc_py_seconds(seconds, &unused_ns)) {
+    if (!pcc_py_seconds(seconds, &unused_ns))
         return NULL;
-    }
     PCC_PY_CALL(struct pcc_gpus, gpus, pcc_gpus_rest(gpus, unused_ns));
     Py_RETURN_NONE;
 }

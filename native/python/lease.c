@@ -48,18 +48,16 @@ void *pcc_py_enter(PyObject *self)
 static void settle(PyObject *self)
 {
     struct pcc_py_lease *lease = pcc_py_lease(self);
-    if (!lease->closed || lease->users > 0 || lease->handle == NULL) {
+    if (!lease->closed || lease->users > 0 || lease->handle == NULL)
         return;
-    }
     if (lease->owner == getpid()) {
         lease->users++; /* other threads see it in use until it is gone */
         PCC_PY_UNLOCKED(lease->close(lease->handle));
         lease->users--;
     }
     lease->handle = NULL;
-    if (lease->gone != NULL) {
+    if (lease->gone != NULL)
         lease->gone(self);
-    }
 }
 
 void pcc_py_leave(PyObject *self)

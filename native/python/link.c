@@ -20,20 +20,17 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     static char *names[] = {"socket_fd", "page_fd", NULL};
     PyObject *socket;
     PyObject *page;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Link", names, &socket, &page)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Link", names, &socket, &page))
         return NULL;
-    }
     int socket_fd = PyObject_AsFileDescriptor(socket);
     int page_fd = socket_fd < 0 ? -1 : PyObject_AsFileDescriptor(page);
-    if (page_fd < 0) {
+    if (page_fd < 0)
         return NULL;
-    }
     struct pcc_client *link = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_client_open(socket_fd, page_fd, &link));
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    }
     return pcc_py_object_new(type, "Link", link, link_close);
 }
 
@@ -44,9 +41,8 @@ static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     const struct timespec pause = {.tv_nsec = CLOSE_PAUSE_NS};
     pcc_py_close(self);
-    for (int i = 0; pcc_py_lease(self)->users > 0 && i < CLOSE_TRIES; i++) {
+    for (int i = 0; pcc_py_lease(self)->users > 0 && i < CLOSE_TRIES; i++)
         PCC_PY_UNLOCKED(nanosleep(&pause, NULL));
-    }
     Py_RETURN_NONE;
 }
 
@@ -70,18 +66,15 @@ static PyObject *link_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
 static PyObject *link_state(PyObject *self, PyObject *number)
 {
     uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot)) {
+    if (!pcc_py_u64(number, &snapshot))
         return NULL;
-    }
     struct pcc_client_state now;
     int result;
     PCC_PY_WITH(struct pcc_client, link, result = pcc_client_state(link, snapshot, &now));
-    if (result == -ENOENT) {
+    if (result == -ENOENT)
         Py_RETURN_NONE;
-    }
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_done(self, result);
-    }
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_LINK_STATE,
                          Py_BuildValue("(IIKNis)", now.word, now.outcome, now.sequence,
                                        PyBool_FromLong(now.source_read), now.error,
@@ -93,9 +86,8 @@ static PyObject *link_state(PyObject *self, PyObject *number)
 static PyObject *link_request(PyObject *self, PyObject *number)
 {
     uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot)) {
+    if (!pcc_py_u64(number, &snapshot))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_client, link, pcc_client_request(link, snapshot));
 }
 
@@ -115,9 +107,8 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
             args, kwargs, "O&O&O&y*O&|O&$O&O&p:submit", names, pcc_py_u64, &snapshot, pcc_py_ranges,
             &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
             &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
-            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional)) {
+            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional))
         return NULL;
-    }
     submission.provisional = provisional != 0;
     submission.ranges = ranges.items;
     submission.range_count = ranges.count;
@@ -133,9 +124,8 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 static PyObject *link_confirm(PyObject *self, PyObject *number)
 {
     uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot)) {
+    if (!pcc_py_u64(number, &snapshot))
         return NULL;
-    }
     PCC_PY_CALL(struct pcc_client, link, pcc_client_confirm(link, snapshot));
     Py_RETURN_NONE;
 }
@@ -143,9 +133,8 @@ static PyObject *link_confirm(PyObject *self, PyObject *number)
 static PyObject *link_abandon(PyObject *self, PyObject *number)
 {
     uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot)) {
+    if (!pcc_py_u64(number, &snapshot))
         return NULL;
-    }
     bool won;
     PCC_PY_CALL(struct pcc_client, link, won = pcc_client_abandon(link, snapshot));
     return PyBool_FromLong(won);
@@ -156,9 +145,8 @@ static PyObject *link_abandon(PyObject *self, PyObject *number)
 /* After a slice that expired: false with an exception when the wait must end. */
 static bool goes_on(PyObject *self)
 {
-    if (PyErr_CheckSignals() < 0) {
+    if (PyErr_CheckSignals() < 0)
         return false;
-    }
     if (pcc_py_lease(self)->closed) {
         PyErr_SetString(PyExc_ValueError, "this Link was closed during the call");
         return false;
@@ -210,9 +198,8 @@ static PyObject *link_wait_read(PyObject *self, PyObject *args, PyObject *kwargs
     struct wait wait;
     int host_only = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|$p:wait_read", names, pcc_py_u64, &wait.id,
-                                     pcc_py_u64, &wait.deadline_ns, &host_only)) {
+                                     pcc_py_u64, &wait.deadline_ns, &host_only))
         return NULL;
-    }
     return wait_for(self, &wait, host_only ? PCC_WAIT_HOST_READ : PCC_WAIT_READ);
 }
 
@@ -255,9 +242,8 @@ static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwarg
     struct pcc_py_ranges device_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&:load_start", names, pcc_py_u64,
                                      &load_id, pcc_py_ranges, &ranges, pcc_py_device_ranges,
-                                     &device_ranges)) {
+                                     &device_ranges))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_client, link,
                        pcc_client_load_start(link, load_id, ranges.items, ranges.count,
                                              device_ranges.device_items, device_ranges.count));
@@ -267,20 +253,17 @@ static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
 {
     static char *names[] = {"load_id", "deadline_ns", NULL};
     struct wait wait;
-    if (!wait_parse(args, kwargs, names, &wait)) {
+    if (!wait_parse(args, kwargs, names, &wait))
         return NULL;
-    }
     PCC_PY_ENTER(struct pcc_client, link);
     int code;
     bool ok = wait_until(self, link, &wait, PCC_WAIT_LOAD, &code);
     /* Also after an exception: nothing may write to the caller's memory after the call. */
     PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
-    if (!ok) {
+    if (!ok)
         return NULL;
-    }
-    if (code == -ETIMEDOUT || code == -ECONNRESET) {
+    if (code == -ETIMEDOUT || code == -ECONNRESET)
         return pcc_py_done(self, code);
-    }
     return PyLong_FromLong(code);
 }
 
@@ -291,9 +274,8 @@ static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
 static int ordinal(PyObject *object, void *out)
 {
     uint32_t device;
-    if (!pcc_py_u32(object, &device)) {
+    if (!pcc_py_u32(object, &device))
         return 0;
-    }
     if (device >= PCC_DEVICES) {
         PyErr_Format(PyExc_ValueError, "GPU %u: the last one that is supported is %u", device,
                      PCC_DEVICES - 1);
@@ -306,18 +288,16 @@ static int ordinal(PyObject *object, void *out)
 static int open_device(struct pcc_client *link, uint32_t device, const char **why_out)
 {
     const int result = pcc_client_device_open(link, device);
-    if (result == 0) {
+    if (result == 0)
         *why_out = pcc_client_device_cannot_pull(link, device);
-    }
     return result;
 }
 
 static PyObject *link_device_open(PyObject *self, PyObject *number)
 {
     uint32_t device;
-    if (!ordinal(number, &device)) {
+    if (!ordinal(number, &device))
         return NULL;
-    }
     PCC_PY_ENTER(struct pcc_client, link); /* until the words are read, which are the link's */
     const char *why = "";
     int result;
@@ -332,16 +312,14 @@ static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
     uint32_t device;
     uint64_t length_bytes;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:staging", names, ordinal, &device,
-                                     pcc_py_u64, &length_bytes)) {
+                                     pcc_py_u64, &length_bytes))
         return NULL;
-    }
     uint64_t address = 0;
     int result;
     PCC_PY_CALL(struct pcc_client, link,
                 result = pcc_client_staging(link, device, length_bytes, &address));
-    if (result == -ENOMEM) {
+    if (result == -ENOMEM)
         return PyErr_NoMemory();
-    }
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(address);
 }
 
@@ -359,9 +337,8 @@ static PyObject *link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
     struct pcc_py_ranges copies PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     int aside = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$p:stage", names, ordinal, &device,
-                                     pcc_py_u64, &stream, pcc_py_device_copies, &copies, &aside)) {
+                                     pcc_py_u64, &stream, pcc_py_device_copies, &copies, &aside))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(
         struct pcc_client, link,
         pcc_client_stage(link, device, stream, copies.copies, copies.count, aside != 0));
@@ -376,9 +353,8 @@ static PyObject *link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
     int aside = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$pp:mark", names, pcc_py_u64, &snapshot,
                                      ordinal, &device, pcc_py_u64, &stream, &pull, &aside) ||
-        !pcc_py_require(kwargs, &names[3], 1)) {
+        !pcc_py_require(kwargs, &names[3], 1))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_client, link,
                        pcc_client_mark(link, snapshot, device, stream, pull != 0, aside != 0));
 }
@@ -390,9 +366,8 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
     uint32_t device;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:hold", names, pcc_py_u64, &snapshot,
                                      ordinal, &device, pcc_py_u64, &stream, pcc_py_u64,
-                                     &deadline_ns)) {
+                                     &deadline_ns))
         return NULL;
-    }
     PCC_PY_ENTER(struct pcc_client, link);
     bool ok = true;
     bool ready = false;
@@ -401,9 +376,8 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
         PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(link, snapshot, device, end_ns));
         ok = ready || goes_on(self);
     }
-    if (!ok) {
+    if (!ok)
         return NULL;
-    }
     int result;
     PCC_PY_UNLOCKED(result = pcc_client_hold(link, snapshot, device, stream, deadline_ns));
     return in_time(self, result);
@@ -412,9 +386,8 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 static PyObject *link_reached(PyObject *self, PyObject *number)
 {
     uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot)) {
+    if (!pcc_py_u64(number, &snapshot))
         return NULL;
-    }
     bool reached;
     PCC_PY_CALL(struct pcc_client, link, reached = pcc_client_reached(link, snapshot));
     return PyBool_FromLong(reached);
@@ -426,9 +399,8 @@ static PyObject *link_capturing(PyObject *self, PyObject *args, PyObject *kwargs
     uint32_t device;
     uint64_t stream;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:capturing", names, ordinal, &device,
-                                     pcc_py_u64, &stream)) {
+                                     pcc_py_u64, &stream))
         return NULL;
-    }
     bool capturing = false;
     int result;
     PCC_PY_CALL(struct pcc_client, link,
@@ -447,9 +419,8 @@ static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     uint64_t device_bytes;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:expose", names, pcc_py_device_ranges,
-                                     &ranges, pcc_py_u64, &device_bytes)) {
+                                     &ranges, pcc_py_u64, &device_bytes))
         return NULL;
-    }
     uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;
     uint64_t length_bytes = 0;
     int result;

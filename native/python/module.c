@@ -30,11 +30,9 @@ static int add_constants(PyObject *module)
         {"WORD_REFUSED", PCC_WORD_REFUSED},
         {"OUTCOME_GIVEN_UP", PCC_OUTCOME_GIVEN_UP},
     };
-    for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
+    for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
             return -1;
-        }
-    }
     return 0;
 }
 
@@ -67,14 +65,12 @@ static int module_exec(PyObject *module)
 {
     struct pcc_py_state *state = PyModule_GetState(module);
     if (pcc_py_errors_add(module, state) < 0 || pcc_py_results_add(module, state) < 0 ||
-        add_constants(module) < 0) {
+        add_constants(module) < 0)
         return -1;
-    }
     for (int i = 0; i < PCC_PY_TYPE_COUNT; i++) {
         state->types[i] = type_new(module, types[i]);
-        if (state->types[i] == NULL || PyModule_AddType(module, state->types[i]) < 0) {
+        if (state->types[i] == NULL || PyModule_AddType(module, state->types[i]) < 0)
             return -1;
-        }
     }
     return 0;
 }
@@ -83,12 +79,10 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     struct pcc_py_state *state = PyModule_GetState(module);
     Py_VISIT(state->native_error);
-    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++) {
+    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++)
         Py_VISIT(state->types[i]);
-    }
-    for (int i = 0; i < PCC_PY_RESULT_COUNT; i++) {
+    for (int i = 0; i < PCC_PY_RESULT_COUNT; i++)
         Py_VISIT(state->results[i]);
-    }
     return 0;
 }
 
@@ -96,12 +90,10 @@ static int module_clear(PyObject *module)
 {
     struct pcc_py_state *state = PyModule_GetState(module);
     Py_CLEAR(state->native_error);
-    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++) {
+    for (int i = 0; i < PCC_PY_TYPE_COUNT; i++)
         Py_CLEAR(state->types[i]);
-    }
-    for (int i = 0; i < PCC_PY_RESULT_COUNT; i++) {
+    for (int i = 0; i < PCC_PY_RESULT_COUNT; i++)
         Py_CLEAR(state->results[i]);
-    }
     return 0;
 }
 

@@ -13,9 +13,8 @@ static int pool_keep(struct pcc_pool *pool, const char *address, uint32_t limit,
 {
     struct pcc_store *store = NULL;
     int result = pcc_store_open(address, limit, stored, &store);
-    if (result == 0) {
+    if (result == 0)
         pcc_pool_keep(pool, store);
-    }
     return result;
 }
 
@@ -27,14 +26,12 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     uint32_t limit = 0, stored = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$sO&O&:Pool", names, pcc_py_u64,
                                      &budget_bytes, &store, pcc_py_u32, &limit, pcc_py_u32,
-                                     &stored)) {
+                                     &stored))
         return NULL;
-    }
     struct pcc_pool *pool = NULL;
     int result = pcc_pool_open(budget_bytes, &pool);
-    if (result == 0 && store[0] != '\0' && limit > 0) {
+    if (result == 0 && store[0] != '\0' && limit > 0)
         result = pool_keep(pool, store, limit, stored);
-    }
     if (result < 0) {
         pcc_pool_close(pool);
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
@@ -59,9 +56,8 @@ static PyObject *pool_usage(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *pool_unstore(PyObject *self, PyObject *args)
 {
     const char *name;
-    if (!PyArg_ParseTuple(args, "s:unstore", &name)) {
+    if (!PyArg_ParseTuple(args, "s:unstore", &name))
         return NULL;
-    }
     PCC_PY_CALL(struct pcc_pool, pool, pcc_pool_unstore(pool, name));
     Py_RETURN_NONE;
 }
@@ -96,18 +92,16 @@ static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 {
     static char *names[] = {"capacity", NULL};
     uint32_t capacity = EVENTS_CAPACITY_DEFAULT;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&:Events", names, pcc_py_u32, &capacity)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&:Events", names, pcc_py_u32, &capacity))
         return NULL;
-    }
     if (capacity == 0 || capacity > EVENTS_CAPACITY_MAX) {
         PyErr_Format(PyExc_ValueError, "capacity must be 1 to %u", EVENTS_CAPACITY_MAX);
         return NULL;
     }
     struct pcc_events *events = NULL;
     int result = pcc_events_open(capacity, &events);
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    }
     return pcc_py_object_new(type, "Events", events, events_close);
 }
 
@@ -133,9 +127,8 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
         pcc_py_result(state, PCC_PY_SAVE_TIMES,
                       Py_BuildValue("(KKKKKK)", times->begin, times->first_write, times->sealed,
                                     times->written, times->flushed, times->durable));
-    if (when == NULL) {
+    if (when == NULL)
         return NULL;
-    }
     return pcc_py_result(state, PCC_PY_EVENT,
                          Py_BuildValue("(sKKKKIissIN)", kinds[event->kind], event->tenant,
                                        event->session, event->id, event->sequence, event->slot,
@@ -151,9 +144,8 @@ static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)
     uint32_t count = EVENTS_PER_TAKE;
     while (list != NULL && count == EVENTS_PER_TAKE) {
         PCC_PY_UNLOCKED(count = pcc_events_take(events, taken, EVENTS_PER_TAKE));
-        for (uint32_t i = 0; list != NULL && i < count; i++) {
+        for (uint32_t i = 0; list != NULL && i < count; i++)
             pcc_py_append(&list, event_new(state, &taken[i]));
-        }
     }
     return list;
 }

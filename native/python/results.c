@@ -33,26 +33,23 @@ int pcc_py_results_add(PyObject *module, struct pcc_py_state *state)
         collections ? PyObject_GetAttrString(collections, "namedtuple") : NULL;
     PyObject *keywords PCC_PY_OWNED(pcc_py_drop) =
         make ? Py_BuildValue("{s:s}", "module", "pccheck_native._core") : NULL;
-    if (keywords == NULL) {
+    if (keywords == NULL)
         return -1;
-    }
     for (int kind = 0; kind < PCC_PY_RESULT_COUNT; kind++) {
         PyObject *args PCC_PY_OWNED(pcc_py_drop) =
             Py_BuildValue("(ss)", shapes[kind].name, shapes[kind].fields);
         state->results[kind] = args ? PyObject_Call(make, args, keywords) : NULL;
         if (state->results[kind] == NULL ||
-            PyModule_AddObjectRef(module, shapes[kind].name, state->results[kind]) < 0) {
+            PyModule_AddObjectRef(module, shapes[kind].name, state->results[kind]) < 0)
             return -1;
-        }
     }
     return 0;
 }
 
 PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyObject *values)
 {
-    if (values == NULL) {
+    if (values == NULL)
         return NULL;
-    }
     PyObject *result = PyObject_Call(state->results[kind], values, NULL);
     Py_DECREF(values);
     return result;
@@ -60,8 +57,7 @@ PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyO
 
 void pcc_py_append(PyObject **list, PyObject *item)
 {
-    if (item == NULL || PyList_Append(*list, item) < 0) {
+    if (item == NULL || PyList_Append(*list, item) < 0)
         Py_CLEAR(*list);
-    }
     Py_XDECREF(item);
 }

@@ -15,22 +15,18 @@ PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwar
     struct pcc_io_options options = {.strict = true, .allow_buffered = true};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "isO&O&O&:measure_engine", names, &fd, &engine,
                                      pcc_py_u64, &length_bytes, pcc_py_u32, &chunk_bytes,
-                                     pcc_py_u32, &threads)) {
+                                     pcc_py_u32, &threads))
         return NULL;
-    }
-    if (pcc_io_engine_named(engine, &options.engine) < 0) {
+    if (pcc_io_engine_named(engine, &options.engine) < 0)
         return PyErr_Format(PyExc_ValueError, "there is no engine '%s'", engine);
-    }
     const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (own < 0) {
+    if (own < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
-    }
     int result;
     PCC_PY_UNLOCKED(result =
                         pcc_io_measure(own, &options, length_bytes, chunk_bytes, threads, &ns));
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_raise(PyModule_GetState(module), result, NULL);
-    }
     return PyFloat_FromDouble((double)ns / 1e9);
 }
 
@@ -43,14 +39,12 @@ PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kw
     uint32_t block_bytes = PCC_BLOCK_BYTES_DEFAULT;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&:volume_bytes_for", names, pcc_py_u64,
                                      &capacity_bytes, pcc_py_u32, &slots, pcc_py_u32, &block_bytes,
-                                     pcc_py_u64, &stride_bytes)) {
+                                     pcc_py_u64, &stride_bytes))
         return NULL;
-    }
     struct pcc_geometry geometry;
     int result = pcc_geometry_plan(capacity_bytes, slots, block_bytes, stride_bytes, &geometry);
-    if (result < 0) {
+    if (result < 0)
         return pcc_py_raise(PyModule_GetState(module), result, NULL);
-    }
     return PyLong_FromUnsignedLongLong(geometry.volume_bytes);
 }
 
@@ -74,9 +68,8 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
             &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
             &spec.incarnation, pcc_py_u32, &spec.block_bytes, pcc_py_u64, &spec.record_stride_bytes,
             &allow_buffered) ||
-        !pcc_py_require(kwargs, &names[1], 7)) {
+        !pcc_py_require(kwargs, &names[1], 7))
         return NULL;
-    }
     int result;
     const char *name = PyBytes_AsString(path);
     PCC_PY_UNLOCKED(result = pcc_volume_create(name, &spec, allow_buffered != 0));

@@ -17,9 +17,8 @@ static int engine_named(PyObject *object, void *out)
 {
     Py_ssize_t length = 0;
     const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    if (name != NULL && strlen(name) == (size_t)length && pcc_io_engine_named(name, out) == 0) {
+    if (name != NULL && strlen(name) == (size_t)length && pcc_io_engine_named(name, out) == 0)
         return 1;
-    }
     PyErr_Format(PyExc_ValueError, "there is no engine %R", object);
     return 0;
 }
@@ -34,9 +33,8 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&:Volume", names, PyUnicode_FSConverter,
                                      &path, &writable, &allow_buffered, engine_named,
                                      &options.engine) ||
-        !pcc_py_require(kwargs, &names[1], 1)) {
+        !pcc_py_require(kwargs, &names[1], 1))
         return NULL;
-    }
     options.allow_buffered = allow_buffered != 0;
     struct pcc_volume *volume = NULL;
     int result;
@@ -55,11 +53,10 @@ static uint64_t payload_capacity(const struct pcc_geometry *geometry)
     uint64_t high = geometry->slot_stride_bytes;
     while (low < high) {
         uint64_t middle = low + (high - low + 1) / 2;
-        if (pcc_geometry_fits(geometry, middle)) {
+        if (pcc_geometry_fits(geometry, middle))
             low = middle;
-        } else {
+        else
             high = middle - 1;
-        }
     }
     return low;
 }
@@ -76,9 +73,8 @@ static PyObject *info_values(struct pcc_volume *volume)
     stopped = pcc_volume_stopped(volume);
     Py_END_ALLOW_THREADS struct pcc_geometry geometry = pcc_volume_geometry(volume);
     PyObject *job = PyUnicode_DecodeUTF8(record.job, (Py_ssize_t)record.job_bytes, "replace");
-    if (job == NULL) {
+    if (job == NULL)
         return NULL;
-    }
     return Py_BuildValue("(y#NIIIIIIKKKKKKKNNIIII)", (const char *)record.volume_uuid,
                          (Py_ssize_t)sizeof(record.volume_uuid), job, record.uid, record.rank,
                          record.world_size, record.slot_count, record.keep, record.block_bytes,
@@ -98,9 +94,8 @@ static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
 
 static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
 {
-    if (entry->state != PCC_SLOT_DURABLE) {
+    if (entry->state != PCC_SLOT_DURABLE)
         return Py_BuildValue("(IIiiiiiiiii)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    }
     return Py_BuildValue("(IIKLKIKIKKK)", slot, entry->flags, entry->sequence, entry->step,
                          entry->incarnation, entry->world_size, entry->payload_bytes,
                          entry->manifest_bytes, entry->tree_offset_bytes, entry->tree_bytes,
@@ -139,9 +134,8 @@ static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
 static PyObject *volume_limit(PyObject *self, PyObject *number)
 {
     uint64_t bytes_per_second;
-    if (!pcc_py_u64(number, &bytes_per_second)) {
+    if (!pcc_py_u64(number, &bytes_per_second))
         return NULL;
-    }
     PCC_PY_CALL(struct pcc_volume, volume, pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
     Py_RETURN_NONE;
 }
@@ -163,9 +157,8 @@ static PyObject *volume_flag(PyObject *self, PyObject *args, PyObject *kwargs)
     uint32_t clear = 0;
     int now = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$O&O&p:flag", names, pcc_py_u64, &sequence,
-                                     pcc_py_u32, &set, pcc_py_u32, &clear, &now)) {
+                                     pcc_py_u32, &set, pcc_py_u32, &clear, &now))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_volume, volume,
                        pcc_volume_flag(volume, sequence, set, clear, now != 0));
 }
@@ -176,9 +169,8 @@ static PyObject *volume_spare(PyObject *self, PyObject *args, PyObject *kwargs)
     uint64_t sequence;
     int spared;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&p:spare", names, pcc_py_u64, &sequence,
-                                     &spared)) {
+                                     &spared))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_spare(volume, sequence, spared != 0));
 }
 
@@ -188,9 +180,8 @@ static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObje
     uint64_t incarnation;
     uint32_t world_size;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:begin_incarnation", names, pcc_py_u64,
-                                     &incarnation, pcc_py_u32, &world_size)) {
+                                     &incarnation, pcc_py_u32, &world_size))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_volume, volume,
                        pcc_volume_begin_incarnation(volume, incarnation, world_size));
 }
@@ -198,9 +189,8 @@ static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObje
 static PyObject *volume_finish(PyObject *self, PyObject *number)
 {
     uint32_t keep;
-    if (!pcc_py_u32(number, &keep)) {
+    if (!pcc_py_u32(number, &keep))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_finish(volume, keep));
 }
 
@@ -213,19 +203,16 @@ static PyObject *volume_recycle(PyObject *self, PyObject *Py_UNUSED(unused))
 static bool given_up_from(PyObject *sequences, struct pcc_volume_group *group)
 {
     PyObject *fast PCC_PY_OWNED(pcc_py_drop) = PySequence_List(sequences);
-    if (fast == NULL) {
+    if (fast == NULL)
         return false;
-    }
     const Py_ssize_t count = PyList_Size(fast);
     if (count > (Py_ssize_t)PCC_GIVEN_UP_MAX) {
         PyErr_Format(PyExc_ValueError, "more than %u sequences are given up", PCC_GIVEN_UP_MAX);
         return false;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!pcc_py_u64(PyList_GetItem(fast, i), &group->given_up[i])) {
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!pcc_py_u64(PyList_GetItem(fast, i), &group->given_up[i]))
             return false;
-        }
-    }
     group->given_up_count = (uint32_t)count;
     return true;
 }
@@ -237,9 +224,8 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
     PyObject *given_up;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$O&O&O:set_group", names, pcc_py_u64,
                                      &group.oldest, pcc_py_u64, &group.newest, &given_up) ||
-        !pcc_py_require(kwargs, names, 3) || !given_up_from(given_up, &group)) {
+        !pcc_py_require(kwargs, names, 3) || !given_up_from(given_up, &group))
         return NULL;
-    }
     PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_set_group(volume, &group));
 }
 
@@ -256,9 +242,8 @@ static bool within_payload(const struct pcc_load *load, uint64_t offset_bytes,
                            uint64_t length_bytes)
 {
     uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
-    if (offset_bytes <= payload_bytes && length_bytes <= payload_bytes - offset_bytes) {
+    if (offset_bytes <= payload_bytes && length_bytes <= payload_bytes - offset_bytes)
         return true;
-    }
     PyErr_Format(PyExc_ValueError, "bytes %llu..+%llu lie outside of the payload of %llu bytes",
                  (unsigned long long)offset_bytes, (unsigned long long)length_bytes,
                  (unsigned long long)payload_bytes);
@@ -280,9 +265,8 @@ static struct pcc_load *load_open(PyObject *self, struct pcc_volume *volume, uin
     struct pcc_load *load = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_load_open(volume, sequence, &load));
-    if (result < 0) {
+    if (result < 0)
         pcc_py_raise(pcc_py_state_of(Py_TYPE(self)), result, NULL);
-    }
     return load;
 }
 
@@ -295,27 +279,23 @@ static void load_close(struct pcc_load **load)
 #define LOAD_OPEN(load, sequence)                                                                  \
     PCC_PY_ENTER(struct pcc_volume, volume);                                                       \
     struct pcc_load *load PCC_PY_OWNED(load_close) = load_open(self, volume, sequence);            \
-    if (load == NULL) {                                                                            \
-        return NULL;                                                                               \
-    }
+    if (load == NULL)                                                                              \
+        return NULL;
 
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", NULL};
     uint64_t sequence, offset_bytes, length_bytes;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:read", names, pcc_py_u64, &sequence,
-                                     pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes)) {
+                                     pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes))
         return NULL;
-    }
     LOAD_OPEN(load, sequence);
-    if (!within_payload(load, offset_bytes, length_bytes)) {
+    if (!within_payload(load, offset_bytes, length_bytes))
         return NULL;
-    }
     PyObject *bytes PCC_PY_OWNED(pcc_py_drop) =
         PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length_bytes);
-    if (bytes == NULL || length_bytes == 0) {
+    if (bytes == NULL || length_bytes == 0)
         return Py_XNewRef(bytes);
-    }
     struct pcc_range target = {
         .address = (uintptr_t)PyBytes_AsString(bytes),
         .offset_bytes = offset_bytes,
@@ -337,14 +317,12 @@ static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&:read_into", names, pcc_py_u64,
                                      &sequence, pcc_py_ranges, &ranges, pcc_py_u32, &threads,
                                      pcc_py_u32, &chunk_bytes) ||
-        !threads_fit(threads)) {
+        !threads_fit(threads))
         return NULL;
-    }
     LOAD_OPEN(load, sequence);
     uint64_t end_bytes = ranges.count ? pcc_range_end(&ranges.items[ranges.count - 1]) : 0;
-    if (!within_payload(load, end_bytes, 0)) {
+    if (!within_payload(load, end_bytes, 0))
         return NULL;
-    }
     int result;
     chunk_bytes = pcc_load_chunk_bytes(load, chunk_bytes);
     PCC_PY_UNLOCKED(result =
@@ -359,9 +337,8 @@ static PyObject *volume_verify(PyObject *self, PyObject *args, PyObject *kwargs)
     uint32_t threads = THREADS_DEFAULT;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&:verify", names, pcc_py_u64, &sequence,
                                      pcc_py_u32, &threads) ||
-        !threads_fit(threads)) {
+        !threads_fit(threads))
         return NULL;
-    }
     LOAD_OPEN(load, sequence);
     uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
     uint32_t chunk_bytes = pcc_load_chunk_bytes(load, CHUNK_BYTES_DEFAULT);

@@ -69,9 +69,8 @@ static Py_ssize_t geometry_of(const struct dl_exchange *api, PyObject *tensor, s
 {
     struct dl_tensor seen;
     if (api->look(tensor, &seen) != 0) {
-        if (!PyErr_Occurred()) {
+        if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "not a tensor that DLPack describes");
-        }
         return -1;
     }
     if (seen.dimension_count < 0 || seen.dimension_count > DIMENSIONS_MAX) {
@@ -96,13 +95,11 @@ PyObject *pcc_py_tensor_geometry(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *capsule, *tensors;
     struct geometry now;
-    if (!PyArg_ParseTuple(args, "OO!:tensor_geometry", &capsule, &PyList_Type, &tensors)) {
+    if (!PyArg_ParseTuple(args, "OO!:tensor_geometry", &capsule, &PyList_Type, &tensors))
         return NULL;
-    }
     const struct dl_exchange *api = exchange_of(capsule);
-    if (api == NULL) {
+    if (api == NULL)
         return NULL;
-    }
     /* First all the addresses to ask for ahead of time, then all geometries. */
     const Py_ssize_t count = PyList_Size(tensors);
     PyObject *near = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint64_t));
@@ -138,23 +135,20 @@ static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, con
     const Py_ssize_t count = PyList_Size(tensors);
     const uint64_t *near = (const uint64_t *)(const void *)then; /* bytes objects are aligned */
     const Py_ssize_t near_bytes = count * (Py_ssize_t)sizeof(*near);
-    if (left < near_bytes) {
+    if (left < near_bytes)
         return false;
-    }
     then += near_bytes;
     left -= near_bytes;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) {
+        if (i + AHEAD < count)
             ask_for(tensors, near, i + AHEAD);
-        }
         const Py_ssize_t used = geometry_of(api, PyList_GetItem(tensors, i), &now, &unused);
         if (used < 0) {
             PyErr_Clear();
             return false;
         }
-        if (used > left || memcmp(&now, then, (size_t)used) != 0) {
+        if (used > left || memcmp(&now, then, (size_t)used) != 0)
             return false;
-        }
         then += used;
         left -= used;
     }
@@ -164,13 +158,11 @@ static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, con
 PyObject *pcc_py_same_geometry(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *capsule, *tensors, *then;
-    if (!PyArg_ParseTuple(args, "OO!S:same_geometry", &capsule, &PyList_Type, &tensors, &then)) {
+    if (!PyArg_ParseTuple(args, "OO!S:same_geometry", &capsule, &PyList_Type, &tensors, &then))
         return NULL;
-    }
     const struct dl_exchange *api = exchange_of(capsule);
-    if (api == NULL) {
+    if (api == NULL)
         return NULL;
-    }
     return PyBool_FromLong(
         geometry_holds(api, tensors, PyBytes_AsString(then), PyBytes_Size(then)));
 }
@@ -187,9 +179,8 @@ PyObject *pcc_py_same_items(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *dicts, *flat, *key, *value;
     Py_ssize_t at = 0;
-    if (!PyArg_ParseTuple(args, "O!O!:same_items", &PyList_Type, &dicts, &PyTuple_Type, &flat)) {
+    if (!PyArg_ParseTuple(args, "O!O!:same_items", &PyList_Type, &dicts, &PyTuple_Type, &flat))
         return NULL;
-    }
     for (Py_ssize_t i = 0; i < PyList_Size(dicts); i++) {
         PyObject *dict = PyList_GetItem(dicts, i);
         Py_ssize_t position = 0;
@@ -197,14 +188,11 @@ PyObject *pcc_py_same_items(PyObject *Py_UNUSED(module), PyObject *args)
             PyErr_SetString(PyExc_TypeError, "same_items: not a dict");
             return NULL;
         }
-        while (PyDict_Next(dict, &position, &key, &value)) {
-            if (next_of(flat, &at) != key || next_of(flat, &at) != value) {
+        while (PyDict_Next(dict, &position, &key, &value))
+            if (next_of(flat, &at) != key || next_of(flat, &at) != value)
                 Py_RETURN_FALSE;
-            }
-        }
-        if (next_of(flat, &at) != dict) { /* so that no item moved from one dict to the next */
+        if (next_of(flat, &at) != dict) /* so that no item moved from one dict to the next */
             Py_RETURN_FALSE;
-        }
     }
     return PyBool_FromLong(at == PyTuple_Size(flat));
 }
@@ -214,19 +202,16 @@ PyObject *pcc_py_same_values(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *dicts, *keys, *flat;
     Py_ssize_t at = 0;
     if (!PyArg_ParseTuple(args, "O!O!O!:same_values", &PyList_Type, &dicts, &PyTuple_Type, &keys,
-                          &PyTuple_Type, &flat)) {
+                          &PyTuple_Type, &flat))
         return NULL;
-    }
     for (Py_ssize_t i = 0; i < PyList_Size(dicts); i++) {
         PyObject *dict = PyList_GetItem(dicts, i);
         for (Py_ssize_t k = 0; k < PyTuple_Size(keys); k++) {
             PyObject *value = PyDict_GetItemWithError(dict, PyTuple_GetItem(keys, k));
-            if (value == NULL && PyErr_Occurred()) {
+            if (value == NULL && PyErr_Occurred())
                 return NULL;
-            }
-            if (value == NULL || next_of(flat, &at) != value) {
+            if (value == NULL || next_of(flat, &at) != value)
                 Py_RETURN_FALSE;
-            }
         }
     }
     return PyBool_FromLong(at == PyTuple_Size(flat));
