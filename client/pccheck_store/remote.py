@@ -50,7 +50,7 @@ class DaemonStore:
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
-        return DaemonReader(checkpoint, self.socket)
+        return DaemonReader(checkpoint, _Session(checkpoint, self.socket))
 
     def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
         one = checkpoint
@@ -95,16 +95,19 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
 
 class DaemonReader(Reader):
     """One rank's part of a checkpoint, read through a session that leases the checkpoint: no rank
-    recycles it before this reader is closed, unless a new checkpoint has no other slot."""
+    recycles it before this reader is closed, unless a new checkpoint has no other slot. Readers of
+    other ranks' parts, made by `beside`, share the session; closing one of them closes all."""
 
-    def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
+    def __init__(self, checkpoint: catalog.Checkpoint, session: _Session) -> None:
         """Raises RecycledError when the daemon has used its slot for a newer one."""
         self.checkpoint = checkpoint
-        self._session = _Session(checkpoint, socket)
-        self.tree_place = self._session.places[checkpoint.rank]
+        self._session = session
+        if checkpoint.rank not in session.places:
+            raise recycled(checkpoint)
+        self.tree_place = session.places[checkpoint.rank]
 
     def beside(self, other: catalog.Checkpoint) -> Reader:
-        return _PartReader(other, self._session)
+        return DaemonReader(other, self._session)
 
     def read_into(self, ranges: bytes) -> None:
         self._session.read_into(self.checkpoint, ranges)
@@ -113,31 +116,11 @@ class DaemonReader(Reader):
         self._session.close()
 
 
-class _PartReader(Reader):
-    """Another rank's part, through the session of the first one, which closes it."""
-
-    def __init__(self, checkpoint: catalog.Checkpoint, session: _Session) -> None:
-        self.checkpoint = checkpoint
-        self._session = session
-        if checkpoint.rank not in session.places:
-            raise recycled(checkpoint)
-        self.tree_place = session.places[checkpoint.rank]
-
-    def beside(self, other: catalog.Checkpoint) -> Reader:
-        return _PartReader(other, self._session)
-
-    def read_into(self, ranges: bytes) -> None:
-        self._session.read_into(self.checkpoint, ranges)
-
-    def close(self) -> None:
-        pass
-
-
 class _Session:
     """A reader's session with the daemon. It opens one checkpoint, with the parts of all ranks."""
 
-    def __init__(self, checkpoint: catalog.Checkpoint, socket: str | None) -> None:
-        one = checkpoint
+    def __init__(self, one: catalog.Checkpoint, socket: str | None) -> None:
+        """Raises RecycledError when the daemon has used its slot for a newer one."""
         hello = Hello(
             PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=one.job, rank=one.rank,
             world_size=one.rank + 1, solo=True, uid=one.uid,
