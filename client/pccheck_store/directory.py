@@ -101,21 +101,7 @@ class Storage:
 
     def listing(self, job: str = "", *, uid: int | None = None) -> Document:
         """What `list --json` prints; the daemon's document has the same keys."""
-        return self._listing(self.scan(uid=uid, job=job))
-
-    def _listing(self, found: catalog.Catalog) -> Document:
-        return {
-            "schema": 1,
-            "storage": str(self.path),
-            "volumes": [
-                catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
-            ],
-            "checkpoints": catalog.checkpoint_documents(found.checkpoints),
-            "unreadable": [
-                {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
-                for item in found.unreadable
-            ],
-        }
+        return catalog.document(self.path, self.scan(uid=uid, job=job), reason_of)
 
     def status(self, *, uid: int | None = None) -> Document:
         """What `status --json` prints without a daemon: as much of the daemon's document as the
@@ -141,7 +127,7 @@ class Storage:
             "ranks": [],
             "warnings": warnings,
         }
-        add_stored(status, self._listing(found))
+        add_stored(status, catalog.document(self.path, found, reason_of))
         return status
 
     def drop(

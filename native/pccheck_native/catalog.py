@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -205,6 +205,22 @@ def checkpoint_document(item: Checkpoint) -> dict[str, object]:
         "protected": item.is_protected,
         "damaged": item.is_damaged,
         "volume": str(item.volume_path),
+    }
+
+
+def document(
+    storage: Path, found: Catalog, reason_of: Callable[[Unreadable], str]
+) -> dict[str, object]:
+    """What `pccheckctl list --json` prints, with and without a daemon."""
+    return {
+        "schema": 1,
+        "storage": str(storage),
+        "volumes": [volume_document(path, info) for path, info in sorted(found.volumes.items())],
+        "checkpoints": checkpoint_documents(found.checkpoints),
+        "unreadable": [
+            {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
+            for item in found.unreadable
+        ],
     }
 
 

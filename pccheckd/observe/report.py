@@ -155,18 +155,7 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
 def listing(asker_uid: int, config: Config, job: str) -> Document:
     """Every checkpoint on the disk that the asker may see. Blocks: reads records only."""
     found = catalog.scan(config.storage, uid=None if asker_uid == 0 else asker_uid, job=job or None)
-    return {
-        "schema": SCHEMA,
-        "storage": str(config.storage),
-        "volumes": [
-            catalog.volume_document(path, info) for path, info in sorted(found.volumes.items())
-        ],
-        "checkpoints": catalog.checkpoint_documents(found.checkpoints),
-        "unreadable": [
-            {"path": str(item.file.path), "code": item.code_name, "reason": item.reason}
-            for item in found.unreadable
-        ],
-    }
+    return catalog.document(config.storage, found, lambda item: item.reason)
 
 
 def _store_full(limit: int, refused: int) -> str:
