@@ -26,14 +26,12 @@ SNAPSHOTS: int
 SLOTS_MAX: int
 GIVEN_UP_MAX: int
 JOB_BYTES_MAX: int
-BLOCK_BYTES_DEFAULT: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
 SLOT_PROTECTED: int
 SLOT_PINNED: int
 SLOT_QUARANTINED: int
 SLOT_DAMAGED: int
-WORD_IDLE: int
 WORD_REQUESTED: int
 WORD_COPYING: int
 WORD_COPIED: int
@@ -188,7 +186,7 @@ class Event(NamedTuple):
 
 @final
 class Events:
-    def __init__(self, capacity: int = 4096) -> None: ...
+    def __init__(self) -> None: ...
     def fileno(self) -> int: ...
     def take(self) -> list[Event]: ...
     def close(self) -> None: ...

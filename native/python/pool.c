@@ -79,8 +79,7 @@ const struct pcc_py_type pcc_py_pool = {
 
 /* -- Events ------------------------------------------------------------------------------------ */
 
-#define EVENTS_CAPACITY_DEFAULT 4096u
-#define EVENTS_CAPACITY_MAX (1u << 20)
+#define EVENTS_CAPACITY 4096u
 #define EVENTS_PER_TAKE 64u
 
 static void events_close(void *handle)
@@ -90,16 +89,11 @@ static void events_close(void *handle)
 
 static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"capacity", NULL};
-    uint32_t capacity = EVENTS_CAPACITY_DEFAULT;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&:Events", names, pcc_py_u32, &capacity))
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Events", names))
         return NULL;
-    if (capacity == 0 || capacity > EVENTS_CAPACITY_MAX) {
-        PyErr_Format(PyExc_ValueError, "capacity must be 1 to %u", EVENTS_CAPACITY_MAX);
-        return NULL;
-    }
     struct pcc_events *events = NULL;
-    int result = pcc_events_open(capacity, &events);
+    int result = pcc_events_open(EVENTS_CAPACITY, &events);
     if (result < 0)
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
     return pcc_py_object_new(type, "Events", events, events_close);
