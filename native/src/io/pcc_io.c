@@ -4,24 +4,17 @@
  * transfer goes on, a device that never moves does not hang us. */
 #define TRIES_WITHOUT_PROGRESS 64u
 
-typedef int64_t transfer(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset);
+enum transfer { WRITE, WRITE_DURABLE, READ };
 
-static int64_t do_write(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset)
+static int64_t move(struct pcc_io *io, enum transfer kind, uint8_t *bytes, uint64_t length,
+                    uint64_t offset)
 {
-    return io->ops->write(io, bytes, length, offset);
+    if (kind == READ)
+        return io->ops->read(io, bytes, length, offset);
+    return (kind == WRITE ? io->ops->write : io->ops->write_durable)(io, bytes, length, offset);
 }
 
-static int64_t do_write_durable(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset)
-{
-    return io->ops->write_durable(io, bytes, length, offset);
-}
-
-static int64_t do_read(struct pcc_io *io, uint8_t *bytes, uint64_t length, uint64_t offset)
-{
-    return io->ops->read(io, bytes, length, offset);
-}
-
-static int transfer_all(struct pcc_io *io, transfer *move, uint8_t *bytes, uint64_t length,
+static int transfer_all(struct pcc_io *io, enum transfer kind, uint8_t *bytes, uint64_t length,
                         uint64_t offset)
 {
     uint32_t tries = 0;
@@ -29,7 +22,7 @@ static int transfer_all(struct pcc_io *io, transfer *move, uint8_t *bytes, uint6
     PCC_ASSERT((uintptr_t)bytes % PCC_IO_ALIGN == 0);
     PCC_ASSERT(length % PCC_IO_ALIGN == 0 && offset % PCC_IO_ALIGN == 0);
     while (length > 0) {
-        const int64_t result = move(io, bytes, length, offset);
+        const int64_t result = move(io, kind, bytes, length, offset);
         if (result < 0 && result != -EINTR)
             return (int)result;
         PCC_ASSERT(result < 0 || (uint64_t)result <= length);
@@ -54,17 +47,17 @@ static uint8_t *unconst(const void *bytes)
 
 int pcc_io_write_all(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
 {
-    return transfer_all(io, do_write, unconst(bytes), length, offset);
+    return transfer_all(io, WRITE, unconst(bytes), length, offset);
 }
 
 int pcc_io_write_durable_all(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
 {
-    return transfer_all(io, do_write_durable, unconst(bytes), length, offset);
+    return transfer_all(io, WRITE_DURABLE, unconst(bytes), length, offset);
 }
 
 int pcc_io_read_all(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
 {
-    return transfer_all(io, do_read, bytes, length, offset);
+    return transfer_all(io, READ, bytes, length, offset);
 }
 
 int pcc_io_flush(struct pcc_io *io)
