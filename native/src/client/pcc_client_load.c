@@ -28,9 +28,7 @@ static struct pcc_source *targets_make(const struct pcc_range *ranges, uint64_t 
             (i < range_count && ranges[i].offset_bytes <= device_ranges[d].offset_bytes)) {
             *target = (struct pcc_source){ranges[i++], PCC_HOST};
         } else {
-            const struct pcc_device_range *range = &device_ranges[d++];
-            *target = (struct pcc_source){
-                {range->address, range->offset_bytes, range->length_bytes}, range->device};
+            *target = pcc_source_on_device(&device_ranges[d++]);
         }
         if (target->range.offset_bytes < end ||
             __builtin_add_overflow(target->range.offset_bytes, target->range.length_bytes, &end)) {

@@ -36,6 +36,12 @@ struct pcc_source {
     uint32_t device; /* or PCC_HOST */
 };
 
+static inline struct pcc_source pcc_source_on_device(const struct pcc_device_range *range)
+{
+    return (struct pcc_source){{range->address, range->offset_bytes, range->length_bytes},
+                               range->device};
+}
+
 struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for the next one */
     CUevent marked;     /* behind all that the part depends on */
     CUevent waited;     /* pull: behind the waits for it; under gpu_lock */

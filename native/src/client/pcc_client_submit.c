@@ -98,47 +98,29 @@ static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
     return true;
 }
 
-static struct pcc_source on_host(const struct pcc_range *range)
-{
-    return (struct pcc_source){*range, PCC_HOST};
-}
-
-static struct pcc_source on_device(const struct pcc_device_range *range)
-{
-    return (struct pcc_source){{range->address, range->offset_bytes, range->length_bytes},
-                               range->device};
-}
-
 /* Whichever of the three lists goes on first in the payload. */
 static bool plan_merge(struct plan *plan, const struct pcc_submission *from)
 {
     uint64_t i = 0, k = 0, d = 0;
 
-    for (;;) {
+    while (i < from->range_count || k < from->inline_count || d < from->device_range_count) {
         const struct pcc_range *host = i < from->range_count ? &from->ranges[i] : NULL;
         const struct pcc_range *copied = k < from->inline_count ? &from->inline_ranges[k] : NULL;
-        struct pcc_source next;
-        if (host == NULL && copied == NULL && d == from->device_range_count)
-            break;
+        const struct pcc_device_range *device =
+            d < from->device_range_count ? &from->device_ranges[d] : NULL;
         const bool is_copied =
             copied != NULL && (host == NULL || copied->offset_bytes < host->offset_bytes);
-        if (host != NULL || copied != NULL)
-            next = on_host(is_copied ? copied : host);
-        if (d < from->device_range_count &&
-            ((host == NULL && copied == NULL) ||
-             from->device_ranges[d].offset_bytes <= next.range.offset_bytes)) {
-            next = on_device(&from->device_ranges[d]);
-            if (next.device >= PCC_DEVICES || from->device_ranges[d++].reserved != 0 ||
-                !plan_add(plan, next, false))
+        const struct pcc_range *next = is_copied ? copied : host;
+        if (device != NULL && (next == NULL || device->offset_bytes <= next->offset_bytes)) {
+            if (device->device >= PCC_DEVICES || device->reserved != 0 ||
+                !plan_add(plan, pcc_source_on_device(device), false))
                 return false;
-            continue;
-        }
-        if (!plan_add(plan, next, is_copied))
+            d++;
+        } else if (plan_add(plan, (struct pcc_source){*next, PCC_HOST}, is_copied)) {
+            *(is_copied ? &k : &i) += 1;
+        } else {
             return false;
-        if (is_copied)
-            k++;
-        else
-            i++;
+        }
     }
     const struct pcc_source tail = {
         {(uintptr_t)from->tail, from->tail_offset_bytes, from->tail_bytes}, PCC_HOST};
