@@ -11,7 +11,7 @@ from pccheck.job.naming import identify
 from pccheck.options import check_step
 from pccheck.restoring.opened import OpenCheckpoint
 from pccheck_native import catalog, group, layout
-from pccheck_store.directory import Storage, any_of_job
+from pccheck_store.directory import Storage, any_of_job, which
 from pccheck_store.documents import part, text
 from pccheck_store.observer import Observer
 from pccheck_store.readers import RecycledError, Store
@@ -152,11 +152,7 @@ class Reader:
     def _none(
         self, step: int | None, sequence: int | None, near: list[Stored], chosen: bool
     ) -> NoCheckpointError:
-        what = (
-            f"checkpoint with sequence {sequence}" if sequence is not None
-            else f"checkpoint of step {step}" if step is not None
-            else "checkpoint"
-        )  # fmt: skip
+        what = f"checkpoint{which(step, sequence)}"
         if not near:
             jobs = sorted({one.job for one in self._store.scan(uid=self._uid).checkpoints})
             return NoCheckpointError(

@@ -261,15 +261,17 @@ def matching(
 def missing(
     job: str, rank: int, *, step: int | None = None, sequence: int | None = None
 ) -> PccheckError:
-    what = (
-        f"with sequence {sequence} " if sequence is not None
-        else f"of step {step} " if step is not None
-        else ""
-    )  # fmt: skip
     return NoCheckpointError(
-        f"job {job!r} rank {rank} has no valid checkpoint {what}".rstrip(),
+        f"job {job!r} rank {rank} has no valid checkpoint{which(step, sequence)}",
         hint=f"see: pccheckctl list {job}",
     )
+
+
+def which(step: int | None, sequence: int | None) -> str:
+    """What was asked for, behind "checkpoint"."""
+    if sequence is not None:
+        return f" with sequence {sequence}"
+    return "" if step is None else f" of step {step}"
 
 
 def ranks_of(by_rank: dict[int, list[catalog.Checkpoint]]) -> int:

@@ -50,6 +50,10 @@ def size_text(count: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def did_you_mean(words: list[str], known: list[str]) -> str:
     """For the first of these words that resembles a known one: "did you mean --slots? ", or ""."""
     import difflib  # for people who mistyped only

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 
 from pccheck_native import _core
+from pccheck_wire.basics import plural
 from pccheckd.base.logs import LOG
 
 from .exposing import REASON_CHARACTERS_MAX
@@ -125,11 +126,8 @@ def _load(installed: bool) -> tuple[Offer, str]:
     except (OSError, _core.NativeError) as error:
         return _without(str(error))
     driver = f"driver {number // 1000}.{number % 1000 // 10}"
-    plural = "GPU" if count == 1 else "GPUs"
-    return (
-        Offer("pull", f"CUDA IPC, {driver}"),
-        f"CUDA {driver}, {count} {plural}: GPU tensors are pulled",
-    )
+    line = f"CUDA {driver}, {plural(count, 'GPU')}: GPU tensors are pulled"
+    return Offer("pull", f"CUDA IPC, {driver}"), line
 
 
 def _missing_elsewhere() -> str:

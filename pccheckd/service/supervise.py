@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from pccheck_wire.basics import plural
 from pccheck_wire.messages import Role
 from pccheck_wire.units import GIB
 from pccheckd.base.background import Background
@@ -74,7 +75,7 @@ class Supervisor(Background):
         durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
         budget, used = self._registry.engine.pool.usage()
         work = (
-            f"{_count(trainers, 'trainer')}, {_count(moving, 'checkpoint')} in flight, "
+            f"{plural(trainers, 'trainer')}, {plural(moving, 'checkpoint')} in flight, "
             f"{durable} made durable; memory {used / GIB:.1f} of {budget / GIB:.1f} GiB"
         )
         if not warnings:
@@ -94,7 +95,7 @@ class Supervisor(Background):
         self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
         moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         self._notifier.status(
-            f"stopping: {_count(moving, 'checkpoint')} not durable yet, "
+            f"stopping: {plural(moving, 'checkpoint')} not durable yet, "
             f"at most {left_s:.0f} s more",
             *self._heartbeat(),
         )
@@ -117,7 +118,3 @@ class Supervisor(Background):
             with self._guarded():
                 self.beat()
             await asyncio.sleep(self.period_s)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pccheck_wire.basics import plural
 from pccheck_wire.basics import size_text as size
 
 __all__ = ["age", "brief", "duration", "plural", "rate", "safe", "shape", "size", "table"]
@@ -87,7 +88,3 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 def shape(dims: Sequence[int]) -> str:
     return "x".join(str(dim) for dim in dims) if dims else "scalar"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
