@@ -1,4 +1,7 @@
+#include <string.h>
+
 #include "core.h"
+#include "io/pcc_io.h"
 
 /* What is packed, is what C takes: the checks below read every kind as its leading triple. */
 #define TRIPLE(type, offset)                                                                       \
@@ -44,6 +47,16 @@ int pcc_py_u32(PyObject *object, void *out)
     }
     *(uint32_t *)out = (uint32_t)value;
     return 1;
+}
+
+int pcc_py_engine(PyObject *object, void *out)
+{
+    Py_ssize_t length = 0;
+    const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    if (name != NULL && strlen(name) == (size_t)length && pcc_io_engine_named(name, out) == 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "there is no engine %R", object);
+    return 0;
 }
 
 bool pcc_py_require(PyObject *kwargs, char *const *names, size_t count)

@@ -273,9 +273,7 @@ static PyObject *channel_detach(PyObject *self, PyObject *Py_UNUSED(unused))
 
 static PyObject *channel_grow(PyObject *self, PyObject *number)
 {
-    uint64_t bytes;
-    if (!pcc_py_u64(number, &bytes))
-        return NULL;
+    PCC_PY_NUMBER(bytes, number);
     uint64_t granted_bytes = 0;
     int result;
     PCC_PY_CALL(struct pcc_tenant, channel,
@@ -285,9 +283,7 @@ static PyObject *channel_grow(PyObject *self, PyObject *number)
 
 static PyObject *channel_shrink(PyObject *self, PyObject *number)
 {
-    uint64_t bytes;
-    if (!pcc_py_u64(number, &bytes))
-        return NULL;
+    PCC_PY_NUMBER(bytes, number);
     struct pcc_tenant_holding holding;
     PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_shrink(channel, bytes, &holding));
     return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
@@ -352,9 +348,7 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
 
 static PyObject *channel_cached(PyObject *self, PyObject *number)
 {
-    uint64_t sequence;
-    if (!pcc_py_u64(number, &sequence))
-        return NULL;
+    PCC_PY_NUMBER(sequence, number);
     bool cached;
     PCC_PY_CALL(struct pcc_tenant, channel, cached = pcc_tenant_cached(channel, sequence));
     return PyBool_FromLong(cached);

@@ -148,6 +148,15 @@ PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyO
 int pcc_py_u32(PyObject *object, void *out);
 int pcc_py_u64(PyObject *object, void *out);
 int pcc_py_seconds(PyObject *object, void *out); /* a float; nanoseconds, a uint64_t */
+int pcc_py_engine(PyObject *object, void *out);  /* a name; an enum pcc_io_engine */
+
+/* In a method that takes one number: that number. When it is none, the method returns NULL with the
+ * exception. */
+#define PCC_PY_NUMBER(name, object)                                                                \
+    uint64_t name;                                                                                 \
+    if (!pcc_py_u64(object, &name)) {                                                              \
+        return NULL;                                                                               \
+    }
 
 /* True when the first `count` of these keyword-only arguments were given; else TypeError. (The
  * format strings of PyArg_ParseTupleAndKeywords know optional ones only.) */

@@ -65,9 +65,7 @@ static PyObject *link_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
 
 static PyObject *link_state(PyObject *self, PyObject *number)
 {
-    uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot))
-        return NULL;
+    PCC_PY_NUMBER(snapshot, number);
     struct pcc_client_state now;
     int result;
     PCC_PY_WITH(struct pcc_client, link, result = pcc_client_state(link, snapshot, &now));
@@ -85,9 +83,7 @@ static PyObject *link_state(PyObject *self, PyObject *number)
 
 static PyObject *link_request(PyObject *self, PyObject *number)
 {
-    uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot))
-        return NULL;
+    PCC_PY_NUMBER(snapshot, number);
     PCC_PY_RETURN_DONE(struct pcc_client, link, pcc_client_request(link, snapshot));
 }
 
@@ -123,18 +119,14 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *link_confirm(PyObject *self, PyObject *number)
 {
-    uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot))
-        return NULL;
+    PCC_PY_NUMBER(snapshot, number);
     PCC_PY_CALL(struct pcc_client, link, pcc_client_confirm(link, snapshot));
     Py_RETURN_NONE;
 }
 
 static PyObject *link_abandon(PyObject *self, PyObject *number)
 {
-    uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot))
-        return NULL;
+    PCC_PY_NUMBER(snapshot, number);
     bool won;
     PCC_PY_CALL(struct pcc_client, link, won = pcc_client_abandon(link, snapshot));
     return PyBool_FromLong(won);
@@ -385,9 +377,7 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *link_reached(PyObject *self, PyObject *number)
 {
-    uint64_t snapshot;
-    if (!pcc_py_u64(number, &snapshot))
-        return NULL;
+    PCC_PY_NUMBER(snapshot, number);
     bool reached;
     PCC_PY_CALL(struct pcc_client, link, reached = pcc_client_reached(link, snapshot));
     return PyBool_FromLong(reached);

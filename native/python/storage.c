@@ -11,14 +11,11 @@ PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwar
     int fd;
     uint64_t length_bytes, ns = 0;
     uint32_t chunk_bytes, threads;
-    const char *engine;
     struct pcc_io_options options = {.strict = true, .allow_buffered = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "isO&O&O&:measure_engine", names, &fd, &engine,
-                                     pcc_py_u64, &length_bytes, pcc_py_u32, &chunk_bytes,
-                                     pcc_py_u32, &threads))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&O&O&O&:measure_engine", names, &fd,
+                                     pcc_py_engine, &options.engine, pcc_py_u64, &length_bytes,
+                                     pcc_py_u32, &chunk_bytes, pcc_py_u32, &threads))
         return NULL;
-    if (pcc_io_engine_named(engine, &options.engine) < 0)
-        return PyErr_Format(PyExc_ValueError, "there is no engine '%s'", engine);
     const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (own < 0)
         return PyErr_SetFromErrno(PyExc_OSError);

@@ -12,17 +12,6 @@ static void volume_close(void *handle)
     pcc_volume_close(handle);
 }
 
-/* "O&" converter. */
-static int engine_named(PyObject *object, void *out)
-{
-    Py_ssize_t length = 0;
-    const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    if (name != NULL && strlen(name) == (size_t)length && pcc_io_engine_named(name, out) == 0)
-        return 1;
-    PyErr_Format(PyExc_ValueError, "there is no engine %R", object);
-    return 0;
-}
-
 static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"path", "writable", "allow_buffered", "engine", NULL};
@@ -31,7 +20,7 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     int allow_buffered = 0;
     struct pcc_io_options options = {.engine = PCC_IO_PWRITE};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&:Volume", names, PyUnicode_FSConverter,
-                                     &path, &writable, &allow_buffered, engine_named,
+                                     &path, &writable, &allow_buffered, pcc_py_engine,
                                      &options.engine) ||
         !pcc_py_require(kwargs, &names[1], 1))
         return NULL;
@@ -133,9 +122,7 @@ static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
 
 static PyObject *volume_limit(PyObject *self, PyObject *number)
 {
-    uint64_t bytes_per_second;
-    if (!pcc_py_u64(number, &bytes_per_second))
-        return NULL;
+    PCC_PY_NUMBER(bytes_per_second, number);
     PCC_PY_CALL(struct pcc_volume, volume, pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
     Py_RETURN_NONE;
 }
