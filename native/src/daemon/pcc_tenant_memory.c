@@ -176,43 +176,26 @@ bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence)
 
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
 {
-    struct pcc_tenant_usage usage = {0};
+    uint32_t count[PCC_CHUNK_LEFT + 1] = {0}; /* by state; that is the last one */
 
     pcc_tenant_lock(tenant);
-    usage.bytes = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
-    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
-        switch (tenant->chunks[i].state) {
-        case PCC_CHUNK_FREE:
-            usage.free_chunks++;
-            break;
-        case PCC_CHUNK_GRANTED:
-        case PCC_CHUNK_PULLED: /* somebody may write to it */
-            usage.granted_chunks++;
-            break;
-        case PCC_CHUNK_FULL:
-            usage.full_chunks++;
-            break;
-        case PCC_CHUNK_CACHED:
-            usage.cached_chunks++;
-            break;
-        case PCC_CHUNK_READING:
-        case PCC_CHUNK_LENT:
-            usage.lent_chunks++;
-            break;
-        case PCC_CHUNK_LOST:
-            break;
-        case PCC_CHUNK_LEFT:
-            usage.left_chunks++;
-            break;
-        }
-    }
-    usage.in_flight = in_flight(tenant);
-    usage.pinned_bytes = tenant->pull.pinned_bytes;
-    usage.exposed_bytes = tenant->pull.exposed_bytes;
-    usage.mappings = tenant->pull.mappings;
-    usage.numa_node = atomic_load_explicit(&tenant->numa_node, memory_order_relaxed);
+    for (uint32_t i = 0; i < tenant->chunk_count; i++)
+        count[tenant->chunks[i].state]++;
+    *out = (struct pcc_tenant_usage){
+        .bytes = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes,
+        .free_chunks = count[PCC_CHUNK_FREE],
+        .granted_chunks = count[PCC_CHUNK_GRANTED] + count[PCC_CHUNK_PULLED], /* being filled */
+        .full_chunks = count[PCC_CHUNK_FULL],
+        .cached_chunks = count[PCC_CHUNK_CACHED],
+        .lent_chunks = count[PCC_CHUNK_READING] + count[PCC_CHUNK_LENT],
+        .left_chunks = count[PCC_CHUNK_LEFT],
+        .in_flight = in_flight(tenant),
+        .pinned_bytes = tenant->pull.pinned_bytes,
+        .exposed_bytes = tenant->pull.exposed_bytes,
+        .mappings = tenant->pull.mappings,
+        .numa_node = atomic_load_explicit(&tenant->numa_node, memory_order_relaxed),
+    };
     pcc_tenant_unlock(tenant);
-    *out = usage;
 }
 
 /* -- pinned for the copies of a GPU --
