@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import layout
+from pccheck_store.observer import Observer
 from pccheckctl import cli
 from pccheckd.upkeep import finished
 from tests.support.daemon import Daemon
@@ -214,10 +215,13 @@ def test_not_under_a_writer(storage: Path, ctl: Ctl) -> None:
 HOUR_S = 3600.0
 
 
-def finish(trainer: Trainer, *, done: bool = True) -> None:
+def finish(daemon: Daemon, trainer: Trainer, *, done: bool = True) -> None:
+    """Saves and ends; returns when the daemon has seen the end."""
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
     trainer.close(done=done)
+    with Observer(str(daemon.socket)) as observer:
+        eventually(lambda: observer.status()["sessions"] == [])
 
 
 def jobs_of(daemon: Daemon) -> set[str]:
@@ -256,7 +260,7 @@ def test_finished_jobs_expire_and_others_do_not(
     """What is due is said first, and dropped at a later look."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
     for job, done in (("running", False), ("over", True)):
-        finish(start_trainer(daemon, job=job), done=done)
+        finish(daemon, start_trainer(daemon, job=job), done=done)
     looks(daemon)
     assert set(watched(daemon)) == {"over"}
     restart_later(daemon, HOUR_S)
@@ -273,7 +277,7 @@ def test_a_wall_clock_that_jumps_makes_no_job_old(
 ) -> None:
     """Written in 1970, and the clock was set later; or looked at by one that is ahead."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
-    finish(start_trainer(daemon))
+    finish(daemon, start_trainer(daemon))
     daemon.stop()
     for path in files(daemon.storage):
         os.utime(path, (0, 0))
@@ -290,7 +294,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
     """Not while a trainer is connected, not when it was killed, and not soon after it has finished
     again."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
-    finish(start_trainer(daemon))
+    finish(daemon, start_trainer(daemon))
     looks(daemon)
     restart_later(daemon, HOUR_S)
     eventually(lambda: "are deleted in" in daemon.log.read_text())
@@ -303,7 +307,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
     again.kill()
     other = start_trainer(daemon)
     other.restore()
-    finish(other)
+    finish(daemon, other)
     looks(daemon)
     assert watched(daemon)["job"] < HOUR_S and jobs_of(daemon) == {"job"}
 

@@ -12,6 +12,7 @@
 #include "io/pcc_io.h"
 
 #define MEET_LIMIT_NS 30000000000ull
+#define ALONE_NS 500000000ull /* how long a flush looks whether another one begins beside it */
 
 struct memory_io {
     struct pcc_io io; /* first member */
@@ -27,7 +28,8 @@ struct memory_io {
     _Atomic int interrupts;       /* so many transfers are interrupted */
     _Atomic int writes, durables, flushes, reads;
     _Atomic long write_ns; /* how long a write takes */
-    _Atomic int meet;      /* the first writes wait until so many are under way at once */
+    _Atomic int meet; /* the first writes wait until so many are under way at once; from 2 on the
+                         first flush also waits, a moment, for a second one */
     _Atomic int writing, writing_most;
     _Atomic int flushing, flushing_most;
 };
@@ -127,9 +129,10 @@ static inline int memory_flush(struct pcc_io *io)
     int most = atomic_load(&self->flushing_most);
     while (now > most && !atomic_compare_exchange_weak(&self->flushing_most, &most, now)) {
     }
-    const struct timespec pause = {.tv_nsec = atomic_load(&self->write_ns)};
-    if (pause.tv_nsec > 0)
-        (void)nanosleep(&pause, NULL);
+    const bool looks = atomic_load(&self->meet) > 1 && atomic_load(&self->flushes) == 0;
+    const uint64_t until = pcc_now_ns() + ALONE_NS;
+    while (looks && atomic_load(&self->flushing_most) < 2 && pcc_now_ns() < until)
+        (void)nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     atomic_fetch_sub(&self->flushing, 1);
     atomic_fetch_add(&self->flushes, 1);
     return memory_spend(&memory_of(io)->fail_flushes) ? -EIO : 0;

@@ -435,7 +435,6 @@ static void test_n_are_in_flight_at_once(void)
         struct owner *owner = owner_new(5, 2, lanes, 1);
         struct payload payloads[3];
 
-        owner->media->write_ns = 2000000;
         owner->media->meet = (int)lanes;
         for (uint64_t tag = 0; tag < lanes; tag++) {
             CHECK_EQUAL(payload_begin(owner, tag, CAPACITY, &payloads[tag]), 0);
