@@ -1,0 +1,78 @@
+"""DeepSpeed: what it calls the files of a checkpoint, as items of the state that is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pccheck.client import PCcheckClient
+from pccheck.reader import Reader
+from pccheck.restoring.reading import RestoreResult
+from pccheck_wire.errors import StateMismatchError, UsageError
+
+#: The name under which they are attached.
+NAME = "deepspeed"
+
+
+class State:
+    """The files of this rank, attached while DeepSpeed saves or loads them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module  # its buffers are copied at once
+        self.files: dict[str, Any] = {}
+        self.attached = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.attached and not self.files:
+            raise UsageError(
+                "checkpoint() was called, and the engine has given it nothing to save",
+                hint="call engine.save_checkpoint(directory) on every rank",
+            )
+        return {"files": self.files}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.files = state["files"]
+
+
+class Source:
+    """What is loaded: this rank's files, and those that only other ranks have saved."""
+
+    def __init__(self, client: PCcheckClient, done: RestoreResult, mine: dict[str, Any]) -> None:
+        self._mine = mine
+        self._reader = Reader(client.place[0], socket=client.place[2])
+        self._opened = self._reader.open(sequence=done.sequence)
+        self._ranks: dict[str, int] = {}
+        for rank in self._opened.ranks:
+            for name in self._opened.describe(rank)[NAME]["files"]:
+                self._ranks.setdefault(name, rank)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def make_names(self, folder: Path) -> None:
+        """DeepSpeed looks for files before it loads them."""
+        folder.mkdir()
+        for name in self._ranks:
+            (folder / name).touch()
+
+    def read(self, name: str) -> Any:
+        if name in self._mine:
+            return self._mine[name]
+        if name not in self._ranks:
+            raise StateMismatchError(
+                f"no rank has saved {name} in step {self._opened.step}",
+                hint="use as many ranks and the same ZeRO stage as the run that saved it",
+            )
+        return self._opened.read(f"{NAME}.files.{name}", rank=self._ranks[name])
+
+
+def tags_of(client: PCcheckClient) -> dict[str, int]:
+    """The step of each tag that can be restored; of several with one tag the newest."""
+    found: dict[str, int] = {}
+    with Reader(client.place[0], socket=client.place[2]) as reader:
+        for saved in client.steps():
+            with reader.open(sequence=saved.sequence) as opened:
+                found.setdefault(str((opened.metadata or {}).get("tag")), saved.step)
+    return found

@@ -1,0 +1,133 @@
+"""Trainings with DeepSpeed, killed with SIGKILL, continue bit for bit."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.frameworks.forked import Forks, printed
+from tests.support.daemon import Daemon
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.frameworks.deepspeed_training") as forks:
+        yield forks
+
+
+@pytest.fixture
+def run(
+    forks: Forks, start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> Callable[..., list[list[str]]]:
+    """Runs a training; what each rank printed. All runs of a test have one daemon."""
+    daemon = start_daemon()
+
+    def run(
+        *,
+        code: int = 0,
+        with_daemon: bool = True,
+        ranks: int = 1,
+        stopping: bool = False,
+        **options: Any,
+    ) -> list[list[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment = {"MASTER_PORT": str(free.getsockname()[1])}
+        if with_daemon:
+            options["socket"] = str(daemon.socket)
+        if stopping:
+            options["daemon"] = daemon.pid
+        options.setdefault("folder", str(tmp_path / "checkpoints"))
+        output = tmp_path / "printed"
+        codes = forks.run(output, ranks=ranks, environment=environment, **options)
+        told = [printed(output, rank) for rank in range(ranks)]
+        assert codes == [code] * ranks, "\n".join(line for lines in told for line in lines)
+        return told
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, {"stage": 1, "half": True}, id="ZeRO-1 in bfloat16, 2 ranks"),
+        pytest.param(2, {"stage": 2}, id="ZeRO-2, 2 ranks"),
+        pytest.param(2, {"stage": 3}, id="ZeRO-3, 2 ranks"),
+        pytest.param(1, {"stage": 0, "half": True}, id="no ZeRO"),
+    ],
+)
+def test_a_killed_training_continues_with_the_same_numbers(
+    run: Callable[..., list[list[str]]], tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    plain = run(with_daemon=False, ranks=ranks, folder=str(tmp_path / "plain"), **options)
+    killed = run(ranks=ranks, kill_at=5, code=KILLED, **options)
+    assert [only("FROM", lines) for lines in killed] == [["FROM 0 None"]] * ranks
+    resumed = run(ranks=ranks, **options)
+    for before, after in zip(plain, resumed, strict=True):
+        assert only("FROM", after)[0].startswith("FROM 4 /global_step4/")
+        assert only("LOSS", after) == only("LOSS", before)[8:]
+    assert len(only("LOSS", plain[0])) > 20
+
+
+def test_a_checkpoint_is_that_of_its_step_although_it_is_copied_later(
+    run: Callable[..., list[list[str]]], tmp_path: Path
+) -> None:
+    """The next update waits for the copy. What changes before that is copied at once: buffers, and
+    tensors of the script."""
+    options = {"stage": 2, "hidden": 40_000}
+    plain = run(with_daemon=False, folder=str(tmp_path / "plain"), **options)[0]
+    told = run(stopping=True, stop_at=5, **options)[0]
+    order = [line.split()[0] for line in told if line.startswith(("SAVE", "GATE", "UPDATE"))]
+    assert order == ["GATE", *["UPDATE", "UPDATE", "SAVE", "GATE"] * 2, "UPDATE"]
+    resumed = run(**options)[0]
+    assert "FROM 4 /global_step4/mp_rank_00_model_states.pt" in resumed
+    assert only("LOSS", resumed) == only("LOSS", plain)[8:]
+
+
+def test_tags_and_what_stays_in_the_folder(
+    run: Callable[..., list[list[str]]], tmp_path: Path
+) -> None:
+    """DeepSpeed's own checkpoints are loaded until PCcheck has one, and later by their tags."""
+    run(with_daemon=False, stop_at=2)
+    folder = tmp_path / "checkpoints"
+    before = {path.name for path in folder.iterdir()}
+    told = run(kill_at=4, code=KILLED)[0]
+    assert only("FROM", told) == ["FROM 2 /global_step2/mp_rank_00_model_states.pt"]
+    assert {path.name for path in folder.iterdir()} == before
+    assert (folder / "latest").read_text() == "global_step2"
+    told = run(load={"tag": "global_step4"}, stop_at=6)[0]
+    assert "FROM 4 /global_step4/mp_rank_00_model_states.pt" in told
+    assert "0.weight" in torch.load(folder / "weights.pt")
+    told = run(load={"tag": "global_step2"}, stop_at=2)[0]
+    assert "FROM 2 /global_step2/mp_rank_00_model_states.pt" in told
+
+
+def test_what_is_wrong_is_said(run: Callable[..., list[list[str]]]) -> None:
+    """Also that parameters alone can be loaded: the rest of the state stays as it is."""
+    told = "\n".join(run(own=True, code=1)[0])
+    assert "call engine.save_checkpoint(directory) on every rank" in told
+    told = "\n".join(run(unnamed=True, code=1)[0])
+    assert "mp_rank_00_model_states.pt.given: a value of type argparse.Namespace cannot" in told
+    saved = run(stage=2, stop_at=4)[0]
+    told = "\n".join(run(stage=2, unnamed=True, code=1)[0])
+    assert "mp_rank_00_model_states.pt.given was an object of argparse.Namespace" in told
+    assert "install(engine, classes=[...])" in told
+    told = "\n".join(run(stage=2, load={"tag": "best"}, code=1)[0])
+    assert "job 'deepspeed' has no checkpoint with the tag 'best'" in told
+    told = run(stage=2, load={"load_module_only": True}, stop_at=2)[0]
+    assert only("FROM", told)[0].startswith("FROM 0 /global_step4/")
+    assert only("LOADED", told)[0].split()[-1] == only("SAVE 4", saved)[0].split()[-1]
+    told = "\n".join(line for lines in run(stage=2, ranks=2, code=1) for line in lines)
+    assert "start the job with 1 rank" in told
+
+
+def only(what: str, lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(what)]
