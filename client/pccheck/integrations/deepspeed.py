@@ -29,7 +29,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from pccheck.client import PCcheckClient
 from pccheck.saving.in_flight import Checkpoint
 from pccheck.state.attaching import Stateful
-from pccheck_wire.errors import NoCheckpointError, UsageError
+from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
 from .deepspeed_files import NAME, Source, State, tags_of
 from .objects import Objects, rebuilt
@@ -222,11 +222,18 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _step_of(self, tag: str, folder: Path) -> int:
         """The step that was saved with a tag; 0 when only a folder of DeepSpeed has it."""
-        found = [0]
+        found: list[Any] = [0]
         if self._engine.global_rank == 0:
-            tags = tags_of(self.client)
-            found = [tags.get(tag, 0 if (folder / tag).is_dir() else -1)]
+            try:
+                found = [tags_of(self.client).get(tag, 0 if (folder / tag).is_dir() else -1)]
+            except PccheckError as error:  # for all ranks: the others wait for the answer
+                found = [f"{error.message} ({error.hint})"]
         dist.broadcast_object_list(found)
+        if isinstance(found[0], str):
+            raise NoCheckpointError(
+                f"the checkpoint with the tag {tag!r} cannot be looked for: {found[0]}",
+                hint="load without a tag to continue from the newest checkpoint",
+            )
         if found[0] < 0:
             raise NoCheckpointError(
                 f"job {self.client.place[0]!r} has no checkpoint with the tag {tag!r}, and there "
@@ -234,7 +241,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
                 hint="newer checkpoints replace older ones, unless client.pin(step) keeps them; "
                 "see: pccheckctl list",
             )
-        return found[0]
+        return int(found[0])
 
 
 def _copied(value: Any, _path: str) -> Any:
