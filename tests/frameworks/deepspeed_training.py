@@ -67,10 +67,10 @@ class Order:
 def run(
     folder: str, socket: str = "", stage: int = 1, half: bool = False, hidden: int = 16,
     kill_at: int = 0, every: int = 2, stop_at: int = 10_000, unnamed: bool = False,
-    daemon: int = 0, load: dict[str, Any] | None = None, own: bool = False,
+    daemon: int = 0, load: dict[str, Any] | None = None, own: bool = False, closed: bool = False,
 ) -> None:  # fmt: skip
-    """Without a socket it saves DeepSpeed's own files. `load` has options of load_checkpoint, and
-    with `own` the script's own client saves nothing."""
+    """Without a socket it saves DeepSpeed's own files. `load` has options of load_checkpoint(),
+    `own` calls checkpoint() without the engine, and `closed` closes the client."""
     alone = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update({key: value for key, value in alone.items() if key not in os.environ})
     deepspeed.init_distributed("gloo", verbose=False)
@@ -88,7 +88,9 @@ def run(
             Order(engine, saved, daemon)
         if own:
             saved.client.checkpoint(step=1)
-    path, client_state = engine.load_checkpoint(folder, **(load or {}))
+        if closed:
+            saved.client.close()
+    path, client_state = (None, {}) if closed else engine.load_checkpoint(folder, **(load or {}))
     print(f"FROM {engine.global_steps} {path and path[len(folder) :]}", flush=True)
     if path:
         print(f"LOADED {sorted(client_state)} {weights(engine)}", flush=True)

@@ -116,6 +116,8 @@ def test_what_is_wrong_is_said(run: Callable[..., list[list[str]]]) -> None:
     assert "call engine.save_checkpoint(directory) on every rank" in told
     told = "\n".join(run(unnamed=True, code=1)[0])
     assert "mp_rank_00_model_states.pt.given: a value of type argparse.Namespace cannot" in told
+    told = "\n".join(run(closed=True, stop_at=4)[0])
+    assert "training continues WITHOUT checkpoints" in told and "LOSS 4" in told
     saved = run(stage=2, stop_at=4)[0]
     told = "\n".join(run(stage=2, unnamed=True, code=1)[0])
     assert "mp_rank_00_model_states.pt.given was an object of argparse.Namespace" in told

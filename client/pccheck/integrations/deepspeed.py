@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -31,13 +30,11 @@ from pccheck.saving.in_flight import Checkpoint
 from pccheck.state.attaching import Stateful
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
-from .deepspeed_files import NAME, Source, State, tags_of
-from .objects import Objects, rebuilt
+from .deepspeed_files import NAME, Source, State, settled, tags_of, warn_of_closed
+from .objects import Objects
 
 #: What DeepSpeed itself puts into a checkpoint.
 _OWN = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
-#: What only an update changes; all else in a file is copied before save_checkpoint() returns.
-_UPDATED = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 
 
 def install(
@@ -124,6 +121,9 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             done = bool(self._save(save_dir, tag, *arguments, **options))
             assert self._info is not None
+            if self.client.closed:
+                warn_of_closed()
+                return done
             self.checkpoint = self.client.checkpoint(
                 step=self._engine.global_steps, metadata={"tag": self._info.tag}
             )
@@ -146,10 +146,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
             return
         name = Path(path).name
         plain: Any = self._objects.plain(state_dict, name)
-        self._state.files[name] = {
-            key: value if key in _UPDATED else rebuilt(value, _copied, key)
-            for key, value in plain.items()
-        }
+        self._state.files[name] = settled(plain)
 
     def is_decoupled(self) -> bool:
         return True
@@ -242,7 +239,3 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
                 "see: pccheckctl list",
             )
         return int(found[0])
-
-
-def _copied(value: Any, _path: str) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import torch
 from pccheck.client import PCcheckClient
 from pccheck.reader import Reader
 from pccheck.restoring.reading import RestoreResult
+from pccheck.warn import PccheckWarning
 from pccheck_wire.errors import StateMismatchError, UsageError
+
+from .objects import rebuilt
 
 #: The name under which they are attached.
 NAME = "deepspeed"
+#: What only an update changes. All else in a file is copied before save_checkpoint() returns.
+_UPDATED = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 
 
 class State:
@@ -76,3 +82,24 @@ def tags_of(client: PCcheckClient) -> dict[str, int]:
             with reader.open(sequence=saved.sequence) as opened:
                 found.setdefault(str((opened.metadata or {}).get("tag")), saved.step)
     return found
+
+
+def settled(file: dict[str, Any]) -> dict[str, Any]:
+    """A file whose tensors stay as they are until the next update."""
+
+    def copied(value: Any, _path: str) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    return {
+        key: value if key in _UPDATED else rebuilt(value, copied, key)
+        for key, value in file.items()
+    }
+
+
+def warn_of_closed() -> None:
+    warnings.warn(
+        "PCcheck: training continues WITHOUT checkpoints: the client was closed, by close() or by "
+        "a newer client for the job. Use one client: install(engine, client=client)",
+        PccheckWarning,
+        stacklevel=3,
+    )
