@@ -7,6 +7,7 @@ In the merged tree an extent that another rank stores has that rank in the upper
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ GAP_MAX = 8 << 20  # what lies between two ranges is read with them up to this l
 
 
 def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> tree.Tree:
-    """The tree of `rank`, with the place of every shared extent; `read_tree` gives another rank's.
+    """The tree of `rank`, with place and strides of what other ranks store. `read_tree` gives the
+    tree of a rank.
 
     Raises StateMismatchError when the ranks did not save the same shared tensors.
     """
@@ -29,6 +31,7 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
         return own
     extents = list(own.extents)
     trees = {rank: (own, shared)}
+    views = {rank: _views(own)}
     for number, index in enumerate(shared):
         extent = extents[index]
         if extent.owner == rank:
@@ -37,10 +40,13 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
             if extent.owner >= RANKS_MAX:
                 raise DamagedError(f"an extent is stored by rank {extent.owner}")
             other = read_tree(extent.owner)
-            trees[extent.owner] = other, other.shared()
+            trees[extent.owner], views[extent.owner] = (other, other.shared()), _views(other)
         there, order = trees[extent.owner]
         found = there.extents[order[number]] if len(order) == len(shared) else None
-        if found is None or found.nbytes != extent.nbytes or found.owner != extent.owner:
+        if (
+            found is None or found.nbytes != extent.nbytes or found.owner != extent.owner
+            or not _lay_out(views[rank][index], views[extent.owner][order[number]])
+        ):  # fmt: skip
             raise StateMismatchError(
                 f"ranks {rank} and {extent.owner} saved different tensors with replicated=True",
                 hint="use replicated=True only for state that is equal on all ranks (plain DDP)",
@@ -49,6 +55,24 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
             raise DamagedError(f"rank {extent.owner} does not store the extent that it should")
         extents[index] = extent._replace(offset=place(extent.owner, found.offset))
     return tree.Tree(own.step, own.metadata, own.attached, extents, own.root, own.about)
+
+
+def _views(described: tree.Tree) -> dict[int, list[tree.Tensor]]:
+    """The tensors on each extent."""
+    found: dict[int, list[tree.Tensor]] = defaultdict(list)
+    for _, node in tree.walk(described.root):
+        if isinstance(node, tree.Tensor):
+            found[node.extent].append(node)
+    return found
+
+
+def _lay_out(mine: list[tree.Tensor], stored: list[tree.Tensor]) -> bool:
+    """Gives tensors the strides of the rank that stores them; False if they are not the same."""
+    if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in stored]:
+        return False
+    for one, other in zip(mine, stored, strict=True):
+        one.strides, one.offset = other.strides, other.offset
+    return True
 
 
 def place(rank: int, offset: int) -> int:

@@ -7,11 +7,12 @@ import struct
 import pytest
 import torch
 
+from pccheck.restoring.inplace import Placement
 from pccheck.state.extents import Shape
 from pccheck.state.plan import AttachedPlan, Snapshot
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import DamagedError, StateMismatchError
-from tests.support.payload import build, tree_of
+from tests.support.payload import build, load, tree_of
 
 SIZES = [(400, 30), (7,), (90, 11), (1,), (3000,)]
 
@@ -90,6 +91,31 @@ def test_ranks_that_saved_other_tensors_are_not_mixed() -> None:
     made = [tree_of(one) for one in snapshots(2, [{"model": model()}, {"model": other}])]
     with pytest.raises(StateMismatchError, match="ranks 0 and 1"):
         parts.merge(made[0], 0, made.__getitem__)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_whose_tensors_lie_differently_in_memory_restore_the_same_values(rank: int) -> None:
+    """Each stores its part as it has it, and DDP compares the strides only when it is made."""
+    whole = [torch.randn(8, 6), torch.randn(4, 6)]
+
+    def module(values: list[torch.Tensor], *, by_columns: bool) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.parts = torch.nn.ParameterList(
+            [v.t().contiguous().t() if by_columns else v.clone() for v in values]
+        )
+        return made
+
+    saved = snapshots(2, [{"model": module(whole, by_columns=bool(one))} for one in range(2)])
+    made, payloads = [tree_of(one) for one in saved], [build(one) for one in saved]
+    merged = parts.merge(made[rank], rank, made.__getitem__)
+    mine = module([torch.zeros_like(one) for one in whole], by_columns=bool(rank))
+
+    def fill(ranges: bytes, _: bytes = b"") -> None:
+        for at, (host, _gpus) in parts.split(ranges).items():
+            load(payloads[rank if at < 0 else at], host)
+
+    Placement(merged, {"model": mine}).load(fill)
+    assert all(map(torch.equal, mine.state_dict().values(), whole))
 
 
 def test_a_part_that_nobody_stores_is_damage() -> None:
