@@ -455,7 +455,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer, only=only
             )
             if result and only is None:
-                self._saver.restored(result.sequence, result.step)
+                self._saver.restored(result.sequence, result.step, self._recovery.newest)
                 self._step = max(0, result.step)
                 self._saver.failures.durable(result.step, time.monotonic_ns())
                 if on_gpu:
@@ -476,7 +476,7 @@ class PCcheckClient:
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)
-                self._saver.restored(found.sequence, found.step)
+                self._saver.restored(found.sequence, found.step, self._recovery.newest)
                 self._saver.failures.durable(found.step, time.monotonic_ns())
             return found
 
@@ -486,6 +486,7 @@ class PCcheckClient:
         restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
         with self._calling():
             self._recovery.adopt(self._connection())
+            self._saver.note_saved(self._recovery.newest)
 
     def steps(self) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first; with several ranks what all of them
@@ -580,9 +581,10 @@ class PCcheckClient:
             deadline_s: the longest time to wait. The default is a minute, or after a signal of
                 `stop_on` what is left of its deadline.
 
-        Returns step and sequence of the newest durable checkpoint that this client knows of, also
-        of a restored one: what a restart gets. None when it knows of none. A dead daemon, a failed
-        checkpoint and a passed deadline do not raise: compare the step. Raises UsageError.
+        Returns step and sequence of the newest durable checkpoint that this client knows of: what a
+        restart gets. After restore(step=) that is the newest one, until this run has saved. None
+        when it knows of none. A dead daemon, a failed checkpoint and a passed deadline do not
+        raise: compare the step. Raises UsageError.
         """
         if self._inert():
             return None

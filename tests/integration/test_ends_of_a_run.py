@@ -132,6 +132,11 @@ def test_flush_returns_what_a_restart_gets(start_daemon: Start) -> None:
         attached(client)
         client.restore()
         assert client.flush(0) == second
+    for takes in (lambda one: one.restore(step=1), PCcheckClient.adopt):
+        with PCcheckClient("job", socket=daemon.socket) as client:
+            attached(client)
+            takes(client)
+            assert client.flush(0) == second  # as long as this run has saved nothing
 
 
 def test_flush_is_for_all_ranks(start_daemon: Start, start_trainer: Callable[..., Trainer]) -> None:

@@ -259,7 +259,8 @@ def skipped(kit: Kit) -> None:
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described, connection = tree.Tree(40, None, True, [], None), FakeConnection()
-    recovery._took_over(connection, opened, described, [Skipped(9, 50, "bad checksum")], 0)  # type: ignore[arg-type]
+    damaged = [Skipped(9, 50, "bad checksum")]
+    recovery._took_over(connection, opened, described, damaged, None)  # type: ignore[arg-type]
 
 
 def other_rank(kit: Kit) -> None:

@@ -12,6 +12,7 @@ from pccheck.daemon.session import Session
 from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.job.steps import Steps
+from pccheck.saving.in_flight import Durable
 from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.warn import LOG, Warner
@@ -48,6 +49,8 @@ class Recovery:
         self, session: Session, planner: Planner, steps: Steps, warner: Warner, *, replicated: bool
     ) -> None:
         self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
+        #: What a restart got when this run took over: at least as new as what it restored.
+        self.newest: Durable | None = None
         self._session = session
         self._planner = planner
         self._steps = steps
@@ -63,7 +66,7 @@ class Recovery:
         only: Collection[str] | None,
     ) -> tuple[RestoreResult, bool, int]:
         """Into what is attached. Also whether any of it went to a GPU, and the payload's size."""
-        newest = self._newest(connection) if step is not None else 0
+        newest = self._newest(connection) if step is not None else None
 
         def use(payload: Payload, described: tree.Tree) -> bool:
             opened = payload.opened
@@ -107,12 +110,14 @@ class Recovery:
         if source is not None:
             self._require(*source)
             if step is None:
-                self._took_over(connection, *source, found.skipped, 0)
+                self._took_over(connection, *source, found.skipped, None)
         return found
 
     def adopt(self, connection: Connection) -> None:
         """What there is counts as restored."""
-        self._session.took_over(connection, self._newest(connection))
+        newest = self._newest(connection)
+        self._session.took_over(connection, newest.sequence if newest else 0)
+        self.newest = newest
         self._steps.restored()
 
     def saved(self, connection: Connection, *, limit_s: float = LIST_LIMIT_S) -> list[Saved]:
@@ -146,14 +151,14 @@ class Recovery:
         """Whether this rank can use what other ranks have saved, in a world of any size."""
         return self._replicated or self._planner.sharded
 
-    def _newest(self, connection: Connection) -> int:
-        """The sequence of the newest checkpoint, which is protected no longer when the user chooses
-        another; 0 when none can be read."""
+    def _newest(self, connection: Connection) -> Durable | None:
+        """The newest checkpoint, which is protected no longer when the user chooses another; None
+        when none can be read."""
         try:
             opened = ask_open(connection, Open(None, None, self._reads_all))
         except (DamagedError, UnreadableError, NoCheckpointError):
-            return 0
-        return opened.sequence if isinstance(opened, Opened) else 0
+            return None
+        return Durable(opened.sequence, opened.step) if isinstance(opened, Opened) else None
 
     def _require(self, opened: Opened, described: tree.Tree) -> None:
         """Raises StateMismatchError for a part of a sharded state in a world of another size,
@@ -193,9 +198,12 @@ class Recovery:
         opened: Opened,
         described: tree.Tree,
         skipped: list[Skipped],
-        newest: int,
+        newest: Durable | None,
     ) -> None:
-        self._session.took_over(connection, max(newest, opened.sequence))
+        if newest is None or newest.sequence < opened.sequence:
+            newest = Durable(opened.sequence, opened.step)
+        self._session.took_over(connection, newest.sequence)
+        self.newest = newest
         self._steps.restored()
         for item in skipped:
             if item.sequence:

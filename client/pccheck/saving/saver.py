@@ -208,7 +208,7 @@ class Saver:
                 pass  # its own handle has the reason
             except WaitTimeoutError as error:
                 raise _too_many() from error
-        self._note_saved(before.saved(0, everywhere=True))
+        self.note_saved(before.saved(0, everywhere=True))
         before.settle()
         del self._recent[number % SNAPSHOTS]
 
@@ -251,9 +251,10 @@ class Saver:
         for checkpoint in self._unknown:
             checkpoint.find_out(connection)
 
-    def restored(self, sequence: int, step: int) -> None:
-        """Notes the restored checkpoint, and names it if it was reported as failed."""
-        self._note_saved(Durable(sequence, step))
+    def restored(self, sequence: int, step: int, newest: Durable | None) -> None:
+        """Names the restored checkpoint if it was reported as failed. `newest`: what a restart
+        gets."""
+        self.note_saved(newest)
         for checkpoint in (*self._unknown, *self._recent.values()):
             if checkpoint.is_unknown and checkpoint.sequence == sequence:
                 checkpoint.found_durable()
@@ -308,7 +309,7 @@ class Saver:
     def leave(self) -> None:
         """Call it when the connection has ended or is about to be closed."""
         for checkpoint in self._recent.values():
-            self._note_saved(checkpoint.saved(0, everywhere=True))
+            self.note_saved(checkpoint.saved(0, everywhere=True))
             checkpoint.settle()
         lost = (*self._unknown, *self._recent.values())
         self._unknown = [checkpoint for checkpoint in lost if checkpoint.is_unknown][-SNAPSHOTS:]
@@ -319,7 +320,8 @@ class Saver:
         self._exposure = None
         self._breaker.reset()
 
-    def _note_saved(self, saved: Durable | None) -> None:
+    def note_saved(self, saved: Durable | None) -> None:
+        """It is durable on all ranks; `flush` returns the newest one."""
         if saved is not None and (self._newest is None or saved.sequence > self._newest.sequence):
             self._newest = saved
 
@@ -333,7 +335,7 @@ class Saver:
             left_s = max(0.0, deadline - time.monotonic())
             saved = checkpoint.saved(left_s, everywhere=everywhere and not found)
             found = found or saved
-            self._note_saved(checkpoint.saved(0, everywhere=True))
+            self.note_saved(checkpoint.saved(0, everywhere=True))
         if self._session.current() is not None:
             self._collect_ended()
         return self._newest
