@@ -624,8 +624,9 @@ class PCcheckClient:
         """Whether one of the signals of `stop_on` has come, to this rank or another one.
 
         Call it between two steps, after the same steps on every rank: it reduces one number over
-        all ranks on the CPU (gloo), so that all ranks stop after the same step. Raises UsageError
-        without `stop_on`.
+        all ranks on the CPU (gloo), so that all ranks stop after the same step. If that fails, it
+        warns, and reports only signals to this rank from then on. Raises UsageError without
+        `stop_on`.
         """
         if self._inert():
             return False

@@ -64,6 +64,18 @@ def test_ranks_stop_after_the_same_step(
     assert other == (first, saved) and saved == first >= 2
 
 
+def test_ranks_that_cannot_agree_any_more_neither_hang_nor_stop_without_a_signal(
+    start_daemon: Start, stack: ExitStack, tmp_path: Path
+) -> None:
+    socket = str(start_daemon().socket)
+    ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
+    for rank, trainer in enumerate(ranks):
+        trainer.post("cut_off", socket, rank, str(tmp_path / "store"))
+    assert [trainer.answer() for trainer in ranks] == [[False] * 4, [False] * 3 + [True]]
+    for trainer in ranks:
+        assert sum("only signals to this rank" in one for one in trainer.warnings) == 1
+
+
 def test_torchrun_stops_all_ranks_after_the_same_step(
     start_daemon: Start, stack: ExitStack
 ) -> None:

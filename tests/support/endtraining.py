@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed, nn
@@ -282,6 +282,26 @@ class EndCommands(Commands):
         client = PCcheckClient("ranks", rank, world_size, socket=socket, on_error="raise")
         return until_stopped(client, lambda step: self.link.send(("durable", step)))
 
+    def cut_off(self, socket: str, rank: int, store: str) -> list[bool]:
+        """As one of two ranks, of which rank 1 loses the connection to the other one: what
+        should_stop() says before, then, after, and when rank 1 gets a signal."""
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+        )
+        with PCcheckClient("ranks", rank, 2, socket=socket, on_error="raise") as client:
+            client.stop_on(signal.SIGTERM)
+            says = [client.should_stop()]
+            reduce = distributed.all_reduce
+            if rank == 1:
+                distributed.all_reduce = _lost
+            says.append(client.should_stop())
+            distributed.all_reduce = reduce
+            says.append(client.should_stop())
+            distributed.barrier()  # the script's own collectives go on
+            if rank == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return [*says, client.should_stop()]
+
     def signalled(self, socket: str) -> dict[str, Any]:
         """What signals do to one process, step by step."""
         seen: list[int] = []
@@ -314,6 +334,10 @@ class EndCommands(Commands):
         found["handlers"] = [signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL]
         found["handlers"].append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         return found
+
+
+def _lost(*_: object) -> NoReturn:
+    raise RuntimeError("Connection reset by peer")
 
 
 class Closure(Training):

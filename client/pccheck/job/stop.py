@@ -94,6 +94,9 @@ class Stop:
             distributed.all_reduce(word, distributed.ReduceOp.MAX, group)
         except (RuntimeError, ValueError) as error:  # a rank or the group has ended
             self._group = None
+            # Without this the others would wait for this rank, for gloo's half an hour.
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                distributed.destroy_process_group(group)
             self._warner.once(
                 "stop",
                 f"the ranks cannot agree any more on when to stop ({error}): should_stop() reports "
