@@ -132,7 +132,7 @@ class Admission:
             sequence = await self._tenant.begin_save(checkpoint)
         except _core.NativeError as error:
             code = error.code_name
-            if code == "NO_SLOT" and await self._recycled():
+            if code == "NO_SLOT" and await self._recycled(checkpoint):
                 return await self.attempt(checkpoint)
             if code in BUSY:
                 return code
@@ -191,7 +191,7 @@ class Admission:
             "check the disk",
         )
 
-    async def _recycled(self) -> bool:
+    async def _recycled(self, checkpoint: Checkpoint) -> bool:
         """No slot is free: recycles what is no longer kept now, instead of with the next record,
         and in the end what only a reader keeps. Whether a slot became free."""
         if self._tenant.volumes.current is None:
@@ -204,4 +204,5 @@ class Admission:
         volumes = self._tenant.volumes
         if await volumes.recycle():
             return True
-        return self._tenant.end_lease() and await volumes.recycle()
+        waits = not checkpoint.skip_when_busy
+        return self._tenant.end_lease(waits=waits) and await volumes.recycle()

@@ -3,9 +3,7 @@ read, unless a new checkpoint would have no slot."""
 
 from __future__ import annotations
 
-import contextlib
-
-from pccheck_native import _core
+from pccheck_native import _core, catalog
 from pccheck_wire.errors import NoCheckpointError
 from pccheckd.base.logs import LOG
 
@@ -39,22 +37,35 @@ class Leases:
     def end_for_room(self) -> bool:
         """Ends the lease on the oldest checkpoint whose slot a new one can have; False when there
         is none."""
+        found = self._oldest_for_room()
+        if found is None:
+            return False
+        self._end(found.sequence)
+        LOG.info(
+            "%s: lease of a reader on step %d ended: a new checkpoint needs the slot",
+            self._volumes.key, found.step,
+        )  # fmt: skip
+        return True
+
+    def could_make_room(self) -> bool:
+        """Whether `end_for_room` would find one."""
+        return self._oldest_for_room() is not None
+
+    def _oldest_for_room(self) -> catalog.Checkpoint | None:
         current = self._volumes.current
         if current is None:
-            return False
-        steps = {found.sequence: found.step for found in current.checkpoints}
-        for sequence in sorted(self._sessions.keys() & steps.keys()):
-            self._spare(sequence, False)
-            with contextlib.suppress(ValueError):  # the volume is being reopened
+            return None
+        leased = [one for one in current.checkpoints if one.sequence in self._sessions]
+        for found in sorted(leased, key=lambda one: one.sequence):
+            self._spare(found.sequence, False)
+            try:
                 if current.volume.has_expendable():
-                    del self._sessions[sequence]
-                    LOG.info(
-                        "%s: lease of a reader on step %d ended: a new checkpoint needs the slot",
-                        self._volumes.key, steps[sequence],
-                    )  # fmt: skip
-                    return True
-            self._spare(sequence, True)
-        return False
+                    return found
+            except ValueError:  # the volume is being reopened
+                return None
+            finally:
+                self._spare(found.sequence, True)
+        return None
 
     def renew(self) -> None:
         """Leases the same checkpoints again, after a volume was read from the disk again."""

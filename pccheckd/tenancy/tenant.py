@@ -225,16 +225,15 @@ class Tenant:
         """A session that may load has come, or (-1) gone: meanwhile the tenant stays loaded."""
         self.readers += number
 
-    def end_lease(self) -> bool:
+    def end_lease(self, *, waits: bool) -> bool:
         """For a checkpoint that has no slot: ends a reader's lease, and returns whether a slot is
-        free now. Ends none while a checkpoint in flight, or one that waits for other ranks, will
-        free a slot."""
-        if self.ledger.in_flight:
+        free now. For a checkpoint that `waits` it ends none while one in flight, or one that waits
+        for other ranks, will free a slot."""
+        if waits and self.ledger.in_flight:
             return False
         newest = self.group.newest_common
-        if self.is_grouped and any(one.sequence > newest for one in self.volumes.checkpoints()):
-            return False
-        return self.leases.end_for_room()
+        late = self.is_grouped and any(o.sequence > newest for o in self.volumes.checkpoints())
+        return not (waits and late) and self.leases.end_for_room()
 
     @property
     def is_grouped(self) -> bool:
@@ -267,8 +266,9 @@ class Tenant:
             return False
         with contextlib.suppress(ValueError):  # it is being reopened
             used = busy + len(current.checkpoints) + current.quarantined
-            return used < info.slots or current.volume.has_expendable()
-        return False
+            if used < info.slots or current.volume.has_expendable():
+                return True
+        return self.leases.could_make_room()
 
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,14 +27,19 @@ from pccheck import (
     UsageError,
     Wanted,
 )
+from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Opened, Role
 from tests.support.as_user import fork_as, import_all
 from tests.support.daemon import Daemon
+from tests.support.rank import LIMIT_S, payload_of
+from tests.support.rank import Rank as Session
 from tests.support.trainer import Trainer, expected
 from tests.support.volumes import WIDE, Rank, damage, make, numbers
 
 Start = Callable[..., Any]
 COUNTS = [300_000, 7, 90_001]
 KEEP = 2  # of every daemon here
+SIZE = 4096
 
 
 def save(trainer: Trainer, *, metadata: object = None, count: int = 1) -> int:
@@ -195,6 +201,43 @@ def test_leases_never_stop_checkpoints(
         assert all(is_step(one, one.step) for one in held)
         assert is_step(reader.open(), last)
     assert set(trainer.states()) <= {"durable", "superseded", "global"}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_lease_ends_rather_than_that_a_checkpoint_is_skipped(
+    start_daemon: Start, stack: ExitStack, world: int
+) -> None:
+    """Also while another checkpoint is in flight, and will free a slot."""
+    daemon = start_daemon("--slots", "4")
+    ranks = [
+        stack.enter_context(Session(daemon.socket, rank=rank, world_size=world))
+        for rank in range(world)
+    ]
+
+    def all_save(step: int) -> None:
+        for one, snapshot in [(one, one.begin(step, payload_of(step, SIZE))) for one in ranks]:
+            one.wait(snapshot)
+
+    for rank in ranks:
+        rank.register(SIZE)
+    all_save(1)
+    reader = stack.enter_context(Session(daemon.socket, role=Role.READER))
+    opened = reader.open()
+    assert isinstance(opened, Opened) and opened.step == 1
+    all_save(2)
+    all_save(3)
+    for rank in ranks:
+        held = rank.begin(4, payload_of(4, SIZE), fill=False)  # it takes a slot, and never ends
+        deadline = time.monotonic() + LIMIT_S
+        while rank.describe(held).state is not State.COPYING:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    asked = [rank.begin(5, payload_of(5, SIZE), on_busy="skip") for rank in ranks]
+    for rank, snapshot in zip(ranks, asked, strict=True):
+        state = rank.wait(snapshot)
+        assert state.outcome in (State.DURABLE, State.GLOBAL), rank.describe(snapshot)
+    with pytest.raises(NoCheckpointError):
+        reader.load(opened)
 
 
 def test_a_killed_daemon_ends_what_is_open_and_the_next_one_has_it(
