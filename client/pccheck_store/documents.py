@@ -3,6 +3,8 @@ hold."""
 
 from __future__ import annotations
 
+import math
+
 Document = dict[str, object]
 
 
@@ -35,3 +37,18 @@ def text(document: Document, key: str) -> str:
 def texts(document: Document, key: str) -> list[str]:
     value = document.get(key)
     return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def as_json(value: object) -> object:
+    """Metadata as JSON; what JSON lacks becomes its repr, and an int that is too long for Python's
+    decimals becomes hexadecimal."""
+    from pccheck_wire.tree import is_long, shown
+
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else shown(k): as_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    exact = value is None or isinstance(value, (bool, str))
+    exact = exact or (isinstance(value, int) and not is_long(value))
+    exact = exact or (isinstance(value, float) and math.isfinite(value))
+    return value if exact else shown(value)

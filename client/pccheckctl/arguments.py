@@ -42,6 +42,12 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _positive_size(text: str) -> int:
+    if not (size := _size(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
+    return size
+
+
 def _duration(text: str) -> float:
     from pccheck_wire.units import parse_duration
 
@@ -107,7 +113,7 @@ def _verify(to: argparse.ArgumentParser) -> None:
 
 def _recover(to: argparse.ArgumentParser) -> None:
     _file(to)
-    to.set_defaults(step=None, sequence=None, only="", format=None)
+    to.set_defaults(step=None, sequence=None, only="", format=None, max_shard_size=None)
 
 
 def _export(to: argparse.ArgumentParser) -> None:
@@ -119,9 +125,13 @@ def _export(to: argparse.ArgumentParser) -> None:
         "begin after it",
     )  # fmt: skip
     to.add_argument(
-        "--format", choices=("torch", "safetensors", "dcp"),
-        help="default: by the ending of FILE (.safetensors, else torch); with dcp FILE becomes a "
-        "directory for torch.distributed.checkpoint",
+        "--format", choices=("torch", "safetensors", "huggingface", "dcp"),
+        help="default: by the ending of FILE (.safetensors, else torch); with huggingface FILE "
+        "becomes a directory for from_pretrained(), with dcp one for torch.distributed.checkpoint",
+    )  # fmt: skip
+    to.add_argument(
+        "--max-shard-size", type=_positive_size, metavar="SIZE",
+        help="with --format huggingface: the tensors of one file (default 5 GB, 10^9 bytes each)",
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@ ranks, equal bit by bit."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tests.support.daemon import Daemon
 from tests.support.torchrun import torchrun
 
 torch = pytest.importorskip("torch")
+torch_dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 Start = Callable[..., Daemon]
 STEPS = 3  # of every start
@@ -57,6 +60,7 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
         if cut == "tp":
             whole = torch.load(tmp_path / "0/whole.pt", weights_only=True)
             exported(ctl, daemon.storage, tmp_path, whole)
+            exported_as_directories(ctl, daemon, tmp_path, whole)
             recovered(daemon, whole["model"])
             read_in_parts(daemon, whole)
     stale = {
@@ -95,7 +99,7 @@ def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
     target = place / "export.safetensors"
     ran = ctl(storage, "export", "job", "-o", target, "--only", "model", "--rank", 3)
     assert ran.code == 0, ran.err
-    assert equal(pytest.importorskip("safetensors.torch").load_file(target), whole["model"])
+    assert equal(load_safetensors(target), whole["model"])
 
     ran = ctl(storage, "show", "job", "--rank", 1)
     assert "5x33 at 9,0 of 18x33" in ran.out
@@ -114,6 +118,42 @@ def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
     assert ran.code != 0 and "rank 2" in ran.err, ran.err
     assert not (place / "part.pt").exists()
     (place / "away").rename(volume)
+
+
+def exported_as_directories(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -> None:
+    """One consolidated checkpoint, which loads without ranks."""
+    words = ("export", "job", "--format")
+    target = place / "huggingface"
+    sizes = ("--only", "model", "--max-shard-size", "1KiB")
+    assert ctl(daemon.storage, *words, "huggingface", "-o", target, *sizes).code == 0
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    found = {k: v for file in files for k, v in load_safetensors(target / file).items()}
+    found |= {name: found[index["metadata"][name]] for name in ("4.weight", "4.bias")}
+    assert equal(found, whole["model"])
+
+    target = place / "dcp"
+    assert ctl(daemon.storage, *words, "dcp", "-o", target).code == 0
+    state = {
+        "model": {name: torch.zeros_like(one) for name, one in whole["model"].items()},
+        "optimizer": {
+            "state": {
+                str(number): {name: torch.zeros_like(one) for name, one in entry.items()}
+                for number, entry in whole["state"].items()
+            }
+        },
+    }
+    with warnings.catch_warnings(action="ignore"):
+        torch_dcp.load(state, checkpoint_id=target, no_dist=True)
+    assert equal(state["model"], whole["model"])
+    moments = state["optimizer"]["state"]
+    assert all(equal(moments[str(i)], entry) for i, entry in whole["state"].items())
+
+
+def load_safetensors(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = pytest.importorskip("safetensors.torch").load_file(file)
+    return found
 
 
 def recovered(daemon: Daemon, whole: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pccheck_store.safetensors_layout import Piece, gather
+from pccheck_store.selection import contiguous_strides
 from pccheck_wire.tree import Tensor
-from pccheckctl.export.parts import contiguous_strides
-from pccheckctl.export.safetensors_file import Piece, gather
 
 ITEMS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 

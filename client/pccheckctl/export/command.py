@@ -14,22 +14,22 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pccheck_native import catalog
-from pccheck_store import directory
+from pccheck_store import directory, selection
 from pccheck_store.readers import RecycledError, Store
 from pccheck_store.whole import WholeReader
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, part, print_json, say, text, texts, whole
-from pccheckctl.output.files import Output
+from pccheckctl.output.files import DIRECTORIES, Output
 from pccheckctl.output.progress import Bar
 from pccheckctl.source import files
 
-from . import parts, safetensors_file
+from . import safetensors_file
 
 #: How often a running daemon may replace a checkpoint while it is read.
 ATTEMPTS = 8
 NAMED_MAX = 8
-TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
+TORCH, SAFETENSORS, HUGGINGFACE = "torch", "safetensors", "huggingface"
 
 Ranks = dict[int, list[catalog.Checkpoint]]
 Chosen = dict[int, catalog.Checkpoint]
@@ -42,11 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "--sequence numbers are different on every rank", hint="use --rank R, or --step"
         )
-    if arguments.output.endswith("/") and arguments.format != DCP:
+    if arguments.max_shard_size is not None and arguments.format != HUGGINGFACE:
+        raise UsageError(
+            "--max-shard-size is for --format huggingface, which writes a directory of files",
+            hint="add --format huggingface, and name a directory: --output DIR",
+        )
+    if arguments.output.endswith("/") and arguments.format not in DIRECTORIES:
         raise UsageError(
             f"--output must name a file, not a directory (got {arguments.output})",
-            hint=f"--output {arguments.output}{arguments.job}.pt; or write a directory for "
-            "torch.distributed.checkpoint: pccheckctl export --format dcp",
+            hint=f"--output {arguments.output}{arguments.job}.pt; or write a directory: pccheckctl "
+            "export --format huggingface, or --format dcp for torch.distributed.checkpoint",
         )
     storage = files(arguments)
     skipped: Skipped = []
@@ -178,10 +183,12 @@ def write(
             target = _target(output, rank) if arguments.all_ranks else output
             by_name = SAFETENSORS if target.suffix == ".safetensors" else TORCH
             kind = arguments.format or by_name
-            made = Output(target, force=arguments.force, directory=kind == DCP)
+            made = Output(
+                target, force=arguments.force, directory=kind if kind in DIRECTORIES else ""
+            )
             outputs.append(stack.enter_context(made))
             try:
-                written.append(_write_one(storage, one, made, kind, bar, arguments.only))
+                written.append(_write_one(storage, one, made, kind, bar, arguments))
             except (DamagedError, UnreadableError) as error:
                 raise _DamageError(one, error.message) from error
         for made in outputs:
@@ -190,18 +197,26 @@ def write(
 
 
 def _write_one(
-    storage: Store, one: catalog.Checkpoint, output: Output, kind: str, bar: Bar, only: str
+    storage: Store,
+    one: catalog.Checkpoint,
+    output: Output,
+    kind: str,
+    bar: Bar,
+    arguments: argparse.Namespace,
 ) -> Document:
+    only = arguments.only
     with WholeReader(storage, one, bar) as reader:
         content = reader.content()
         if only:
-            content = parts.only(content, only, one.job)
-            bar.spare(parts.spared_bytes(content))
+            content = selection.only(content, only, one.job)
+            bar.spare(selection.spared_bytes(content))
         if kind == SAFETENSORS:
-            names = ("job", "rank", "world_size", "step", "sequence")
-            about = {f"pccheck.{name}": str(getattr(one, name)) for name in names}
-            about |= {"pccheck.only": only} if only else {}
-            changed = safetensors_file.write(reader, content, output, about)
+            changed = safetensors_file.write(reader, one, content, output, only)
+        elif kind == HUGGINGFACE:
+            shard_bytes = arguments.max_shard_size or safetensors_file.SHARD_BYTES
+            changed = safetensors_file.write_directory(
+                reader, one, content, output, only, shard_bytes=shard_bytes
+            )
         else:
             from . import torch_file  # imports torch when used
 

@@ -1,85 +1,91 @@
-"""A checkpoint as a safetensors file, without torch: the header is made from the tree, then the
-payload streams from the volume into a mapping of the file, however large it is.
-
-The format: u64 length of the header, little-endian; the header, JSON; the tensors without holes, in
-C order. Every tied or strided tensor is written out on its own.
-"""
+"""A checkpoint as a safetensors file, or as a directory of such files as Hugging Face's libraries
+read it. The payload streams from the volume into mappings of the files, however large it is."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import math
 import mmap
+import os
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from pathlib import Path
 
+from pccheck_native import catalog
 from pccheck_store.readers import Reader
+from pccheck_store.safetensors_layout import Piece, gather, header_of, metadata_of, pieces_of
 from pccheck_wire import tree
-from pccheck_wire.errors import PccheckError
-from pccheckctl.output.documents import as_json
 from pccheckctl.output.files import Output, reserve
 
-from .parts import as_tensor, contiguous_strides
-
-HEADER_BYTES_MAX = 100_000_000
-_ALIGN = 8
-
-#: torch's names of the dtypes that the format has.
-DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16",
-    "uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64",
-    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "complex64": "C64",
-}  # fmt: skip
-#: memoryview formats by item size: slicing with a step works on items.
-_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+#: As in Hugging Face's libraries: 5 GB.
+SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
 
 
-@dataclass(slots=True)
-class Piece:
-    """One tensor: where it lies in the payload, and in the file after the header."""
-
-    name: str
-    tensor: tree.Tensor
-    source: int
-    target: int = 0
-
-    @property
-    def item_bytes(self) -> int:
-        return tree.ITEM_BYTES[self.tensor.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.tensor.shape) * self.item_bytes
-
-    @property
-    def contiguous(self) -> bool:
-        """Strides of dimensions of length 1 do not matter."""
-        wanted = contiguous_strides(self.tensor.shape)
-        return all(
-            dim == 1 or have == want
-            for dim, have, want in zip(self.tensor.shape, self.tensor.strides, wanted, strict=True)
-        )
+def write(
+    reader: Reader, one: catalog.Checkpoint, content: tree.Tree, output: Output, only: str
+) -> list[str]:
+    """Fills the file `output`; every byte is checked on the way. Returns what the format cannot
+    hold. Raises DamagedError."""
+    pieces, left_out = pieces_of(content)
+    metadata, others = metadata_of(one, content, only)
+    _fill(reader, output.descriptor, output.target.parent, metadata, pieces)
+    return [f"{path} is left out" for path in left_out + others]
 
 
-def write(reader: Reader, content: tree.Tree, output: Output, about: dict[str, str]) -> list[str]:
-    """Fills `output`; every byte is checked on the way. `about` becomes metadata. Returns what the
-    format cannot hold. Raises DamagedError."""
-    pieces, left_out = _pieces(content)
-    values, others = _values(content)
-    metadata = {"format": "pt", **about, "pccheck.values": json.dumps(values)}
-    if content.metadata is not None:
-        metadata["pccheck.metadata"] = json.dumps(as_json(tree.plain(content.metadata)))
-    header = _header(metadata, pieces)
+def write_directory(
+    reader: Reader,
+    one: catalog.Checkpoint,
+    content: tree.Tree,
+    output: Output,
+    only: str,
+    *,
+    shard_bytes: int,
+) -> list[str]:
+    """The same as a directory: one file, or when the tensors have more than `shard_bytes` several,
+    each with at most as many (but with one tensor at least), and an index of them. A tensor with
+    several names is stored once, under the first; the metadata has the others."""
+    pieces, left_out = pieces_of(content)
+    metadata, others = metadata_of(one, content, only)
+    pieces, tied = _once(pieces)
+    metadata = tied | metadata
+    shards = _shards(pieces, shard_bytes)
+    if len(shards) == 1:
+        _create(reader, output, "model.safetensors", metadata, pieces)
+    else:
+        files = {
+            f"model-{number:05}-of-{len(shards):05}.safetensors": shard
+            for number, shard in enumerate(shards, 1)
+        }
+        for name, shard in files.items():
+            _create(reader, output, name, {"format": metadata["format"]}, shard)
+        total = sum(piece.nbytes for piece in pieces)
+        names = {piece.name: name for name, shard in files.items() for piece in shard}
+        index = {"metadata": {"total_size": total, **metadata}, "weight_map": names}
+        (output.temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    notes = [f"{name} is stored once, as {kept}" for name, kept in tied.items()]
+    return [f"{path} is left out" for path in left_out + others] + notes
+
+
+def _create(
+    reader: Reader, output: Output, name: str, metadata: dict[str, str], pieces: list[Piece]
+) -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(output.temporary / name, flags, 0o666)
+    try:
+        _fill(reader, descriptor, output.target.parent, metadata, pieces)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(
+    reader: Reader, descriptor: int, place: Path, metadata: dict[str, str], pieces: list[Piece]
+) -> None:
+    header = header_of(metadata, pieces)
     base = len(header)
     file_bytes = base + sum(piece.nbytes for piece in pieces)
-    reserve(output.descriptor, file_bytes, output.target.parent)
-    with mmap.mmap(output.descriptor, file_bytes) as mapping:
+    reserve(descriptor, file_bytes, place)
+    with mmap.mmap(descriptor, file_bytes) as mapping:
         mapping[:base] = header
         anchor = ctypes.c_char.from_buffer(mapping)
         try:
@@ -96,49 +102,37 @@ def write(reader: Reader, content: tree.Tree, output: Output, about: dict[str, s
         for piece in pieces:
             if piece.nbytes and not piece.contiguous:
                 shape, strides = piece.tensor.shape, piece.tensor.strides
-                span = tree.span_bytes(shape, strides, piece.item_bytes)
-                data = reader.read(piece.source, span)
+                data = reader.read(piece.source, piece.span_bytes)
                 at = base + piece.target
                 mapping[at : at + piece.nbytes] = gather(data, piece.item_bytes, shape, strides)
         mapping.flush()
-    return [f"{path} is left out" for path in left_out + others]
 
 
-def _header(metadata: dict[str, str], pieces: list[Piece]) -> bytes:
-    """Gives every piece its place. Larger items come first, so that every tensor starts on a
-    multiple of its item size."""
-    header: dict[str, object] = {"__metadata__": metadata}
-    at = 0
-    for piece in sorted(pieces, key=lambda piece: (-piece.item_bytes, piece.name)):
-        piece.target, at = at, at + piece.nbytes
-        header[piece.name] = {
-            "dtype": DTYPES[piece.tensor.dtype],
-            "shape": piece.tensor.shape,
-            "data_offsets": [piece.target, at],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    if len(text) > HEADER_BYTES_MAX:
-        raise PccheckError(
-            f"the header would have {len(text)} bytes, but safetensors allows {HEADER_BYTES_MAX}",
-            hint="use --format torch",
-        )
-    return struct.pack("<Q", len(text)) + text
+def _once(pieces: list[Piece]) -> tuple[list[Piece], dict[str, str]]:
+    """The tensors, each under its first name; and that name by the other ones."""
+    first: dict[tuple[object, ...], Piece] = {}
+    kept: list[Piece] = []
+    tied: dict[str, str] = {}
+    for piece in pieces:
+        found = first.setdefault(piece.place, piece) if piece.nbytes else piece
+        if found is piece:
+            kept.append(piece)
+        else:
+            tied[piece.name] = found.name
+    return kept, tied
 
 
-def gather(data: bytes, item: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
-    """The elements of a strided view in C order; `data` begins with its first element."""
-    if 0 in shape:
-        return b""
-    items = memoryview(data).cast(_FORMATS[item])
-    *outer, length = shape or (1,)
-    *steps, step = strides or (1,)
-    rows = [0]  # where each innermost row begins
-    for dim, stride in zip(outer, steps, strict=True):
-        rows = [row + index * stride for row in rows for index in range(dim)]
-    if step == 0:
-        return b"".join(items[row : row + 1].tobytes() * length for row in rows)
-    return b"".join(items[row : row + (length - 1) * step + 1 : step].tobytes() for row in rows)
+def _shards(pieces: list[Piece], at_most: int) -> list[list[Piece]]:
+    """In the order of the state."""
+    shards: list[list[Piece]] = [[]]
+    room = at_most
+    for piece in pieces:
+        if piece.nbytes > room and shards[-1]:
+            shards.append([])
+            room = at_most
+        shards[-1].append(piece)
+        room -= piece.nbytes
+    return shards
 
 
 def _disjoint(pieces: Iterable[Piece]) -> list[list[Piece]]:
@@ -153,44 +147,3 @@ def _disjoint(pieces: Iterable[Piece]) -> list[list[Piece]]:
         else:
             tied.append([piece])
     return [batch, *tied] if batch else []
-
-
-def _pieces(content: tree.Tree) -> tuple[list[Piece], list[str]]:
-    """Tensors and arrays that the format can hold, and the paths of the others."""
-    pieces: list[Piece] = []
-    left_out: list[str] = []
-    taken: set[str] = {"__metadata__"}
-    for path, node in tree.walk(content.root):
-        if not isinstance(node, (tree.Tensor, tree.Array)):
-            continue
-        tensor = as_tensor(node) if isinstance(node, tree.Array) else node
-        if tensor is None or tensor.dtype not in DTYPES:
-            left_out.append(f"{path or '.'} ({(tensor or node).dtype})")
-            continue
-        source = content.extents[node.extent].offset + node.offset if node.extent >= 0 else 0
-        pieces.append(Piece(_unique(path or "state", taken), tensor, source))
-    return pieces, left_out
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    """Dotted paths may coincide: {"a.b": x, "a": {"b": y}}."""
-    made, count = name, 1
-    while made in taken:
-        count += 1
-        made = f"{name}~{count}"
-    taken.add(made)
-    return made
-
-
-def _values(content: tree.Tree) -> tuple[dict[str, object], list[str]]:
-    """Python values by path, where JSON keeps them exactly; the paths of the others."""
-    values: dict[str, object] = {}
-    left_out: list[str] = []
-    containers = tree.Tensor, tree.Shard, tree.Array, tree.Sequence, tree.Mapping
-    nodes = (node for _, node in tree.walk(content.root) if not isinstance(node, containers))
-    for node, leaf in zip(nodes, tree.leaf_entries(content), strict=True):
-        if leaf.path not in values and as_json(node) is node:
-            values[leaf.path] = node
-        else:
-            left_out.append(f"{leaf.path or '.'} ({leaf.kind})")
-    return values, left_out

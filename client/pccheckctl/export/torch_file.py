@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 from pccheck_native.cgroups import available
 from pccheck_store.readers import Reader
+from pccheck_store.selection import as_tensor, extents_of
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
 from pccheckctl.output.files import Output, reserve
-
-from .parts import as_tensor, extents_of
 
 if TYPE_CHECKING:
     import torch

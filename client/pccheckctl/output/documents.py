@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 
 from pccheck_store.documents import Document as Document
+from pccheck_store.documents import as_json as as_json
 from pccheck_store.documents import number as number
 from pccheck_store.documents import part as part
 from pccheck_store.documents import rows as rows
@@ -40,18 +40,3 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """A remark for people, on stderr; stdout is for results."""
     print(f"pccheckctl: {safe(text)}", file=sys.stderr)
-
-
-def as_json(value: object) -> object:
-    """Metadata as JSON; what JSON lacks becomes its repr, and an int that is too long for Python's
-    decimals becomes hexadecimal."""
-    from pccheck_wire.tree import is_long, shown
-
-    if isinstance(value, dict):
-        return {k if isinstance(k, str) else shown(k): as_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    exact = value is None or isinstance(value, (bool, str))
-    exact = exact or (isinstance(value, int) and not is_long(value))
-    exact = exact or (isinstance(value, float) and math.isfinite(value))
-    return value if exact else shown(value)

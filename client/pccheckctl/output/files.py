@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Self
 
@@ -16,14 +17,20 @@ from pccheck_wire.errors import PccheckError, StorageFullError, UsageError
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 
+#: Directories that are written: the name of the file that each has, and the names of the others.
+DIRECTORIES = {
+    "dcp": (".metadata", "*.distcp"),
+    "huggingface": ("model*.safetensors", "model.safetensors.index.json"),
+}
+
 
 class Output:
     """Use it as a context manager: without `commit` it leaves nothing behind. A file is written
-    through `descriptor`, a directory (of torch.distributed.checkpoint) through `temporary`."""
+    through `descriptor`, a directory (one of DIRECTORIES, or "") through `temporary`."""
 
-    def __init__(self, target: Path, *, force: bool, directory: bool = False) -> None:
+    def __init__(self, target: Path, *, force: bool, directory: str = "") -> None:
         """Raises UsageError when `target` exists, unless `force`. A directory is only replaced when
-        torch.distributed.checkpoint wrote it: a slip must not remove a home directory."""
+        it has nothing but files of that kind: a slip must not remove a home directory."""
         self.target = target
         self.directory = directory
         self.temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
@@ -33,9 +40,10 @@ class Output:
             raise UsageError(f"{target} is a directory", hint="name a file in it")
         if target.exists() and not force:
             raise _exists(target)
-        if target.exists() and directory and not _is_dcp(target):
+        if target.exists() and directory and not _holds(target, directory):
             raise UsageError(
-                f"torch.distributed.checkpoint did not write {target}: --force does not replace it",
+                f"{target} has files that --format {directory} does not write: --force does not "
+                "replace it",
                 hint="name another --output",
             )
 
@@ -111,11 +119,14 @@ def reserve(descriptor: int, nbytes: int, where: Path) -> None:
         raise
 
 
-def _is_dcp(place: Path) -> bool:
+def _holds(place: Path, directory: str) -> bool:
     if not place.is_dir() or place.is_symlink():
         return False
-    names = {file.name for file in place.iterdir()}
-    return ".metadata" in names and all(n == ".metadata" or n.endswith(".distcp") for n in names)
+    names = [file.name for file in place.iterdir()]
+    needed, _ = patterns = DIRECTORIES[directory]
+    return any(fnmatchcase(name, needed) for name in names) and all(
+        any(fnmatchcase(name, pattern) for pattern in patterns) for name in names
+    )
 
 
 def _sync(place: Path) -> None:
