@@ -48,6 +48,12 @@ def _positive_size(text: str) -> int:
     return size
 
 
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step, a whole number from 0 on")
+    return int(text)
+
+
 def _duration(text: str) -> float:
     from pccheck_wire.units import parse_duration
 
@@ -135,6 +141,22 @@ def _export(to: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _import(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", help="the name of the new job")
+    to.add_argument(
+        "input", metavar="FILE", help="a file or a directory that export, too, can write"
+    )
+    to.add_argument(
+        "--as", dest="names", action="append", default=[], metavar="NAME[=KEY]",
+        help="what scripts attach: all of FILE, or the part KEY of it; may be repeated; default: "
+        "the parts of FILE under their own names, or model",
+    )  # fmt: skip
+    to.add_argument("--step", type=_step, help="of the checkpoint; default: what FILE says, or 0")
+    to.add_argument(
+        "--format", choices=("torch", "safetensors", "dcp"), help="default: by name and content"
+    )
+
+
 def _file(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", help=_JOB)
     to.add_argument(
@@ -218,6 +240,8 @@ COMMANDS = (
     Command("export", "export.command",
             "for other software: writes a checkpoint, or a part of one, to a file (after a crash, "
             "see recover)", _export),
+    Command("import", "importing.command",
+            "saves what other software wrote as the first checkpoint of a new job", _import),
     Command("verify", "commands.verify", "reads and checks every byte of the checkpoints", _verify),
     Command("wait", "commands.wait", "returns when a step is copied, durable or global", _wait),
     Command("drop", "commands.drop", "removes the volumes of a job that has ended", _drop),

@@ -1,0 +1,257 @@
+"""Reads a file or a directory that other software wrote, and saves it as a training script does: as
+the state of a new job, from which `restore()` continues."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pccheck_native import catalog, layout
+from pccheck_store.directory import Storage
+from pccheck_wire.errors import PccheckError, RefusedError, UnsupportedStateError, UsageError
+from pccheckctl.export.torch_file import signals_held
+from pccheckctl.output.documents import note, print_json, rows, say
+from pccheckctl.source import choose
+
+if TYPE_CHECKING:
+    from pccheck import PCcheckClient
+
+    from .found import Found
+
+TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
+INDEX = ".safetensors.index.json"
+SAVE_LIMIT_S = 24 * 3600.0
+RNG = "rng"
+NAMED_MAX = 8
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when the checkpoint is durable."""
+    if arguments.uid not in (None, os.geteuid()):
+        raise UsageError(
+            f"an import makes a job of the user that runs it, uid {os.geteuid()}",
+            hint=f"run it as uid {arguments.uid}",
+        )
+    path = Path(arguments.input)
+    kind = arguments.format or _kind(path)
+    wanted = _wanted(arguments.names)
+    with choose(arguments) as chosen:
+        storage = chosen.path if isinstance(chosen, Storage) else None
+        try:
+            layout.check_job(arguments.job)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if storage is None:
+            assert not isinstance(chosen, Storage)
+            stored = rows(chosen.listing(arguments.job), "checkpoints")
+        else:
+            found = catalog.scan(storage, job=arguments.job).checkpoints
+            stored = catalog.checkpoint_documents(found)
+    _require_new(arguments.job, [one for one in stored if one.get("uid") == os.geteuid()])
+    read = _reader(kind)(path)
+    things, values = _parts(read, wanted, path)
+    step = read.step if arguments.step is None else arguments.step
+    metadata: dict[str, object] = {"imported_from": path.name, **values}
+    with signals_held():
+        from pccheck import PCcheckClient
+    with PCcheckClient(
+        arguments.job, 0, 1, solo=True, on_error="raise", stall_limit_s=SAVE_LIMIT_S,
+        socket=arguments.socket if storage is None else None, autostart=storage is not None,
+        storage=storage,
+    ) as client:  # fmt: skip
+        notes = [*read.notes, *_attach(client, things)]
+        client.checkpoint(step=step, metadata=metadata).wait_durable(SAVE_LIMIT_S)
+    _report(arguments, kind, step, sorted(things), sorted(values), notes)
+    return 0
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def _kind(path: Path) -> str:
+    """By the name and the kind of file. Raises UsageError."""
+    if path.is_dir():
+        if (path / ".metadata").exists():
+            return DCP
+        if any(path.glob("*.safetensors*")):
+            return SAFETENSORS
+        raise UsageError(
+            f"{path} is neither a directory of torch.distributed.checkpoint nor one with "
+            "safetensors files",
+            hint="name a file in it",
+        )
+    if not path.exists():
+        raise UsageError(f"there is no {path}", hint="name a file or a directory to import")
+    return SAFETENSORS if path.name.endswith((".safetensors", INDEX)) else TORCH
+
+
+def _reader(kind: str) -> Callable[[Path], Found]:
+    """Imports torch. Raises PccheckError when it is not installed."""
+    try:
+        with signals_held():
+            if kind == TORCH:
+                from .torch_file import read
+            elif kind == DCP:
+                from .dcp_directory import read
+            else:
+                from .safetensors_files import read
+    except ImportError as error:
+        raise PccheckError(
+            f"cannot import without torch and NumPy: {error}", hint="pip install 'pccheck[torch]'"
+        ) from error
+    return read
+
+
+def _require_new(job: str, stored: list[dict[str, object]]) -> None:
+    if stored:
+        raise RefusedError(
+            f"job {job!r} has checkpoints already (step {stored[0].get('step')}), and an import "
+            "begins a new job",
+            hint=f"import under another name, or first remove them: pccheckctl drop {job}",
+        )
+
+
+# -- what a script will attach -----------------------------------------------------------------
+
+
+def _wanted(names: list[str]) -> dict[str, str]:
+    """The part of the file ("": all of it) by the name that scripts attach. Raises UsageError."""
+    wanted: dict[str, str] = {}
+    for text in names:
+        name, _, key = text.partition("=")
+        if not name or name in wanted or ("=" in text and not key):
+            raise UsageError(
+                f"--as {text!r} does not name one thing that a script attaches",
+                hint="use --as model, or --as model=KEY for a part of the file",
+            )
+        wanted[name] = key
+    return wanted
+
+
+def _parts(
+    read: Found, wanted: dict[str, str], path: Path
+) -> tuple[dict[str, object], dict[str, object]]:
+    """What is attached, by name, and the plain values that become metadata. Raises UsageError."""
+    state = read.state
+    if wanted:
+        return {name: _part(state, key, path) for name, key in wanted.items()}, {}
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise UsageError(
+            f"{path} holds a {type(state).__name__}, not a dict of parts with names",
+            hint="name what a script attaches it as: --as model",
+        )
+    if read.whole_of:
+        raise UsageError(
+            f"{path} is the whole state of job {read.whole_of!r}, and safetensors does not keep "
+            "which tensors belong to the model and which to the optimizer",
+            hint="export it as a torch file or with --format dcp, or only the model: --only model",
+        )
+    if read.flat:
+        return {"model": state}, {}
+    things: dict[str, object] = {
+        key: value for key, value in state.items() if isinstance(value, (dict, list, tuple))
+    }
+    values = {k: value for k, value in state.items() if k not in things and _is_plain(value)}
+    if not things:
+        raise UsageError(
+            f"{path} has no state of a model or an optimizer",
+            hint="see what it has: torch.load(FILE, weights_only=True)",
+        )
+    return things, values
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _part(state: object, name: str, path: Path) -> object:
+    """The value at a dotted path of keys and indexes, some of which may have dots themselves."""
+    if not name:
+        return state
+    items = dict(enumerate(state)) if isinstance(state, (list, tuple)) else state
+    found = {str(key): value for key, value in items.items()} if isinstance(items, Mapping) else {}
+    if name in found:
+        return found[name]
+    for key, value in found.items():
+        if name.startswith(f"{key}."):
+            return _part(value, name.removeprefix(f"{key}."), path)
+    shown = ", ".join(list(found)[:NAMED_MAX]) + (", ..." if len(found) > NAMED_MAX else "")
+    raise UsageError(
+        f"there is no {name!r} in {path}" + (f"; it has {shown}" if found else ""),
+        hint="use --as NAME=KEY with one of its keys",
+    )
+
+
+class _Given:
+    """A state as it was read, in the place of the object that a script attaches."""
+
+    def __init__(self, state: object) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, object]:
+        return self._state  # type: ignore[return-value]
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("an import restores nothing")
+
+
+def _attach(client: PCcheckClient, things: dict[str, object]) -> list[str]:
+    """Returns what could not be kept."""
+    given = {name: _Given(state) for name, state in things.items() if name != RNG}
+    if given:
+        client.attach(**given)  # type: ignore[arg-type]
+    return _attach_generators(client, things[RNG]) if RNG in things else []
+
+
+def _attach_generators(client: PCcheckClient, state: object) -> list[str]:
+    """Generators are saved in the state in which they are: this process takes the state over."""
+    import warnings
+
+    from pccheck import PccheckWarning, restore_rng
+
+    if not isinstance(state, dict) or not {"python", "numpy", "torch"} <= state.keys():
+        raise UnsupportedStateError(
+            "rng is not what attach(rng=True) saves",
+            hint="import it under another name: --as generators=rng, and the other parts by name",
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PccheckWarning)
+        try:
+            restore_rng(state)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedStateError(
+                f"rng is not what attach(rng=True) saves: {error}",
+                hint="leave it out: name the other parts with --as",
+            ) from error
+    client.attach(rng=True)
+    lost = any(isinstance(one.message, PccheckWarning) for one in caught)
+    return ["rng: the generators of GPUs are left out, this machine has not as many"] * lost
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def _report(
+    arguments: argparse.Namespace,
+    kind: str,
+    step: int,
+    names: list[str],
+    values: list[str],
+    notes: list[str],
+) -> None:
+    if arguments.json:
+        imported = {
+            "job": arguments.job, "step": step, "format": kind, "path": arguments.input,
+            "attached": names, "metadata": values, "changed": notes,
+        }  # fmt: skip
+        print_json({"schema": 1, "imported": imported})
+        return
+    for text in notes:
+        note(text)
+    say(
+        f"job {arguments.job}: step {step} from {arguments.input} ({kind}); restore() puts it into "
+        f"a script that attaches {', '.join(names)}"
+    )

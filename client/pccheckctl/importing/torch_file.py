@@ -1,0 +1,49 @@
+"""A file of torch.save. Its pickle may name only what torch's safe loader knows: nothing in the
+file is executed. Tensors stay in the file until they are saved."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import torch
+
+from pccheck_wire.errors import PccheckError, UnsupportedStateError
+
+from .found import Found
+
+
+def read(path: Path) -> Found:
+    """Raises UnsupportedStateError for a pickle that needs code, PccheckError for another file."""
+    return Found.of_state(_load(path))
+
+
+def _load(path: Path) -> object:
+    with path.open("rb") as file:
+        mapped = file.read(2) == b"PK"  # torch's format before 1.6 is no archive, and not mapped
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise refused(path, error) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise PccheckError(
+            f"{path} is not a complete file of torch.save: {reason}",
+            hint="name a file of torch.save, or its format with --format",
+        ) from error
+
+
+def refused(path: Path, error: Exception) -> PccheckError:
+    """Why a pickle is not loaded."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found is None:
+        return PccheckError(
+            f"{path} is not a file of torch.save: what it begins with is no pickle of tensors",
+            hint="name a file of torch.save, or its format with --format",
+        )
+    return UnsupportedStateError(
+        f"{path} needs {found[1]}, and to load that would execute code of the file",
+        hint="where you trust the file, load it with torch.load(weights_only=False), and save only "
+        "tensors, numbers, texts, dicts and lists of it with torch.save",
+    )
