@@ -7,6 +7,7 @@ done = client.restore()
 client.checkpoint(step=step)
 """
 
+from pccheck_store.jobs import Stored, StoredRank
 from pccheck_store.readers import RecycledError
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -30,7 +31,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState
 
 from .client import PCcheckClient
-from .reader import Reader, Stored, StoredRank
+from .reader import Reader
 from .restoring.begin import Saved
 from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
 from .restoring.reading import Found, RestoreResult

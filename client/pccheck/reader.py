@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from pccheck.job.naming import identify
 from pccheck.options import check_step
 from pccheck.restoring.opened import OpenCheckpoint
-from pccheck_native import catalog, group, layout
-from pccheck_store.directory import Storage, any_of_job, which
-from pccheck_store.documents import part, text
-from pccheck_store.observer import Observer
-from pccheck_store.readers import RecycledError, Store
-from pccheck_store.remote import DaemonStore
+from pccheck_native import catalog
+from pccheck_store.directory import which
+from pccheck_store.jobs import Stored, checkpoints_of, find_store
+from pccheck_store.readers import RecycledError
 from pccheck_store.whole import WholeReader
 from pccheck_wire.basics import did_you_mean
-from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, RefusedError, UsageError
+from pccheck_wire.errors import NoCheckpointError, RefusedError
 
 #: How often a running job may replace a checkpoint before it is open.
 ATTEMPTS = 8
 NAMED_MAX = 8
-
-
-class StoredRank(NamedTuple):
-    """What one rank has stored of a checkpoint."""
-
-    nbytes: int
-    durable_at: float  #: seconds since 1970
-    damaged: bool  #: an earlier read found it damaged
-    pinned: bool
-
-
-class Stored(NamedTuple):
-    """A checkpoint of a job."""
-
-    step: int
-    sequence: int  #: the order of checkpoints; steps may go back
-    world_size: int  #: of the run that saved it; 1: one rank alone
-    incarnation: int  #: of the start of the job that saved it
-    complete: bool  #: every rank of that world has it, undamaged
-    ranks: Mapping[int, StoredRank]
 
 
 class Reader:
@@ -71,7 +47,7 @@ class Reader:
                 hint="read them as that user or as root",
             )
         self._uid = uid
-        self._store = _store(storage, socket)
+        self._store = find_store(storage, socket)
         self._open: list[OpenCheckpoint] = []
 
     def __enter__(self) -> Self:
@@ -130,24 +106,7 @@ class Reader:
 
     def _found(self) -> list[tuple[Stored, catalog.Checkpoint]]:
         """Every checkpoint, and the part of its first rank."""
-        scanned = self._store.scan(uid=self._uid, job=self.job)
-        ranks = any_of_job(scanned, self.job)
-        common = set(group.common(catalog.ranks_of(ranks)))
-        same: dict[tuple[int, ...], dict[int, catalog.Checkpoint]] = {}
-        for rank, checkpoints in ranks.items():
-            for one in checkpoints:
-                # A rank that saved alone counts alone: other ranks may have the same sequence.
-                alone = (rank,) if one.world_size == 1 else ()
-                key = (one.sequence, one.step, one.incarnation, one.world_size, *alone)
-                same.setdefault(key, {})[rank] = one
-        found = []
-        for (sequence, step, incarnation, world_size, *_), parts in same.items():
-            held = group.Held(sequence, step, incarnation, world_size)
-            complete = held in common and not any(one.is_damaged for one in parts.values())
-            stored = {rank: _of_rank(one) for rank, one in sorted(parts.items())}
-            first = parts[min(parts)]
-            found.append((Stored(step, sequence, world_size, incarnation, complete, stored), first))
-        return sorted(found, key=lambda item: -item[0].sequence)
+        return checkpoints_of(self._store, self.job, self._uid)
 
     def _none(
         self, step: int | None, sequence: int | None, near: list[Stored], chosen: bool
@@ -173,35 +132,3 @@ class Reader:
             f"job {self.job!r} has no {what} that every rank has whole: step {best.step} is {why}",
             hint=f"see: pccheckctl list {self.job}",
         )
-
-
-def _of_rank(one: catalog.Checkpoint) -> StoredRank:
-    return StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
-
-
-def _store(storage: str | os.PathLike[str] | None, socket: str | os.PathLike[str] | None) -> Store:
-    """The daemon; or the directory `storage`, or PCCHECK_STORAGE when no daemon answers."""
-    if storage is not None and socket is not None:
-        raise UsageError("storage= and socket= were both given", hint="give only one of them")
-    if storage is None:
-        where = None if socket is None else os.fspath(socket)
-        try:
-            with Observer(where) as observer:
-                path = text(part(observer.status(), "storage"), "path")
-            return DaemonStore(where, Path(path))
-        except DaemonUnreachableError as error:
-            storage = os.environ.get("PCCHECK_STORAGE")
-            if socket is not None or not storage:
-                raise DaemonUnreachableError(
-                    error.message,
-                    hint=f"{error.hint}; or read the files without a daemon: Reader(storage=DIR)",
-                ) from error
-    directory = Storage(storage)
-    private = layout.noted_socket(directory.path)
-    if private is not None:
-        try:
-            Observer(str(private)).close()
-        except DaemonUnreachableError:  # it has ended
-            return directory
-        return DaemonStore(str(private), directory.path)
-    return directory

@@ -19,7 +19,7 @@ def test_the_blocks_of_the_page_run(start_daemon: Callable[..., Daemon], tmp_pat
     script.write_text("\n".join(blocks))
     daemon = start_daemon()
     ran = subprocess.run(
-        [sys.executable, str(script)], text=True, capture_output=True, timeout=300,
+        [sys.executable, str(script)], text=True, capture_output=True, timeout=300, cwd=tmp_path,
         env=daemon.environment() | {"PCCHECK_SOCKET": str(daemon.socket)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pccheck import PCcheckClient, Reader, Shard
+from pccheck_store.filesystem import PCcheckFileSystem
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.torchrun import torchrun
@@ -121,7 +122,7 @@ def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
 
 
 def exported_as_directories(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -> None:
-    """One consolidated checkpoint, which loads without ranks."""
+    """One consolidated checkpoint, which loads without ranks; and the same through fsspec."""
     words = ("export", "job", "--format")
     target = place / "huggingface"
     sizes = ("--only", "model", "--max-shard-size", "1KiB")
@@ -149,6 +150,11 @@ def exported_as_directories(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -
     assert equal(state["model"], whole["model"])
     moments = state["optimizer"]["state"]
     assert all(equal(moments[str(i)], entry) for i, entry in whole["state"].items())
+
+    for options in ({"storage": str(daemon.storage)}, {"socket": str(daemon.socket)}):
+        fs = PCcheckFileSystem(**options)
+        data = fs.cat("job/newest/model.safetensors")
+        assert equal(pytest.importorskip("safetensors.torch").load(data), whole["model"])
 
 
 def load_safetensors(file: Path) -> dict[str, Any]:

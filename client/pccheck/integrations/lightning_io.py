@@ -10,12 +10,11 @@ import itertools
 import re
 import warnings
 from collections import defaultdict
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import fsspec  # type: ignore[import-untyped]
 import lightning
 import torch
-from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -23,6 +22,7 @@ from pccheck.client import PCcheckClient
 from pccheck.restoring.reading import Found
 from pccheck.state.rng import capture_rng
 from pccheck.warn import PccheckWarning
+from pccheck_store.filesystem import ENDING, PCcheckFileSystem
 from pccheck_wire.errors import NoCheckpointError, PccheckError, StateMismatchError, UsageError
 
 SCHEME = "pccheck"
@@ -33,16 +33,14 @@ GLOBAL_LIMIT_S = 30.0
 _A_STEP = 12345  # to see whether a path names the step
 
 
-class _Names(AbstractFileSystem):  # type: ignore[misc]
-    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`; nothing is read or written here."""
+class _Names(PCcheckFileSystem):
+    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`: it finds nothing there, and asks no
+    daemon."""
 
-    protocol = SCHEME
-
-    def info(self, path: str, **_options: Any) -> NoReturn:
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        if path.endswith(ENDING):
+            return super().info(path, **options)
         raise FileNotFoundError(path)
-
-    def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
-        return []
 
 
 fsspec.register_implementation(SCHEME, _Names, clobber=True)

@@ -1,0 +1,95 @@
+"""The checkpoints of a job, each with what its ranks have of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from pccheck_native import catalog, group, layout
+from pccheck_wire.errors import DaemonUnreachableError, UsageError
+
+from .directory import Storage, any_of_job
+from .documents import part, text
+from .observer import Observer
+from .readers import Store
+from .remote import DaemonStore
+
+
+class StoredRank(NamedTuple):
+    """What one rank has stored of a checkpoint."""
+
+    nbytes: int
+    durable_at: float  #: seconds since 1970
+    damaged: bool  #: an earlier read found it damaged
+    pinned: bool
+
+
+class Stored(NamedTuple):
+    """A checkpoint of a job."""
+
+    step: int
+    sequence: int  #: the order of checkpoints; steps may go back
+    world_size: int  #: of the run that saved it; 1: one rank alone
+    incarnation: int  #: of the start of the job that saved it
+    complete: bool  #: every rank of that world has it, undamaged
+    ranks: Mapping[int, StoredRank]
+
+
+def checkpoints_of(
+    store: Store, job: str, uid: int | None
+) -> list[tuple[Stored, catalog.Checkpoint]]:
+    """Every checkpoint of a job, newest first, and the part of its first rank."""
+    scanned = store.scan(uid=uid, job=job)
+    ranks = any_of_job(scanned, job)
+    common = set(group.common(catalog.ranks_of(ranks)))
+    same: dict[tuple[int, ...], dict[int, catalog.Checkpoint]] = {}
+    for rank, checkpoints in ranks.items():
+        for one in checkpoints:
+            # A rank that saved alone counts alone: other ranks may have the same sequence.
+            alone = (rank,) if one.world_size == 1 else ()
+            key = (one.sequence, one.step, one.incarnation, one.world_size, *alone)
+            same.setdefault(key, {})[rank] = one
+    found = []
+    for (sequence, step, incarnation, world_size, *_), parts in same.items():
+        held = group.Held(sequence, step, incarnation, world_size)
+        complete = held in common and not any(one.is_damaged for one in parts.values())
+        stored = {rank: _of_rank(one) for rank, one in sorted(parts.items())}
+        first = parts[min(parts)]
+        found.append((Stored(step, sequence, world_size, incarnation, complete, stored), first))
+    return sorted(found, key=lambda item: -item[0].sequence)
+
+
+def _of_rank(one: catalog.Checkpoint) -> StoredRank:
+    return StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
+
+
+def find_store(
+    storage: str | os.PathLike[str] | None, socket: str | os.PathLike[str] | None
+) -> Store:
+    """The daemon; or the directory `storage`, or PCCHECK_STORAGE when no daemon answers."""
+    if storage is not None and socket is not None:
+        raise UsageError("storage= and socket= were both given", hint="give only one of them")
+    if storage is None:
+        where = None if socket is None else os.fspath(socket)
+        try:
+            with Observer(where) as observer:
+                path = text(part(observer.status(), "storage"), "path")
+            return DaemonStore(where, Path(path))
+        except DaemonUnreachableError as error:
+            storage = os.environ.get("PCCHECK_STORAGE")
+            if socket is not None or not storage:
+                raise DaemonUnreachableError(
+                    error.message,
+                    hint=f"{error.hint}; or read the files without a daemon: storage=DIR",
+                ) from error
+    directory = Storage(storage)
+    private = layout.noted_socket(directory.path)
+    if private is not None:
+        try:
+            Observer(str(private)).close()
+        except DaemonUnreachableError:  # it has ended
+            return directory
+        return DaemonStore(str(private), directory.path)
+    return directory
