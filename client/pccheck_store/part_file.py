@@ -11,7 +11,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
 from . import selection
-from .safetensors_layout import Piece, gather, header_of, metadata_of, pieces_of
+from .safetensors_layout import Piece, header_of, metadata_of, pieces_of, read_strided
 from .whole import WholeReader
 
 WHOLE = "state"  #: the name of all, when tensors lie beside the parts
@@ -55,7 +55,9 @@ class PartFile:
         found = (piece for piece in pieces if piece.nbytes)
         self._pieces = sorted(found, key=lambda piece: piece.target)
         self._starts = [len(self._header) + piece.target for piece in self._pieces]
-        self._kept: tuple[Piece, bytes] | None = None  # the last tensor that was read as a whole
+        self._kept: tuple[Piece, bytearray] | None = (
+            None  # the last tensor that was read as a whole
+        )
         self.size = len(self._header) + sum(piece.nbytes for piece in self._pieces)
         self.durable_at = reader.checkpoint.wall_ns / 1e9  #: seconds since 1970
 
@@ -85,13 +87,11 @@ class PartFile:
             self._reader.read_into(b"".join(ranges))
         return bytes(made)
 
-    def _whole(self, piece: Piece) -> bytes:
+    def _whole(self, piece: Piece) -> bytearray:
         """A tensor that is no single run of bytes in a payload."""
         if self._kept is None or self._kept[0] is not piece:
-            data = self._reader.read(piece.source, piece.span_bytes)
-            if not piece.contiguous:
-                tensor = piece.tensor
-                data = gather(data, piece.item_bytes, tensor.shape, tensor.strides)
+            data = bytearray(piece.nbytes)
+            read_strided(self._reader, piece, memoryview(data))
             self._kept = piece, data
         return self._kept[1]
 

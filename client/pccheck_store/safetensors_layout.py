@@ -6,6 +6,7 @@ C order. Tensors that share memory or have strides are each written out on their
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import struct
@@ -18,6 +19,7 @@ from pccheck_wire import parts, tree
 from pccheck_wire.errors import PccheckError
 
 from .documents import as_json
+from .readers import Reader
 from .selection import as_tensor, contiguous_strides
 
 HEADER_BYTES_MAX = 100_000_000
@@ -143,19 +145,38 @@ def header_of(metadata: dict[str, str], pieces: Iterable[Piece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def gather(data: bytes, item: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+def read_strided(reader: Reader, piece: Piece, into: memoryview) -> None:
+    """Fills `into` with a tensor that is not contiguous in the payload. Takes memory for what lies
+    between its first and its last byte."""
+    data = bytearray(piece.span_bytes)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    reader.read_into(struct.pack("<QQQ", place, piece.source, len(data)))
+    gather(data, piece.item_bytes, piece.tensor.shape, piece.tensor.strides, into)
+
+
+def gather(
+    data: bytes | bytearray,
+    item: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    into: memoryview,
+) -> None:
     """The elements of a strided view in C order; `data` begins with its first element."""
     if 0 in shape:
-        return b""
-    items = memoryview(data).cast(_FORMATS[item])
+        return
+    items, made = (memoryview(one).cast(_FORMATS[item]) for one in (data, into))
     *outer, length = shape or (1,)
     *steps, step = strides or (1,)
     rows = [0]  # where each innermost row begins
     for dim, stride in zip(outer, steps, strict=True):
         rows = [row + index * stride for row in rows for index in range(dim)]
-    if step == 0:
-        return b"".join(items[row : row + 1].tobytes() * length for row in rows)
-    return b"".join(items[row : row + (length - 1) * step + 1 : step].tobytes() for row in rows)
+    for number, row in enumerate(rows):
+        if step:
+            elements = items[row : row + (length - 1) * step + 1 : step]
+        else:
+            one = items[row : row + 1].tobytes()
+            elements = memoryview(one * length).cast(_FORMATS[item])
+        made[number * length : (number + 1) * length] = elements
 
 
 def _unique(name: str, taken: set[str]) -> str:

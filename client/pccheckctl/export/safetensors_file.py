@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pccheck_native import catalog
 from pccheck_store.readers import Reader
-from pccheck_store.safetensors_layout import Piece, gather, header_of, metadata_of, pieces_of
+from pccheck_store.safetensors_layout import Piece, header_of, metadata_of, pieces_of, read_strided
 from pccheck_wire import tree
 from pccheckctl.output.files import Output, reserve
 
@@ -101,10 +101,9 @@ def _fill(
             del anchor  # or the mapping could not be closed
         for piece in pieces:
             if piece.nbytes and not piece.contiguous:
-                shape, strides = piece.tensor.shape, piece.tensor.strides
-                data = reader.read(piece.source, piece.span_bytes)
                 at = base + piece.target
-                mapping[at : at + piece.nbytes] = gather(data, piece.item_bytes, shape, strides)
+                with memoryview(mapping) as whole, whole[at : at + piece.nbytes] as into:
+                    read_strided(reader, piece, into)
         mapping.flush()
 
 
