@@ -22,6 +22,7 @@ from .documents import as_json
 from .readers import Reader
 from .selection import as_tensor, contiguous_strides
 
+INDEX = ".safetensors.index.json"  #: the ending of an index of several files
 HEADER_BYTES_MAX = 100_000_000
 _ALIGN = 8
 

@@ -13,13 +13,19 @@ from pathlib import Path
 
 from pccheck_native import catalog
 from pccheck_store.readers import Reader
-from pccheck_store.safetensors_layout import Piece, header_of, metadata_of, pieces_of, read_strided
+from pccheck_store.safetensors_layout import (
+    INDEX,
+    Piece,
+    header_of,
+    metadata_of,
+    pieces_of,
+    read_strided,
+)
 from pccheck_wire import tree
 from pccheckctl.output.files import Output, reserve
 
 #: As in Hugging Face's libraries: 5 GB.
 SHARD_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
 
 
 def write(
@@ -62,7 +68,7 @@ def write_directory(
         total = sum(piece.nbytes for piece in pieces)
         names = {piece.name: name for name, shard in files.items() for piece in shard}
         index = {"metadata": {"total_size": total, **metadata}, "weight_map": names}
-        (output.temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (output.temporary / f"model{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
     notes = [f"{name} is stored once, as {kept}" for name, kept in tied.items()]
     return [f"{path} is left out" for path in left_out + others] + notes
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pccheck_native import catalog, layout
 from pccheck_store.directory import Storage
+from pccheck_store.safetensors_layout import INDEX
 from pccheck_wire.errors import PccheckError, RefusedError, UnsupportedStateError, UsageError
 from pccheckctl.export.torch_file import signals_held
 from pccheckctl.output.documents import note, print_json, rows, say
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .found import Found
 
 TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
-INDEX = ".safetensors.index.json"
 SAVE_LIMIT_S = 24 * 3600.0
 RNG = "rng"
 NAMED_MAX = 8
@@ -38,19 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.input)
     kind = arguments.format or _kind(path)
     wanted = _wanted(arguments.names)
-    with choose(arguments) as chosen:
-        storage = chosen.path if isinstance(chosen, Storage) else None
-        try:
-            layout.check_job(arguments.job)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        if storage is None:
-            assert not isinstance(chosen, Storage)
-            stored = rows(chosen.listing(arguments.job), "checkpoints")
-        else:
-            found = catalog.scan(storage, job=arguments.job).checkpoints
-            stored = catalog.checkpoint_documents(found)
-    _require_new(arguments.job, [one for one in stored if one.get("uid") == os.geteuid()])
+    storage = _place(arguments)
     read = _reader(kind)(path)
     things, values = _parts(read, wanted, path)
     step = read.step if arguments.step is None else arguments.step
@@ -66,6 +54,30 @@ def run(arguments: argparse.Namespace) -> int:
         client.checkpoint(step=step, metadata=metadata).wait_durable(SAVE_LIMIT_S)
     _report(arguments, kind, step, sorted(things), sorted(values), notes)
     return 0
+
+
+def _place(arguments: argparse.Namespace) -> Path | None:
+    """The directory for a private daemon; None: the daemon of this node. Raises RefusedError for a
+    job that exists."""
+    job = arguments.job
+    try:
+        layout.check_job(job)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with choose(arguments) as chosen:
+        if isinstance(chosen, Storage):
+            storage: Path | None = chosen.path
+            stored = catalog.checkpoint_documents(catalog.scan(chosen.path, job=job).checkpoints)
+        else:
+            storage, stored = None, rows(chosen.listing(job), "checkpoints")
+    steps = [one.get("step") for one in stored if one.get("uid") == os.geteuid()]
+    if steps:
+        raise RefusedError(
+            f"job {job!r} has checkpoints already (step {steps[0]}), and an import begins a new "
+            "job",
+            hint=f"import under another name, or first remove them: pccheckctl drop {job}",
+        )
+    return storage
 
 
 # -- what is read ------------------------------------------------------------------------------
@@ -103,15 +115,6 @@ def _reader(kind: str) -> Callable[[Path], Found]:
             f"cannot import without torch and NumPy: {error}", hint="pip install 'pccheck[torch]'"
         ) from error
     return read
-
-
-def _require_new(job: str, stored: list[dict[str, object]]) -> None:
-    if stored:
-        raise RefusedError(
-            f"job {job!r} has checkpoints already (step {stored[0].get('step')}), and an import "
-            "begins a new job",
-            hint=f"import under another name, or first remove them: pccheckctl drop {job}",
-        )
 
 
 # -- what a script will attach -----------------------------------------------------------------

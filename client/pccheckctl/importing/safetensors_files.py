@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from pccheck_store.safetensors_layout import DTYPES, HEADER_BYTES_MAX, PAIRS
+from pccheck_store.safetensors_layout import DTYPES, HEADER_BYTES_MAX, INDEX, PAIRS
 from pccheck_wire.errors import DamagedError, PccheckError, UnsupportedStateError, UsageError
 
 from .found import STEP_NAMES, Found
 
-INDEX = ".safetensors.index.json"
 _TORCH = {kind: name for name, kind in DTYPES.items()}
 
 
