@@ -62,6 +62,7 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
             whole = torch.load(tmp_path / "0/whole.pt", weights_only=True)
             exported(ctl, daemon.storage, tmp_path, whole)
             exported_as_directories(ctl, daemon, tmp_path, whole)
+            imported(ctl, daemon, tmp_path / "0/whole.dcp", whole)
             recovered(daemon, whole["model"])
             read_in_parts(daemon, whole)
     stale = {
@@ -155,6 +156,18 @@ def exported_as_directories(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -
         fs = PCcheckFileSystem(**options)
         data = fs.cat("job/newest/model.safetensors")
         assert equal(pytest.importorskip("safetensors.torch").load(data), whole["model"])
+
+
+def imported(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -> None:
+    """What torch.distributed.checkpoint has saved of four ranks becomes a job of whole tensors."""
+    assert len(list(place.glob("*.distcp"))) == 4
+    ran = ctl(None, "--socket", daemon.socket, "import", "imported", place, "--step", "3")
+    assert ran.code == 0, ran.err
+    with PCcheckClient(job="imported", socket=daemon.socket) as client:
+        found = client.recover()
+    assert found.step == 3 and equal(found.state["model"], whole["model"])
+    moments = found.state["optimizer"]["state"]
+    assert all(equal(moments[i], entry) for i, entry in whole["state"].items())
 
 
 def load_safetensors(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,7 +69,8 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def keep_whole(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What an export must have: whole tensors, gathered by torch."""
+    """What an export must have: whole tensors, gathered by torch; and what an import reads: the
+    shards as torch's own checkpoint has them."""
     parameters = optimizer.param_groups[0]["params"]
     found = {
         "model": {name: whole(tensor) for name, tensor in model.state_dict().items()},
@@ -79,6 +81,8 @@ def keep_whole(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     }
     if dist.get_rank() == 0:
         torch.save(found, place)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=place.with_suffix(".dcp"))
 
 
 def main() -> None:
