@@ -70,21 +70,6 @@ def event(kind: str) -> Event:
     return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, SaveTimes(0, 0, 0, 0, 0, 0))
 
 
-def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
-    ledger = Ledger()
-    items = [checkpoint(State.DURABLE) for _ in range(4)]
-    for number, item in enumerate(items):
-        item.snapshot, item.sequence, item.step = number, number + 1, 10 * number
-        item.world_size = 2
-        assert ledger.add(item)
-    assert ledger.became_global(3, {1, 3}) == items[:3]
-    assert [item.state for item in items] == [
-        State.GLOBAL, State.SUPERSEDED, State.GLOBAL, State.DURABLE,
-    ]  # fmt: skip
-    assert (items[1].newer_sequence, items[1].newer_step) == (3, 20)
-    assert ledger.became_global(3, {1, 3}) == []  # said once
-
-
 def test_durable_may_overtake_copied() -> None:
     item = checkpoint(State.COPYING)
     assert item.advance(State.DURABLE, 7)

@@ -68,3 +68,14 @@ def test_what_becomes_durable_after_a_newer_one_is_global_moves_as_well() -> Non
     late = durable(ledger, 1)
     assert ledger.is_late(2) and ledger.became_global(2, {1, 2}) == [late]
     assert late.state is State.GLOBAL and not ledger.is_late(2)
+
+
+def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
+    ledger = Ledger()
+    items = [durable(ledger, sequence) for sequence in (1, 2, 3, 4)]
+    assert ledger.became_global(3, {1, 3}) == items[:3]
+    assert [item.state for item in items] == [
+        State.GLOBAL, State.SUPERSEDED, State.GLOBAL, State.DURABLE,
+    ]  # fmt: skip
+    assert (items[1].newer_sequence, items[1].newer_step) == (3, 3)
+    assert ledger.became_global(3, {1, 3}) == []  # said once
