@@ -200,6 +200,8 @@ static void begin_any(struct workload *workload)
 static void unprotect(struct workload *workload)
 {
     struct pcc_record record;
+    if (pcc_volume_stopped(workload->volume))
+        return; /* a record that was not written: the table says more than the next one was to */
     pcc_volume_record(workload->volume, &record);
     for (uint32_t i = 0; i < record.slot_count; i++) {
         const struct pcc_slot_entry *entry = &record.slots[i];
@@ -257,13 +259,15 @@ void workload_run(struct workload *workload, uint32_t actions)
 void workload_beside(void *owner)
 {
     struct workload *workload = owner;
-    uint32_t sealed = 0;
     if (!workload->saver || rng_chance(&workload->rng, 2))
         return;
-    for (uint32_t i = 0; i < workload->lanes; i++)
-        sealed += workload->lives[i].save && workload->lives[i].sealed;
-    if (sealed > (workload->stepping > 0))
-        return;
+    for (uint32_t i = 0; i < workload->lanes; i++) {
+        const struct live *live = &workload->lives[i];
+        if (live->save && live->sealed &&
+            (workload->stepping == 0 ||
+             live->save->lane != &workload->saver->lanes[workload->stepping - 1]))
+            return;
+    }
     /* Not while a flag is being changed: it might take the other good one. */
     if (workload->spec.policy_one_in && rng_chance(&workload->rng, 4) && !workload->is_flagging)
         change_flag(workload, false);
