@@ -197,6 +197,9 @@ class Begin(Message):
     #: often steps have gone back so far, and how many consecutive calls before named this step.
     branch: int = 0
     repeat: int = 0
+    #: So many bytes of the payload are of tensors that do not train. Unless 0, the checkpoint may
+    #: refer to an earlier one, whose slot is then kept; checksums decide what is written again.
+    frozen_bytes: int = 0
 
 
 @message("describe")

@@ -51,6 +51,7 @@ class SlotEntry(NamedTuple):
     tree_offset: int
     tree_bytes: int
     wall_ns: int
+    base: int  # the sequence of the checkpoint in whose slot its unchanged blocks lie; 0: none
 
 class VolumeInfo(NamedTuple):
     uuid: bytes
@@ -182,6 +183,7 @@ class Event(NamedTuple):
     error_name: str  # "" or e.g. "EIO", "ABORTED"
     stage: str  # "" or write, flush, publish, copy
     rehomed: int
+    written_bytes: int  # to the volume, by the save that has ended
     times: SaveTimes
 
 @final
@@ -294,6 +296,7 @@ class Channel:
         payload_bytes: int,
         tree_offset: int,
         tree_bytes: int,
+        frozen_bytes: int = 0,  # so much of it probably is as it was: may refer to a base
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
     def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +45,7 @@ class Checkpoint(NamedTuple):
     flags: int
     slot: int
     volume_path: Path
+    base: int = 0  # sequence of the one in whose slot its unchanged blocks lie
 
     @property
     def is_damaged(self) -> bool:
@@ -81,6 +82,11 @@ class Catalog(NamedTuple):
 def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
     of_slot = {name: value for name, value in entry._asdict().items() if name in Checkpoint._fields}
     return Checkpoint(info.uid, info.job, info.rank, volume_path=path, **of_slot)
+
+
+def bases(checkpoints: Collection[Checkpoint], sequences: Collection[int]) -> set[int]:
+    """What those of a rank's checkpoints refer to: kept for as long as they are."""
+    return {one.base for one in checkpoints if one.sequence in sequences and one.base}
 
 
 def checkpoints_of(volume: Volume, path: str | os.PathLike[str]) -> list[Checkpoint]:

@@ -6,7 +6,7 @@ static const struct {
 } shapes[PCC_PY_RESULT_COUNT] = {
     [PCC_PY_SLOT_ENTRY] = {"SlotEntry",
                            "slot flags sequence step incarnation world_size payload_bytes "
-                           "manifest_bytes tree_offset tree_bytes wall_ns"},
+                           "manifest_bytes tree_offset tree_bytes wall_ns base"},
     [PCC_PY_VOLUME_INFO] = {"VolumeInfo",
                             "uuid job uid rank world_size slots keep block_bytes slot_bytes "
                             "payload_capacity volume_bytes record_number next_sequence "
@@ -14,7 +14,7 @@ static const struct {
                             "repaired_replicas damaged_records"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
-                               "rehomed times"},
+                               "rehomed written_bytes times"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
         {"ChannelUsage",

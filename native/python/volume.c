@@ -42,7 +42,7 @@ static uint64_t payload_capacity(const struct pcc_geometry *geometry)
     uint64_t high = geometry->slot_stride_bytes;
     while (low < high) {
         uint64_t middle = low + (high - low + 1) / 2;
-        if (pcc_geometry_fits(geometry, middle))
+        if (pcc_geometry_fits(geometry, middle, false))
             low = middle;
         else
             high = middle - 1;
@@ -84,11 +84,11 @@ static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
 {
     if (entry->state != PCC_SLOT_DURABLE)
-        return Py_BuildValue("(IIiiiiiiiii)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    return Py_BuildValue("(IIKLKIKIKKK)", slot, entry->flags, entry->sequence, entry->step,
+        return Py_BuildValue("(IIiiiiiiiiii)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return Py_BuildValue("(IIKLKIKIKKKK)", slot, entry->flags, entry->sequence, entry->step,
                          entry->incarnation, entry->world_size, entry->payload_bytes,
                          entry->manifest_bytes, entry->tree_offset_bytes, entry->tree_bytes,
-                         entry->wall_ns);
+                         entry->wall_ns, entry->base_sequence);
 }
 
 static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import time
 
-from pccheck_native import group
+from pccheck_native import catalog, group
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
@@ -376,9 +376,11 @@ class Job:
         current = tenant.volumes.current
         if current is None:
             return set()
+        there = current.checkpoints
+        staying = current.pinned | catalog.bases(there, {one.sequence for one in there})
         return group.pins(
             self.ranks(), rank, self.incarnation(rank, owner),
-            after=owner.restored or 0, slots=current.info.slots - len(current.pinned),
+            after=owner.restored or 0, slots=current.info.slots - len(staying),
         )  # fmt: skip
 
     def wants_slot(self, rank: int) -> str:

@@ -114,15 +114,18 @@ def _require_room(tenant: Tenant, sequence: int) -> None:
     beside = max(item.info.keep + 1, SLOTS_BESIDE_MIN)
     protected = {one.sequence for one in item.checkpoints if one.is_protected}
     wanted = item.pinned | {sequence}
+    bases = catalog.bases(item.checkpoints, wanted | protected) - wanted - protected
     steps = ", ".join(str(one.step) for one in item.checkpoints if one.is_pinned) or "none"
-    if len(wanted) > slots - beside:
+    if len(wanted | bases) > slots - beside:
+        shared = f", and {len(bases)} for their unchanged tensors" if bases else ""
         raise RefusedError(
-            f"{tenant.key}: {slots} slots have room for {max(0, slots - beside)} pinned "
-            f"checkpoints, since {beside} are needed for new ones; pinned steps: {steps}",
+            f"{tenant.key}: {slots} slots have room for {max(0, slots - beside - len(bases))} "
+            f"pinned checkpoints, since {beside} are needed for new ones{shared}; pinned steps: "
+            f"{steps}",
             hint="unpin one, or start pccheckd with more --slots, which new jobs and "
             "larger states get",
         )
-    if len(wanted | protected) > slots - 2:
+    if len(wanted | protected | bases) > slots - 2:
         raise RefusedError(
             f"{tenant.key}: {len(protected)} of {slots} slots are kept for a run that has not "
             "restored, and the next checkpoint needs one",

@@ -55,6 +55,9 @@ class Metrics:
             "failures", "Failed checkpoints by stage and error", (*RANK, "stage", "error")
         )
         self._bytes = self._counter("durable_bytes", "Payload that became durable", RANK)
+        self._written = self._counter(
+            "written_bytes", "Written to volumes for checkpoints, unchanged tensors not again", RANK
+        )
         self._rehomed = self._counter(
             "rehomed", "Moves of checkpoints to another slot after a write error", RANK
         )
@@ -83,6 +86,8 @@ class Metrics:
         self._checkpoints.labels(*rank, item.state).inc()
         if item.state == "failed":
             self._failures.labels(*rank, item.stage or "admission", item.error or "OTHER").inc()
+        if item.written_bytes:
+            self._written.labels(*rank).inc(item.written_bytes)
         if item.rehomed:
             self._rehomed.labels(*rank).inc(item.rehomed)
         if item.state == "durable":
@@ -137,7 +142,7 @@ class Metrics:
         del self._known[gone]
         named = dict(zip(RANK, gone, strict=True))
         for metric in (self._requests, self._checkpoints, self._failures, self._bytes,
-                       self._rehomed, self._stall):  # fmt: skip
+                       self._written, self._rehomed, self._stall):  # fmt: skip
             metric.remove_by_labels(named)
         if all(known[:2] != gone[:2] for known in self._known):
             for histogram in self._histograms.values():

@@ -280,8 +280,8 @@ def _open_volume(item: OpenVolume) -> Document:
 def _state(item: Checkpoint, key: Key) -> Document:
     """One recent checkpoint: its state, and how long each part took (None: not reached)."""
     record = item.record(key)
-    names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes", "state",
-             "reason", "rehomed")  # fmt: skip
+    names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes",
+             "written_bytes", "state", "reason", "rehomed")  # fmt: skip
     reached = {
         "waited_s": item.at_ns.get(State.COPYING),
         "copied_s": item.at_ns.get(State.COPIED),

@@ -70,6 +70,7 @@ class Record(NamedTuple):
     sequence: int
     slot: int | None
     payload_bytes: int
+    written_bytes: int  # to the volume: what has not changed is not written again
     pulled: bool
     state: str
     reason: str
@@ -114,6 +115,8 @@ class Checkpoint:
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     held_at_ns: int = 0
     held_ns: int = 0
+    frozen_bytes: int = 0  # of tensors that do not train, if it is worth a slot
+    written_bytes: int = 0
     sequence: int = 0  # the same on every rank of a group, from the request on
     slot: int | None = None
     state: State = State.REQUESTED
@@ -142,9 +145,9 @@ class Checkpoint:
     def record(self, key: Key) -> Record:
         return Record(
             key.uid, key.job, key.rank, self.session, self.snapshot, self.incarnation, self.step,
-            self.sequence, self.slot, self.payload_bytes, bool(self.map), self.state.name.lower(),
-            self.reason, self.hint, self.stage, self.error, self.rehomed, self.held_at_ns,
-            self.held_ns, self.requested_ns, self.ended_ns,
+            self.sequence, self.slot, self.payload_bytes, self.written_bytes, bool(self.map),
+            self.state.name.lower(), self.reason, self.hint, self.stage, self.error, self.rehomed,
+            self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
             *(self.times_ns.get(name, 0) for name in _TIMES),
         )  # fmt: skip
 
@@ -187,5 +190,6 @@ class Checkpoint:
         self.times_ns = event.times._asdict()
         if event.kind in ("durable", "superseded", "given_up", "failed"):
             self.slot, self.stage, self.error = event.slot, event.stage, event.error_name
+            self.written_bytes = event.written_bytes
         elif event.kind == "writing":
             self.first_write_ns = now_ns

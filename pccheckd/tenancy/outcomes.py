@@ -17,7 +17,7 @@ from .volumes import Key
 
 #: Fields of a line in the log, for machines; those that are not known are left out.
 _FIELDS = ("uid", "job", "rank", "step", "session", "snapshot", "payload_bytes")
-_IF_ANY = ("sequence", "rehomed", "stage", "error", "reason", "hint")
+_IF_ANY = ("sequence", "written_bytes", "rehomed", "stage", "error", "reason", "hint")
 
 
 class Counting(Protocol):
@@ -74,12 +74,15 @@ def sentence(item: Record) -> str:
         failed = item.state == "failed"
         return f"failed: {item.reason}{hint}" if failed else f"was {item.state}: {item.reason}"
     moved = f", moved {item.rehomed} times" if item.rehomed else ""
+    size = size_text(item.payload_bytes)
+    if 0 < item.written_bytes < item.payload_bytes:
+        size += f", of which {size_text(item.written_bytes)} were written"
     took = item.seconds()
     total = took.pop("durable", 0.0)
     parts = ", ".join(f"{word} {seconds:.3f}" for word, seconds in took.items())
     return (
         f"is durable {total:.3f} s after its request: {parts} s "
-        f"({size_text(item.payload_bytes)}, sequence {item.sequence}, slot {item.slot}{moved})"
+        f"({size}, sequence {item.sequence}, slot {item.slot}{moved})"
     )
 
 

@@ -409,6 +409,7 @@ class Tenant:
             tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
             incarnation=self.incarnation, world_size=owner.world_size,
             requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
+            frozen_bytes=min(body.frozen_bytes, body.payload_bytes),
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
             return  # requested twice: the first request counts
@@ -444,7 +445,7 @@ class Tenant:
                     sequence=checkpoint.sequence, step=checkpoint.step,
                     incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
                     payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
-                    tree_bytes=checkpoint.tree_bytes,
+                    tree_bytes=checkpoint.tree_bytes, frozen_bytes=checkpoint.frozen_bytes,
                 )  # fmt: skip
         except _core.NativeError as error:
             if error.code_name != "STOPPED" or fresh:

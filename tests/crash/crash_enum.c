@@ -35,6 +35,7 @@ struct enumeration {
     uint64_t gaps[PART_COUNT][WHENS];
     uint64_t recovered_newer, recovered_nothing;
     uint64_t deaths, adopted; /* of daemons; saves that went on in another one */
+    uint64_t based;           /* became durable with a base */
     uint64_t violations;
     uint64_t seed;
     const char *program;
@@ -208,6 +209,7 @@ static struct workload_spec draw_spec(struct rng *rng, uint64_t history)
     spec.reuse_one_in = rng_chance(rng, 2) ? 16 : 0;
     spec.fault_one_in = rng_chance(rng, 2) ? 40 : 0;
     spec.death_one_in = rng_chance(rng, 2) ? 12 : 0;
+    spec.frozen_pages = rng_chance(rng, 4) ? 0 : 1 + rng_below(rng, spec.payload_pages_max);
     return spec;
 }
 
@@ -267,6 +269,7 @@ static void run_history(struct enumeration *e, uint64_t history, enum sim_mutant
     }
     e->deaths += w->count.deaths;
     e->adopted += w->count.adopted;
+    e->based += w->count.based;
     workload_close(w);
     workload_free(w);
     media_free(e->media);
@@ -318,16 +321,17 @@ int main(int argc, char **argv)
     do
         run_history(&e, history++, mutant);
     while (!only && e.violations == 0 && e.images.count < wanted);
-    printf("crash_enum (%s): %llu states, %llu distinct images, %llu judged, %llu repaired, %llu "
-           "epochs (%llu exhaustive), %llu positions, %llu sessions of %llu histories, %llu deaths "
-           "of the daemon (%llu saves went on), %llu violations, seed %llu\n",
-           sim_model_names[e.model], (unsigned long long)e.states,
-           (unsigned long long)e.images.count, (unsigned long long)e.judged.count,
-           (unsigned long long)e.repaired.count, (unsigned long long)e.epochs,
-           (unsigned long long)e.exhaustive_epochs, (unsigned long long)e.positions,
-           (unsigned long long)e.sessions, (unsigned long long)e.histories,
-           (unsigned long long)e.deaths, (unsigned long long)e.adopted,
-           (unsigned long long)e.violations, (unsigned long long)e.seed);
+    printf(
+        "crash_enum (%s): %llu states, %llu distinct images, %llu judged, %llu repaired, %llu "
+        "epochs (%llu exhaustive), %llu positions, %llu sessions of %llu histories, %llu deaths "
+        "of the daemon (%llu saves went on), %llu saves with a base, %llu violations, seed %llu\n",
+        sim_model_names[e.model], (unsigned long long)e.states, (unsigned long long)e.images.count,
+        (unsigned long long)e.judged.count, (unsigned long long)e.repaired.count,
+        (unsigned long long)e.epochs, (unsigned long long)e.exhaustive_epochs,
+        (unsigned long long)e.positions, (unsigned long long)e.sessions,
+        (unsigned long long)e.histories, (unsigned long long)e.deaths,
+        (unsigned long long)e.adopted, (unsigned long long)e.based,
+        (unsigned long long)e.violations, (unsigned long long)e.seed);
     hash_set_close(&e.judged);
     hash_set_close(&e.images);
     hash_set_close(&e.repaired);

@@ -184,6 +184,7 @@ static struct workload *fresh(const struct loop *loop, const struct fault_case *
         .chunk_bytes = 4096,
         .payload_pages_max = 2,
         .policy_one_in = 20,
+        .frozen_pages = 1,
     };
     struct workload *w = workload_new(&spec, rng_next(rng));
     w->sim->model = loop->model;

@@ -180,8 +180,8 @@ MUTANTS = (
         source="disk/pcc_save_work.c",
         changes=(
             (
-                "    if (result == 0) {\n        piece->state = PCC_SAVE_CHUNK_WRITTEN;",
-                "    if (1) {\n        piece->state = PCC_SAVE_CHUNK_WRITTEN;",
+                "    if (result == 0) {\n        if (save->has_base)",
+                "    if (1) {\n        if (save->has_base)",
             ),
         ),
     ),
@@ -265,16 +265,44 @@ MUTANTS = (
         source="disk/pcc_save_work.c",
         changes=(
             (
-                "    const int result =\n        write_all(saver, piece->bytes,",
+                "    const int result = write_changed(",
                 "    pcc_save_lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
                 "    announce = !piece->announced;\n    piece->announced = true;\n"
                 "    pcc_save_unlock(save);\n"
                 "    if (announce)\n"
                 "        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);\n"
                 "    announce = false;\n"
-                "    const int result =\n        write_all(saver, piece->bytes,",
+                "    const int result = write_changed(",
             ),
         ),
+    ),
+    Mutant(
+        "a base recycled",
+        "a checkpoint that another one refers to is dropped like any other",
+        source="disk/pcc_commit.c",
+        changes=(
+            (
+                "uint32_t bases = in_use | pcc_record_bases(record, kept);",
+                "uint32_t bases = in_use;",
+            ),
+        ),
+    ),
+    Mutant(
+        "read from its own slot",
+        "what lies in the base is looked for beside what was written",
+        source="disk/pcc_load.c",
+        changes=(
+            (
+                "in_base ? load->base_offset_bytes : load->slot_offset_bytes",
+                "load->slot_offset_bytes",
+            ),
+        ),
+    ),
+    Mutant(
+        "never referred to",
+        "what was not written counts as written",
+        source="disk/pcc_save_base.c",
+        changes=(("if (referred) bitmap[block / 64] |=", "if (0) bitmap[block / 64] |="),),
     ),
     Mutant(
         "sequence given out again",

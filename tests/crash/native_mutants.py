@@ -12,6 +12,7 @@ TESTS = {
     "test_volume": (),
     "test_format": (),
     "test_save": ("nanosleep",),
+    "test_base": (),
     "test_calls": (
         "open", "fallocate", "renameat2", "pread", "pwrite", "pwritev2", "fdatasync", "fsync",
     ),
@@ -25,11 +26,11 @@ NATIVE_MUTANTS = (
         source="disk/pcc_commit.c",
         changes=(
             (
-                "while (kept >= record->slot_count) {",
+                "while ((uint32_t)__builtin_popcount(kept | bases) >= record->slot_count) {",
                 "uint32_t usable = 0;\n"
                 "for (uint32_t i = 0; i < record->slot_count; i++)\n"
                 "    usable += (record->slots[i].flags & PCC_SLOT_QUARANTINED) == 0;\n"
-                "while (kept >= usable) {",
+                "while ((uint32_t)__builtin_popcount(kept | bases) >= usable) {",
             ),
         ),
     ),
@@ -61,6 +62,53 @@ NATIVE_MUTANTS = (
             ("(void)pthread_mutex_lock(&saver->flushing);", ""),
             ("(void)pthread_mutex_unlock(&saver->flushing);", ""),
         ),
+    ),
+    Mutant(
+        "published with a damaged base",
+        "what was just called damaged is the newest checkpoint",
+        program="test_base",
+        source="disk/pcc_volume.c",
+        changes=(
+            (
+                "if (entry->base_sequence != 0 && !is_sound_base(volume, entry->base_sequence))",
+                "if (0)",
+            ),
+        ),
+    ),
+    Mutant(
+        "a reader without the base",
+        "what it refers to is overwritten while it reads",
+        program="test_base",
+        source="disk/pcc_volume.c",
+        changes=(
+            ("hold(volume, out->base.slot, &out->base.entry);", "out->base.entry = out->entry;"),
+            ("release(volume, held->base.slot);", "(void)held;"),
+        ),
+    ),
+    Mutant(
+        "a base of saves in flight recycled",
+        "it is gone before the record that needs it",
+        program="test_base",
+        source="disk/pcc_volume.c",
+        changes=(
+            ("volume->references[slot]++;", ""),
+            ("volume->references[base->slot]--;", ""),
+            ("PCC_ASSERT(volume->references[base->slot] > 0);", ""),
+        ),
+    ),
+    Mutant(
+        "a poor base for ever",
+        "each checkpoint writes most of what was called frozen",
+        program="test_base",
+        source="disk/pcc_save_work.c",
+        changes=(("judge_base(save);", "(void)judge_base;"),),
+    ),
+    Mutant(
+        "read back from its own slot",
+        "the next daemon looks for what lies in the base beside what was written",
+        program="test_base",
+        source="disk/pcc_save_adopt.c",
+        changes=(("in_base ? save->base.slot : save->slot", "save->slot"),),
     ),
     Mutant(
         "records are no chain",

@@ -25,14 +25,23 @@ void oracle_free(struct oracle *oracle)
     free(oracle);
 }
 
-void oracle_payload(uint64_t sequence, int64_t step, uint8_t *bytes, uint64_t length)
+static void fill(struct rng rng, uint8_t *bytes, uint64_t length)
 {
-    struct rng rng = rng_from(sequence, (uint64_t)step);
-    uint64_t padded = pcc_align_up(length, PCC_IO_ALIGN);
-    for (uint64_t at = 0; at < padded; at += sizeof(uint64_t)) {
+    for (uint64_t at = 0; at < length; at += sizeof(uint64_t)) {
         uint64_t word = rng_next(&rng);
-        memcpy(bytes + at, &word, sizeof word);
+        memcpy(bytes + at, &word, length - at < sizeof word ? length - at : sizeof word);
     }
+}
+
+void oracle_payload(const struct oracle *oracle, uint64_t sequence, int64_t step, uint8_t *bytes,
+                    uint64_t length)
+{
+    uint64_t padded = pcc_align_up(length, PCC_IO_ALIGN);
+    uint64_t frozen = length < oracle->frozen_bytes ? length : oracle->frozen_bytes;
+    fill(rng_from(sequence, (uint64_t)step), bytes, padded);
+    fill(rng_from(0xf202e4, oracle->frozen), bytes, frozen);
+    if (frozen > 0 && step % 8 == 0) /* one that nobody expected to change */
+        bytes[(uint64_t)step * 977 % frozen] ^= 1;
     memset(bytes + length, 0, padded - length);
 }
 
@@ -46,7 +55,7 @@ struct oracle_save *oracle_begin(struct oracle *oracle, const struct pcc_save_re
     uint64_t padded = pcc_align_up(request->payload_bytes, PCC_IO_ALIGN);
     save->bytes = aligned_alloc(PCC_IO_ALIGN, padded);
     PCC_ASSERT(save->bytes);
-    oracle_payload(sequence, request->step, save->bytes, request->payload_bytes);
+    oracle_payload(oracle, sequence, request->step, save->bytes, request->payload_bytes);
     return save;
 }
 

@@ -12,7 +12,7 @@
 struct oracle_save {
     struct pcc_save_request request; /* tag = index in the book */
     uint64_t sequence;
-    uint8_t *bytes;     /* the payload, from (sequence, step) */
+    uint8_t *bytes;     /* the payload, from (sequence, step), and what of it is frozen */
     uint32_t sealed_at; /* log position; before it, nothing of it may be recovered */
     bool ended;
     bool scrubbed; /* its chunk memory may hold anything now */
@@ -25,12 +25,16 @@ struct oracle {
     uint64_t required; /* newest acknowledged before the log began */
     uint64_t required_one_before;
     int64_t next_step;
+    uint64_t frozen_bytes; /* so much of each payload is the same in many: made from ... */
+    uint64_t frozen;       /* ... this */
 };
 
 struct oracle *oracle_new(void);
 void oracle_free(struct oracle *oracle);
-/* Writes the payload of (sequence, step); bytes has room up to the next PCC_IO_ALIGN, zeroed. */
-void oracle_payload(uint64_t sequence, int64_t step, uint8_t *bytes, uint64_t length);
+/* Writes the payload of (sequence, step); bytes has room up to the next PCC_IO_ALIGN, zeroed. The
+ * frozen ones are those of every payload with this `frozen`, but for a page now and then. */
+void oracle_payload(const struct oracle *oracle, uint64_t sequence, int64_t step, uint8_t *bytes,
+                    uint64_t length);
 /* Books a save that begins; its payload is made here. */
 struct oracle_save *oracle_begin(struct oracle *oracle, const struct pcc_save_request *request,
                                  uint64_t sequence);

@@ -140,11 +140,13 @@ static void run_history(struct rot *rot, uint64_t history, bool mutant)
     rot->rng = rng_from(rot->seed, history * 2);
     rot->keep = history % 3 == 2 ? 1 : 2;
     struct workload_spec spec = {
-        .slots = rot->keep + 2,
+        .slots = 4,
         .keep = rot->keep,
         .block_bytes = 512,
         .chunk_bytes = 4096,
         .payload_pages_max = 1 + rng_below(&rot->rng, 2),
+        /* What two checkpoints share, one sector can take from both. */
+        .frozen_pages = rot->keep == 1,
     };
     struct workload *w = workload_new(&spec, rng_next(&rot->rng));
     rot->media = media_new(w->sim->size_bytes);

@@ -54,6 +54,7 @@ def test_crash_states(model: str) -> None:
     assert count("distinct images", output) >= 1_000_000
     assert count("positions", output) >= 5_000
     assert count("repaired", output) >= 10_000
+    assert count("saves with a base", output) >= 20
     assert count("violations", output) == 0
 
 

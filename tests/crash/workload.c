@@ -40,6 +40,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     if (!live)
         return;
     struct oracle_save *save = &workload->oracle->saves[live->tag];
+    struct pcc_record record;
     bool acknowledged = sim->acknowledged[result->sequence];
     if (result->sequence != save->sequence)
         sim_breach(sim, "a save ended with another one's sequence");
@@ -48,6 +49,8 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
         workload->count.durable++;
         if (!acknowledged || !live->sealed)
             sim_breach(sim, "a save ended durable without an acknowledgement");
+        pcc_volume_record(workload->volume, &record);
+        workload->count.based += record.slots[result->slot].base_sequence != 0;
         break;
     case PCC_SAVE_SUPERSEDED:
         workload->count.superseded++;
@@ -80,6 +83,7 @@ struct workload *workload_new(const struct workload_spec *spec, uint64_t seed)
     workload->spec = *spec;
     workload->rng = rng_from(seed, 0x30ad);
     workload->oracle = oracle_new();
+    workload->oracle->frozen_bytes = (uint64_t)spec->frozen_pages * PCC_IO_ALIGN;
     struct pcc_geometry geometry;
     int result = pcc_geometry_plan((uint64_t)spec->payload_pages_max * PCC_IO_ALIGN, spec->slots,
                                    spec->block_bytes, PCC_RECORD_STRIDE_MIN, &geometry);
@@ -196,6 +200,11 @@ int workload_begin(struct workload *workload, uint32_t pages)
         .tree_offset_bytes = bytes / 2 / 64 * 64,
     };
     request.tree_bytes = bytes - request.tree_offset_bytes;
+    if (oracle->frozen_bytes > 0) {
+        oracle->frozen += rng_chance(&workload->rng, 16);
+        if (!rng_chance(&workload->rng, 6))
+            request.frozen_bytes = oracle->frozen_bytes < bytes ? oracle->frozen_bytes : bytes;
+    }
     uint64_t sequence = 0;
     struct pcc_save *save = NULL;
     int result = pcc_save_begin(workload->saver, &request, &save, &sequence);

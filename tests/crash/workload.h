@@ -18,6 +18,7 @@ struct workload_spec {
     uint32_t policy_one_in; /* how seldom flags, incarnations, finish, reopen come; 0: never */
     uint32_t reuse_one_in;  /* how seldom a chunk is re-used the moment it was written; 0: never */
     uint32_t fault_one_in;  /* how seldom an action arms a transient fault; 0: never */
+    uint32_t frozen_pages;  /* so much of the payloads seldom changes, as most saves say */
     uint32_t death_one_in;  /* how seldom the daemon dies in an action, and another one goes on */
 };
 
@@ -56,7 +57,7 @@ struct workload {
     bool faulty;              /* a fault was armed: saves may fail */
     struct {
         uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads, deaths,
-            adopted;
+            adopted, based;
     } count;
 };
 

@@ -13,7 +13,7 @@ static struct pcc_record sample(void)
     CHECK_EQUAL(pcc_geometry_plan(100000, 4, 4096, 4096, &geometry), 0);
     memset(&record, 0, sizeof record);
     record.magic = PCC_RECORD_MAGIC;
-    record.format_version = PCC_FORMAT_VERSION;
+    record.format_version = PCC_FORMAT_VERSION_WHOLE;
     record.record_bytes = PCC_RECORD_BYTES;
     record.record_number = 7;
     for (uint8_t i = 0; i < PCC_UUID_BYTES; i++)
@@ -31,7 +31,7 @@ static struct pcc_record sample(void)
     record.slots[1].state = PCC_SLOT_DURABLE;
     record.slots[1].sequence = 9;
     record.slots[1].payload_bytes = 100000;
-    record.slots[1].manifest_bytes = (uint32_t)pcc_manifest_bytes(100000, 4096);
+    record.slots[1].manifest_bytes = (uint32_t)pcc_manifest_bytes(100000, 4096, false);
     record.slots[3].flags = PCC_SLOT_QUARANTINED;
     pcc_record_seal(&record, 1, 0);
     return record;
@@ -86,7 +86,7 @@ static const struct field entry_fields[] = {
     FIELD(pcc_slot_entry, manifest_bytes),  FIELD(pcc_slot_entry, world_size),
     FIELD(pcc_slot_entry, manifest_digest), FIELD(pcc_slot_entry, tree_offset_bytes),
     FIELD(pcc_slot_entry, tree_bytes),      FIELD(pcc_slot_entry, wall_ns),
-    FIELD(pcc_slot_entry, reserved),
+    FIELD(pcc_slot_entry, base_sequence),
 };
 static const struct field manifest_fields[] = {
     FIELD(pcc_manifest_header, magic),
@@ -189,9 +189,9 @@ static void test_geometry(void)
     CHECK_EQUAL(pcc_geometry_slot_offset(&geometry, 3), (2 + 3 * 65) << 20);
     CHECK_EQUAL(pcc_geometry_record_offset(&geometry, 0, 1), 262ll << 20);
     CHECK_EQUAL(pcc_geometry_record_offset(&geometry, 1, 1), 263ll << 20);
-    CHECK(pcc_geometry_fits(&geometry, 64 << 20));
-    CHECK(!pcc_geometry_fits(&geometry, 65 << 20));
-    CHECK(!pcc_geometry_fits(&geometry, UINT64_MAX));
+    CHECK(pcc_geometry_fits(&geometry, 64 << 20, false));
+    CHECK(!pcc_geometry_fits(&geometry, 65 << 20, false));
+    CHECK(!pcc_geometry_fits(&geometry, UINT64_MAX, false));
 
     CHECK_EQUAL(pcc_geometry_plan(0, 4, 4096, 4096, &geometry), -EINVAL);
     CHECK_EQUAL(pcc_geometry_plan(UINT64_MAX, 4, 4096, 4096, &geometry), -EINVAL);
@@ -273,8 +273,93 @@ static void test_bounds_are_checked_behind_the_crc(void)
     BAD(slots[2] = good.slots[1]);
 #undef BAD
     bad = good;
-    bad.format_version = 2;
+    bad.format_version = PCC_FORMAT_VERSION + 1;
     CHECK_EQUAL(accept_sealed(bad), -PCC_E_NEWER_FORMAT);
+}
+
+/* Slot 2 refers to slot 1. */
+static struct pcc_record sample_with_base(void)
+{
+    struct pcc_record record = sample();
+    struct pcc_slot_entry *entry = &record.slots[2];
+
+    record.format_version = PCC_FORMAT_VERSION;
+    *entry = record.slots[1];
+    entry->sequence = record.slots[1].sequence + 1;
+    entry->base_sequence = record.slots[1].sequence;
+    entry->manifest_bytes = (uint32_t)pcc_manifest_bytes(100000, 4096, true);
+    if (record.next_sequence <= entry->sequence)
+        record.next_sequence = entry->sequence + 1;
+    return record;
+}
+
+static void test_a_base_is_in_the_same_table(void)
+{
+    const struct pcc_record good = sample_with_base();
+    struct pcc_record bad;
+
+    CHECK_EQUAL(accept_sealed(good), 0);
+    CHECK_EQUAL(pcc_record_bases(&good, 1u << 2), 1u << 1);
+    CHECK_EQUAL(pcc_record_bases(&good, 1u << 1), 0);
+#define BAD(change)                                                                                \
+    bad = good;                                                                                    \
+    bad.change;                                                                                    \
+    CHECK_EQUAL(accept_sealed(bad), -PCC_E_DAMAGED)
+    BAD(format_version = PCC_FORMAT_VERSION_WHOLE);
+    BAD(slots[2].base_sequence += 1);
+    BAD(slots[2].base_sequence += 7);
+    BAD(slots[2].manifest_bytes = good.slots[1].manifest_bytes);
+    BAD(slots[1].base_sequence = good.slots[2].sequence);
+    BAD(slots[1] = good.slots[3]);
+#undef BAD
+}
+
+static void test_a_bitmap_names_blocks_that_the_base_has(void)
+{
+    struct pcc_record record = sample_with_base();
+    struct pcc_slot_entry *entry = &record.slots[2], *base = &record.slots[1];
+    uint64_t checksums[25] = {0};
+    _Alignas(8) uint8_t manifest[4096] = {0};
+    uint64_t *bitmap = pcc_manifest_bitmap(manifest, entry->payload_bytes, 4096);
+
+    *bitmap = 1 << 24 | 1 << 3;
+    pcc_manifest_seal(manifest, &record, 2, checksums, entry);
+    CHECK_EQUAL(entry->manifest_bytes, 96 + 25 * 8 + 8 + 8);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), 0);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, NULL), -PCC_E_DAMAGED);
+    for (size_t bit = 0; bit < entry->manifest_bytes * 8; bit++) {
+        manifest[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), -PCC_E_DAMAGED);
+        manifest[bit / 8] ^= (uint8_t)(1u << bit % 8);
+    }
+    base->payload_bytes--; /* its last block is shorter than ours */
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), -PCC_E_DAMAGED);
+    base->payload_bytes = 4096 * 4 - 1;
+    *bitmap = 1 << 3;
+    pcc_manifest_seal(manifest, &record, 2, checksums, entry);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), -PCC_E_DAMAGED);
+    base->payload_bytes++;
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), 0);
+    *bitmap = 1 << 25; /* behind the last block */
+    pcc_manifest_seal(manifest, &record, 2, checksums, entry);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), -PCC_E_DAMAGED);
+
+    /* Blocks that are read together lie together. */
+    record.block_bytes = 512;
+    entry->payload_bytes = base->payload_bytes = 5000;
+    bitmap = pcc_manifest_bitmap(manifest, 5000, 512);
+    memset(manifest, 0, sizeof manifest);
+    *bitmap = 0xff;
+    pcc_manifest_seal(manifest, &record, 2, checksums, entry);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), 0);
+    bool in_base;
+    CHECK_EQUAL(pcc_bitmap_run(bitmap, 512, 0, 5000, &in_base), 4096);
+    CHECK(in_base);
+    CHECK_EQUAL(pcc_bitmap_run(bitmap, 512, 4096, 5000, &in_base), 5000);
+    CHECK(!in_base);
+    *bitmap = 0x7f;
+    pcc_manifest_seal(manifest, &record, 2, checksums, entry);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, entry, base), -PCC_E_DAMAGED);
 }
 
 static void test_every_flipped_bit_of_a_manifest_is_found(void)
@@ -289,19 +374,19 @@ static void test_every_flipped_bit_of_a_manifest_is_found(void)
     entry.step = -4;
     pcc_manifest_seal(manifest, &record, 1, checksums, &entry);
     CHECK_EQUAL(entry.manifest_bytes, 96 + 25 * 8);
-    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &entry), 0);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &entry, NULL), 0);
     for (size_t bit = 0; bit < entry.manifest_bytes * 8; bit++) {
         manifest[bit / 8] ^= (uint8_t)(1u << bit % 8);
-        CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &entry), -PCC_E_DAMAGED);
+        CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &entry, NULL), -PCC_E_DAMAGED);
         manifest[bit / 8] ^= (uint8_t)(1u << bit % 8);
     }
-    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, &entry), -PCC_E_DAMAGED);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 2, &entry, NULL), -PCC_E_DAMAGED);
     other = entry;
     other.sequence++;
-    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &other), -PCC_E_DAMAGED);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &record, 1, &other, NULL), -PCC_E_DAMAGED);
     struct pcc_record elsewhere = record;
     elsewhere.volume_uuid[0] ^= 1;
-    CHECK_EQUAL(pcc_manifest_accept(manifest, &elsewhere, 1, &entry), -PCC_E_DAMAGED);
+    CHECK_EQUAL(pcc_manifest_accept(manifest, &elsewhere, 1, &entry, NULL), -PCC_E_DAMAGED);
     static const uint8_t digest[PCC_DIGEST_BYTES] = {0x6c, 0x43, 0x58, 0x6d, 0xee, 0x04,
                                                      0x12, 0x88, 0x98, 0x3f, 0xbf, 0x02,
                                                      0x5c, 0xd7, 0xab, 0x2a};
@@ -317,5 +402,7 @@ int main(void)
     RUN(test_every_flipped_bit_of_a_record_is_found);
     RUN(test_bounds_are_checked_behind_the_crc);
     RUN(test_every_flipped_bit_of_a_manifest_is_found);
+    RUN(test_a_base_is_in_the_same_table);
+    RUN(test_a_bitmap_names_blocks_that_the_base_has);
     return 0;
 }

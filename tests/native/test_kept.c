@@ -96,7 +96,7 @@ static void begin_one(uint64_t sequence, uint32_t slot)
                                          .world_size = 3};
 
     truth.may_be_copied = truth.must_be_copied = false;
-    pcc_kept_begin(&truth.kept, 1, &entry, slot, PIECES);
+    pcc_kept_begin(&truth.kept, 1, &entry, slot, PIECES, 0);
     truth.sequence = sequence;
     truth.slot = slot;
 }

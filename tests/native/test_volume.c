@@ -83,7 +83,7 @@ static void test_what_is_no_volume_says_so(void)
 
     media = formatted(4, 2);
     memcpy(&record, media->bytes + 8192, sizeof record); /* record 1: generation 1 */
-    record.format_version = 2;
+    record.format_version = PCC_FORMAT_VERSION + 1;
     pcc_record_seal(&record, 1, 0);
     memcpy(media->bytes + 8192, &record, sizeof record);
     CHECK_EQUAL(pcc_volume_open_io(&media->io, true, &volume), -PCC_E_NEWER_FORMAT);
@@ -409,26 +409,26 @@ static void test_a_held_slot_is_freed_at_release(void)
 {
     struct memory_io *media = formatted(4, 1);
     struct pcc_volume *volume = opened(media);
-    struct pcc_slot_entry entry;
+    struct pcc_held first, second, none;
     uint64_t sequence, held;
-    uint32_t slot, other;
+    uint32_t other;
 
     CHECK_EQUAL(publish_next(volume, &held), 0);
-    CHECK_EQUAL(pcc_volume_hold(volume, held, &slot, &entry), 0);
-    CHECK_EQUAL(pcc_volume_hold(volume, held, &other, &entry), 0);
-    CHECK_EQUAL(entry.step, (int64_t)held * 10);
-    CHECK_EQUAL(slot, other);
+    CHECK_EQUAL(pcc_volume_hold(volume, held, &first), 0);
+    CHECK_EQUAL(pcc_volume_hold(volume, held, &second), 0);
+    CHECK_EQUAL(first.entry.step, (int64_t)held * 10);
+    CHECK_EQUAL(first.slot, second.slot);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
-    CHECK_EQUAL(pcc_volume_hold(volume, held, &other, &entry), -ENOENT);
+    CHECK_EQUAL(pcc_volume_hold(volume, held, &none), -ENOENT);
     for (int i = 0; i < 6; i++) {
         CHECK_EQUAL(pcc_volume_take_slot(volume, &other), 0);
-        CHECK(other != slot);
+        CHECK(other != first.slot);
         pcc_volume_return_slot(volume, other);
     }
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
-    pcc_volume_release(volume, slot);
+    pcc_volume_release(volume, &first);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
-    pcc_volume_release(volume, slot);
+    pcc_volume_release(volume, &second);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
     pcc_volume_close(volume);
     memory_free(media);

@@ -87,13 +87,12 @@ static inline uint32_t table_size(struct pcc_volume *volume)
 
 static inline bool has(struct pcc_volume *volume, uint64_t sequence)
 {
-    struct pcc_slot_entry entry;
-    uint32_t slot;
+    struct pcc_held held;
 
-    if (pcc_volume_hold(volume, sequence, &slot, &entry) != 0)
+    if (pcc_volume_hold(volume, sequence, &held) != 0)
         return false;
-    pcc_volume_release(volume, slot);
-    return entry.sequence == sequence;
+    pcc_volume_release(volume, &held);
+    return held.entry.sequence == sequence;
 }
 
 #endif

@@ -102,19 +102,19 @@ class Loop:
         )
         return layout
 
-    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes) -> int:
+    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes, frozen: int = 0) -> int:
         return self.channel.begin(
             snapshot, step=step, incarnation=1, world_size=1, payload_bytes=layout.payload_bytes,
-            tree_offset=layout.tree_offset, tree_bytes=len(tree),
+            tree_offset=layout.tree_offset, tree_bytes=len(tree), frozen_bytes=frozen,
         )  # fmt: skip
 
     def save(
         self, snapshot: int, extents: Sequence[bytearray], tree: bytes = b"tree", *, step: int = 0,
-        inline: int = 0,
+        inline: int = 0, frozen: int = 0,
     ) -> int:  # fmt: skip
         """Waits until it is durable and returns the sequence."""
         layout = self.submit(snapshot, extents, tree, inline=inline)
-        sequence = self.begin(snapshot, step, layout, tree)
+        sequence = self.begin(snapshot, step, layout, tree, frozen)
         assert self.link.wait_copied(snapshot, deadline())
         assert self.link.wait_durable(snapshot, deadline())
         return sequence

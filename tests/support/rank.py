@@ -115,7 +115,7 @@ class Rank:
 
     def begin(
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True, branch: int = 0,
-        repeat: int = 0,
+        repeat: int = 0, frozen: int = 0,
     ) -> int:  # fmt: skip
         """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id."""
         self.snapshots = snapshot = self.snapshots + 1
@@ -127,6 +127,7 @@ class Rank:
         self.link.request(snapshot)
         self._send(0, Begin(
             snapshot, step, len(data), len(body), len(tail), on_busy, branch=branch, repeat=repeat,
+            frozen_bytes=frozen,
         ))  # fmt: skip
         if fill:
             ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))

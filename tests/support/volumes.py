@@ -83,11 +83,11 @@ class Rank(Loop):
         self.incarnation = incarnation
         self._snapshot = 0
 
-    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes) -> int:
+    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes, frozen: int = 0) -> int:
         return self.channel.begin(
             snapshot, step=step, incarnation=self.incarnation, world_size=self.world_size,
             payload_bytes=layout.payload_bytes, tree_offset=layout.tree_offset,
-            tree_bytes=len(tree),
+            tree_bytes=len(tree), frozen_bytes=frozen,
         )  # fmt: skip
 
     def put(self, step: int, *, state: tuple[list[bytearray], Node] | None = None) -> int:

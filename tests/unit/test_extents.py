@@ -25,11 +25,12 @@ STAGING = {device: 1 << 45 | device << 40 for device in range(16)}
 
 
 def view(
-    address: int, nbytes: int, device: int = HOST, *, volatile: bool = False, storage: int = 0
-) -> View:
+    address: int, nbytes: int, device: int = HOST, *, volatile: bool = False, storage: int = 0,
+    frozen: bool = False,
+) -> View:  # fmt: skip
     node = tree.Tensor([nbytes], [1], "uint8")
     start = storage or address
-    return View("x", node, address, nbytes, start, start, volatile, device)
+    return View("x", node, address, nbytes, start, start, volatile, device, frozen=frozen)
 
 
 def some_views(rng: random.Random) -> list[View]:
@@ -41,16 +42,28 @@ def some_views(rng: random.Random) -> list[View]:
         for _ in range(rng.randint(1, 12)):
             address += rng.choice([0, 0, 64, 512, 4096 * 3])
             nbytes = rng.choice([1, 12, 64, 512, 1000, CHUNK, 3 * CHUNK + 5])
-            volatile = rng.random() < 0.3
+            volatile, frozen = rng.random() < 0.3, rng.random() < 0.3
             for _ in range(rng.randint(1, 2)):
                 at = rng.randrange(nbytes)
                 made.append(
                     view(address + at, rng.randint(1, nbytes - at), device,
-                         volatile=volatile, storage=address)
+                         volatile=volatile, storage=address, frozen=frozen)
                 )  # fmt: skip
             address += -(-nbytes // 64) * 64
     rng.shuffle(made)
     return made
+
+
+@pytest.mark.parametrize("device", [HOST, 0])
+def test_what_is_frozen_lies_together_in_front(device: int) -> None:
+    views = [view(4096 + n * 1024, 512, device, frozen=n % 2 == 0) for n in range(8)]
+    views[7].volatile = views[6].volatile = True  # frozen, too: may have been changed
+    tied = view(4096, 64, device, storage=4096, frozen=False)  # a part of it trains
+    layout = lay_out([*views, tied], Shape(chunk_bytes=CHUNK))
+    where = [layout.extents[one.node.extent].offset for one in views]
+    assert sorted(where[2:6:2]) == where[2:6:2] == [0, 512]
+    assert min(where[1:6:2] + where[:1]) >= 1024
+    assert layout.frozen == 1024
 
 
 def ranges_of(part: DevicePart) -> list[tuple[int, ...]]:

@@ -121,6 +121,7 @@ class Saver:
                     *self._gate.held.take(),
                     branch=steps.branch,
                     repeat=steps.repeat,
+                    frozen_bytes=snapshot.worth_a_base,
                 )
             )
             _submit(connection.link, number, snapshot, handover, inline=not wait)

@@ -5,7 +5,8 @@
 A chunk is filled from one side only, hence the zeros: every GPU's section starts at a chunk and
 ends with one. Within a section extents ascend by address, so that neighbours in memory are
 neighbours in the payload and are copied as one. Small neighbours with a gap between them keep their
-distance, and the gap is copied with them.
+distance, and the gap is copied with them. What is frozen comes first among what is gated: between
+tensors that train it would share blocks with them, and be written again with each checkpoint.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class View:
     tensor: torch.Tensor | None = None  # whose in-place changes torch counts
     number: int = 0  # of its appearance in the state
     loose: str = ""  # read in place as a frozen parameter of the attached thing of that name
+    frozen: bool = False  # of a parameter that does not train, and is not in an optimizer
 
 
 class Range(NamedTuple):
@@ -155,6 +157,7 @@ class Layout:
     owners: list[object] = field(default_factory=list)
     device: DevicePart | None = None
     end: int = 0
+    frozen: int = 0  # bytes of frozen extents
 
     @property
     def is_small(self) -> bool:
@@ -176,6 +179,7 @@ class _Group(NamedTuple):
     """Views that share memory: one extent."""
 
     volatile: bool
+    trains: bool  # unless all of it is frozen
     first: int  # where the first of them is in the state
     views: list[View]  # by ascending address
     nbytes: int
@@ -206,7 +210,7 @@ def lay_out(
     if groups:
         assert start == 0
         _lay_out_devices(layout, groups, shape)
-    for group in sorted(host, key=lambda group: group[:2]):
+    for group in sorted(host, key=lambda group: group[:3]):
         placed = _place(layout, group, first_extent, shape)
         (layout.volatile if group.volatile else layout.gated).append(placed)
         layout.owners.extend(view.owner for view in group.views)
@@ -240,7 +244,7 @@ def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Sha
     for device in sorted(groups):
         section = Section(device)
         gated = section.aside if shape.aside else section.in_place
-        for group in sorted(groups[device], key=lambda group: group.volatile):
+        for group in sorted(groups[device], key=lambda group: group[:2]):
             placed = section.staged if group.volatile else gated
             gap = _gap(placed, group) if placed else 0
             placed.append(_place(layout, group, 0, shape, gap))
@@ -268,19 +272,21 @@ def _groups(views: list[View]) -> list[_Group]:
 def _group(views: list[View]) -> _Group:
     first = views[0]
     if len(views) == 1:  # nearly all
-        return _Group(first.volatile, first.number, views, first.nbytes)
+        return _Group(first.volatile, not first.frozen, first.number, views, first.nbytes)
     volatile = any(view.volatile for view in views)
     for view in views:
         view.volatile = volatile
     end = max(view.address + view.nbytes for view in views)
-    return _Group(volatile, min(view.number for view in views), views, end - first.address)
+    trains = not all(view.frozen for view in views)
+    return _Group(volatile, trains, min(view.number for view in views), views, end - first.address)
 
 
 def _gap(placed: list[Range], group: _Group) -> int:
     """The gap between the last range and the group in memory, when it is kept; else 0."""
     last = placed[-1]
-    gap = group.views[0].address - last.address - last.nbytes
-    return gap if gap < GAP_MAX and (last.offset + last.nbytes + gap) % EXTENT_ALIGN == 0 else 0
+    gap = group.views[0].address - last.address - last.nbytes  # < 0 behind what is frozen
+    is_kept = 0 <= gap < GAP_MAX and (last.offset + last.nbytes + gap) % EXTENT_ALIGN == 0
+    return gap if is_kept else 0
 
 
 def _place(layout: Layout, group: _Group, first_extent: int, shape: Shape, gap: int = 0) -> Range:
@@ -289,6 +295,7 @@ def _place(layout: Layout, group: _Group, first_extent: int, shape: Shape, gap: 
     owner = shape.rank if shape.world_size and group.is_shared else -1
     _add_extent(layout, group, first_extent, offset, owner)
     layout.end = offset + group.nbytes
+    layout.frozen += 0 if group.trains or group.volatile else group.nbytes
     return Range(group.views[0].address, offset, group.nbytes)
 
 

@@ -56,9 +56,11 @@ class Gating:
         )
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
-        """Sets `volatile`, `loose` and `shared`; without `promised` the views may differ between
-        ranks."""
+        """Sets `volatile`, `loose`, `frozen` and `shared`; without `promised` the views may differ
+        between ranks."""
         for view in views:
+            changes = view.storage in self._buffers or view.storage in self._gated
+            view.frozen = view.storage in self._frozen_in and not changes
             view.shared = promised and not view.sharded and view.storage not in self._buffers
             if self.mode != "sync":
                 view.volatile = not self._in_place(view)

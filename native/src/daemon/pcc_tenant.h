@@ -44,6 +44,7 @@ struct pcc_event {
     uint64_t sequence;
     uint32_t slot;
     uint32_t rehomed;
+    uint64_t written_bytes;
     const char *stage; /* static string or NULL */
     struct pcc_save_times times;
 };

@@ -353,6 +353,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
                                         .sequence = save->sequence,
                                         .slot = result->slot,
                                         .rehomed = result->rehomed,
+                                        .written_bytes = result->written_bytes,
                                         .stage = result->stage,
                                         .times = result->times};
         pcc_tenant_put(tenant, &event);

@@ -87,52 +87,61 @@ static bool is_dispensable(const struct pcc_record *record, uint32_t slot,
                                          : rank_of(record, slot) > 0;
 }
 
-/* Something that is kept may yet become common: its slot comes free when the other ranks follow. */
-static bool is_waiting_for_ranks(const struct pcc_record *record, uint32_t expendable,
+/* Something that stays may yet become common: its slot comes free when the other ranks follow. */
+static bool is_waiting_for_ranks(const struct pcc_record *record, uint32_t staying,
                                  const struct pcc_volume_group *group)
 {
     if (!pcc_commit_is_grouped(record))
         return false;
     for (uint32_t slot = 0; slot < record->slot_count; slot++)
-        if (record->slots[slot].state == PCC_SLOT_DURABLE && (expendable >> slot & 1u) == 0 &&
-            record->slots[slot].sequence > group->newest)
+        if ((staying >> slot & 1u) != 0 && record->slots[slot].sequence > group->newest)
             return true;
     return false;
 }
 
-uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
-                               const struct pcc_volume_group *group)
+/* The one worth least of `mask` that may go; PCC_SLOTS_MAX when none may. */
+static uint32_t find_worst(const struct pcc_record *record, uint32_t mask,
+                           const struct pcc_volume_group *group)
 {
-    uint32_t expendable = 0, kept = 0;
+    uint32_t worst = PCC_SLOTS_MAX;
+
+    for (uint32_t slot = 0; slot < record->slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &record->slots[slot];
+        if ((mask >> slot & 1u) == 0 || !is_dispensable(record, slot, group))
+            continue;
+        if (worst == PCC_SLOTS_MAX || is_worth_more(&record->slots[worst], entry))
+            worst = slot;
+    }
+    return worst;
+}
+
+uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
+                               const struct pcc_volume_group *group, uint32_t in_use)
+{
+    uint32_t durable = 0, kept = 0;
 
     for (uint32_t slot = 0; slot < record->slot_count; slot++) {
         if (record->slots[slot].state != PCC_SLOT_DURABLE)
             continue;
+        durable |= 1u << slot;
         if (is_kept(record, slot, keep, group))
-            kept++;
-        else
-            expendable |= 1u << slot;
+            kept |= 1u << slot;
     }
-    if (is_waiting_for_ranks(record, expendable, group))
-        return expendable;
+    PCC_ASSERT((in_use & ~durable) == 0);
+    /* A base stays as long as the last one that refers to it. */
+    uint32_t bases = in_use | pcc_record_bases(record, kept);
+    if (is_waiting_for_ranks(record, kept | bases, group))
+        return durable & ~(kept | bases);
     /* The next checkpoint needs a slot: when all slots are kept, the one worth least goes. A slot
      * in quarantine is not kept: pcc_volume_take_slot uses it before anything durable goes. */
-    while (kept >= record->slot_count) {
-        uint32_t worst = PCC_SLOTS_MAX;
-        for (uint32_t slot = 0; slot < record->slot_count; slot++) {
-            const struct pcc_slot_entry *entry = &record->slots[slot];
-            if (entry->state != PCC_SLOT_DURABLE || (expendable >> slot & 1u) != 0 ||
-                !is_dispensable(record, slot, group))
-                continue;
-            if (worst == PCC_SLOTS_MAX || is_worth_more(&record->slots[worst], entry))
-                worst = slot;
-        }
+    while ((uint32_t)__builtin_popcount(kept | bases) >= record->slot_count) {
+        const uint32_t worst = find_worst(record, kept & ~bases, group);
         if (worst == PCC_SLOTS_MAX)
             break;
-        expendable |= 1u << worst;
-        kept--;
+        kept &= ~(1u << worst);
+        bases = in_use | pcc_record_bases(record, kept);
     }
-    return expendable;
+    return durable & ~(kept | bases);
 }
 
 /* -- writing -- */
@@ -156,12 +165,21 @@ static int write_replica(struct pcc_volume *volume, uint32_t replica)
     return result;
 }
 
+static uint32_t version_of(const struct pcc_record *record)
+{
+    for (uint32_t slot = 0; slot < record->slot_count; slot++)
+        if (record->slots[slot].base_sequence != 0)
+            return PCC_FORMAT_VERSION;
+    return PCC_FORMAT_VERSION_WHOLE;
+}
+
 static void prepare(struct pcc_volume *volume)
 {
     struct pcc_record *next = volume->buffer;
 
     (void)pthread_mutex_lock(&volume->lock);
     *next = volume->staged;
+    next->format_version = version_of(next);
     next->record_number = volume->durable.record_number + 1;
     next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);
     /* Sequences that were given out but never published are passed over as well. */

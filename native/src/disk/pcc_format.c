@@ -55,7 +55,7 @@ int pcc_geometry_plan(uint64_t payload_capacity_bytes, uint32_t slot_count, uint
         !is_power_of_two(record_stride_bytes) || record_stride_bytes > RECORD_STRIDE_MAX ||
         slot_count == 0 || slot_count > PCC_SLOTS_MAX)
         return -EINVAL;
-    const uint64_t manifest = pcc_manifest_bytes(payload_capacity_bytes, block_bytes);
+    const uint64_t manifest = pcc_manifest_bytes(payload_capacity_bytes, block_bytes, true);
     if (manifest > UINT32_MAX)
         return -EINVAL;
     const uint64_t content =
@@ -89,20 +89,67 @@ uint64_t pcc_geometry_slot_offset(const struct pcc_geometry *geometry, uint32_t 
     return PCC_GENERATIONS * geometry->record_stride_bytes + slot * geometry->slot_stride_bytes;
 }
 
-bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_bytes)
+bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_bytes, bool has_base)
 {
     if (payload_bytes > geometry->slot_stride_bytes)
         return false;
-    const uint64_t manifest = pcc_manifest_bytes(payload_bytes, geometry->block_bytes);
+    const uint64_t manifest = pcc_manifest_bytes(payload_bytes, geometry->block_bytes, has_base);
     return manifest <= UINT32_MAX &&
            pcc_align_up(payload_bytes, PCC_IO_ALIGN) + pcc_align_up(manifest, PCC_IO_ALIGN) <=
                geometry->slot_stride_bytes;
 }
 
-uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes)
+uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes, bool has_base)
 {
-    return sizeof(struct pcc_manifest_header) +
-           pcc_ceil_div(payload_bytes, block_bytes) * sizeof(uint64_t);
+    const uint64_t blocks = pcc_ceil_div(payload_bytes, block_bytes);
+    const uint64_t words = blocks + (has_base ? 1 + pcc_ceil_div(blocks, 64) : 0);
+
+    return sizeof(struct pcc_manifest_header) + words * sizeof(uint64_t);
+}
+
+uint64_t *pcc_manifest_bitmap(void *manifest, uint64_t payload_bytes, uint32_t block_bytes)
+{
+    uint64_t *words =
+        (uint64_t *)(void *)((uint8_t *)manifest + sizeof(struct pcc_manifest_header));
+
+    return words + pcc_ceil_div(payload_bytes, block_bytes) + 1;
+}
+
+uint64_t pcc_bitmap_run(const uint64_t *bitmap, uint32_t block_bytes, uint64_t at_bytes,
+                        uint64_t end_bytes, bool *in_base_out)
+{
+    const uint64_t unit = pcc_placing_bytes(block_bytes);
+    const bool in_base = pcc_bitmap_has(bitmap, at_bytes / block_bytes);
+
+    do {
+        at_bytes += unit;
+    } while (at_bytes < end_bytes && pcc_bitmap_has(bitmap, at_bytes / block_bytes) == in_base);
+    *in_base_out = in_base;
+    return at_bytes < end_bytes ? at_bytes : end_bytes;
+}
+
+uint32_t pcc_record_find(const struct pcc_record *record, uint64_t sequence)
+{
+    for (uint32_t slot = 0; slot < record->slot_count; slot++)
+        if (record->slots[slot].state == PCC_SLOT_DURABLE &&
+            record->slots[slot].sequence == sequence)
+            return slot;
+    return PCC_SLOTS_MAX;
+}
+
+uint32_t pcc_record_bases(const struct pcc_record *record, uint32_t mask)
+{
+    uint32_t bases = 0;
+
+    for (uint32_t slot = 0; slot < record->slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &record->slots[slot];
+        if ((mask >> slot & 1u) == 0 || entry->base_sequence == 0)
+            continue;
+        const uint32_t base = pcc_record_find(record, entry->base_sequence);
+        if (base < PCC_SLOTS_MAX)
+            bases |= 1u << base;
+    }
+    return bases;
 }
 
 struct pcc_geometry pcc_record_geometry(const struct pcc_record *record)
@@ -126,6 +173,18 @@ void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t re
     record->crc32c = pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c));
 }
 
+/* What it refers to is there for as long as it is, and refers to nothing itself. */
+static bool base_is_sound(const struct pcc_record *record, const struct pcc_slot_entry *entry)
+{
+    if (entry->base_sequence == 0)
+        return true;
+    if (record->format_version == PCC_FORMAT_VERSION_WHOLE ||
+        entry->base_sequence >= entry->sequence)
+        return false;
+    const uint32_t base = pcc_record_find(record, entry->base_sequence);
+    return base < PCC_SLOTS_MAX && record->slots[base].base_sequence == 0;
+}
+
 static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geometry *geometry,
                            uint32_t slot)
 {
@@ -145,8 +204,11 @@ static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geo
     for (uint32_t other = 0; other < slot; other++)
         if (record->slots[other].sequence == entry->sequence)
             return false;
-    return entry->payload_bytes > 0 && pcc_geometry_fits(geometry, entry->payload_bytes) &&
-           entry->manifest_bytes == pcc_manifest_bytes(entry->payload_bytes, record->block_bytes) &&
+    const bool has_base = entry->base_sequence != 0;
+    return base_is_sound(record, entry) && entry->payload_bytes > 0 &&
+           pcc_geometry_fits(geometry, entry->payload_bytes, has_base) &&
+           entry->manifest_bytes ==
+               pcc_manifest_bytes(entry->payload_bytes, record->block_bytes, has_base) &&
            entry->tree_offset_bytes <= entry->payload_bytes &&
            entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes;
 }
@@ -196,7 +258,7 @@ static struct pcc_manifest_header manifest_header(const struct pcc_record *volum
 {
     struct pcc_manifest_header header = {
         .magic = PCC_MANIFEST_MAGIC,
-        .format_version = PCC_FORMAT_VERSION,
+        .format_version = entry->base_sequence != 0 ? PCC_FORMAT_VERSION : PCC_FORMAT_VERSION_WHOLE,
         .header_bytes = sizeof header,
         .slot = slot,
         .block_bytes = volume->block_bytes,
@@ -218,29 +280,71 @@ void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t
 {
     const struct pcc_manifest_header header = manifest_header(volume, slot, entry);
     uint8_t *const list = (uint8_t *)manifest + sizeof header;
-    const uint64_t manifest_bytes = pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes);
+    const bool has_base = entry->base_sequence != 0;
+    const uint64_t manifest_bytes =
+        pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes, has_base);
 
     PCC_ASSERT(manifest_bytes <= UINT32_MAX);
     memcpy(manifest, &header, sizeof header);
     if ((const void *)block_checksums != (const void *)list)
         memmove(list, block_checksums, header.block_count * sizeof *block_checksums);
+    if (has_base)
+        memcpy(list + header.block_count * sizeof *block_checksums, &entry->base_sequence,
+               sizeof entry->base_sequence);
     entry->manifest_bytes = (uint32_t)manifest_bytes;
     manifest_digest(manifest, manifest_bytes, entry->manifest_digest);
 }
 
-int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, uint32_t slot,
-                        const struct pcc_slot_entry *entry)
+static uint64_t block_length(uint64_t payload_bytes, uint32_t block_bytes, uint64_t block)
 {
+    const uint64_t start = block * block_bytes;
+
+    return start >= payload_bytes
+               ? 0
+               : (payload_bytes - start < block_bytes ? payload_bytes - start : block_bytes);
+}
+
+/* Only blocks that the base has, as long there, and a whole piece of what is read at once. */
+static bool bitmap_is_sound(const uint64_t *bitmap, const struct pcc_slot_entry *entry,
+                            const struct pcc_slot_entry *base, uint32_t block_bytes)
+{
+    const uint64_t blocks = pcc_ceil_div(entry->payload_bytes, block_bytes);
+    const uint64_t together = pcc_placing_bytes(block_bytes) / block_bytes;
+
+    for (uint64_t block = 0; block < blocks; block++) {
+        const bool referred = pcc_bitmap_has(bitmap, block);
+        if (referred && block_length(base->payload_bytes, block_bytes, block) !=
+                            block_length(entry->payload_bytes, block_bytes, block))
+            return false;
+        if (block % together != 0 && referred != pcc_bitmap_has(bitmap, block - 1))
+            return false;
+    }
+    return blocks % 64 == 0 || bitmap[blocks / 64] >> blocks % 64 == 0;
+}
+
+int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, uint32_t slot,
+                        const struct pcc_slot_entry *entry, const struct pcc_slot_entry *base)
+{
+    const bool has_base = entry->base_sequence != 0;
     const struct pcc_manifest_header expected = manifest_header(volume, slot, entry);
     uint8_t digest[PCC_DIGEST_BYTES];
 
-    if (entry->manifest_bytes != pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes))
+    if (entry->manifest_bytes !=
+            pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes, has_base) ||
+        has_base != (base != NULL))
         return -PCC_E_DAMAGED;
     manifest_digest(manifest, entry->manifest_bytes, digest);
     if (memcmp(digest, entry->manifest_digest, sizeof digest) != 0 ||
         memcmp(manifest, &expected, sizeof expected) != 0)
         return -PCC_E_DAMAGED;
-    return 0;
+    if (base == NULL)
+        return 0;
+    const uint64_t *bitmap =
+        pcc_manifest_bitmap((void *)(uintptr_t)manifest, entry->payload_bytes, volume->block_bytes);
+    return bitmap[-1] == entry->base_sequence &&
+                   bitmap_is_sound(bitmap, entry, base, volume->block_bytes)
+               ? 0
+               : -PCC_E_DAMAGED;
 }
 
 static uint64_t block_checksum(const uint8_t *bytes, uint64_t left_bytes, uint32_t block_bytes)

@@ -11,7 +11,8 @@
 
 #include "base/pcc_hash.h"
 
-#define PCC_FORMAT_VERSION 1u
+#define PCC_FORMAT_VERSION 2u       /* the latest */
+#define PCC_FORMAT_VERSION_WHOLE 1u /* of what refers to no base */
 #define PCC_RECORD_BYTES 4096u
 #define PCC_SLOTS_MAX 32u
 #define PCC_GENERATIONS 2u
@@ -52,8 +53,8 @@ struct pcc_slot_entry {
     uint8_t manifest_digest[PCC_DIGEST_BYTES]; /* XXH3-128 over the manifest */
     uint64_t tree_offset_bytes; /* within the payload; the client's description of its tensors */
     uint64_t tree_bytes;
-    uint64_t wall_ns; /* when it was published; for display */
-    uint64_t reserved;
+    uint64_t wall_ns;       /* when it was published; for display */
+    uint64_t base_sequence; /* the checkpoint in whose slot its unchanged blocks lie; 0: none */
 };
 _Static_assert(sizeof(struct pcc_slot_entry) == 96, "slot entry");
 
@@ -96,7 +97,8 @@ _Static_assert(sizeof(struct pcc_record) == PCC_RECORD_BYTES, "commit record");
 _Static_assert(offsetof(struct pcc_record, crc32c) == PCC_RECORD_BYTES - 4, "crc is last");
 
 /* Followed by block_count uint64_t checksums. Binds the payload to one volume, slot and sequence.
- */
+ * With a base (format_version 2) base_sequence and a bitmap of 64-bit words follow: bit i is set
+ * for each block that lies in the base's slot. */
 struct pcc_manifest_header {
     uint64_t magic;
     uint32_t format_version;
@@ -132,9 +134,28 @@ uint64_t pcc_geometry_record_offset(const struct pcc_geometry *geometry, uint32_
                                     uint32_t replica);
 uint64_t pcc_geometry_slot_offset(const struct pcc_geometry *geometry, uint32_t slot);
 /* True when payload and manifest fit into one slot. */
-bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_bytes);
+bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_bytes, bool has_base);
 
-uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes);
+uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes, bool has_base);
+/* What is read and written at once lies in one slot: at least a direct-I/O unit. */
+static inline uint32_t pcc_placing_bytes(uint32_t block_bytes)
+{
+    return block_bytes > PCC_IO_ALIGN ? block_bytes : PCC_IO_ALIGN;
+}
+/* In a manifest with a base: behind its checksums. */
+uint64_t *pcc_manifest_bitmap(void *manifest, uint64_t payload_bytes, uint32_t block_bytes);
+static inline bool pcc_bitmap_has(const uint64_t *bitmap, uint64_t block)
+{
+    return (bitmap[block / 64] >> block % 64 & 1u) != 0;
+}
+/* Where the blocks from `at_bytes` on, a multiple of pcc_placing_bytes(), stop to lie in one slot,
+ * at `end_bytes` at the latest; in the base's or in their own. */
+uint64_t pcc_bitmap_run(const uint64_t *bitmap, uint32_t block_bytes, uint64_t at_bytes,
+                        uint64_t end_bytes, bool *in_base_out);
+/* The slot of a durable checkpoint; PCC_SLOTS_MAX when there is none. */
+uint32_t pcc_record_find(const struct pcc_record *record, uint64_t sequence);
+/* Of each slot of `mask`, the slot of the checkpoint that it refers to. */
+uint32_t pcc_record_bases(const struct pcc_record *record, uint32_t mask);
 
 /* Fills in position and CRC. The only way a record becomes valid. */
 void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t replica);
@@ -144,13 +165,17 @@ void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t re
 PCC_MUST_CHECK int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes);
 struct pcc_geometry pcc_record_geometry(const struct pcc_record *record);
 
-/* Writes header and checksums into `manifest` (room for pcc_manifest_bytes(), zero padded to
- * PCC_IO_ALIGN by the caller) and the 128-bit digest into the entry. */
+/* Writes header, checksums and base_sequence into `manifest` (room for pcc_manifest_bytes(), zero
+ * padded to PCC_IO_ALIGN by the caller, who fills the bitmap) and the 128-bit digest into the
+ * entry.
+ */
 void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t slot,
                        const uint64_t *block_checksums, struct pcc_slot_entry *entry);
-/* 0 or -PCC_E_DAMAGED: digest, binding and every length are checked against the entry. */
+/* 0 or -PCC_E_DAMAGED: digest, binding and every length are checked against the entry, and the
+ * bitmap against the base (NULL without one). */
 PCC_MUST_CHECK int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume,
-                                       uint32_t slot, const struct pcc_slot_entry *entry);
+                                       uint32_t slot, const struct pcc_slot_entry *entry,
+                                       const struct pcc_slot_entry *base);
 
 /* The checksums of a payload's blocks (XXH3-64, unseeded), of which the last may be shorter. */
 void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,

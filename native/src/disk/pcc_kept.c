@@ -46,7 +46,7 @@ static bool plan(struct pcc_kept *kept, const struct pcc_kept_shape *shape)
         sizeof(struct pcc_kept_save) + pieces * sizeof(struct pcc_kept_piece), PCC_IO_ALIGN);
     kept->place_bytes =
         kept->manifest_at +
-        pcc_align_up(pcc_manifest_bytes(shape->slot_stride_bytes, shape->block_bytes),
+        pcc_align_up(pcc_manifest_bytes(shape->slot_stride_bytes, shape->block_bytes, true),
                      PCC_IO_ALIGN);
     kept->length_bytes = HEADER_BYTES + shape->places * kept->place_bytes;
     return true;
@@ -134,7 +134,7 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place)
 /* -- the writer -- */
 
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
-                    uint32_t slot, uint32_t piece_count)
+                    uint32_t slot, uint32_t piece_count, uint64_t base_sequence)
 {
     if (kept == NULL)
         return;
@@ -150,7 +150,14 @@ void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pc
     save->tree_offset_bytes = entry->tree_offset_bytes;
     save->tree_bytes = entry->tree_bytes;
     save->world_size = entry->world_size;
+    store64(&save->base_sequence, base_sequence);
     store32(&save->slot, slot);
+}
+
+void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence)
+{
+    if (kept != NULL)
+        store64(&pcc_kept_save(kept, place)->base_sequence, base_sequence);
 }
 
 void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t position,

@@ -14,9 +14,12 @@
  *   chunk    checksums, flags, chunk number, then segment      segment 0: not in DRAM
  *   hashed   checksums, then PCC_KEPT_HASHED                   without it: no checksum yet; such a
  *            chunk was pulled by the daemon, its writer had not got to it, and it is hashed again
- *   written  PCC_KEPT_WRITTEN, after the write was completed   it lies in `slot`, too
+ *   written  the bits of its blocks in the manifest's bitmap (only with base_sequence), then
+ *            PCC_KEPT_WRITTEN, after the write was completed   it lies in `slot`, too; blocks whose
+ *            bit is set lie in the base's slot instead
  *   re-used  segment = 0, before anybody may write the memory  it lies in `slot` only
- *   moved    every PCC_KEPT_WRITTEN cleared, then slot         (all pieces are in DRAM then)
+ *   moved    every PCC_KEPT_WRITTEN cleared, then slot, then base_sequence
+ *                                                              (all pieces are in DRAM then)
  *   copied   commit = sequence, after every chunk was handed over and after the word of the
  *            snapshot left COPYING, before it says COPIED (P1, P4)
  *   end      commit = 0: durable, superseded or failed         durable and killed before this: the
@@ -32,7 +35,7 @@
 #include "disk/pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */
-#define PCC_KEPT_VERSION 2u
+#define PCC_KEPT_VERSION 3u
 #define PCC_KEPT_HASHED 1u
 #define PCC_KEPT_WRITTEN 2u
 
@@ -62,8 +65,9 @@ struct pcc_kept_save {
     uint64_t tree_bytes;
     uint32_t world_size;
     _Atomic uint32_t slot;
+    _Atomic uint64_t base_sequence; /* of the checkpoint that it may refer to; 0: none */
 };
-_Static_assert(sizeof(struct pcc_kept_save) == 64, "kept save");
+_Static_assert(sizeof(struct pcc_kept_save) == 72, "kept save");
 
 struct pcc_kept_piece {
     _Atomic uint64_t segment; /* its id in the pool; 0 = not in DRAM */
@@ -109,7 +113,8 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place);
 
 /* -- the writer; accept kept = NULL, and then do nothing -- */
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
-                    uint32_t slot, uint32_t piece_count);
+                    uint32_t slot, uint32_t piece_count, uint64_t base_sequence);
+void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence);
 void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t position,
                     uint64_t segment, uint32_t chunk, bool hashed);
 void pcc_kept_hashed(const struct pcc_kept *kept, uint32_t place, uint32_t position);

@@ -15,12 +15,12 @@ struct pcc_load {
     struct pcc_volume *volume;
     struct pcc_geometry geometry;
     uint64_t slot_offset_bytes;
-    uint32_t slot;
-    struct pcc_slot_entry entry;
+    uint64_t base_offset_bytes; /* of the slot that its unchanged blocks lie in */
+    struct pcc_held held;
     uint8_t *manifest;
     const uint64_t *checksums;
-    uint64_t block_count;
-    uint32_t uid; /* whose volume it is */
+    const uint64_t *bitmap; /* of those blocks; NULL: all lie in its own slot */
+    uint32_t uid;           /* whose volume it is */
 };
 
 /* Only what was read, and not as it was written, is damage: that stays. What could not be read may
@@ -33,9 +33,11 @@ static int as_unreadable(int result)
 static int read_manifest(struct pcc_load *load)
 {
     struct pcc_record record;
-    const uint64_t room = pcc_align_up(load->entry.manifest_bytes, PCC_IO_ALIGN);
+    const struct pcc_slot_entry *entry = &load->held.entry;
+    const bool has_base = entry->base_sequence != 0;
+    const uint64_t room = pcc_align_up(entry->manifest_bytes, PCC_IO_ALIGN);
     const uint64_t offset =
-        load->slot_offset_bytes + pcc_align_up(load->entry.payload_bytes, PCC_IO_ALIGN);
+        load->slot_offset_bytes + pcc_align_up(entry->payload_bytes, PCC_IO_ALIGN);
 
     load->manifest = aligned_alloc(PCC_IO_ALIGN, room);
     if (!load->manifest)
@@ -45,10 +47,13 @@ static int read_manifest(struct pcc_load *load)
         return as_unreadable(result);
     pcc_volume_record(load->volume, &record);
     load->uid = record.uid;
-    result = pcc_manifest_accept(load->manifest, &record, load->slot, &load->entry);
+    result = pcc_manifest_accept(load->manifest, &record, load->held.slot, entry,
+                                 has_base ? &load->held.base.entry : NULL);
     load->checksums =
         (const uint64_t *)(const void *)(load->manifest + sizeof(struct pcc_manifest_header));
-    load->block_count = pcc_ceil_div(load->entry.payload_bytes, load->geometry.block_bytes);
+    if (has_base)
+        load->bitmap =
+            pcc_manifest_bitmap(load->manifest, entry->payload_bytes, load->geometry.block_bytes);
     return result;
 }
 
@@ -60,12 +65,14 @@ int pcc_load_open(struct pcc_volume *volume, uint64_t sequence, struct pcc_load 
         return -ENOMEM;
     load->volume = volume;
     load->geometry = pcc_volume_geometry(volume);
-    int result = pcc_volume_hold(volume, sequence, &load->slot, &load->entry);
+    int result = pcc_volume_hold(volume, sequence, &load->held);
     if (result != 0) {
         free(load);
         return result;
     }
-    load->slot_offset_bytes = pcc_geometry_slot_offset(&load->geometry, load->slot);
+    load->slot_offset_bytes = pcc_geometry_slot_offset(&load->geometry, load->held.slot);
+    if (load->held.entry.base_sequence != 0)
+        load->base_offset_bytes = pcc_geometry_slot_offset(&load->geometry, load->held.base.slot);
     result = read_manifest(load);
     if (result != 0) {
         pcc_load_close(load);
@@ -79,14 +86,14 @@ void pcc_load_close(struct pcc_load *load)
 {
     if (!load)
         return;
-    pcc_volume_release(load->volume, load->slot);
+    pcc_volume_release(load->volume, &load->held);
     free(load->manifest);
     free(load);
 }
 
 const struct pcc_slot_entry *pcc_load_entry(const struct pcc_load *load)
 {
-    return &load->entry;
+    return &load->held.entry;
 }
 
 uint32_t pcc_load_block_bytes(const struct pcc_load *load)
@@ -97,7 +104,7 @@ uint32_t pcc_load_block_bytes(const struct pcc_load *load)
 /* True when [offset, +length) is made of whole blocks of the payload. */
 static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64_t length)
 {
-    const uint64_t payload = load->entry.payload_bytes;
+    const uint64_t payload = load->held.entry.payload_bytes;
     const uint64_t block = load->geometry.block_bytes;
 
     return offset % block == 0 && offset <= payload && length <= payload - offset &&
@@ -119,7 +126,7 @@ int pcc_load_check(const struct pcc_load *load, const void *bytes, uint64_t offs
 
 /* As one read, or piece by piece beside the saves of others (pcc_pace.h). */
 static int read_in_turn(const struct pcc_load *load, uint8_t *bytes, uint64_t offset_bytes,
-                        uint64_t length_bytes)
+                        uint64_t length_bytes, uint64_t slot_offset_bytes)
 {
     int result = 0;
 
@@ -128,7 +135,7 @@ static int read_in_turn(const struct pcc_load *load, uint8_t *bytes, uint64_t of
         const uint64_t piece =
             turn && length_bytes > PCC_PACE_PIECE_BYTES ? PCC_PACE_PIECE_BYTES : length_bytes;
         result = pcc_io_read_all(pcc_volume_io(load->volume), bytes, piece,
-                                 load->slot_offset_bytes + offset_bytes);
+                                 slot_offset_bytes + offset_bytes);
         if (turn)
             pcc_pace_leave(load->uid);
         bytes += piece;
@@ -138,12 +145,30 @@ static int read_in_turn(const struct pcc_load *load, uint8_t *bytes, uint64_t of
     return result;
 }
 
+/* Each block from the slot that it lies in. */
+static int read_blocks(const struct pcc_load *load, uint8_t *bytes, uint64_t offset_bytes,
+                       uint64_t length_bytes)
+{
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+    bool in_base;
+    int result = 0;
+
+    if (load->bitmap == NULL)
+        return read_in_turn(load, bytes, offset_bytes, length_bytes, load->slot_offset_bytes);
+    for (uint64_t at = offset_bytes, next; result == 0 && at < end_bytes; at = next) {
+        next = pcc_bitmap_run(load->bitmap, load->geometry.block_bytes, at, end_bytes, &in_base);
+        result = read_in_turn(load, bytes + (at - offset_bytes), at, next - at,
+                              in_base ? load->base_offset_bytes : load->slot_offset_bytes);
+    }
+    return result;
+}
+
 int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
 {
     if (!is_whole_blocks(load, offset_bytes, length_bytes) || offset_bytes % PCC_IO_ALIGN != 0)
         return -EINVAL;
     const int result =
-        read_in_turn(load, bytes, offset_bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN));
+        read_blocks(load, bytes, offset_bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN));
     return result != 0 ? as_unreadable(result)
                        : pcc_load_check(load, bytes, offset_bytes, length_bytes);
 }
@@ -171,7 +196,7 @@ static void stream_fail(struct stream *stream, int result)
 
 static int stream_chunk(struct stream *stream, uint8_t *buffer, uint64_t chunk)
 {
-    const uint64_t payload = stream->load->entry.payload_bytes;
+    const uint64_t payload = stream->load->held.entry.payload_bytes;
     const uint64_t offset = chunk * stream->chunk_bytes;
     const uint64_t left = payload - offset;
     const uint64_t length = left < stream->chunk_bytes ? left : stream->chunk_bytes;
@@ -207,7 +232,7 @@ static void *stream_run(void *argument)
 int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t length_bytes,
                     uint32_t chunk_bytes, uint32_t threads, pcc_load_sink sink, void *context)
 {
-    const uint64_t payload = load->entry.payload_bytes;
+    const uint64_t payload = load->held.entry.payload_bytes;
     struct stream stream = {.load = load, .sink = sink, .context = context};
 
     if (chunk_bytes == 0 || chunk_bytes % PCC_IO_ALIGN != 0 ||

@@ -6,11 +6,9 @@
 #include "disk/pcc_save_private.h"
 
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
-                    uint64_t sequence, uint32_t slot)
+                    uint64_t sequence, uint32_t slot, const struct pcc_base *base)
 {
     const struct pcc_saver *saver = save->lane->saver;
-    const uint64_t manifest_bytes =
-        pcc_manifest_bytes(request->payload_bytes, saver->geometry.block_bytes);
 
     pcc_save_lock(save);
     PCC_ASSERT(!save->active && !save->has_slot);
@@ -21,8 +19,6 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
     PCC_ASSERT(save->piece_count <= saver->piece_capacity);
     memset(save->pieces, 0, save->piece_count * sizeof *save->pieces);
-    memset(save->manifest + manifest_bytes, 0,
-           pcc_align_up(manifest_bytes, PCC_IO_ALIGN) - manifest_bytes);
     save->handed_over = save->written = save->uncached = save->pending = save->moves = 0;
     save->last_step = PCC_SAVE_STEP_NONE;
     save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_bad =
@@ -30,6 +26,10 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->durable = save->quarantined = save->failed = false;
     save->error = 0;
     save->stage = NULL;
+    save->written_bytes = 0;
+    save->has_base = base != NULL;
+    if (base != NULL)
+        save->base = *base;
     save->flush_failures =
         atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
     save->entry = (struct pcc_slot_entry){
@@ -47,15 +47,33 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     pcc_save_unlock(save);
 }
 
+/* What the save may refer to, with nothing referred to yet. Reads nothing: its caller has locks. */
+static bool begin_base(struct pcc_save *save, const struct pcc_save_request *request,
+                       struct pcc_base *out)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint32_t block_bytes = saver->geometry.block_bytes;
+    const uint64_t blocks = pcc_ceil_div(request->payload_bytes, block_bytes);
+
+    if (request->frozen_bytes == 0 ||
+        !pcc_geometry_fits(&saver->geometry, request->payload_bytes, true) ||
+        !pcc_volume_take_base(saver->volume, out))
+        return false;
+    memset(pcc_manifest_bitmap(save->manifest, request->payload_bytes, block_bytes), 0,
+           pcc_ceil_div(blocks, 64) * sizeof(uint64_t));
+    return true;
+}
+
 int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
                    struct pcc_save **out, uint64_t *sequence_out)
 {
+    struct pcc_base base;
     uint32_t slot;
 
     if (request->payload_bytes == 0 || request->tree_offset_bytes > request->payload_bytes ||
         request->tree_bytes > request->payload_bytes - request->tree_offset_bytes)
         return -EINVAL;
-    if (!pcc_geometry_fits(&saver->geometry, request->payload_bytes))
+    if (!pcc_geometry_fits(&saver->geometry, request->payload_bytes, false))
         return -PCC_E_TOO_LARGE;
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
@@ -75,8 +93,10 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         pcc_save_leave_place(save);
         return -EINVAL;
     }
-    pcc_save_reset(save, request, sequence, slot);
-    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, slot, save->piece_count);
+    const bool has_base = begin_base(save, request, &base);
+    pcc_save_reset(save, request, sequence, slot, has_base ? &base : NULL);
+    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, slot, save->piece_count,
+                   has_base ? base.entry.sequence : 0);
     *out = save;
     *sequence_out = sequence;
     return 0;

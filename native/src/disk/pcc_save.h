@@ -32,7 +32,8 @@ struct pcc_save_result {
     uint64_t tag;
     uint64_t sequence;
     uint32_t slot;
-    uint32_t rehomed; /* times it was moved to another slot */
+    uint32_t rehomed;       /* times it was moved to another slot */
+    uint64_t written_bytes; /* to the volume, with the manifest; what lies in a base is not */
     struct pcc_save_times times;
 };
 
@@ -83,6 +84,10 @@ struct pcc_save_request {
     uint64_t payload_bytes;
     uint64_t tree_offset_bytes;
     uint64_t tree_bytes;
+    /* The length of a prefix of the payload that most probably has not changed since the checkpoint
+     * before: worth a base, which takes a slot for as long as it is referred to. 0: written whole.
+     */
+    uint64_t frozen_bytes;
 };
 
 /* The next one begins while the end of the last is being reported. */

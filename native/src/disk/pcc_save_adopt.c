@@ -29,13 +29,10 @@ static bool is_whole(const struct pcc_kept *kept, uint32_t place, uint32_t piece
 }
 
 /* The very slot if it has to be, else any, the old one first. */
-static int slot_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_count, uint32_t *out)
+static int slot_take(struct pcc_saver *saver, uint32_t place, bool needs_slot, uint32_t *out)
 {
     const struct pcc_kept *kept = saver->spec.kept;
-    bool needs_slot;
 
-    if (!is_whole(kept, place, piece_count, &needs_slot))
-        return -ENODATA;
     *out = atomic_load_explicit(&pcc_kept_save(kept, place)->slot, memory_order_acquire);
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
@@ -44,8 +41,29 @@ static int slot_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_cou
     return needs_slot ? -ENODATA : pcc_volume_take_slot(saver->volume, out);
 }
 
+/* Slot and base. Without its base it is written whole, if all of it is in DRAM. */
+static int places_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_count,
+                       uint32_t *slot_out, struct pcc_base *base_out, bool *has_base_out)
+{
+    const struct pcc_kept *kept = saver->spec.kept;
+    const uint64_t base_sequence =
+        atomic_load_explicit(&pcc_kept_save(kept, place)->base_sequence, memory_order_acquire);
+    bool needs_slot;
+
+    if (!is_whole(kept, place, piece_count, &needs_slot))
+        return -ENODATA;
+    *has_base_out =
+        base_sequence != 0 && pcc_volume_take_base_again(saver->volume, base_sequence, base_out);
+    int error = base_sequence != 0 && !*has_base_out && needs_slot ? -ENODATA : 0;
+    if (error == 0)
+        error = slot_take(saver, place, needs_slot, slot_out);
+    if (error != 0 && *has_base_out)
+        pcc_volume_leave_base(saver->volume, base_out);
+    return error;
+}
+
 static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, uint64_t tag,
-                      uint32_t slot)
+                      uint32_t slot, const struct pcc_base *base)
 {
     const struct pcc_save_request request = {.tag = tag,
                                              .step = kept->step,
@@ -55,20 +73,19 @@ static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, u
                                              .tree_offset_bytes = kept->tree_offset_bytes,
                                              .tree_bytes = kept->tree_bytes};
 
-    pcc_save_reset(save, &request, kept->sequence, slot);
+    pcc_save_reset(save, &request, kept->sequence, slot, base);
 }
 
 /* The volume says so itself, even if the one that it has is damaged by now. */
 static bool is_durable(struct pcc_volume *volume, uint64_t sequence)
 {
-    struct pcc_slot_entry entry;
-    uint32_t slot;
+    struct pcc_held held;
 
     if (pcc_volume_superseding(volume) >= sequence)
         return true;
-    if (pcc_volume_hold(volume, sequence, &slot, &entry) != 0)
+    if (pcc_volume_hold(volume, sequence, &held) != 0)
         return false;
-    pcc_volume_release(volume, slot);
+    pcc_volume_release(volume, &held);
     return true;
 }
 
@@ -76,13 +93,17 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
 {
     const struct pcc_kept *kept = saver->spec.kept;
     struct pcc_save *save;
+    struct pcc_base base;
+    bool has_base;
     uint32_t slot;
 
     if (kept == NULL || place >= saver->spec.lanes * PCC_SAVES_PER_LANE ||
         !pcc_kept_is_copied(kept, place))
         return -ENOENT;
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
-    if (!pcc_geometry_fits(&saver->geometry, found->payload_bytes))
+    const uint64_t base_sequence =
+        atomic_load_explicit(&found->base_sequence, memory_order_acquire);
+    if (!pcc_geometry_fits(&saver->geometry, found->payload_bytes, base_sequence != 0))
         return -PCC_E_TOO_LARGE;
     (void)pcc_volume_take_sequence(saver->volume, found->sequence); /* the next ones are above */
     if (is_durable(saver->volume, found->sequence))
@@ -91,7 +112,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     save = pcc_saver_take_place(saver, place);
     if (save == NULL)
         return -PCC_E_NO_LANE;
-    const int error = slot_take(saver, place, pieces, &slot);
+    const int error = places_take(saver, place, pieces, &slot, &base, &has_base);
     if (error != 0) {
         pcc_save_leave_lane(save);
         pcc_save_leave_place(save);
@@ -99,7 +120,8 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     }
     if (slot != atomic_load_explicit(&found->slot, memory_order_relaxed))
         pcc_kept_moved(kept, place, slot, pieces);
-    save_fill(save, found, tag, slot);
+    pcc_kept_base(kept, place, has_base ? base.entry.sequence : 0);
+    save_fill(save, found, tag, slot, has_base ? &base : NULL);
     /* From the first record on, or a run that follows and has not read it could recycle it before
      * anybody can say so (P7). */
     save->entry.flags = PCC_SLOT_PROTECTED;
@@ -127,6 +149,29 @@ bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void
                                expected);
 }
 
+/* Each block from where it lies; neither changes before the save is sealed. */
+static int read_back(const struct pcc_save *save, uint8_t *bytes, uint64_t offset_bytes,
+                     uint64_t length_bytes)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint32_t block_bytes = saver->geometry.block_bytes;
+    const uint64_t *bitmap =
+        pcc_manifest_bitmap(save->manifest, save->request.payload_bytes, block_bytes);
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+    int error = 0;
+
+    for (uint64_t at = offset_bytes, next; error == 0 && at < end_bytes; at = next) {
+        bool in_base = false;
+        next = save->has_base ? pcc_bitmap_run(bitmap, block_bytes, at, end_bytes, &in_base)
+                              : end_bytes;
+        error = pcc_io_read_all(
+            pcc_volume_io(saver->volume), bytes + (at - offset_bytes), next - at,
+            pcc_geometry_slot_offset(&saver->geometry, in_base ? save->base.slot : save->slot) +
+                at);
+    }
+    return error;
+}
+
 int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void *bytes)
 {
     const struct pcc_saver *saver = save->lane->saver;
@@ -135,7 +180,6 @@ int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void 
     pcc_save_lock(save);
     const bool is_it = save->active && save->request.tag == tag && position < save->piece_count;
     const uint64_t left = is_it ? save->request.payload_bytes - offset : 0;
-    const uint64_t at = pcc_geometry_slot_offset(&saver->geometry, save->slot) + offset;
     pcc_save_unlock(save);
     const uint32_t length =
         left < saver->spec.chunk_bytes ? (uint32_t)left : saver->spec.chunk_bytes;
@@ -144,8 +188,7 @@ int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void 
     /* What was written has its checksums. */
     if (pcc_save_kept_checksums(save, position) == NULL)
         return -PCC_E_DAMAGED;
-    int error = pcc_io_read_all(pcc_volume_io(saver->volume), bytes,
-                                pcc_align_up(length, PCC_IO_ALIGN), at);
+    int error = read_back(save, bytes, offset, pcc_align_up(length, PCC_IO_ALIGN));
     if (error == 0 && !pcc_save_matches(save, position, bytes, length))
         error = -PCC_E_DAMAGED;
     if (error != 0)

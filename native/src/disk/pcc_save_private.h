@@ -1,6 +1,7 @@
 /* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
- * owners call), pcc_save_work.c (what is done with a save's bytes, in which order) and
- * pcc_save_adopt.c (saves of the daemon before).
+ * owners call), pcc_save_work.c (what is done with a save's bytes, in which order),
+ * pcc_save_base.c (which of them lie in an earlier checkpoint) and pcc_save_adopt.c (saves of the
+ * daemon before).
  *
  * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
  * save while the end of the last one is still being reported.
@@ -11,7 +12,7 @@
  * beside a write of the same save, and a save never ends while a write of it is under way.
  *
  * Locks, outermost first: the volume's publishing -> a lane's lock -> the volume's lock. The
- * saver's two locks stand alone. The lock of pcc_pace.h is taken under any of them. Owners'
+ * saver's three locks stand alone. The lock of pcc_pace.h is taken under any of them. Owners'
  * callbacks run without any of them. */
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
@@ -50,6 +51,14 @@ enum pcc_save_step { /* what happens alone */
                      PCC_SAVE_STEP_END,
 };
 
+/* The checksums of a base's blocks; guarded by the saver's `knowing` but for what never changes. */
+struct pcc_known {
+    uint64_t sequence;
+    uint32_t users; /* saves, and the saver, which keeps the last one */
+    uint64_t payload_bytes;
+    uint64_t checksums[];
+};
+
 struct pcc_lane;
 
 struct pcc_save {
@@ -85,6 +94,13 @@ struct pcc_save {
     bool failed; /* for good; ends when nothing is pending */
     uint32_t moves;
     uint64_t flush_failures; /* the saver's count when this slot's first byte was written */
+    uint64_t written_bytes;
+    /* Change only while no item is pending. Which blocks lie in the base: the bitmap in `manifest`,
+     * also before the manifest is sealed. */
+    bool has_base;
+    struct pcc_base base;
+    struct pcc_known *known; /* guarded by the saver's `knowing`; NULL: not read yet ... */
+    bool unknown;            /* ... or not readable: all of the save is written */
     struct pcc_slot_entry entry;
     struct pcc_save_times times;
 };
@@ -115,6 +131,9 @@ struct pcc_saver {
     pthread_mutex_t lock;
     pthread_cond_t ended; /* a place became free */
     bool closing;
+
+    pthread_mutex_t knowing; /* held over the read of a base's manifest */
+    struct pcc_known *known; /* of the last base; NULL: none */
 
     pthread_mutex_t flushing; /* one flush at a time: who meets an error knows whom it concerns */
     _Atomic uint64_t flush_failures;
@@ -149,10 +168,22 @@ void pcc_save_advance(struct pcc_save *save);
 /* Does what one work item of the lane says. */
 void pcc_save_work(struct pcc_lane *lane, uint64_t item);
 
+/* -- pcc_save_base.c -- */
+/* Of a save with a base, without the lane's lock; NULL: not to be had. Reads it at first. */
+const struct pcc_known *pcc_save_known(struct pcc_save *save);
+void pcc_save_forget_known(struct pcc_save *save);
+void pcc_saver_forget_known(struct pcc_saver *saver);
+/* The end of what, from `at_bytes` on, is all in the base or all to be written. */
+uint64_t pcc_save_run(const struct pcc_save *save, const struct pcc_known *known, uint64_t at_bytes,
+                      uint64_t end_bytes, bool *known_out);
+/* With the lane's lock held, before the piece counts as written. */
+void pcc_save_refer(struct pcc_save *save, uint64_t at_bytes, uint64_t end_bytes, bool referred);
+uint64_t pcc_save_referred_bytes(const struct pcc_save *save);
+
 /* -- pcc_save.c -- */
-/* A place that was just taken becomes this save, with no chunk handed over. */
+/* A place that was just taken becomes this save, with no chunk handed over. `base` may be NULL. */
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
-                    uint64_t sequence, uint32_t slot);
+                    uint64_t sequence, uint32_t slot, const struct pcc_base *base);
 
 /* -- pcc_saver.c -- */
 /* A free place of a free lane, both taken: this one of all of the saver's, or any; NULL when there

@@ -139,27 +139,67 @@ static void hash_piece(struct pcc_save *save, uint32_t position)
     pcc_kept_hashed(save->lane->saver->spec.kept, save->kept_place, position);
 }
 
-static void write_piece(struct pcc_save *save, uint32_t position)
+/* Without the lock: what of the piece does not lie in the base already. */
+static int write_changed(const struct pcc_save *save, const struct pcc_known *known,
+                         uint32_t position, uint64_t slot_offset_bytes, uint64_t *written_out)
+{
+    const struct pcc_save_piece *piece = &save->pieces[position];
+    const uint64_t start_bytes = (uint64_t)position * save->lane->saver->spec.chunk_bytes;
+    const uint64_t end_bytes = start_bytes + piece->length_bytes;
+    int result = 0;
+
+    *written_out = 0;
+    for (uint64_t at = start_bytes, next; result == 0 && at < end_bytes; at = next) {
+        bool in_base;
+        next = pcc_save_run(save, known, at, end_bytes, &in_base);
+        if (in_base)
+            continue;
+        const uint64_t length_bytes = pcc_align_up(next - at, PCC_IO_ALIGN);
+        result = write_all(save->lane->saver, (const uint8_t *)piece->bytes + (at - start_bytes),
+                           length_bytes, slot_offset_bytes + at);
+        *written_out += result == 0 ? length_bytes : 0;
+    }
+    return result;
+}
+
+/* With the lock held. */
+static void refer_piece(struct pcc_save *save, const struct pcc_known *known, uint32_t position)
+{
+    const uint64_t start_bytes = (uint64_t)position * save->lane->saver->spec.chunk_bytes;
+    const uint64_t end_bytes = start_bytes + save->pieces[position].length_bytes;
+
+    for (uint64_t at = start_bytes, next; at < end_bytes; at = next) {
+        bool in_base;
+        next = pcc_save_run(save, known, at, end_bytes, &in_base);
+        pcc_save_refer(save, at, next, in_base);
+    }
+}
+
+/* How many bytes were written. */
+static uint64_t write_piece(struct pcc_save *save, uint32_t position)
 {
     const struct pcc_saver *saver = save->lane->saver;
     struct pcc_save_piece *piece = &save->pieces[position];
     bool first = false, announce = false;
+    uint64_t written_bytes;
 
     pcc_save_lock(save);
     const bool start = start_piece(save, position, &first);
-    const uint64_t offset = pcc_geometry_slot_offset(&saver->geometry, save->slot) +
-                            (uint64_t)position * saver->spec.chunk_bytes;
+    const uint64_t slot_offset = pcc_geometry_slot_offset(&saver->geometry, save->slot);
     const uint64_t tag = save->request.tag;
     pcc_save_unlock(save);
     if (!start)
-        return;
+        return 0;
     if (first && saver->spec.events->writing)
         saver->spec.events->writing(saver->spec.owner, tag);
     hash_piece(save, position);
-    const int result =
-        write_all(saver, piece->bytes, pcc_align_up(piece->length_bytes, PCC_IO_ALIGN), offset);
+    const struct pcc_known *known = save->has_base ? pcc_save_known(save) : NULL;
+    const int result = write_changed(save, known, position, slot_offset, &written_bytes);
     pcc_save_lock(save);
+    save->written_bytes += written_bytes;
     if (result == 0) {
+        if (save->has_base)
+            refer_piece(save, known, position);
         piece->state = PCC_SAVE_CHUNK_WRITTEN;
         pcc_kept_written(saver->spec.kept, save->kept_place, position);
         save->written++;
@@ -172,6 +212,7 @@ static void write_piece(struct pcc_save *save, uint32_t position)
     pcc_save_unlock(save);
     if (announce && saver->spec.events->chunk_written)
         saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);
+    return written_bytes;
 }
 
 /* -- the steps; the save is quiet, but for what owners ask and hand over -- */
@@ -188,13 +229,17 @@ static void write_manifest(struct pcc_save *save)
     pcc_save_unlock(save);
     if (!go_on)
         return;
+    /* A base of which nothing is used need not be kept. */
+    save->entry.base_sequence = pcc_save_referred_bytes(save) > 0 ? save->base.entry.sequence : 0;
     pcc_manifest_seal(save->manifest, &saver->identity, save->slot, checksums, &save->entry);
-    const int result =
-        write_all(saver, save->manifest, pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN),
-                  pcc_geometry_slot_offset(&saver->geometry, save->slot) +
-                      pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
+    const uint64_t room = pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN);
+    memset(save->manifest + save->entry.manifest_bytes, 0, room - save->entry.manifest_bytes);
+    const int result = write_all(saver, save->manifest, room,
+                                 pcc_geometry_slot_offset(&saver->geometry, save->slot) +
+                                     pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
     pcc_save_lock(save);
     if (result == 0) {
+        save->written_bytes += room;
         save->last_step = PCC_SAVE_STEP_MANIFEST;
         save->times.written = pcc_now_ns();
     } else {
@@ -241,6 +286,21 @@ static void became_durable(void *context)
     pcc_save_unlock(save);
 }
 
+/* With the lock held. */
+static void leave_base(struct pcc_save *save)
+{
+    if (save->has_base)
+        pcc_volume_leave_base(save->lane->saver->volume, &save->base);
+    save->has_base = false;
+}
+
+/* So little of what was to lie in the base does that the next one is to be written whole. */
+static void judge_base(const struct pcc_save *save)
+{
+    if (save->has_base && pcc_save_referred_bytes(save) < save->request.frozen_bytes / 2)
+        pcc_volume_base_is_poor(save->lane->saver->volume, &save->base);
+}
+
 static void publish(struct pcc_save *save)
 {
     const struct pcc_saver *saver = save->lane->saver;
@@ -249,6 +309,17 @@ static void publish(struct pcc_save *save)
                                           became_durable, save);
 
     pcc_save_lock(save);
+    if (result == 0 && published == PCC_PUBLISH_BASE_LOST) {
+        /* All of it is written again, into the same slot. */
+        leave_base(save);
+        save->slot_doubtful = true;
+        save->error = -PCC_E_DAMAGED;
+        save->stage = "publish";
+        pcc_save_unlock(save);
+        return;
+    }
+    if (result == 0 && published == PCC_PUBLISHED)
+        judge_base(save);
     /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
      * media may name it, and the volume is stopped. */
     save->has_slot = false;
@@ -306,6 +377,8 @@ static void move(struct pcc_save *save)
         save->moves++;
         pcc_kept_moved(save->lane->saver->spec.kept, save->kept_place, save->slot,
                        save->piece_count);
+        pcc_kept_base(save->lane->saver->spec.kept, save->kept_place,
+                      save->has_base ? save->base.entry.sequence : 0);
         save->slot_failed = save->slot_bad = save->slot_doubtful = false;
         save->error = 0;
         save->stage = NULL;
@@ -338,10 +411,13 @@ static void end(struct pcc_save *save)
     result.sequence = save->sequence;
     result.slot = save->slot;
     result.rehomed = save->moves;
+    result.written_bytes = save->written_bytes;
     result.times = save->times;
     leave_slot(save);
+    leave_base(save);
     const bool tell = save->quarantined && result.end == PCC_SAVE_FAILED;
     pcc_save_unlock(save);
+    pcc_save_forget_known(save);
     /* Otherwise the quarantine would wait for a checkpoint that succeeds. Should this fail, the
      * volume has stopped and the next begin says so. */
     if (tell)
@@ -351,13 +427,12 @@ static void end(struct pcc_save *save)
     pcc_save_leave_place(save);
 }
 
-/* Does it; how many bytes of payload it was about. */
+/* Does it; how many bytes of payload it wrote. */
 static uint64_t do_item(struct pcc_save *save, uint64_t item)
 {
     switch ((enum pcc_save_step)(item >> 32 & 0xffff)) {
     case PCC_SAVE_STEP_NONE:
-        write_piece(save, (uint32_t)item);
-        return save->pieces[(uint32_t)item].length_bytes;
+        return write_piece(save, (uint32_t)item);
     case PCC_SAVE_STEP_MANIFEST:
         write_manifest(save);
         break;

@@ -106,6 +106,8 @@ static void saver_free(struct pcc_saver *saver)
         lane_close(&saver->lanes[i]);
     free(saver->lanes);
     (void)pthread_mutex_destroy(&saver->lock);
+    pcc_saver_forget_known(saver);
+    (void)pthread_mutex_destroy(&saver->knowing);
     (void)pthread_mutex_destroy(&saver->flushing);
     (void)pthread_cond_destroy(&saver->ended);
     free(saver);
@@ -132,9 +134,10 @@ int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
     saver->spec = *spec;
     saver->piece_capacity = (uint32_t)pieces;
     saver->manifest_capacity_bytes = pcc_align_up(
-        pcc_manifest_bytes(geometry.slot_stride_bytes, geometry.block_bytes), PCC_IO_ALIGN);
+        pcc_manifest_bytes(geometry.slot_stride_bytes, geometry.block_bytes, true), PCC_IO_ALIGN);
     pcc_volume_record(volume, &saver->identity);
     (void)pthread_mutex_init(&saver->lock, NULL);
+    (void)pthread_mutex_init(&saver->knowing, NULL);
     (void)pthread_mutex_init(&saver->flushing, NULL);
     (void)pthread_cond_init(&saver->ended, NULL);
     saver->lanes = calloc(spec->lanes, sizeof *saver->lanes);

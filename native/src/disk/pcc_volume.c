@@ -133,14 +133,8 @@ bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence)
 
 static int find_sequence(const struct pcc_record *record, uint64_t sequence, uint32_t *slot_out)
 {
-    for (uint32_t slot = 0; slot < record->slot_count; slot++) {
-        if (record->slots[slot].state == PCC_SLOT_DURABLE &&
-            record->slots[slot].sequence == sequence) {
-            *slot_out = slot;
-            return 0;
-        }
-    }
-    return -ENOENT;
+    *slot_out = pcc_record_find(record, sequence);
+    return *slot_out < PCC_SLOTS_MAX ? 0 : -ENOENT;
 }
 
 /* -- policy -- */
@@ -157,11 +151,24 @@ static int find_lasting(const struct pcc_volume *volume, uint64_t sequence, uint
     return result;
 }
 
+/* With `lock` held: the bases of saves in flight. */
+static uint32_t in_use(const struct pcc_volume *volume)
+{
+    uint32_t mask = 0;
+
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++)
+        if (volume->references[slot] > 0)
+            mask |= 1u << slot;
+    return mask;
+}
+
 /* With `lock` held. */
 static uint32_t expendable(const struct pcc_volume *volume, uint32_t keep,
                            const struct pcc_volume_group *group)
 {
-    return pcc_commit_expendable(&volume->staged, keep, group) & ~volume->spared;
+    const uint32_t spared = volume->spared | pcc_record_bases(&volume->staged, volume->spared);
+
+    return pcc_commit_expendable(&volume->staged, keep, group, in_use(volume)) & ~spared;
 }
 
 int pcc_volume_publish_staged(struct pcc_volume *volume)
@@ -336,7 +343,8 @@ static void reuse_quarantined(struct pcc_volume *volume)
             return; /* a save or a reader has it, and it becomes free */
     }
     /* A spared one goes first. */
-    if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group) != 0)
+    if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group,
+                              in_use(volume)) != 0)
         return;
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
         struct pcc_slot_entry *entry = &volume->staged.slots[slot];
@@ -399,6 +407,103 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
+/* -- bases -- */
+
+/* With `lock` held. Damage of one that refers to it may be damage of what it refers to. */
+static bool is_sound_base(const struct pcc_volume *volume, uint64_t sequence)
+{
+    const struct pcc_record *staged = &volume->staged;
+    const uint32_t base = pcc_record_find(staged, sequence);
+
+    if (base == PCC_SLOTS_MAX || staged->slots[base].base_sequence != 0)
+        return false;
+    for (uint32_t slot = 0; slot < staged->slot_count; slot++)
+        if ((staged->slots[slot].flags & PCC_SLOT_DAMAGED) != 0 &&
+            (slot == base || staged->slots[slot].base_sequence == sequence))
+            return false;
+    return true;
+}
+
+/* With `lock` held. What the next save is to refer to; 0 when there is nothing. */
+static uint64_t base_to_take(const struct pcc_volume *volume)
+{
+    uint64_t newest = 0, base = 0;
+
+    for (uint32_t slot = 0; slot < volume->staged.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        if (entry->state != PCC_SLOT_DURABLE || (entry->flags & PCC_SLOT_DAMAGED) != 0 ||
+            entry->sequence <= newest || pcc_commit_gives_up(&volume->group, entry->sequence))
+            continue;
+        newest = entry->sequence;
+        base = entry->base_sequence != 0 ? entry->base_sequence : newest;
+    }
+    return base;
+}
+
+/* With `lock` held. A base takes a slot for as long as it is referred to. Beside it, and beside
+ * what is pinned or protected with its bases, a volume needs a slot for the newest checkpoint, one
+ * for a checkpoint that becomes protected for the next run, and one for the next save. */
+static bool has_room_for_base(const struct pcc_volume *volume, uint32_t base)
+{
+    const struct pcc_record *staged = &volume->staged;
+    uint32_t lasting = 0;
+
+    for (uint32_t slot = 0; slot < staged->slot_count; slot++)
+        if ((staged->slots[slot].flags & PCC_SLOT_LASTING) != 0)
+            lasting |= 1u << slot;
+    const uint32_t staying = lasting | pcc_record_bases(staged, lasting) | 1u << base;
+    return staged->slot_count - staged->keep >= 2 &&
+           (uint32_t)__builtin_popcount(staying) + 3 <= staged->slot_count;
+}
+
+/* With `lock` held. */
+static bool take_base(struct pcc_volume *volume, uint64_t sequence, struct pcc_base *out)
+{
+    uint32_t slot;
+
+    /* Durable, and not dropped by the record that is being written. */
+    if (sequence == 0 || find_lasting(volume, sequence, &slot) != 0 ||
+        !is_sound_base(volume, sequence))
+        return false;
+    volume->references[slot]++;
+    *out = (struct pcc_base){.slot = slot, .entry = volume->durable.slots[slot]};
+    return true;
+}
+
+bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const uint64_t sequence = base_to_take(volume);
+    const uint32_t slot = pcc_record_find(&volume->staged, sequence);
+    const bool found = slot < PCC_SLOTS_MAX && sequence != volume->poor_base &&
+                       has_room_for_base(volume, slot) && take_base(volume, sequence, out);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found;
+}
+
+bool pcc_volume_take_base_again(struct pcc_volume *volume, uint64_t sequence, struct pcc_base *out)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    const bool found = take_base(volume, sequence, out);
+    (void)pthread_mutex_unlock(&volume->lock);
+    return found;
+}
+
+void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *base)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    PCC_ASSERT(volume->references[base->slot] > 0);
+    volume->references[base->slot]--;
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+void pcc_volume_base_is_poor(struct pcc_volume *volume, const struct pcc_base *base)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    volume->poor_base = base->entry.sequence;
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
 /* -- the publisher -- */
 
 /* With both locks held, no other record is under way: both tables hold the same checkpoints, and
@@ -413,7 +518,11 @@ static enum pcc_published published_as(const struct pcc_volume *volume,
     if (is_grouped && pcc_commit_gives_up(&volume->group, sequence))
         return PCC_PUBLISH_GIVEN_UP;
     const uint64_t newest = is_grouped ? volume->group.newest : pcc_commit_newest(&volume->staged);
-    return sequence < newest ? PCC_PUBLISH_SUPERSEDED : PCC_PUBLISHED;
+    if (sequence < newest)
+        return PCC_PUBLISH_SUPERSEDED;
+    if (entry->base_sequence != 0 && !is_sound_base(volume, entry->base_sequence))
+        return PCC_PUBLISH_BASE_LOST;
+    return PCC_PUBLISHED;
 }
 
 int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pcc_slot_entry *entry,
@@ -437,7 +546,9 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
     }
     (void)pthread_mutex_lock(&volume->lock);
     const enum pcc_published published = published_as(volume, entry);
-    if (published != PCC_PUBLISHED) {
+    if (published == PCC_PUBLISH_BASE_LOST) {
+        (void)pthread_mutex_unlock(&volume->lock);
+    } else if (published != PCC_PUBLISHED) {
         push_free(volume, slot);
         (void)pthread_mutex_unlock(&volume->lock);
     } else {
@@ -461,25 +572,32 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
 
 /* -- readers -- */
 
-int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out,
-                    struct pcc_slot_entry *entry_out)
+/* With `lock` held. */
+static void hold(struct pcc_volume *volume, uint32_t slot, struct pcc_slot_entry *entry_out)
 {
-    uint32_t slot;
+    volume->holds[slot]++;
+    *entry_out = volume->durable.slots[slot];
+}
 
+int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, struct pcc_held *out)
+{
     (void)pthread_mutex_lock(&volume->lock);
-    const int result = find_sequence(&volume->durable, sequence, &slot);
+    const int result = find_sequence(&volume->durable, sequence, &out->slot);
     if (result == 0) {
-        volume->holds[slot]++;
-        *slot_out = slot;
-        *entry_out = volume->durable.slots[slot];
+        hold(volume, out->slot, &out->entry);
+        if (out->entry.base_sequence != 0) {
+            /* The record was accepted: it is there. */
+            out->base.slot = pcc_record_find(&volume->durable, out->entry.base_sequence);
+            hold(volume, out->base.slot, &out->base.entry);
+        }
     }
     (void)pthread_mutex_unlock(&volume->lock);
     return result;
 }
 
-void pcc_volume_release(struct pcc_volume *volume, uint32_t slot)
+/* With `lock` held. */
+static void release(struct pcc_volume *volume, uint32_t slot)
 {
-    (void)pthread_mutex_lock(&volume->lock);
     PCC_ASSERT(slot < volume->geometry.slot_count && volume->holds[slot] > 0);
     volume->holds[slot]--;
     /* It left the table while it was held: the last one to release it frees it. */
@@ -487,5 +605,13 @@ void pcc_volume_release(struct pcc_volume *volume, uint32_t slot)
         volume->free_on_release[slot] = false;
         push_free(volume, slot);
     }
+}
+
+void pcc_volume_release(struct pcc_volume *volume, const struct pcc_held *held)
+{
+    (void)pthread_mutex_lock(&volume->lock);
+    release(volume, held->slot);
+    if (held->entry.base_sequence != 0)
+        release(volume, held->base.slot);
     (void)pthread_mutex_unlock(&volume->lock);
 }

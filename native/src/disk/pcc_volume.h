@@ -71,8 +71,8 @@ PCC_MUST_CHECK int pcc_volume_in_place(const struct pcc_volume *volume);
  * a record is published at once (damage found, quarantine). */
 PCC_MUST_CHECK int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set,
                                    uint32_t clear, bool now);
-/* The durable checkpoint `sequence` is not recycled from now on, or may be again. Lasts until the
- * volume is closed and leaves nothing on the media; waits for no disk. -ENOENT. */
+/* The durable checkpoint `sequence`, with its base, is not recycled from now on, or may be again.
+ * Lasts until the volume is closed and leaves nothing on the media; waits for no disk. -ENOENT. */
 PCC_MUST_CHECK int pcc_volume_spare(struct pcc_volume *volume, uint64_t sequence, bool spared);
 /* Identity that moves with time. Published at once. */
 PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
@@ -123,6 +123,7 @@ enum pcc_published {
     PCC_PUBLISHED = 0,
     PCC_PUBLISH_SUPERSEDED, /* these two: nothing was written, and the slot is free again */
     PCC_PUBLISH_GIVEN_UP,   /* by the group */
+    PCC_PUBLISH_BASE_LOST,  /* the base is damaged: nothing was written; the slot stays taken */
 };
 /* The publisher: newest wins. The data and the manifest in the slot of `entry` must be flushed. On
  * 0 *out says what came of it; when published, the record is durable in both replicas, and slots
@@ -133,9 +134,32 @@ enum pcc_published {
 PCC_MUST_CHECK int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot,
                                       const struct pcc_slot_entry *entry, enum pcc_published *out,
                                       void (*on_durable)(void *context), void *context);
-/* Readers hold a slot so that it is not recycled under them. -ENOENT. */
-PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out,
-                                   struct pcc_slot_entry *entry_out);
-void pcc_volume_release(struct pcc_volume *volume, uint32_t slot);
+
+/* -- bases: where the unchanged blocks of another checkpoint lie -- */
+struct pcc_base { /* a durable checkpoint that refers to none itself */
+    uint32_t slot;
+    struct pcc_slot_entry entry;
+};
+/* For a save that begins: the base of the newest checkpoint, or that one itself; it stays in the
+ * table until it is left. False when there is none, or to keep it could leave a later checkpoint
+ * without a slot. */
+bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out);
+/* This very one, for a save of the daemon before; false when it cannot be used any more. */
+bool pcc_volume_take_base_again(struct pcc_volume *volume, uint64_t sequence, struct pcc_base *out);
+void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *base);
+/* Most of what was to lie in it has changed: no later save begins with it. Forgotten when the
+ * volume is closed. */
+void pcc_volume_base_is_poor(struct pcc_volume *volume, const struct pcc_base *base);
+
+/* Readers hold the slots of a checkpoint and of its base, so that neither is recycled under them.
+ * -ENOENT. */
+struct pcc_held {
+    uint32_t slot;
+    struct pcc_slot_entry entry;
+    struct pcc_base base; /* counts when entry.base_sequence is not 0 */
+};
+PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence,
+                                   struct pcc_held *out);
+void pcc_volume_release(struct pcc_volume *volume, const struct pcc_held *held);
 
 #endif

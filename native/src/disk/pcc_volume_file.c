@@ -214,7 +214,7 @@ static int first_record(struct pcc_record *record, const struct pcc_volume_spec 
         return result;
     memset(record, 0, sizeof *record);
     record->magic = PCC_RECORD_MAGIC;
-    record->format_version = PCC_FORMAT_VERSION;
+    record->format_version = PCC_FORMAT_VERSION_WHOLE;
     record->record_bytes = PCC_RECORD_BYTES;
     record->record_number = 1;
     record->volume_bytes = geometry.volume_bytes;

@@ -29,6 +29,8 @@ struct pcc_volume {
     uint32_t free_slots;      /* bits */
     uint32_t last_slot;       /* that was taken: the next one is the first free one behind it */
     uint32_t spared;          /* bits: see pcc_volume_spare() */
+    uint32_t references[PCC_SLOTS_MAX]; /* of saves in flight, to their bases */
+    uint64_t poor_base;                 /* see pcc_volume_base_is_poor() */
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;
@@ -65,8 +67,9 @@ uint64_t pcc_commit_newest(const struct pcc_record *record);
 bool pcc_commit_is_grouped(const struct pcc_record *record);
 bool pcc_commit_gives_up(const struct pcc_volume_group *group, uint64_t sequence);
 /* Bit s is set for each durable slot that may be recycled. A lone rank keeps its newest `keep`;
- * a rank of a group keeps what `group` says, whatever `keep` is. A pinned slot always stays. */
+ * a rank of a group keeps what `group` says, whatever `keep` is. A pinned slot always stays, and
+ * so do those `in_use`, and what one that stays refers to. */
 uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
-                               const struct pcc_volume_group *group);
+                               const struct pcc_volume_group *group, uint32_t in_use);
 
 #endif

@@ -1,0 +1,163 @@
+/* What a save need not write: blocks that lie unchanged in the slot of an earlier checkpoint, its
+ * base. The checksums decide, those of the save against those of the base's manifest, so that
+ * nothing rests on what a client believes has not changed. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "disk/pcc_save_private.h"
+
+/* -- what is in the base -- */
+
+static struct pcc_known *known_read(struct pcc_saver *saver, const struct pcc_base *base)
+{
+    const struct pcc_slot_entry *entry = &base->entry;
+    const uint64_t room = pcc_align_up(entry->manifest_bytes, PCC_IO_ALIGN);
+    const uint64_t blocks = pcc_ceil_div(entry->payload_bytes, saver->geometry.block_bytes);
+    struct pcc_known *known = calloc(1, sizeof *known + blocks * sizeof known->checksums[0]);
+    uint8_t *manifest = aligned_alloc(PCC_IO_ALIGN, room);
+    bool good = known != NULL && manifest != NULL;
+
+    good = good && pcc_io_read_all(pcc_volume_io(saver->volume), manifest, room,
+                                   pcc_geometry_slot_offset(&saver->geometry, base->slot) +
+                                       pcc_align_up(entry->payload_bytes, PCC_IO_ALIGN)) == 0;
+    good = good && pcc_manifest_accept(manifest, &saver->identity, base->slot, entry, NULL) == 0;
+    if (good) {
+        known->sequence = entry->sequence;
+        known->payload_bytes = entry->payload_bytes;
+        memcpy(known->checksums, manifest + sizeof(struct pcc_manifest_header),
+               blocks * sizeof known->checksums[0]);
+    } else {
+        free(known);
+        known = NULL;
+    }
+    free(manifest);
+    return known;
+}
+
+/* With `knowing` held. */
+static void known_leave(struct pcc_known *known)
+{
+    if (known != NULL && --known->users == 0)
+        free(known);
+}
+
+const struct pcc_known *pcc_save_known(struct pcc_save *save)
+{
+    struct pcc_saver *saver = save->lane->saver;
+
+    (void)pthread_mutex_lock(&saver->knowing);
+    if (save->known == NULL && !save->unknown) {
+        if (saver->known == NULL || saver->known->sequence != save->base.entry.sequence) {
+            known_leave(saver->known);
+            saver->known = known_read(saver, &save->base);
+            if (saver->known != NULL)
+                saver->known->users = 1;
+        }
+        save->known = saver->known;
+        save->unknown = save->known == NULL;
+        if (save->known != NULL)
+            save->known->users++;
+    }
+    const struct pcc_known *known = save->known;
+    (void)pthread_mutex_unlock(&saver->knowing);
+    return known;
+}
+
+void pcc_save_forget_known(struct pcc_save *save)
+{
+    struct pcc_saver *saver = save->lane->saver;
+
+    (void)pthread_mutex_lock(&saver->knowing);
+    known_leave(save->known);
+    save->known = NULL;
+    save->unknown = false;
+    (void)pthread_mutex_unlock(&saver->knowing);
+}
+
+void pcc_saver_forget_known(struct pcc_saver *saver)
+{
+    (void)pthread_mutex_lock(&saver->knowing);
+    known_leave(saver->known);
+    saver->known = NULL;
+    (void)pthread_mutex_unlock(&saver->knowing);
+}
+
+/* -- which blocks of a save are -- */
+
+static uint64_t length_of(uint64_t payload_bytes, uint32_t block_bytes, uint64_t block)
+{
+    const uint64_t left = payload_bytes - block * block_bytes;
+
+    return left < block_bytes ? left : block_bytes;
+}
+
+/* All blocks of the save between two offsets, whose checksums are in its manifest. */
+static bool is_known(const struct pcc_save *save, const struct pcc_known *known, uint64_t at_bytes,
+                     uint64_t end_bytes)
+{
+    const uint32_t block_bytes = save->lane->saver->geometry.block_bytes;
+    const uint64_t *checksums =
+        (const uint64_t *)(const void *)(save->manifest + sizeof(struct pcc_manifest_header));
+
+    for (uint64_t block = at_bytes / block_bytes; block * block_bytes < end_bytes; block++) {
+        if (block * block_bytes >= known->payload_bytes ||
+            checksums[block] != known->checksums[block] ||
+            length_of(known->payload_bytes, block_bytes, block) !=
+                length_of(save->request.payload_bytes, block_bytes, block))
+            return false;
+    }
+    return true;
+}
+
+uint64_t pcc_save_run(const struct pcc_save *save, const struct pcc_known *known, uint64_t at_bytes,
+                      uint64_t end_bytes, bool *known_out)
+{
+    const uint64_t unit = pcc_placing_bytes(save->lane->saver->geometry.block_bytes);
+    uint64_t run_bytes = at_bytes;
+    bool first = true;
+
+    if (known == NULL) {
+        *known_out = false;
+        return end_bytes;
+    }
+    while (run_bytes < end_bytes) {
+        const uint64_t next = run_bytes + unit < end_bytes ? run_bytes + unit : end_bytes;
+        const bool this_one = is_known(save, known, run_bytes, next);
+        if (first)
+            *known_out = this_one;
+        else if (this_one != *known_out)
+            break;
+        first = false;
+        run_bytes = next;
+    }
+    return run_bytes;
+}
+
+void pcc_save_refer(struct pcc_save *save, uint64_t at_bytes, uint64_t end_bytes, bool referred)
+{
+    const uint32_t block_bytes = save->lane->saver->geometry.block_bytes;
+    uint64_t *bitmap =
+        pcc_manifest_bitmap(save->manifest, save->request.payload_bytes, block_bytes);
+
+    for (uint64_t block = at_bytes / block_bytes; block * block_bytes < end_bytes; block++) {
+        if (referred)
+            bitmap[block / 64] |= 1ull << block % 64;
+        else
+            bitmap[block / 64] &= ~(1ull << block % 64);
+    }
+}
+
+uint64_t pcc_save_referred_bytes(const struct pcc_save *save)
+{
+    const uint64_t payload_bytes = save->request.payload_bytes;
+    const uint32_t block_bytes = save->lane->saver->geometry.block_bytes;
+    uint64_t referred = 0;
+
+    if (!save->has_base)
+        return 0;
+    const uint64_t *bitmap = pcc_manifest_bitmap(save->manifest, payload_bytes, block_bytes);
+    for (uint64_t block = 0; block * block_bytes < payload_bytes; block++)
+        if (pcc_bitmap_has(bitmap, block))
+            referred += length_of(payload_bytes, block_bytes, block);
+    return referred;
+}

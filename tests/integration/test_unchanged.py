@@ -1,0 +1,228 @@
+"""Unchanged tensors are written once: adapters on a frozen base, through the real daemon, to
+restore, export, verify and damage; with two ranks; and where slots are few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck import PCcheckClient
+from pccheck_native import catalog
+from pccheck_wire.errors import RefusedError
+from pccheck_wire.messages import CheckpointState, Opened, Pin, Restored
+from tests.support.ctl import Ctl
+from tests.support.daemon import Daemon
+from tests.support.rank import Rank, payload_of
+from tests.support.trainer import Commands, Trainer
+from tests.support.volumes import damage
+
+Start = Callable[..., Daemon]
+LAYERS = 6
+FROZEN = 24 << 20
+ADAPTERS = 512 << 10
+#: Adapters, as much momentum, the tree; a block at each end of them, and the manifest.
+CHANGED = 2 * ADAPTERS + (64 << 10)
+GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB", "--dram", "128MiB")
+
+
+class Lora(torch.nn.Module):
+    """Frozen and trained parameters in turn, as adapters lie in a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.arange(FROZEN // 4 // LAYERS, dtype=torch.float32)
+        for number in range(LAYERS):
+            frozen = torch.nn.Parameter(base + number, requires_grad=False)
+            self.register_parameter(f"base{number}", frozen)
+            adapter = torch.zeros(ADAPTERS // 4 // LAYERS)
+            self.register_parameter(f"adapter{number}", torch.nn.Parameter(adapter))
+
+
+class LoraCommands(Commands):
+    def open(self, *_counts: Any, **options: Any) -> int:
+        model = self.lora = Lora()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.sgd = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
+        self.client = PCcheckClient(**options)
+        self.client.attach(model=model, optimizer=self.sgd)
+        return 0
+
+    def train(self, step: int) -> None:
+        """One step, and a checkpoint that is durable."""
+        for parameter in self.lora.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, float(step))
+        self.sgd.step()
+        self.client.checkpoint(step=step).wait_durable(60)
+
+    def merge(self) -> None:
+        """Changes what is frozen, in a way that nobody is told of."""
+        self.lora.base0.data.add_(1)
+        self.lora.base1.data.mul_(2)
+
+    def digest(self) -> str:
+        state = [*self.lora.state_dict().values()]
+        state += [entry["momentum_buffer"] for entry in self.sgd.state.values()]
+        return str([hash(tensor.numpy().tobytes()) for tensor in state])
+
+    def resume(self) -> int | None:
+        step: int | None = self.client.restore().step
+        return step
+
+
+class LoraTrainer(Trainer):
+    commands = LoraCommands
+
+
+@contextmanager
+def trainer(daemon: Daemon) -> Iterator[Any]:
+    with LoraTrainer(PYTHONHASHSEED="0") as one:
+        one.open([], socket=str(daemon.socket), job="lora")
+        yield one
+
+
+def written(ctl: Ctl, daemon: Daemon) -> dict[int, int]:
+    """By step, of the checkpoints that this daemon knows."""
+    document = ctl(None, "status", "--json", "--socket", daemon.socket).json
+    recent = [one for rank in document["ranks"] for one in rank["checkpoints"]]
+    return {one["step"]: one["written_bytes"] for one in recent}
+
+
+def bases(daemon: Daemon) -> dict[int, int]:
+    """The base of each checkpoint, by step: sequences."""
+    return {one.step: one.base for one in catalog.scan(daemon.storage).checkpoints}
+
+
+@pytest.mark.timeout(180)
+def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+    daemon = start_daemon(*GEOMETRY)
+    with trainer(daemon) as one:
+        for step in range(1, 6):
+            one.train(step)
+        sizes = written(ctl, daemon)
+        assert sizes[1] > FROZEN
+        assert all(2 * ADAPTERS < sizes[step] <= 1.05 * CHANGED for step in range(2, 6)), sizes
+        assert bases(daemon) == {5: 1, 4: 1, 1: 0}
+        wanted = one.digest()
+        daemon.kill()
+        one.kill()
+
+    # Without a daemon: checked, exported, and what is in the base alone is of the export, too.
+    assert ctl(daemon.storage, "verify").code == 0
+    exported = tmp_path / "lora.pt"
+    assert ctl(daemon.storage, "export", "lora", "-o", exported).code == 0
+    model = torch.load(exported)["model"]
+    assert torch.equal(model["base3"], torch.arange(FROZEN // 4 // LAYERS, dtype=torch.float32) + 3)
+
+    daemon.start()
+    with trainer(daemon) as one:
+        assert one.resume() == 5
+        assert one.digest() == wanted
+        one.train(6)
+        assert written(ctl, daemon)[6] <= 1.05 * CHANGED  # of the run before
+        one.merge()
+        one.train(7)
+        assert written(ctl, daemon)[7] > FROZEN // LAYERS * 2  # what has changed, only
+        assert written(ctl, daemon)[7] < FROZEN // LAYERS * 3
+        wanted = one.digest()
+        one.close()
+    with trainer(daemon) as one:
+        assert one.resume() == 7
+        assert one.digest() == wanted
+        one.close()
+    daemon.stop()
+
+    damage(daemon.storage, 1, at=FROZEN // 2 + 100)
+    ran = ctl(daemon.storage, "verify", "--json")
+    assert ran.code == 14
+    found = {item["step"] for item in ran.json["checkpoints"] if item["result"] == "damaged"}
+    assert found == {1, 6, 7}
+
+
+FEW = 200_000  # frozen bytes of a payload of the ranks below
+SIZE = 300_000
+
+
+def payload(step: int, rank: int) -> bytes:
+    return payload_of(1000 + rank, FEW) + payload_of(step * 10 + rank, SIZE - FEW)
+
+
+def save_all(ranks: list[Rank], steps: range) -> None:
+    for step in steps:
+        asked = [(one, one.begin(step, payload(step, one.rank), frozen=FEW)) for one in ranks]
+        for one, snapshot in asked:
+            one.wait(snapshot)
+
+
+def read_all(daemon: Daemon, launch: str, step: int) -> None:
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Rank(daemon.socket, rank=rank, world_size=2, launch=launch))
+            for rank in range(2)
+        ]
+        for one in ranks:
+            found = one.open()
+            assert isinstance(found, Opened) and found.step == step
+            assert one.load(found) == (0, payload(step, one.rank))
+        for one in ranks:
+            one.ask(Restored(step))
+
+
+def test_two_ranks(start_daemon: Start) -> None:
+    daemon = start_daemon("--block-bytes", "4KiB")
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Rank(daemon.socket, rank=rank, world_size=2, launch="a"))
+            for rank in range(2)
+        ]
+        for one in ranks:
+            one.register(SIZE)
+        save_all(ranks, range(1, 9))
+        with_base = [one for one in catalog.scan(daemon.storage).checkpoints if one.base]
+        assert {one.rank for one in with_base} == {0, 1}
+        daemon.kill()
+    daemon.start()
+    read_all(daemon, "b", 8)
+
+
+@pytest.mark.parametrize("slots", [4, 6])
+def test_a_pin_takes_a_slot_for_the_base_as_well(start_daemon: Start, slots: int) -> None:
+    daemon = start_daemon("--slots", str(slots), "--block-bytes", "4KiB")
+    with Rank(daemon.socket) as one:
+        one.register(SIZE)
+        save_all([one], range(1, 5))
+        if slots == 4:
+            with pytest.raises(RefusedError, match="1 for their unchanged tensors"):
+                one.ask(Pin(4))
+        else:
+            one.ask(Pin(4))
+        save_all([one], range(5, 13))
+        found = {item.step: item for item in catalog.scan(daemon.storage).checkpoints}
+        assert 12 in found and (4 in found) == (slots == 6)
+        if slots == 6:
+            assert found[4].base == found[1].sequence
+
+
+@pytest.mark.parametrize(("slots", "keep"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
+def test_few_slots(start_daemon: Start, slots: int, keep: int) -> None:
+    """Each goes on for ever; also for a run that has not restored, where it could without bases."""
+    daemon = start_daemon("--slots", str(slots), "--keep", str(keep), "--block-bytes", "4KiB")
+    with Rank(daemon.socket) as one:
+        one.register(SIZE)
+        save_all([one], range(1, 9))
+        used = [found for found in catalog.scan(daemon.storage).checkpoints if found.base]
+        assert bool(used) == (slots >= 4)
+    if slots - keep < 2:
+        return
+    with Rank(daemon.socket) as one:
+        one.register(SIZE)
+        for step in range(11, 19):
+            snapshot = one.begin(step, payload(step, 0), frozen=FEW)
+            assert one.wait(snapshot).outcome != CheckpointState.FAILED, one.describe(snapshot)
+        found = catalog.scan(daemon.storage).checkpoints
+        assert {8, 18} <= {item.step for item in found}
