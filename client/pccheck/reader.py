@@ -11,13 +11,10 @@ from pccheck.restoring.opened import OpenCheckpoint
 from pccheck_native import catalog
 from pccheck_store.directory import which
 from pccheck_store.jobs import Stored, checkpoints_of, find_store
-from pccheck_store.readers import RecycledError
-from pccheck_store.whole import WholeReader
+from pccheck_store.whole import open_chosen
 from pccheck_wire.basics import did_you_mean
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
-#: How often a running job may replace a checkpoint before it is open.
-ATTEMPTS = 8
 NAMED_MAX = 8
 
 
@@ -79,18 +76,9 @@ class Reader:
         Raises NoCheckpointError when there is none.
         """
         wanted = None if step is None else check_step(step)
-        recycled: RecycledError | None = None
-        for _ in range(ATTEMPTS):
-            first = self._chosen(wanted, sequence)
-            try:
-                opened = OpenCheckpoint(WholeReader(self._store, first))
-            except RecycledError as error:
-                recycled = error
-                continue
-            self._open.append(opened)
-            return opened
-        assert recycled is not None
-        raise recycled
+        opened = open_chosen(self._store, lambda: self._chosen(wanted, sequence), OpenCheckpoint)
+        self._open.append(opened)
+        return opened
 
     def _chosen(self, step: int | None, sequence: int | None) -> catalog.Checkpoint:
         """The part that the first rank of the chosen checkpoint has."""

@@ -20,12 +20,11 @@ from pccheck_wire.errors import UsageError
 
 from .jobs import Stored, checkpoints_of, find_store
 from .part_file import PartFile, parts_of
-from .readers import RecycledError, Store
-from .whole import WholeReader
+from .readers import Store
+from .whole import WholeReader, open_chosen
 
 NEWEST = "newest"  #: in the place of a step
 ENDING = ".safetensors"
-_ATTEMPTS = 8  # a running job replaces checkpoints
 
 
 class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -127,18 +126,11 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         raise FileNotFoundError(f"job {place.job!r} has no step {place.step}; it has {steps}")
 
     def _opened(self, place: _Place) -> tuple[WholeReader, tree.Tree]:
-        for _ in range(_ATTEMPTS):
-            first = self._chosen(place)[1]
-            try:
-                reader = WholeReader(self._store, first)
-                try:
-                    return reader, reader.content()
-                except BaseException:
-                    reader.close()
-                    raise
-            except RecycledError as error:
-                recycled = error
-        raise recycled
+        return open_chosen(
+            self._store,
+            lambda: self._chosen(place)[1],
+            lambda reader: (reader, reader.content()),
+        )
 
 
 class _Place(NamedTuple):

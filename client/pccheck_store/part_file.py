@@ -55,9 +55,8 @@ class PartFile:
         found = (piece for piece in pieces if piece.nbytes)
         self._pieces = sorted(found, key=lambda piece: piece.target)
         self._starts = [len(self._header) + piece.target for piece in self._pieces]
-        self._kept: tuple[Piece, bytearray] | None = (
-            None  # the last tensor that was read as a whole
-        )
+        #: The last tensor that was read as a whole.
+        self._kept: tuple[Piece, bytearray] | None = None
         self.size = len(self._header) + sum(piece.nbytes for piece in self._pieces)
         self.durable_at = reader.checkpoint.wall_ns / 1e9  #: seconds since 1970
 

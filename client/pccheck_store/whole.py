@@ -6,17 +6,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 from pccheck_native import catalog
 from pccheck_wire import parts, tree
 from pccheck_wire.blocks import Block, Blocks
 from pccheck_wire.errors import NoCheckpointError
 
-from .readers import Reader, Store
+from .readers import Reader, RecycledError, Store
 
 SLICE_BYTES = 256 << 20
+#: How often a running job may replace a checkpoint before it is open.
+OPEN_ATTEMPTS = 8
+
+_Opened = TypeVar("_Opened")
 
 
 class Progress(Protocol):
@@ -201,3 +205,25 @@ def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
                 piece, held = [], 0
     if piece:
         yield b"".join(piece), held
+
+
+def open_chosen(
+    store: Store,
+    choose: Callable[[], catalog.Checkpoint],
+    use: Callable[[WholeReader], _Opened],
+) -> _Opened:
+    """What `use` makes of a reader of the checkpoint that `choose` returns. Chooses again when the
+    job has replaced that one meanwhile; raises RecycledError when it does so again and again."""
+    left = OPEN_ATTEMPTS
+    while True:
+        chosen, left = choose(), left - 1
+        try:
+            reader = WholeReader(store, chosen)
+            try:
+                return use(reader)
+            except BaseException:
+                reader.close()
+                raise
+        except RecycledError:
+            if not left:
+                raise

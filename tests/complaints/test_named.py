@@ -59,7 +59,7 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
         "promises/test_p5_harmless.py::test_training_goes_on_without_the_daemon",
         "integration/test_small_disks.py::test_a_full_disk_is_named_and_what_fits_goes_on",
     ),
-    "the other ranks are not told of a dead worker (Megatron-LM)": (
+    "the other ranks never learn of a dead worker (Megatron-LM)": (
         "integration/test_group.py::"
         "test_what_a_killed_rank_had_not_copied_ends_the_wait_for_all_ranks",
     ),

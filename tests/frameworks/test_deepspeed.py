@@ -48,9 +48,9 @@ def run(
         options.setdefault("folder", str(tmp_path / "checkpoints"))
         output = tmp_path / "printed"
         codes = forks.run(output, ranks=ranks, environment=environment, **options)
-        told = [printed(output, rank) for rank in range(ranks)]
-        assert codes == [code] * ranks, "\n".join(line for lines in told for line in lines)
-        return told
+        said = [printed(output, rank) for rank in range(ranks)]
+        assert codes == [code] * ranks, "\n".join(line for lines in said for line in lines)
+        return said
 
     return run
 
@@ -84,8 +84,8 @@ def test_a_checkpoint_is_that_of_its_step_although_it_is_copied_later(
     tensors of the script."""
     options = {"stage": 2, "hidden": 40_000}
     plain = run(with_daemon=False, folder=str(tmp_path / "plain"), **options)[0]
-    told = run(stopping=True, stop_at=5, **options)[0]
-    order = [line.split()[0] for line in told if line.startswith(("SAVE", "GATE", "UPDATE"))]
+    lines = run(stopping=True, stop_at=5, **options)[0]
+    order = [line.split()[0] for line in lines if line.startswith(("SAVE", "GATE", "UPDATE"))]
     assert order == ["GATE", *["UPDATE", "UPDATE", "SAVE", "GATE"] * 2, "UPDATE"]
     resumed = run(**options)[0]
     assert "FROM 4 /global_step4/mp_rank_00_model_states.pt" in resumed
@@ -99,36 +99,36 @@ def test_tags_and_what_stays_in_the_folder(
     run(with_daemon=False, stop_at=2)
     folder = tmp_path / "checkpoints"
     before = {path.name for path in folder.iterdir()}
-    told = run(kill_at=4, code=KILLED)[0]
-    assert only("FROM", told) == ["FROM 2 /global_step2/mp_rank_00_model_states.pt"]
+    lines = run(kill_at=4, code=KILLED)[0]
+    assert only("FROM", lines) == ["FROM 2 /global_step2/mp_rank_00_model_states.pt"]
     assert {path.name for path in folder.iterdir()} == before
     assert (folder / "latest").read_text() == "global_step2"
-    told = run(load={"tag": "global_step4"}, stop_at=6)[0]
-    assert "FROM 4 /global_step4/mp_rank_00_model_states.pt" in told
+    lines = run(load={"tag": "global_step4"}, stop_at=6)[0]
+    assert "FROM 4 /global_step4/mp_rank_00_model_states.pt" in lines
     assert "0.weight" in torch.load(folder / "weights.pt")
-    told = run(load={"tag": "global_step2"}, stop_at=2)[0]
-    assert "FROM 2 /global_step2/mp_rank_00_model_states.pt" in told
+    lines = run(load={"tag": "global_step2"}, stop_at=2)[0]
+    assert "FROM 2 /global_step2/mp_rank_00_model_states.pt" in lines
 
 
 def test_what_is_wrong_is_said(run: Callable[..., list[list[str]]]) -> None:
     """Also that parameters alone can be loaded: the rest of the state stays as it is."""
-    told = "\n".join(run(own=True, code=1)[0])
-    assert "call engine.save_checkpoint(directory) on every rank" in told
-    told = "\n".join(run(unnamed=True, code=1)[0])
-    assert "mp_rank_00_model_states.pt.given: a value of type argparse.Namespace cannot" in told
-    told = "\n".join(run(closed=True, stop_at=4)[0])
-    assert "training continues WITHOUT checkpoints" in told and "LOSS 4" in told
+    lines = "\n".join(run(own=True, code=1)[0])
+    assert "call engine.save_checkpoint(directory) on every rank" in lines
+    lines = "\n".join(run(unnamed=True, code=1)[0])
+    assert "mp_rank_00_model_states.pt.given: a value of type argparse.Namespace cannot" in lines
+    lines = "\n".join(run(closed=True, stop_at=4)[0])
+    assert "training continues WITHOUT checkpoints" in lines and "LOSS 4" in lines
     saved = run(stage=2, stop_at=4)[0]
-    told = "\n".join(run(stage=2, unnamed=True, code=1)[0])
-    assert "mp_rank_00_model_states.pt.given was an object of argparse.Namespace" in told
-    assert "install(engine, classes=[...])" in told
-    told = "\n".join(run(stage=2, load={"tag": "best"}, code=1)[0])
-    assert "job 'deepspeed' has no checkpoint with the tag 'best'" in told
-    told = run(stage=2, load={"load_module_only": True}, stop_at=2)[0]
-    assert only("FROM", told)[0].startswith("FROM 0 /global_step4/")
-    assert only("LOADED", told)[0].split()[-1] == only("SAVE 4", saved)[0].split()[-1]
-    told = "\n".join(line for lines in run(stage=2, ranks=2, code=1) for line in lines)
-    assert "start the job with 1 rank" in told
+    lines = "\n".join(run(stage=2, unnamed=True, code=1)[0])
+    assert "mp_rank_00_model_states.pt.given was an object of argparse.Namespace" in lines
+    assert "install(engine, classes=[...])" in lines
+    lines = "\n".join(run(stage=2, load={"tag": "best"}, code=1)[0])
+    assert "job 'deepspeed' has no checkpoint with the tag 'best'" in lines
+    lines = run(stage=2, load={"load_module_only": True}, stop_at=2)[0]
+    assert only("FROM", lines)[0].startswith("FROM 0 /global_step4/")
+    assert only("LOADED", lines)[0].split()[-1] == only("SAVE 4", saved)[0].split()[-1]
+    lines = "\n".join(line for lines in run(stage=2, ranks=2, code=1) for line in lines)
+    assert "start the job with 1 rank" in lines
 
 
 def only(what: str, lines: list[str]) -> list[str]:

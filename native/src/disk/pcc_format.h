@@ -148,8 +148,8 @@ static inline bool pcc_bitmap_has(const uint64_t *bitmap, uint64_t block)
 {
     return (bitmap[block / 64] >> block % 64 & 1u) != 0;
 }
-/* Where the blocks from `at_bytes` on, a multiple of pcc_placing_bytes(), stop to lie in one slot,
- * at `end_bytes` at the latest; in the base's or in their own. */
+/* The blocks from `at_bytes` (a multiple of pcc_placing_bytes()) to the returned offset lie in one
+ * slot: the base's or their own. `end_bytes` is the limit. */
 uint64_t pcc_bitmap_run(const uint64_t *bitmap, uint32_t block_bytes, uint64_t at_bytes,
                         uint64_t end_bytes, bool *in_base_out);
 /* The slot of a durable checkpoint; PCC_SLOTS_MAX when there is none. */

@@ -169,7 +169,8 @@ void pcc_save_advance(struct pcc_save *save);
 void pcc_save_work(struct pcc_lane *lane, uint64_t item);
 
 /* -- pcc_save_base.c -- */
-/* Of a save with a base, without the lane's lock; NULL: not to be had. Reads it at first. */
+/* The checksums of a save's base, without the lane's lock. The first call reads them from the disk;
+ * NULL when they cannot be read. */
 const struct pcc_known *pcc_save_known(struct pcc_save *save);
 void pcc_save_forget_known(struct pcc_save *save);
 void pcc_saver_forget_known(struct pcc_saver *saver);
