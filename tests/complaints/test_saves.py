@@ -41,8 +41,11 @@ def training(client: PCcheckClient, count: int = 1000) -> tuple[nn.Module, torch
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients are made once: the C library (glibc 2.36) sometimes finds no place for a new one in
+    what an old one left, and the process then grows without our doing."""
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
