@@ -60,8 +60,8 @@ def encode(message: Message) -> bytes:
 def _plain(value: object) -> dict[str, object]:
     """The map of a message, whose values may be messages again."""
     kind: type = type(value)
-    tag = {"t": typing.cast(Message, value).TAG}
-    return tag | {name: getattr(value, name) for name in _fields(kind)}
+    keys, attributes = _keys(kind)
+    return dict(zip(keys, map(functools.partial(getattr, value), attributes), strict=True))
 
 
 def _pieces(value: object, packer: msgpack.Packer) -> Iterator[bytes]:
@@ -105,6 +105,12 @@ def _fields(kind: type) -> Mapping[str, tuple[object, bool]]:
         item.name: (hints[item.name], item.default is missing and item.default_factory is missing)
         for item in dataclasses.fields(kind)
     }
+
+
+@functools.cache
+def _keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys of a message's map, and the attributes that have their values."""
+    return ("t", *_fields(kind)), ("TAG", *_fields(kind))
 
 
 @functools.cache

@@ -103,8 +103,8 @@ class Connection:
         answers: list[ReplyBody] = []
         deadline = time.monotonic() + timeout_s
         with self._lock:
+            breaks = self._count_breaks()  # those before the request do not count
             number = self._send(body, answers.append)
-            breaks = self._break_count
             arrivals = select.poll()
             arrivals.register(int(self._socket.get(zmq.FD)), select.POLLIN)
         try:
@@ -120,8 +120,8 @@ class Connection:
                 if broke and isinstance(body, _REPEATABLE):
                     with self._lock:
                         self._waiting.pop(number, None)
+                        breaks = self._count_breaks()
                         number = self._send(body, answers.append)
-                        breaks = self._break_count
                 elif broke:
                     raise RequestLostError(
                         "pccheckd's process for this user's requests ended during a request",
@@ -168,7 +168,6 @@ class Connection:
                     callback(reply.body)
 
     def _send(self, body: RequestBody, callback: Callback | None) -> int:
-        self._count_breaks()  # breaks before this request do not count
         number = next(self._numbers) if callback else 0
         data = codec.encode(Request(number, self.welcome.token, body))
         try:
