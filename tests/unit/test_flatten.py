@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pccheck.state.flatten import DTYPE_NAMES
 from pccheck.state.gating import Gating
-from pccheck.state.plan import Snapshot, plan_state
+from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support.payload import round_trip, tree_of
@@ -223,6 +223,23 @@ def test_generators() -> None:
     assert same(state, back)
     restore_rng(back)
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
+
+
+def draws() -> tuple[float, float, float]:
+    return random.gauss(0, 1), np.random.randn(), torch.randn(1).item()
+
+
+@pytest.mark.parametrize("one_is_kept", [False, True])  # of two that a generator draws at once
+def test_attached_generators_need_no_extent(one_is_kept: bool) -> None:
+    if one_is_kept:
+        draws()
+    made = AttachedPlan({"rng": True}, mode="sync").snapshot(1, None)
+    drawn = [draws() for _ in range(4)]
+    assert not tree_of(made).extents
+    back = round_trip(made)
+    assert isinstance(back, dict)
+    restore_rng(back["rng"])
+    assert [draws() for _ in range(4)] == drawn
 
 
 class Tagged(torch.Tensor):

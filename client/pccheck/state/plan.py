@@ -105,7 +105,7 @@ def _aligned(offset: int) -> int:
 def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
     """The node of something attached whose state dict is called every time."""
     if name == RNG and thing is True:
-        return captured_node(flattener, name)
+        return captured_node()
     return flattener.node(_state_of(name, thing), name)
 
 

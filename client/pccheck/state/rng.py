@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import warnings
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch
 
 from pccheck.warn import PccheckWarning
 from pccheck_wire import tree
-
-from .flatten import Flattener
 
 
 def capture_rng() -> dict[str, Any]:
@@ -27,20 +26,40 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def captured_node(flattener: Flattener, path: str) -> tree.Node:
-    """The node of what capture_rng returns, without a look at each of Python's 625 numbers."""
+def captured_node() -> tree.Node:
+    """The node of what capture_rng returns, with the numbers of each generator as bytes: tensors
+    would need extents of their own, made again for each checkpoint."""
     state = capture_rng()
     version, numbers, gauss = state["python"]
-    state["python"] = (version, tree.Sequence(tree.Tag.TUPLE, list(numbers)), gauss)
-    return flattener.node(state, path)
+    name, keys, *rest = state["numpy"]
+    items: list[tuple[tree.Node, tree.Node]] = [
+        ("python", _tuple(version, struct.pack(f"<{len(numbers)}I", *numbers), gauss)),
+        ("numpy", _tuple(name, keys.tobytes(), *rest)),
+        ("torch", _bytes(state["torch"])),
+    ]
+    if "cuda" in state:
+        items.append(("cuda", tree.Sequence(tree.Tag.LIST, list(map(_bytes, state["cuda"])))))
+    return tree.Mapping(tree.Tag.DICT, items)
+
+
+def _tuple(*items: tree.Node) -> tree.Node:
+    return tree.Sequence(tree.Tag.TUPLE, list(items))
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.numpy())
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Puts back what capture_rng returned; CUDA states only where as many devices are there, else
-    with a PccheckWarning."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    """Puts back what capture_rng returned, or what a checkpoint has under "rng", where the numbers
+    are bytes; CUDA states only where as many devices are there, else with a PccheckWarning."""
+    version, numbers, gauss = state["python"]
+    if isinstance(numbers, bytes):
+        numbers = struct.unpack(f"<{len(numbers) // 4}I", numbers)
+    random.setstate((version, numbers, gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, _unpacked(keys, np.uint32), *rest))
+    torch.set_rng_state(_tensor(state["torch"]))
     saved = len(state.get("cuda", ()))
     known = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if saved > known:
@@ -51,4 +70,12 @@ def restore_rng(state: dict[str, Any]) -> None:
             PccheckWarning, stacklevel=2,
         )  # fmt: skip
     elif saved:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(list(map(_tensor, state["cuda"])))
+
+
+def _unpacked(numbers: Any, dtype: Any) -> Any:
+    return np.frombuffer(numbers, dtype).copy() if isinstance(numbers, bytes) else numbers
+
+
+def _tensor(state: bytes | torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(_unpacked(state, np.uint8))
