@@ -28,6 +28,7 @@ from pccheck_wire.messages import CheckpointState, Pin
 from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import Session
+from .job.agreement import Agreement
 from .job.naming import identify
 from .job.steps import steps_of
 from .job.stop import Stop
@@ -36,6 +37,7 @@ from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.reading import Found, RestoreResult
 from .saving.exposure import NoStagingError
 from .saving.in_flight import Checkpoint, Durable, InFlight
+from .saving.interval import Interval
 from .saving.planner import Planner
 from .saving.saver import Saver
 from .state.attaching import Stateful, is_replicated
@@ -76,6 +78,8 @@ class PCcheckClient:
         on_busy: "wait" for a free slot (up to `stall_limit_s`), or "skip" the checkpoint.
         on_error: "warn" once and keep training, or "raise".
         stall_limit_s: the longest time for which anything here delays training.
+        slowdown: how much longer than without checkpoints training may take, as a factor, when
+            `should_checkpoint()` decides how often to save.
         fresh: begins without the job's checkpoints, which may then be overwritten.
         solo: only this rank saves, whatever the world size (plain DDP, rank 0).
         replicated: every rank has the same parameters and optimizer state (plain DDP), and all of
@@ -103,13 +107,16 @@ class PCcheckClient:
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["warn", "raise"] = "warn",
         stall_limit_s: float = 30,
+        slowdown: float = 1.03,
         fresh: bool = False,
         solo: bool = False,
         replicated: bool = False,
         autostart: bool = False,
         storage: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._options = Options(transfer, snapshot, gate, on_busy, on_error, stall_limit_s)
+        self._options = Options(
+            transfer, snapshot, gate, on_busy, on_error, stall_limit_s, slowdown
+        )
         identity = identify(job, rank, world_size)
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -129,7 +136,9 @@ class PCcheckClient:
         self._took_one = False  # this client has taken a snapshot
         self._closed = self._done = False
         self._warner = Warner()
-        self._stop = Stop(1 if solo else identity.world_size, self._warner)
+        self._agreement = Agreement(saving, self._warner)
+        self._stop = Stop(self._agreement)
+        self._interval: Interval | None = None  # once should_checkpoint() was called
         self._busy = False  # in a call that no checkpoint may come in the middle of
         self._private: PrivateDaemon | None = None
         if storage is not None and not autostart:
@@ -317,6 +326,8 @@ class PCcheckClient:
                     raise
                 return self._failed(number, error)
             self._step = number
+            if self._interval is not None:
+                self._interval.requested(made)
         if self._options.raises and made.state is CheckpointState.FAILED:
             raise CheckpointFailedError(f"checkpoint of step {number} failed: {made.reason}")
         return Checkpoint(made)
@@ -378,7 +389,8 @@ class PCcheckClient:
         self._planner.hooks.follow()
         snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
         self._took_one = True
-        return self._saver.submit(connection, step, snapshot, self._steps)
+        interval = self._interval.steps if self._interval is not None else 0
+        return self._saver.submit(connection, step, snapshot, self._steps, interval)
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
         """Daemon, storage or GPU failed: an exception or one warning, as the user chose."""
@@ -637,6 +649,30 @@ class PCcheckClient:
                 hint="call stop_on(signal.SIGTERM) before the loop, on every rank",
             )
         return self._stop.asked()
+
+    def should_checkpoint(self, step: int) -> bool:
+        """Whether to save after this step: `if client.should_checkpoint(step):
+        client.checkpoint(step=step)`.
+
+        Follows what steps and checkpoints take, so that training takes at most `slowdown` times as
+        long and no checkpoint waits for the disk (section 3.4 of the paper). The first checkpoint
+        comes after a few steps, which show how long a step takes. A disk that becomes slower makes
+        checkpoints rarer at once; they become more frequent again when shorter intervals were
+        enough several times in a row. `pccheckctl status` shows the interval.
+
+        Call it after every step, with the number of the step. Of several ranks each calls it: they
+        agree by reducing a number over all of them on the CPU (gloo) when a checkpoint may be due,
+        and get the same answer. Raises UsageError, also without `init_process_group()` then.
+        """
+        if self._inert():
+            return False
+        now_s = time.monotonic()
+        with self._lock:
+            self._require_open()
+            if self._interval is None:
+                self._agreement.begin("should_checkpoint()")
+                self._interval = Interval(self._options.slowdown, self._agreement.largest)
+            return self._interval.due(check_step(step), now_s)
 
     def close(self, *, done: bool = False) -> None:
         """Waits until what is in flight is durable (at most a minute, and not longer than the

@@ -28,6 +28,7 @@ class Options:
     on_busy: str = "wait"
     on_error: str = "warn"
     stall_limit_s: float = 30
+    slowdown: float = 1.03
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -41,6 +42,12 @@ class Options:
             raise UsageError(
                 f"stall_limit_s={self.stall_limit_s!r} is not a number of seconds above 0",
                 hint="use the longest time for which checkpoints may delay training, say 30",
+            )
+        allowed_slowdown: object = self.slowdown
+        if not isinstance(allowed_slowdown, (int, float)) or not 1 < allowed_slowdown < 100:
+            raise UsageError(
+                f"slowdown={self.slowdown!r} is not a factor above 1",
+                hint="slowdown=1.03 allows training to take three percent longer",
             )
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from pccheck_native import _core, catalog
+from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
 from pccheckd import VERSION
@@ -233,6 +234,7 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "failing": tenant.ledger.failing,
         "last_failure": tenant.ledger.last_failure,
         "in_flight": len(tenant.ledger.live()),
+        "interval_steps": tenant.interval_steps or None,
         "waiting": len(tenant.queue),
         "chunks": chunks(tenant),
         "numa_node": usage.numa_node if usage and usage.numa_node >= 0 else None,
@@ -374,6 +376,8 @@ def _notices(tenant: Tenant) -> list[str]:
     found = list(tenant.volumes.remembered)
     if tenant.owner is None:
         return found + list(tenant.volumes.losses.values())
+    if steps := tenant.interval_steps:
+        found.append(f"should_checkpoint() saves every {plural(steps, 'step')}")
     if protected := sorted(tenant.retention.protected):
         found.append(
             f"checkpoints {protected} of the previous run are kept until restore(), adopt() or "

@@ -70,6 +70,7 @@ class Tenant:
         self._looking = asyncio.Lock()
         self._reopening = asyncio.Lock()
         self._beginning = asyncio.Lock()  # held while a sequence is taken
+        self.interval_steps = 0  #: between checkpoints, if the client chooses that
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
         #: Durable and not yet read from the volume: sequence and world size.
@@ -401,6 +402,7 @@ class Tenant:
         owner = self.owner
         if owner is None or owner.session != session:
             return
+        self.interval_steps = body.interval
         now_ns = time.monotonic_ns()
         held_at_ns, held_ns = _held(body, now_ns)
         checkpoint = Checkpoint(

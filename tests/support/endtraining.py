@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +282,23 @@ class EndCommands(Commands):
         )
         client = PCcheckClient("ranks", rank, world_size, socket=socket, on_error="raise")
         return until_stopped(client, lambda step: self.link.send(("durable", step)))
+
+    def paced(self, socket: str, rank: int, store: str, steps: int, pause_s: float) -> list[int]:
+        """As one of two ranks: the steps after which should_checkpoint() had it save."""
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+        )
+        saved = []
+        with PCcheckClient("ranks", rank, 2, socket=socket, on_error="raise") as client:
+            client.attach(rng=True)
+            for step in range(steps):
+                time.sleep(pause_s)
+                if client.should_checkpoint(step):
+                    client.checkpoint(step=step)
+                    saved.append(step)
+            if saved:
+                client.flush()
+        return saved
 
     def cut_off(self, socket: str, rank: int, store: str) -> list[bool]:
         """As one of two ranks, of which rank 1 loses the connection to the other one: what

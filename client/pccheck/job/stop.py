@@ -12,11 +12,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeAlias
 
-import torch
-from torch import distributed
-
-from pccheck.warn import Warner
 from pccheck_wire.errors import UsageError
+
+from .agreement import Agreement
 
 _Function: TypeAlias = Callable[[int, FrameType | None], Any]
 _Handler: TypeAlias = _Function | int | None
@@ -25,15 +23,13 @@ _Handler: TypeAlias = _Function | int | None
 class Stop:
     """Whether training should stop, by a signal to this process or to another rank of the job."""
 
-    def __init__(self, world_size: int, warner: Warner) -> None:
-        """`world_size`: the ranks that stop together."""
-        self._world_size = world_size
-        self._warner = warner
+    def __init__(self, agreement: Agreement) -> None:
+        """`agreement`: of the ranks that stop together."""
+        self._agreement = agreement
         self._limit_s = 0.0
         self._asked_s: float | None = None  # time.monotonic()
         #: By signal: our handler, and the one before.
         self._handlers: dict[int, tuple[_Function, _Handler]] = {}
-        self._group: distributed.ProcessGroup | None = None
         self._agreed = False  # every rank knows that one of them has the flag
 
     def on(self, signals: tuple[int, ...], limit_s: float) -> None:
@@ -46,8 +42,7 @@ class Stop:
         numbers = [_checked(number) for number in signals]
         if not numbers:
             raise UsageError("stop_on() names no signal", hint="call stop_on(signal.SIGTERM)")
-        if self._world_size > 1 and self._group is None:
-            self._group = _group(self._world_size)
+        self._agreement.begin("stop_on()")
         self._limit_s = limit_s
         for number in numbers:
             if number not in self._handlers:
@@ -81,32 +76,11 @@ class Stop:
         return max(0.0, self._asked_s + self._limit_s - time.monotonic())
 
     def asked(self) -> bool:
-        """Whether to stop. All ranks of a group must call it, and get the same answer."""
-        if self._group is not None and not self._agreed:
-            self._agreed = self._anywhere(self._group)
-        # A signal that comes after the reduction counts in the next one, on all ranks.
-        return self._agreed if self._group is not None else self._asked_s is not None
-
-    def _anywhere(self, group: distributed.ProcessGroup) -> bool:
-        """Whether any rank has the flag. If so, sets it here, too."""
-        word = torch.tensor([self._asked_s is not None], dtype=torch.int32, device="cpu")
-        try:
-            distributed.all_reduce(word, distributed.ReduceOp.MAX, group)
-        except (RuntimeError, ValueError) as error:  # a rank or the group has ended
-            self._group = None
-            # Without this the others would wait for this rank, for gloo's half an hour.
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                distributed.destroy_process_group(group)
-            self._warner.once(
-                "stop",
-                f"the ranks cannot agree any more on when to stop ({error}): should_stop() reports "
-                "only signals to this rank from now on",
-            )
-            return False
-        if word.item():
+        """Whether to stop. All ranks must call it, and get the same answer."""
+        if not self._agreed and self._agreement.largest(int(self._asked_s is not None)):
             self.ask()
-            return True
-        return False
+            self._agreed = True
+        return self._agreed  # a signal after the reduction counts in the next one, on all ranks
 
 
 def _handler(stop: weakref.ref[Stop], before: _Handler) -> _Function:
@@ -138,20 +112,3 @@ def _checked(number: Any) -> int:
             hint="use signal.SIGTERM, signal.SIGUSR1 or the like",
         )
     return int(found)
-
-
-def _group(world_size: int) -> distributed.ProcessGroup:
-    """Reduces one number over all ranks on the CPU, whatever backend training uses."""
-    ranks = distributed.get_world_size() if _initialized() else 0
-    if ranks != world_size:
-        raise UsageError(
-            f"the {world_size} ranks of the job have to stop after the same step, and "
-            + (f"torch.distributed has {ranks}" if ranks else "torch.distributed is not set up"),
-            hint="call torch.distributed.init_process_group() before stop_on(), on every rank",
-        )
-    made: distributed.ProcessGroup = distributed.new_group(backend="gloo")
-    return made
-
-
-def _initialized() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

@@ -96,7 +96,7 @@ class Saver:
         return connection
 
     def submit(
-        self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps
+        self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps, interval: int
     ) -> InFlight:
         """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
         `wait` asks, or when that failed; without `wait` at once, and the gate holds the next update
@@ -122,6 +122,7 @@ class Saver:
                     branch=steps.branch,
                     repeat=steps.repeat,
                     frozen_bytes=snapshot.worth_a_base,
+                    interval=interval,
                 )
             )
             _submit(connection.link, number, snapshot, handover, inline=not wait)

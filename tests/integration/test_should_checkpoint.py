@@ -1,0 +1,104 @@
+"""should_checkpoint() follows a disk that becomes slower and faster, and ranks save together."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from pccheck import PCcheckClient, UsageError
+from pccheck_store.observer import Observer
+from tests.conftest import SMALL
+from tests.support.daemon import Daemon
+from tests.support.endtraining import EndTrainer
+from tests.support.service import Service
+
+STEP_S = 0.003
+LIMIT_S = 120.0
+
+
+class Loop:
+    """Steps that take time and nothing else."""
+
+    def __init__(self, client: PCcheckClient) -> None:
+        self._client = client
+        self._steps = itertools.count(1)
+        self.saved: list[int] = []
+
+    def train_until(self, wanted: Callable[[int], bool]) -> int:
+        """Until a checkpoint comes so many steps after the one before as is `wanted`."""
+        deadline, since = time.monotonic() + LIMIT_S, len(self.saved)
+        for step in self._steps:
+            time.sleep(STEP_S)
+            if self._client.should_checkpoint(step):
+                self._client.checkpoint(step=step)
+                self.saved.append(step)
+                apart = step - self.saved[-2] if len(self.saved) > 1 else 0
+                if len(self.saved) > since + 3 and wanted(apart):
+                    return apart
+            assert time.monotonic() < deadline, self.saved
+        raise AssertionError
+
+
+def test_the_interval_follows_the_disk(stack: ExitStack) -> None:
+    service = stack.enter_context(Service(*SMALL, "--slots", "6")).start()
+
+    def limit(text: str) -> None:
+        service.file.write_text(text)
+        service.kill(signal.SIGHUP)
+        service.wait_for(lambda said: said == "READY=1")
+
+    def shown() -> int:
+        with Observer(str(service.socket)) as observer:
+            (rank,) = observer.status()["ranks"]  # type: ignore[misc]
+        steps: int = rank["interval_steps"]
+        return steps
+
+    client = PCcheckClient("paced", socket=service.socket, slowdown=1.5, on_error="raise")
+    state = torch.zeros(256 << 10)  # a MiB
+    client.attach(state={"values": state})
+    loop = Loop(client)
+    with client:
+        at_first = loop.train_until(lambda _: True)
+        limit('max-bandwidth = "1MiB"')  # a checkpoint takes some 300 steps
+        slow = loop.train_until(lambda apart: apart > 3 * at_first and apart > 100)
+        assert shown() >= slow
+        limit("")
+        fast = loop.train_until(lambda apart: apart < slow / 3)
+        assert shown() == fast
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_save_after_the_same_steps(
+    start_daemon: Callable[..., Daemon], stack: ExitStack, tmp_path: Path, slow: int
+) -> None:
+    socket = str(start_daemon().socket)
+    ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
+    for rank, trainer in enumerate(ranks):
+        pause_s = 0.02 if rank == slow else 0.01
+        trainer.post("paced", socket, rank, str(tmp_path / "store"), 80, pause_s)
+    first, second = (trainer.answer() for trainer in ranks)
+    assert first == second and len(first) > 2
+    with Observer(socket) as observer:
+        (group,) = observer.status()["groups"]  # type: ignore[misc]
+    assert group["global"]["step"] == first[-1]
+
+
+def test_several_ranks_need_a_process_group(start_daemon: Callable[..., Daemon]) -> None:
+    with (
+        PCcheckClient("lone", 0, 2, socket=start_daemon().socket) as client,
+        pytest.raises(UsageError, match=r"init_process_group\(\) before should_checkpoint\(\)"),
+    ):
+        client.should_checkpoint(1)
+
+
+@pytest.mark.parametrize("slowdown", [1, 0.97, "3%", float("nan")])
+def test_a_slowdown_is_a_factor_above_one(slowdown: float) -> None:
+    with pytest.raises(UsageError, match=r"slowdown=1\.03 allows"):
+        PCcheckClient("odd", slowdown=slowdown)
