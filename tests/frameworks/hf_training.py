@@ -34,10 +34,12 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 class Meddler(TrainerCallback):
     """Runs after PCcheck's callback, changes weights at the end of steps, draws random numbers in
-    evaluations, and kills the process when step `kill_at` has ended."""
+    evaluations, and kills the process when step `kill_at` has ended and what was saved before is
+    durable."""
 
     def __init__(self, kill_at: int) -> None:
         self.kill_at = kill_at
+        self.saves: PCcheckCallback | None = None
         self.clash = ""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -58,6 +60,8 @@ class Meddler(TrainerCallback):
             PCcheckClient("hf", socket=self.clash).close()
             self.clash = ""
         if self.kill_at and state.global_step == self.kill_at:
+            assert self.saves is not None and self.saves._client is not None
+            self.saves._client.flush(60)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -88,9 +92,11 @@ def run(
     callbacks: list[TrainerCallback] = [meddler]
     given = PCcheckClient("hf", socket=socket) if client else None
     if given is not None:
-        callbacks.insert(0, PCcheckCallback(every, client=given))
+        meddler.saves = PCcheckCallback(every, client=given)
     elif socket:
-        callbacks.insert(0, PCcheckCallback(every, "hf", socket=socket))
+        meddler.saves = PCcheckCallback(every, "hf", socket=socket)
+    if meddler.saves is not None:
+        callbacks.insert(0, meddler.saves)
     if patience:
         callbacks.append(EarlyStoppingCallback(patience))
     trainer = Trainer(
