@@ -220,6 +220,15 @@ def _trace(to: argparse.ArgumentParser) -> None:
     to.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
+def _report(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", nargs="?", help="only this job")
+    to.add_argument("--output", "-o", required=True, metavar="FILE", help="the page: report.html")
+    to.add_argument("--trace", metavar="FILE", help="of a file that `trace` wrote, not the daemon")
+    to.add_argument("--last", type=_duration, default=600.0, metavar="AGE",
+                    help="how far back (default 10min)")  # fmt: skip
+    to.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
 def _config(to: argparse.ArgumentParser) -> None:
     to.add_argument("action", choices=("show",), metavar="show", help="the values in use")
     to.add_argument("--origin", action="store_true", help="show where each value comes from")
@@ -252,6 +261,8 @@ COMMANDS = (
     Command("tune", "measure.tune", "computes how often to save, and with how many slots", _tune),
     Command("trace", "commands.trace",
             "a timeline of the last minutes, for Perfetto or chrome://tracing", _trace),
+    Command("report", "report.command",
+            "a page for a browser: what the last checkpoints did, and what they cost", _report),
     Command("config", "commands.config", "the daemon's options, and where each value comes from",
             _config),
     Command("completion", "commands.completion", "prints the completion script for a shell",

@@ -203,6 +203,22 @@ def test_a_trace_in_a_file_is_told_of(ctl: Ctl, tmp_path: Path) -> None:
     assert json.loads(target.read_text())["traceEvents"] == []
 
 
+def test_a_report_needs_a_trace(ctl: Ctl, tmp_path: Path) -> None:
+    target, other = tmp_path / "report.html", tmp_path / "other.json"
+    code, out, _ = ctl("report", "--output", target, "--json")
+    assert code == 0
+    assert json.loads(out) == {"schema": 1, "path": str(target), "checkpoints": 0}
+    code, _, err = ctl("report", "--output", target)
+    assert code == 2 and "exists" in err
+    for text in ("no json", "[]", '{"traceEvents": []}'):
+        other.write_text(text)
+        code, _, err = ctl("report", "--trace", other, "--output", target, "--force")
+        assert code == 2 and "is not a trace of pccheckctl\nhint: make one" in err
+    code, _, err = ctl("report", "--trace", tmp_path / "none", "--output", target, "--force")
+    assert code == 1 and "cannot read" in err
+    assert target.exists()
+
+
 def test_wait(ctl: Ctl) -> None:
     assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable, later than 25\n")
     code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)

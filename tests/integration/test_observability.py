@@ -175,6 +175,17 @@ def test_a_trace_shows_the_overlap(
     assert cli.main(command) == 0
     assert cli.main(command) == 2  # it is there, and stays
     assert cli.main([*command, "--force"]) == 0
+    target = tmp_path / "report.html"
+    asked = [
+        ["--socket", str(daemon.socket), "report"], ["report", "job", "--trace", str(path)],
+        ["report", "other", "--trace", str(path)],
+    ]  # fmt: skip
+    pages = []
+    for words in asked:
+        assert cli.main([*words, "-o", str(target), "--force"]) == 0
+        pages.append(target.read_text())
+    assert pages[0].count('title="step 4, durable') == pages[1].count('title="step 4, durable') > 0
+    assert "No checkpoint in this time" in pages[2]
     events = json.loads(path.read_text())["traceEvents"]
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"lane 0: copy", "lane 1: copy", "admission", "gate: the trainer is held"} <= tracks

@@ -78,6 +78,7 @@ def chrome(document: Document) -> Document:
             "schema": 1,
             "clock": "CLOCK_MONOTONIC",
             "wall_ns_at_zero": whole(document, "wall_ns") - now_ns,
+            **document,  # for `pccheckctl report --trace`
         },
     }
 

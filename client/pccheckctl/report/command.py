@@ -1,0 +1,58 @@
+"""`pccheckctl report`: from the daemon, or from a file that `pccheckctl trace` wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from pccheck_wire.errors import PccheckError, UsageError
+from pccheckctl.commands.trace import LAST_S_MAX
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, answer, part
+from pccheckctl.output.files import Output
+from pccheckctl.source import daemon
+
+from .page import page
+from .saves import saves_of
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, also for a page without a checkpoint."""
+    document = _from_file(Path(arguments.trace)) if arguments.trace else _from_daemon(arguments)
+    saves = saves_of(document, job=arguments.job, uid=arguments.uid)
+    made = page(saves)
+    target = Path(arguments.output)
+    with Output(target, force=arguments.force) as output:
+        with os.fdopen(os.dup(output.descriptor), "w", encoding="utf-8") as file:
+            file.write(made)
+        output.commit()
+    count = len(saves.items)
+    answer(
+        arguments,
+        {"schema": 1, "path": str(target), "checkpoints": count},
+        lambda: f"{target}: {render.plural(count, 'checkpoint')}; open it in a browser",
+    )
+    return 0
+
+
+def _from_daemon(arguments: argparse.Namespace) -> Document:
+    with daemon(arguments) as observer:
+        return observer.trace(min(arguments.last, LAST_S_MAX))
+
+
+def _from_file(path: Path) -> Document:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise PccheckError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError:
+        found = None
+    kept = part(found, "otherData") if isinstance(found, dict) else {}
+    if "checkpoints" not in kept:
+        raise UsageError(
+            f"{path} is not a trace of pccheckctl",
+            hint="make one: pccheckctl trace --last 5min --output trace.json",
+        )
+    return kept

@@ -1,0 +1,169 @@
+"""What a report says of checkpoints, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from pccheckctl.output.documents import Document, rows, text, whole
+
+#: The parts of a checkpoint, in order: name, from and to. They may overlap.
+PHASES = (
+    ("wait", "requested", "begin"),
+    ("copy", "begin", "sealed"),
+    ("write", "first_write", "written"),
+    ("flush", "written", "flushed"),
+    ("publish", "flushed", "durable"),
+)
+LOST = ("failed", "skipped")
+
+Key: TypeAlias = tuple[int, str, int]  # uid, job, rank
+
+
+class Save(NamedTuple):
+    """A checkpoint of one rank. Times in ns of one clock; 0: not reached."""
+
+    uid: int
+    job: str
+    rank: int
+    step: int
+    sequence: int
+    state: str
+    reason: str
+    written_bytes: int
+    held_at: int
+    held: int
+    requested: int
+    ended: int
+    begin: int
+    first_write: int
+    sealed: int
+    written: int
+    flushed: int
+    durable: int
+
+    @property
+    def key(self) -> Key:
+        return self.uid, self.job, self.rank
+
+    def took_s(self, since: str, until: str) -> float | None:
+        """Seconds; None when one of the two was not reached."""
+        began, ended = getattr(self, since), getattr(self, until)
+        return max(ended - began, 0) / 1e9 if began and ended else None
+
+    def end(self, now_ns: int) -> int:
+        return self.ended or now_ns
+
+
+class Saves(NamedTuple):
+    """All of a report, by time of request."""
+
+    items: list[Save]
+    now_ns: int
+    wall_ns: int  # the wall clock at `now_ns`
+
+    def ranks(self) -> dict[Key, list[Save]]:
+        found: dict[Key, list[Save]] = {}
+        for item in self.items:
+            found.setdefault(item.key, []).append(item)
+        return dict(sorted(found.items()))
+
+    @property
+    def span_ns(self) -> tuple[int, int]:
+        """From the first event to the last one, or to now if something is in flight."""
+        if not self.items:
+            return self.now_ns, self.now_ns
+        first = min(min(filter(None, (one.held_at, one.requested))) for one in self.items)
+        return first, max(one.end(self.now_ns) for one in self.items)
+
+
+def saves_of(document: Document, *, job: str | None, uid: int | None) -> Saves:
+    """Of a daemon's trace document."""
+    found = [_save(row) for row in rows(document, "checkpoints")]
+    kept = [one for one in found if job in (None, one.job) and uid in (None, one.uid)]
+    kept.sort(key=lambda one: one.requested)
+    return Saves(kept, whole(document, "now_ns"), whole(document, "wall_ns"))
+
+
+def _save(row: Document) -> Save:
+    texts = {name: text(row, name) for name in ("job", "state", "reason")}
+    numbers = {name: whole(row, name) for name in Save._fields if name not in texts}
+    return Save(**texts, **numbers)  # type: ignore[arg-type]
+
+
+def disk_rates(items: Iterable[Save], span_ns: tuple[int, int], bins: int) -> list[float]:
+    """Bytes per second in equal parts of the time. What was written counts evenly between the first
+    write and the last."""
+    since, until = span_ns
+    width = max(1, until - since) / bins
+    found = [0.0] * bins
+    for one in items:
+        if not (one.first_write and one.written > one.first_write):
+            continue
+        rate = one.written_bytes / (one.written - one.first_write)
+        first = max(0, int((one.first_write - since) / width))
+        last = min(bins - 1, int((one.written - since) / width))
+        for at in range(first, last + 1):
+            begin = max(one.first_write, since + at * width)
+            end = min(one.written, since + (at + 1) * width)
+            found[at] += rate * max(0.0, end - begin)
+    return [nbytes / (width / 1e9) for nbytes in found]
+
+
+class Lag(NamedTuple):
+    step: int
+    seconds: float  # from the first rank's durable to the last one's
+    slowest: int  # rank
+
+
+def lags(items: Iterable[Save]) -> dict[tuple[int, str], list[Lag]]:
+    """Of jobs with several ranks: how far apart the ranks got each common checkpoint durable."""
+    ends: dict[tuple[int, str], dict[tuple[int, int], dict[int, int]]] = {}
+    for one in items:
+        if one.durable:
+            job = ends.setdefault((one.uid, one.job), {})
+            job.setdefault((one.sequence, one.step), {})[one.rank] = one.durable
+    found = {}
+    for key, by_sequence in ends.items():
+        common = [
+            Lag(step, (max(at.values()) - min(at.values())) / 1e9, max(at, key=at.__getitem__))
+            for (_, step), at in sorted(by_sequence.items())
+            if len(at) > 1
+        ]
+        if common:
+            found[key] = common
+    return found
+
+
+class Loss(NamedTuple):
+    state: str
+    reason: str
+    steps: list[int]
+
+
+def losses(items: Iterable[Save]) -> list[Loss]:
+    """What did not become durable and was not replaced by a newer one, by reason, most first."""
+    steps: dict[tuple[str, str], list[int]] = {}
+    for one in items:
+        if one.state in LOST:
+            steps.setdefault((one.state, one.reason), []).append(one.step)
+    found = [Loss(*key, made) for key, made in steps.items()]
+    return sorted(found, key=lambda loss: -len(loss.steps))
+
+
+def states(items: Iterable[Save]) -> Counter[str]:
+    """How many ended how; "global" ones are durable ones."""
+    return Counter("durable" if one.state == "global" else one.state for one in items)
+
+
+def lanes(items: Sequence[Save], now_ns: int) -> list[list[Save]]:
+    """Those that had begun, such that those of one lane do not overlap."""
+    found: list[list[Save]] = []
+    for one in sorted((one for one in items if one.begin), key=lambda one: one.begin):
+        free = next((lane for lane in found if lane[-1].end(now_ns) <= one.begin), None)
+        if free is None:
+            found.append([one])
+        else:
+            free.append(one)
+    return found
