@@ -22,6 +22,7 @@ from .ranks import add_stored
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
 DROP_LIMIT_S = 600.0  # a disk may need minutes to free terabytes
+TRACE_S_MAX = 1e8  # what the daemon takes; it remembers less
 LISTING_LIMIT_S = 2.0  # of the list that completes `status`
 
 
@@ -74,7 +75,8 @@ class Observer:
         return self._report({"t": "verify", "subset": subset, **body}, timeout_s)
 
     def trace(self, last_s: float) -> Document:
-        return self._report({"t": "trace", "last_s": float(last_s)})
+        """Checkpoints of the last seconds; `math.inf` for all that the daemon remembers."""
+        return self._report({"t": "trace", "last_s": min(float(last_s), TRACE_S_MAX)})
 
     def config(self) -> Document:
         return self._report({"t": "config"})

@@ -203,14 +203,30 @@ def _bench(to: argparse.ArgumentParser) -> None:
 
 def _tune(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
-    add("--checkpoint", type=_size, required=True, metavar="SIZE", help="state of one rank (m)")
-    add("--step-time", type=_duration, required=True, metavar="TIME", help="of a step (t): 350ms")
+    add("--job", help="take m and t from what this job of the daemon has saved")
+    add("--checkpoint", type=_size, metavar="SIZE", help="state of one rank (m)")
+    add("--step-time", type=_duration, metavar="TIME", help="of a step (t): 350ms")
     add("--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)")
     add("--dram", type=_size, metavar="SIZE", help="for this rank (M; default twice the state)")
     add("--keep", type=int, default=2, metavar="N", help="durable checkpoints to keep (default 2)")
     add("--slots", type=int, metavar="N", help="default: as many as are useful")
     add("--bandwidth", type=_size, metavar="SIZE", help="what the disk writes per second")
     add("--copy-bandwidth", type=_size, metavar="SIZE", help="what a copy to DRAM moves per second")
+    add(
+        "--mtbf",
+        type=_duration,
+        metavar="TIME",
+        help="between failures, of all nodes together: gives the interval of best goodput",
+    )
+    add(
+        "--restart",
+        type=_duration,
+        default=60.0,
+        metavar="TIME",
+        help="from a failure until training runs again (default 60s)",
+    )
+    add("--output", "-o", metavar="FILE", help="write the daemon's options: pccheckd.toml")
+    add("--force", action="store_true", help="overwrite FILE")
 
 
 def _trace(to: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pccheck_store.observer import Observer
@@ -157,7 +158,10 @@ def test_an_address_in_use_ends_the_start(start_daemon: Start) -> None:
 
 
 def test_a_trace_shows_the_overlap(
-    start_daemon: Start, start_trainer: Train, tmp_path: Path
+    start_daemon: Start,
+    start_trainer: Train,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A disk slower than training: N = 2 are in flight at once, as in the paper's Figure 6."""
     daemon = start_daemon("--max-bandwidth", "8MiB")
@@ -186,6 +190,11 @@ def test_a_trace_shows_the_overlap(
         pages.append(target.read_text())
     assert pages[0].count('title="step 4, durable') == pages[1].count('title="step 4, durable') > 0
     assert "No checkpoint in this time" in pages[2]
+    capsys.readouterr()
+    assert cli.main(["--socket", str(daemon.socket), "tune", "--job", "job", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["interval_steps"] >= 1
+    assert cli.main(["--socket", str(daemon.socket), "tune", "--job", "none"]) == 1
+    assert "fewer than 4 checkpoints of job 'none'" in capsys.readouterr().err
     events = json.loads(path.read_text())["traceEvents"]
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"lane 0: copy", "lane 1: copy", "admission", "gate: the trainer is held"} <= tracks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from pccheck_wire.units import GIB
 from pccheckctl import cli
 from pccheckctl.measure import tune
+from pccheckctl.measure.goodput import Costs, best_interval, goodput
 from pccheckctl.measure.tune import Rates, Wish
 
 #: 2 GiB/s, one checkpoint alone as fast, flushes for nothing, copies at 10 GiB/s.
@@ -93,7 +96,8 @@ def test_the_daemons_history_is_what_was_nearest_in_size() -> None:
     "wrong",
     ["--checkpoint 0 --step-time 1s", "--checkpoint 1GiB --step-time 1s --slowdown 0.9",
      "--checkpoint 1GiB --step-time 1s --slots 2", "--checkpoint 1GB --step-time 1s",
-     "--checkpoint 1GiB --step-time fast", "--step-time 1s"],
+     "--checkpoint 1GiB --step-time fast", "--step-time 1s",
+     "--checkpoint 1GiB --step-time 1s --mtbf 0s"],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--bandwidth", "1GiB", *wrong.split()]) == 2
@@ -115,3 +119,35 @@ def test_without_figures_it_says_where_they_come_from(
     monkeypatch.delenv("PCCHECK_STORAGE", raising=False)
     assert cli.main(["tune", "--checkpoint", "1GiB", "--step-time", "1s"]) == 12
     assert "--storage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("held_s", [0.0, 0.02, 1.5, 40.0])
+@pytest.mark.parametrize("mtbf_s", [600.0, 6 * 3600.0])
+@pytest.mark.parametrize("least", [1, 7])
+def test_the_best_interval_is_that_of_an_exhaustive_search(
+    held_s: float, mtbf_s: float, least: int
+) -> None:
+    costs = Costs(0.35, held_s, 12.0, 60.0, mtbf_s)
+    best = max(range(least, 5000), key=lambda interval: goodput(costs, interval))
+    found = best_interval(costs, least)
+    assert goodput(costs, found) == goodput(costs, best)
+    young_s = math.sqrt(2 * held_s * mtbf_s)
+    assert found == least or abs(found * 0.35 - young_s) < 0.35
+
+
+def test_failures_make_the_interval_that_loses_least(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """10 GiB at 2 GiB/s: saving aside holds nothing, so the disk's interval stays; stopping for
+    5 s is best every sqrt(2 x 5 x 3600) = 190 s, which are 95 steps."""
+    words = "tune --checkpoint 10GiB --step-time 2s --slowdown 1 --bandwidth 2GiB --mtbf 1h"
+    file = tmp_path / "pccheckd.toml"
+    command = [*words.split(), "--copy-bandwidth", "10GiB", "-o", str(file)]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("save every 3 steps") and "best interval is 95 steps" in out
+    # 1 - (6 / 2 + 10 + 60) / 3600, and 1 - 5 / 190 - (95 + 60) / 3600
+    assert "goodput     0.9797 " in out and "; 0.9306 with a save that stops" in out
+    written = tomllib.loads(file.read_text())
+    assert written == {"slots": 4, "keep": 2, "writers": 2, "dram": "20480MiB"}
+    assert cli.main(command) == 2 and "exists" in capsys.readouterr().err

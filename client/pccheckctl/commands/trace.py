@@ -24,8 +24,6 @@ from pccheckctl.output.files import Output
 from pccheckctl.source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
-#: The limit of the daemon, which keeps less than that.
-LAST_S_MAX = 1e8
 _TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 #: Colours that both viewers know.
 _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
@@ -34,7 +32,7 @@ _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
 def run(arguments: argparse.Namespace) -> int:
     """0, also without any checkpoint."""
     with daemon(arguments) as observer:
-        document = observer.trace(min(arguments.last, LAST_S_MAX))
+        document = observer.trace(arguments.last)
     if arguments.uid is not None:
         items = rows(document, "checkpoints")
         document["checkpoints"] = [one for one in items if one.get("uid") == arguments.uid]

@@ -12,7 +12,9 @@ from the first byte to durable with N in flight.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -23,9 +25,11 @@ from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
-from pccheckctl.source import choose
+from pccheckctl.output.files import Output
+from pccheckctl.source import choose, daemon
 
 from . import bench, disk
+from .goodput import Costs, best_interval, goodput
 
 HIDDEN = 2 / 3  # of a step: forward and backward, during which a copy costs nothing
 N_MIN, N_MAX = 2, 8
@@ -55,6 +59,8 @@ class Wish(NamedTuple):
     dram_bytes: int | None  # M; None: as much as is useful
     keep: int = 2
     slots: int | None = None
+    mtbf_s: float | None = None  # None: failures do not count
+    restart_s: float = 0.0
 
 
 class Advice(NamedTuple):
@@ -68,18 +74,56 @@ class Advice(NamedTuple):
     stall_interval: int  # what the waiting allows; 0 without any
     interval: int
     slowdown: float  # expected at that interval
+    goodput: float | None  # at that interval; None without an MTBF
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.job:
+        take_from_job(arguments)
+    if arguments.checkpoint is None or arguments.step_time is None:
+        raise UsageError(
+            "tune needs --checkpoint SIZE and --step-time TIME",
+            hint="or --job NAME, for a job that the daemon saves",
+        )
     wish = Wish(
         arguments.checkpoint, arguments.step_time, arguments.slowdown, arguments.dram,
-        arguments.keep, arguments.slots,
+        arguments.keep, arguments.slots, arguments.mtbf, arguments.restart,
     )  # fmt: skip
     check(wish)
     rates = rates_of(arguments)
     advice = advise(rates, wish)
+    if arguments.output:
+        with Output(Path(arguments.output), force=arguments.force) as output:
+            os.write(output.descriptor, as_toml(rates, wish, advice).encode())
+            output.commit()
     answer(arguments, document(rates, wish, advice), lambda: as_text(rates, wish, advice))
     return 0
+
+
+def take_from_job(arguments: argparse.Namespace) -> None:
+    """m and t, unless they are given, from the checkpoints of the daemon's memory: the largest
+    rank, and the time between requests over the steps between them."""
+    with daemon(arguments) as observer:
+        found = rows(observer.trace(math.inf), "checkpoints")
+    mine = [one for one in found if text(one, "job") == arguments.job]
+    ranks: dict[tuple[int, int], list[Document]] = {}
+    for one in mine:
+        ranks.setdefault((whole(one, "uid"), whole(one, "rank")), []).append(one)
+    steps_s = [
+        (whole(late, "requested") - whole(early, "requested")) / 1e9 / steps
+        for items in ranks.values()
+        for early, late in itertools.pairwise(items)
+        if (steps := whole(late, "step") - whole(early, "step")) > 0
+    ]
+    if len(steps_s) < HISTORY_MIN:
+        raise PccheckError(
+            f"the daemon has fewer than {HISTORY_MIN + 1} checkpoints of job {arguments.job!r} "
+            "since it started: too few for an estimate",
+            hint="give --checkpoint SIZE and --step-time TIME, or try again later",
+            retryable=True,
+        )
+    arguments.checkpoint = arguments.checkpoint or max(whole(one, "payload_bytes") for one in mine)
+    arguments.step_time = arguments.step_time or statistics.median(steps_s)
 
 
 def check(wish: Wish) -> None:
@@ -91,6 +135,8 @@ def check(wish: Wish) -> None:
             f"--slowdown must be at least 1 (got {wish.slowdown:g})",
             hint="1.03 allows three percent",
         )
+    if wish.mtbf_s is not None and wish.mtbf_s <= 0:
+        raise UsageError("--mtbf must be more than 0", hint="--mtbf 6h: a failure every six hours")
     if wish.keep < 1 or (wish.slots is not None and wish.slots <= wish.keep):
         raise UsageError("--slots must be more than --keep, and --keep at least 1")
 
@@ -127,11 +173,24 @@ def advise(rates: Rates, wish: Wish) -> Advice:
     stall = 0
     if stall_s > 0:
         stall = math.ceil(round(stall_s / ((q - 1) * t), 9)) if q > 1 else disk_interval
-    interval = max(disk_interval, stall)
+    interval, good = max(disk_interval, stall), None
+    if wish.mtbf_s is not None:
+        costs = Costs(t, stall_s, whole_s, wish.restart_s, wish.mtbf_s)
+        interval = best_interval(costs, interval)
+        good = goodput(costs, interval)
     return Advice(
         count, effective, dram, whole_s, copy_s, stall_s, disk_interval, stall, interval,
-        1 + stall_s / (interval * t),
+        1 + stall_s / (interval * t), good,
     )  # fmt: skip
+
+
+def stopping(rates: Rates, wish: Wish) -> tuple[int, float]:
+    """The best interval, and its goodput, of a save that stops training until it is durable."""
+    assert wish.mtbf_s is not None
+    alone_s = persist_s(rates, wish.checkpoint_bytes, 1)
+    costs = Costs(wish.step_s, alone_s, 0.0, wish.restart_s, wish.mtbf_s)
+    interval = best_interval(costs)
+    return interval, goodput(costs, interval)
 
 
 # -- where the figures come from ---------------------------------------------------------------
@@ -250,8 +309,20 @@ def document(rates: Rates, wish: Wish, advice: Advice) -> Document:
         "persist_s": round(advice.persist_s, 4),
         "copy_s": round(advice.copy_s, 4),
         "stall_s": round(advice.stall_s, 4),
+        "goodput": None if advice.goodput is None else round(advice.goodput, 4),
         "rates": rates._asdict(),
     }
+
+
+def as_toml(rates: Rates, wish: Wish, advice: Advice) -> str:
+    """Options for pccheckd."""
+    m, t = render.size(wish.checkpoint_bytes), render.brief(wish.step_s)
+    return (
+        f"# pccheckctl tune: {m} per checkpoint, steps of {t}; save every "
+        f"{render.plural(advice.interval, 'step')}\n"
+        f"slots = {advice.in_flight + wish.keep}\nkeep = {wish.keep}\nwriters = {rates.writers}\n"
+        f'dram = "{-(-advice.dram_bytes // MIB)}MiB"\n'
+    )
 
 
 def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
@@ -260,6 +331,8 @@ def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
     slots = advice.in_flight + wish.keep
     lost = advice.interval + math.ceil(advice.persist_s / t)
     limit = "the disk" if advice.disk_interval >= advice.stall_interval else "the copy"
+    if advice.interval > max(advice.disk_interval, advice.stall_interval):
+        limit = "--mtbf"
     lines = [
         f"save every {steps} ({brief(advice.interval * t * advice.slowdown)}), with",
         f"    pccheckd --slots {slots} --keep {wish.keep} --writers {rates.writers} "
@@ -272,6 +345,7 @@ def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
         f"slowdown    {advice.slowdown:.3f} expected, {wish.slowdown:g} allowed; {limit} sets the "
         "interval",
         f"lost work   at most {steps} when the trainer crashes, {lost} when the node does",
+        *_failures(rates, wish, advice),
         "",
         *_arithmetic(rates, wish, advice),
     ]
@@ -285,6 +359,17 @@ def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
     if wish.slowdown == 1 and advice.stall_s > 0:
         lines += ["", "note: every interval slows training down: a copy takes longer than a step"]
     return "\n".join(lines)
+
+
+def _failures(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
+    if wish.mtbf_s is None or advice.goodput is None:
+        return []
+    steps, good = stopping(rates, wish)
+    return [
+        f"goodput     {advice.goodput:.4f} with a failure every {render.duration(wish.mtbf_s)}; "
+        f"{good:.4f} with a save that stops training,",
+        f"            whose best interval is {render.plural(steps, 'step')} (Young/Daly)",
+    ]
 
 
 def _arithmetic(rates: Rates, wish: Wish, advice: Advice) -> list[str]:

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from pccheck_wire.errors import PccheckError, UsageError
-from pccheckctl.commands.trace import LAST_S_MAX
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part
 from pccheckctl.output.files import Output
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _from_daemon(arguments: argparse.Namespace) -> Document:
     with daemon(arguments) as observer:
-        return observer.trace(min(arguments.last, LAST_S_MAX))
+        return observer.trace(arguments.last)
 
 
 def _from_file(path: Path) -> Document:
