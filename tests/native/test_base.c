@@ -270,6 +270,27 @@ static void test_damage_of_a_base_is_damage_of_both(void)
     owner_free(owner);
 }
 
+/* The first save that finds the damage is written whole, and its record drops the checkpoint with
+ * the damage flag. The base is not sound again by that. */
+static void test_damage_outlives_the_checkpoint_that_showed_it(void)
+{
+    struct owner *owner = owner_new(4, 1, 2, 0);
+
+    (void)saved(owner, 1, 7, FROZEN);
+    (void)saved(owner, 2, 7, FROZEN);
+    struct payload first = begun(owner, 3, 7, FROZEN);
+    struct payload second = begun(owner, 4, 7, FROZEN);
+    CHECK_EQUAL(pcc_volume_flag(owner->volume, 2, PCC_SLOT_DAMAGED, 0, true), 0);
+    CHECK_EQUAL(finished(owner, &first).end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(base_of(owner->volume, 3), 0);
+    CHECK(!has(owner->volume, 2));
+    CHECK_EQUAL(finished(owner, &second).end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(base_of(owner->volume, 4), 0);
+    CHECK_EQUAL(saved(owner, 5, 7, FROZEN), CHANGED);
+    CHECK_EQUAL(base_of(owner->volume, 5), 4);
+    owner_free(owner);
+}
+
 static void test_without_its_manifest_a_base_is_none(void)
 {
     struct owner *owner = owner_new(4, 2, 2, 0);
@@ -416,6 +437,7 @@ int main(void)
     RUN(test_a_base_is_not_taken_where_slots_are_few);
     RUN(test_a_base_in_use_stays);
     RUN(test_damage_of_a_base_is_damage_of_both);
+    RUN(test_damage_outlives_the_checkpoint_that_showed_it);
     RUN(test_without_its_manifest_a_base_is_none);
     RUN(test_a_bad_slot_is_left_with_the_base_kept);
     RUN(test_the_next_daemon_goes_on);

@@ -264,9 +264,16 @@ static void push_free(struct pcc_volume *volume, uint32_t slot)
  * durable yet. */
 static void drop(struct pcc_volume *volume, uint32_t mask)
 {
-    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++)
-        if ((mask >> slot & 1u) != 0)
-            memset(&volume->staged.slots[slot], 0, sizeof volume->staged.slots[slot]);
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        if ((mask >> slot & 1u) == 0)
+            continue;
+        /* Its damage may be that of its base, and its flag goes with it. */
+        if ((entry->flags & PCC_SLOT_DAMAGED) != 0 && entry->base_sequence != 0)
+            volume->suspected |= 1u << pcc_record_find(&volume->durable, entry->base_sequence);
+        memset(entry, 0, sizeof *entry);
+    }
+    volume->suspected &= ~mask;
 }
 
 /* Both replicas of a record without them are durable. */
@@ -415,7 +422,8 @@ static bool is_sound_base(const struct pcc_volume *volume, uint64_t sequence)
     const struct pcc_record *staged = &volume->staged;
     const uint32_t base = pcc_record_find(staged, sequence);
 
-    if (base == PCC_SLOTS_MAX || staged->slots[base].base_sequence != 0)
+    if (base == PCC_SLOTS_MAX || staged->slots[base].base_sequence != 0 ||
+        (volume->suspected >> base & 1u) != 0)
         return false;
     for (uint32_t slot = 0; slot < staged->slot_count; slot++)
         if ((staged->slots[slot].flags & PCC_SLOT_DAMAGED) != 0 &&

@@ -31,6 +31,7 @@ struct pcc_volume {
     uint32_t spared;          /* bits: see pcc_volume_spare() */
     uint32_t references[PCC_SLOTS_MAX]; /* of saves in flight, to their bases */
     uint64_t poor_base;                 /* see pcc_volume_base_is_poor() */
+    uint32_t suspected; /* bits: bases of damaged checkpoints that have left the table */
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;
