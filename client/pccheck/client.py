@@ -390,7 +390,10 @@ class PCcheckClient:
         snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
-        return self._saver.submit(connection, step, snapshot, self._steps, interval)
+        try:
+            return self._saver.submit(connection, step, snapshot, self._steps, interval)
+        except ConnectionError as error:  # the link noticed it first
+            raise connection.gone() from error
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
         """Daemon, storage or GPU failed: an exception or one warning, as the user chose."""

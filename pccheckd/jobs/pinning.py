@@ -38,6 +38,9 @@ async def pin(session: Session, body: Pin) -> None:
             if not await tenant.retention.flag(sequence, set_=PINNED, now=True):
                 for one in fresh:
                     await one.retention.flag(sequence, clear=PINNED, now=True)
+                await tenant.volumes.refresh()
+                if tenant.volumes.find(sequence) is None:
+                    raise _none_of(job, body.step, "newer ones replaced it meanwhile")
                 raise NoCheckpointError(f"step {body.step} could not be pinned: see pccheckd's log")
 
 
@@ -99,11 +102,15 @@ def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
     found = max((sequence for sequence, its in known.items() if its == step), default=0)
     if not found:
         steps = ", ".join(str(known[one]) for one in sorted(known, reverse=True)[:8]) or "none"
-        raise NoCheckpointError(
-            f"job {job.name!r} has no durable checkpoint of step {step} (durable steps: {steps})",
-            hint="call wait_global() of its handle first, and pin it before newer ones replace it",
-        )
+        raise _none_of(job, step, f"durable steps: {steps}")
     return found
+
+
+def _none_of(job: Job, step: int, why: str) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"job {job.name!r} has no durable checkpoint of step {step} ({why})",
+        hint="call wait_global() of its handle first, and pin it before newer ones replace it",
+    )
 
 
 def _require_room(tenant: Tenant, sequence: int) -> None:

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck import Checkpoint, CheckpointState, PCcheckClient, PccheckWarning
+from pccheck import (
+    Checkpoint,
+    CheckpointState,
+    PCcheckClient,
+    PccheckError,
+    PccheckWarning,
+)
 from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError, UsageError
 from pccheck_wire.messages import Begin, Expose
 from tests.support.fakelink import FakeConnection, FakeSession
@@ -186,6 +192,27 @@ def test_with_all_entries_in_use_it_says_so(
     monkeypatch.setattr(kit.link, "request", busy)
     with pytest.raises(CheckpointFailedError, match="64 checkpoints are in flight"):
         kit.checkpoint()
+
+
+@pytest.mark.parametrize("call", ["request", "submit"])
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_daemon_that_ends_during_the_call_is_named(
+    tmp_path: Path, fakes: FakeDevices, monkeypatch: pytest.MonkeyPatch, call: str, on_error: str
+) -> None:
+    """The link notices the end before anything else does."""
+    kit = Kit(tmp_path, fakes, on_error=on_error)
+    kit.attach()
+
+    def gone(*_: object, **__: object) -> None:
+        kit.connection.lives = False
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    monkeypatch.setattr(kit.link, call, gone)
+    if on_error == "raise":
+        with pytest.raises(PccheckError, match="the daemon has ended"):
+            kit.checkpoint()
+    else:
+        assert kit.checkpoint().reason == "the daemon has ended"
 
 
 def test_a_broken_copy_has_the_next_one_exposed_anew(kit: Kit) -> None:
