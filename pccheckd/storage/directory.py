@@ -31,6 +31,7 @@ class StorageDirectory:
         self._looking = threading.Lock()
         self._lock = self._taken()
         self._device = directory.stat().st_dev
+        self._identity = storage.identity(directory)
         self.missing = ""  # why nothing can be stored, as of the last look
 
     def close(self) -> None:
@@ -85,6 +86,10 @@ class StorageDirectory:
             lock = self._taken()
         except PccheckError as error:
             return error.message
+        with contextlib.suppress(OSError):
+            if not layout.list_volumes(self.directory):
+                storage.replace(self.directory, self._identity)
+        self._identity = storage.identity(self.directory)
         before, self._lock = self._lock, lock
         os.close(before)
         LOG.warning(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable
 
 import pytest
 
+from pccheck_native import catalog
 from tests.support.daemon import Daemon
 from tests.support.trainer import RemoteError, Trainer
 
@@ -50,6 +53,34 @@ def test_a_checkpoint_that_is_still_written_counts(
     forgetful.checkpoint()
     assert any("a checkpoint of step 9 that was NOT restored" in w for w in forgetful.warnings)
     assert forgetful.recover(step=9)["wrong"] == ""
+
+
+def test_a_run_that_went_on_in_a_new_directory_is_no_earlier_run(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """The storage directory was removed under daemon and trainer, and then the daemon restarted:
+    what the trainer has saved is its own."""
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    new = daemon.root / "new"  # made before the old one goes, so that it has another number
+    new.mkdir()
+    shutil.rmtree(daemon.storage)
+    new.rename(daemon.storage)
+    for _ in range(2):
+        trainer.step()
+        handle = trainer.checkpoint()
+        with contextlib.suppress(RemoteError):  # the first one finds the file gone
+            trainer.wait_durable(handle)
+    daemon.kill()
+    daemon.start()
+    trainer.step()
+    with contextlib.suppress(RemoteError):  # this one, the end of the daemon
+        trainer.wait_durable(trainer.checkpoint())
+    trainer.wait_durable(trainer.checkpoint())
+    assert not [w for w in trainer.warnings if "NOT restored" in w]
+    assert not any(one.is_protected for one in catalog.scan(daemon.storage).checkpoints)
 
 
 def test_what_was_never_copied_does_not_count(start_daemon: Start, start_trainer: Connect) -> None:
