@@ -13,29 +13,16 @@ import pytest
 
 from pccheck import PCcheckClient, Reader, Shard
 from pccheck_store.filesystem import PCcheckFileSystem
-from tests.support.ctl import Ctl
+from tests.support.ctl import Ctl, written
 from tests.support.daemon import Daemon
-from tests.support.torchrun import torchrun
+from tests.support.shardtraining import equal, launch
+from tests.support.volumes import bases
 
 torch = pytest.importorskip("torch")
 torch_dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 Start = Callable[..., Daemon]
 STEPS = 3  # of every start
-
-
-def launch(
-    daemon: Daemon, job: str, digests: Path, *flags: str, ranks: int
-) -> tuple[int, str, list[list[str]]]:
-    """How the ranks ended, and the steps and digests that each has printed."""
-    digests.mkdir()
-    program = ("-m", "tests.support.shardtraining", str(digests))
-    with torchrun(daemon, job, ranks, *program, *flags) as launcher:
-        said, _ = launcher.communicate()
-    printed = [(digests / str(rank)) for rank in range(ranks)]
-    lines = [path.read_text().splitlines() if path.exists() else [] for path in printed]
-    kept = [[line.rpartition(" ")[0] for line in one] for one in lines]
-    return launcher.returncode, said, kept
 
 
 @pytest.mark.timeout(600)
@@ -49,13 +36,14 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
     for number, (ranks, cut) in enumerate(starts):
         end = (number + 1) * STEPS
         _, said, lines = launch(
-            daemon, "job", tmp_path / f"{number}", "--cut", cut, "--steps", "99",
+            daemon, "job", tmp_path / f"{number}", "--cut", cut, "--frozen", "--steps", "99",
             "--kill-at", str(end), "--expect", str(end - STEPS), ranks=ranks,
         )  # fmt: skip
         assert len({*map(tuple, lines)}) == 1, said
         assert lines[0][0] == last or not number, said  # what was restored
         last = lines[0][-1]
         assert last.startswith(f"{end} "), said
+        written_once(ctl, daemon, ranks, end)
         if cut == "hsdp":
             stored_once(ctl, daemon.storage)
         if cut == "tp":
@@ -73,6 +61,12 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
     assert ", stale" in ctl(daemon.storage, "show", "job", "--rank", 3).out
     assert ", stale" not in ctl(daemon.storage, "show", "job", "--rank", 1).out
     assert ", stale" in ctl(daemon.storage, "status").out
+
+
+def written_once(ctl: Ctl, daemon: Daemon, ranks: int, step: int) -> None:
+    """What does not train: each rank refers to what it wrote first in its start, or before."""
+    assert {(rank, step) for rank in range(ranks)} <= bases(daemon.storage).keys()
+    assert max(written(ctl, daemon.socket)[step][:ranks]) < 1 << 20
 
 
 def stored_once(ctl: Ctl, storage: Path) -> None:
@@ -209,9 +203,3 @@ def read_in_parts(daemon: Daemon, whole: dict[str, Any]) -> None:
         assert torch.equal(row, weight[11:13])
         mine = one.read("model.0.weight", rank=1)
         assert isinstance(mine, Shard) and torch.equal(mine.tensor, weight[9:14])
-
-
-def equal(found: dict[str, Any], whole: dict[str, Any]) -> bool:
-    return found.keys() == whole.keys() and all(
-        torch.equal(found[key], whole[key]) for key in whole
-    )

@@ -11,91 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck import PCcheckClient
 from pccheck_native import catalog
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState, Opened, Pin, Restored
-from tests.support.ctl import Ctl
+from tests.support.ctl import Ctl, written
 from tests.support.daemon import Daemon
+from tests.support.loratrainer import ADAPTERS, CHANGED, FROZEN, LAYERS, LoraTrainer, frozen
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import Commands, Trainer
-from tests.support.volumes import damage
+from tests.support.volumes import bases, damage
 
 Start = Callable[..., Daemon]
-LAYERS = 6
-FROZEN = 24 << 20
-ADAPTERS = 512 << 10
-#: Adapters, as much momentum, the tree; a block at each end of them, and the manifest.
-CHANGED = 2 * ADAPTERS + (64 << 10)
 GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB", "--dram", "128MiB")
-
-
-class Lora(torch.nn.Module):
-    """Frozen and trained parameters in turn, as adapters lie in a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        base = torch.arange(FROZEN // 4 // LAYERS, dtype=torch.float32)
-        for number in range(LAYERS):
-            frozen = torch.nn.Parameter(base + number, requires_grad=False)
-            self.register_parameter(f"base{number}", frozen)
-            adapter = torch.zeros(ADAPTERS // 4 // LAYERS)
-            self.register_parameter(f"adapter{number}", torch.nn.Parameter(adapter))
-
-
-class LoraCommands(Commands):
-    def open(self, *_counts: Any, **options: Any) -> int:
-        model = self.lora = Lora()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.sgd = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
-        self.client = PCcheckClient(**options)
-        self.client.attach(model=model, optimizer=self.sgd)
-        return 0
-
-    def train(self, step: int) -> None:
-        """One step, and a checkpoint that is durable."""
-        for parameter in self.lora.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.full_like(parameter, float(step))
-        self.sgd.step()
-        self.client.checkpoint(step=step).wait_durable(60)
-
-    def merge(self) -> None:
-        """Changes what is frozen, in a way that nobody is told of."""
-        self.lora.base0.data.add_(1)
-        self.lora.base1.data.mul_(2)
-
-    def digest(self) -> str:
-        state = [*self.lora.state_dict().values()]
-        state += [entry["momentum_buffer"] for entry in self.sgd.state.values()]
-        return str([hash(tensor.numpy().tobytes()) for tensor in state])
-
-    def resume(self) -> int | None:
-        step: int | None = self.client.restore().step
-        return step
-
-
-class LoraTrainer(Trainer):
-    commands = LoraCommands
 
 
 @contextmanager
 def trainer(daemon: Daemon) -> Iterator[Any]:
-    with LoraTrainer(PYTHONHASHSEED="0") as one:
+    with LoraTrainer() as one:
         one.open([], socket=str(daemon.socket), job="lora")
         yield one
-
-
-def written(ctl: Ctl, daemon: Daemon) -> dict[int, int]:
-    """By step, of the checkpoints that this daemon knows."""
-    document = ctl(None, "status", "--json", "--socket", daemon.socket).json
-    recent = [one for rank in document["ranks"] for one in rank["checkpoints"]]
-    return {one["step"]: one["written_bytes"] for one in recent}
-
-
-def bases(daemon: Daemon) -> dict[int, int]:
-    """The base of each checkpoint, by step: sequences."""
-    return {one.step: one.base for one in catalog.scan(daemon.storage).checkpoints}
 
 
 @pytest.mark.timeout(180)
@@ -104,10 +37,10 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
     with trainer(daemon) as one:
         for step in range(1, 6):
             one.train(step)
-        sizes = written(ctl, daemon)
+        sizes = {step: sum(some) for step, some in written(ctl, daemon.socket).items()}
         assert sizes[1] > FROZEN
         assert all(2 * ADAPTERS < sizes[step] <= 1.05 * CHANGED for step in range(2, 6)), sizes
-        assert bases(daemon) == {5: 1, 4: 1, 1: 0}
+        assert bases(daemon.storage) == {(0, 5): 1, (0, 4): 1}
         wanted = one.digest()
         daemon.kill()
         one.kill()
@@ -117,18 +50,18 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
     exported = tmp_path / "lora.pt"
     assert ctl(daemon.storage, "export", "lora", "-o", exported).code == 0
     model = torch.load(exported)["model"]
-    assert torch.equal(model["base3"], torch.arange(FROZEN // 4 // LAYERS, dtype=torch.float32) + 3)
+    assert torch.equal(model["base3"], frozen(3))
 
     daemon.start()
     with trainer(daemon) as one:
         assert one.resume() == 5
         assert one.digest() == wanted
         one.train(6)
-        assert written(ctl, daemon)[6] <= 1.05 * CHANGED  # of the run before
+        assert written(ctl, daemon.socket)[6][0] <= 1.05 * CHANGED  # of the run before
         one.merge()
         one.train(7)
-        assert written(ctl, daemon)[7] > FROZEN // LAYERS * 2  # what has changed, only
-        assert written(ctl, daemon)[7] < FROZEN // LAYERS * 3
+        (size,) = written(ctl, daemon.socket)[7]
+        assert FROZEN // LAYERS * 2 < size < FROZEN // LAYERS * 3  # what has changed, only
         wanted = one.digest()
         one.close()
     with trainer(daemon) as one:

@@ -174,6 +174,44 @@ static void test_what_has_changed_after_all_is_written(void)
     owner_free(owner);
 }
 
+/* A quarter of what is said not to change differs from the base by `change`; 0: it does not. */
+static uint64_t saved_but(struct owner *owner, uint64_t tag, uint8_t change)
+{
+    struct payload payload = begun(owner, tag, 7, FROZEN);
+
+    for (uint64_t i = 0; i < CHUNK; i++)
+        payload.memory[i] ^= change;
+    return finished(owner, &payload).written_bytes;
+}
+
+static void test_what_has_changed_once_is_not_written_for_ever(void)
+{
+    struct owner *owner = owner_new(5, 2, 2, 0);
+    uint64_t tag = 1;
+
+    (void)saved_but(owner, tag++, 0);
+    for (uint32_t merge = 1; merge <= 3; merge++) { /* each time when all that was worth a base */
+        for (uint32_t i = 0; i < 4; i++)
+            CHECK_EQUAL(saved_but(owner, tag++, (uint8_t)merge), CHANGED + CHUNK);
+        CHECK_EQUAL(saved_but(owner, tag++, (uint8_t)merge), WHOLE);
+        for (uint32_t i = 0; i < 9; i++)
+            CHECK_EQUAL(saved_but(owner, tag++, (uint8_t)merge), CHANGED);
+    }
+    owner_free(owner);
+
+    /* What changes each time is no better in another base: such a one is tried ever more seldom. */
+    owner = owner_new(5, 2, 2, 0);
+    tag = 1;
+    (void)saved_but(owner, tag++, 0);
+    for (uint32_t patience = 1; patience <= 8; patience *= 2) {
+        for (uint32_t i = 0; i < 4 * patience; i++, tag++)
+            CHECK_EQUAL(saved_but(owner, tag, (uint8_t)(1 + tag % 250)), CHANGED + CHUNK);
+        CHECK_EQUAL(saved_but(owner, tag, (uint8_t)(1 + tag % 250)), WHOLE);
+        tag++;
+    }
+    owner_free(owner);
+}
+
 static void test_a_base_is_not_taken_where_slots_are_few(void)
 {
     static const struct {
@@ -434,6 +472,7 @@ int main(void)
     RUN(test_what_has_not_changed_is_not_written);
     RUN(test_it_goes_on_after_an_opening);
     RUN(test_what_has_changed_after_all_is_written);
+    RUN(test_what_has_changed_once_is_not_written_for_ever);
     RUN(test_a_base_is_not_taken_where_slots_are_few);
     RUN(test_a_base_in_use_stays);
     RUN(test_damage_of_a_base_is_damage_of_both);

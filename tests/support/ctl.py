@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Ctl = Callable[..., "Ran"]
@@ -18,3 +19,13 @@ class Ran:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+def written(ctl: Ctl, socket: Path) -> dict[int, list[int]]:
+    """By step, what each rank wrote, of the checkpoints that the daemon knows: of one job."""
+    found: dict[int, list[int]] = {}
+    document = ctl(None, "status", "--json", "--socket", socket).json
+    for rank in sorted(document["ranks"], key=lambda one: one["rank"]):
+        for one in rank["checkpoints"]:
+            found.setdefault(one["step"], []).append(one["written_bytes"])
+    return found

@@ -28,17 +28,24 @@ from torch.distributed.tensor.parallel import (
 
 from pccheck import Checkpoint, CheckpointState, PCcheckClient
 
+from .daemon import Daemon
+from .torchrun import torchrun
+
 COUNTED = 16  # handles that are looked at
+FROZEN = 36_000_300 // 28 * 28  # bytes, with --frozen
 #: In which states all ranks have a checkpoint: of several ranks, and of one.
 ENDED = ((CheckpointState.GLOBAL,), (CheckpointState.DURABLE, CheckpointState.GLOBAL))
 
 
-def built(cut: str, size: int) -> nn.Module:
+def built(cut: str, size: int, *, frozen: bool = False) -> nn.Module:
     """`cut`: fsdp, hsdp (two replicas), tp (two ranks share a layer) or none. Sizes that no number
-    of ranks divides."""
+    of ranks divides. `frozen`: with a large table that does not train."""
     torch.manual_seed(0)
     norm = nn.LayerNorm(7)  # used twice: its parameters are tied
     model = nn.Sequential(nn.Linear(33, 18), nn.GELU(), nn.Linear(18, 7), norm, norm)
+    if frozen:
+        table = torch.arange(FROZEN // 4, dtype=torch.float32).view(-1, 7)
+        model.register_parameter("table", nn.Parameter(table, requires_grad=False))
     if cut == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     elif cut == "tp":
@@ -76,19 +83,40 @@ def keep_whole(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         "model": {name: whole(tensor) for name, tensor in model.state_dict().items()},
         "state": {
             index: {key: whole(tensor) for key, tensor in optimizer.state[parameter].items()}
-            for index, parameter in enumerate(parameters)
+            for index, parameter in enumerate(parameters) if parameter in optimizer.state
         },
-    }
+    }  # fmt: skip
     if dist.get_rank() == 0:
         torch.save(found, place)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=place.with_suffix(".dcp"))
 
 
+def launch(
+    daemon: Daemon, job: str, digests: Path, *flags: str, ranks: int
+) -> tuple[int, str, list[list[str]]]:
+    """How the ranks ended, and the steps and digests that each has printed."""
+    digests.mkdir()
+    program = ("-m", "tests.support.shardtraining", str(digests))
+    with torchrun(daemon, job, ranks, *program, *flags) as launcher:
+        said, _ = launcher.communicate()
+    printed = [(digests / str(rank)) for rank in range(ranks)]
+    lines = [path.read_text().splitlines() if path.exists() else [] for path in printed]
+    kept = [[line.rpartition(" ")[0] for line in one] for one in lines]
+    return launcher.returncode, said, kept
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[key], wanted[key]) for key in wanted
+    )
+
+
 def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("digests", type=Path)
     flags.add_argument("--cut", default="fsdp")
+    flags.add_argument("--frozen", action="store_true")
     flags.add_argument("--on-busy", default="wait")
     flags.add_argument("--steps", type=int, default=6)
     flags.add_argument("--kill-at", type=int, default=-1)
@@ -97,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = built(given.cut, size)
+    model = built(given.cut, size, frozen=given.frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     client = PCcheckClient(on_busy=given.on_busy)
     client.attach(model=model, optimizer=optimizer)

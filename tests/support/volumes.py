@@ -143,3 +143,10 @@ def damage(storage: Path, step: int, *, at: int, rank: int = 0) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def bases(storage: Path) -> dict[tuple[int, int], int]:
+    """Of the checkpoints that refer to another one, by rank and step: its step."""
+    found = catalog.scan(storage).checkpoints
+    steps = {(one.rank, one.sequence): one.step for one in found}
+    return {(one.rank, one.step): steps[one.rank, one.base] for one in found if one.base}

@@ -294,13 +294,6 @@ static void leave_base(struct pcc_save *save)
     save->has_base = false;
 }
 
-/* So little of what was to lie in the base does that the next one is to be written whole. */
-static void judge_base(const struct pcc_save *save)
-{
-    if (save->has_base && pcc_save_referred_bytes(save) < save->request.frozen_bytes / 2)
-        pcc_volume_base_is_poor(save->lane->saver->volume, &save->base);
-}
-
 static void publish(struct pcc_save *save)
 {
     const struct pcc_saver *saver = save->lane->saver;
@@ -318,8 +311,9 @@ static void publish(struct pcc_save *save)
         pcc_save_unlock(save);
         return;
     }
-    if (result == 0 && published == PCC_PUBLISHED)
-        judge_base(save);
+    if (result == 0 && published == PCC_PUBLISHED && save->has_base)
+        pcc_volume_judge_base(saver->volume, &save->base, save->request.frozen_bytes,
+                              pcc_save_referred_bytes(save));
     /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
      * media may name it, and the volume is stopped. */
     save->has_slot = false;

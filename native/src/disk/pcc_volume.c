@@ -5,6 +5,8 @@
 
 #include "disk/pcc_volume_private.h"
 
+#define PATIENCE_MAX 1024u
+
 /* -- opening and closing -- */
 
 static void find_free(struct pcc_volume *volume)
@@ -483,7 +485,7 @@ bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out)
     (void)pthread_mutex_lock(&volume->lock);
     const uint64_t sequence = base_to_take(volume);
     const uint32_t slot = pcc_record_find(&volume->staged, sequence);
-    const bool found = slot < PCC_SLOTS_MAX && sequence != volume->poor_base &&
+    const bool found = slot < PCC_SLOTS_MAX && sequence != volume->base.poor &&
                        has_room_for_base(volume, slot) && take_base(volume, sequence, out);
     (void)pthread_mutex_unlock(&volume->lock);
     return found;
@@ -505,10 +507,35 @@ void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *bas
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
-void pcc_volume_base_is_poor(struct pcc_volume *volume, const struct pcc_base *base)
+/* With `lock` held. What is missed in the new base, too, changes each time, or lies in blocks with
+ * what does: a base after that is less likely to help. */
+static void begin_judging(struct pcc_volume *volume, uint64_t sequence, uint64_t missed_bytes)
 {
+    const bool is_no_better = missed_bytes > volume->base.missed_bytes / 2;
+    const bool was_replaced = volume->base.poor != 0 && volume->base.poor == volume->base.sequence;
+
+    if (!was_replaced || !is_no_better)
+        volume->base.patience = 1;
+    else if (volume->base.patience < PATIENCE_MAX)
+        volume->base.patience *= 2;
+    volume->base.sequence = sequence;
+    volume->base.wasted_bytes = 0;
+}
+
+void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *base,
+                           uint64_t frozen_bytes, uint64_t referred_bytes)
+{
+    const uint64_t sequence = base->entry.sequence;
+    const uint64_t missed_bytes = frozen_bytes > referred_bytes ? frozen_bytes - referred_bytes : 0;
+
     (void)pthread_mutex_lock(&volume->lock);
-    volume->poor_base = base->entry.sequence;
+    if (volume->base.sequence != sequence)
+        begin_judging(volume, sequence, missed_bytes);
+    volume->base.missed_bytes = missed_bytes;
+    volume->base.wasted_bytes += missed_bytes;
+    if (missed_bytes > frozen_bytes / 2 ||
+        (missed_bytes > 0 && volume->base.wasted_bytes / volume->base.patience >= frozen_bytes))
+        volume->base.poor = sequence;
     (void)pthread_mutex_unlock(&volume->lock);
 }
 

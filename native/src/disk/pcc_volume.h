@@ -147,9 +147,11 @@ bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out);
 /* This very one, for a save of the daemon before; false when it cannot be used any more. */
 bool pcc_volume_take_base_again(struct pcc_volume *volume, uint64_t sequence, struct pcc_base *out);
 void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *base);
-/* Most of what was to lie in it has changed: no later save begins with it. Forgotten when the
- * volume is closed. */
-void pcc_volume_base_is_poor(struct pcc_volume *volume, const struct pcc_base *base);
+/* A save found `referred_bytes` in it of `frozen_bytes`. No later save begins with it when that is
+ * less than half, or when such saves have written as much again as a new base would cost. Forgotten
+ * when the volume is closed. */
+void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *base,
+                           uint64_t frozen_bytes, uint64_t referred_bytes);
 
 /* Readers hold the slots of a checkpoint and of its base, so that neither is recycled under them.
  * -ENOENT. */
