@@ -61,13 +61,14 @@ class Storage:
         pass
 
     def scan(
-        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
     ) -> catalog.Catalog:
-        """All matching volumes and checkpoints. Raises RefusedError, NoStoreError."""
+        """All matching volumes and checkpoints; `sizes` as for catalog.scan. Raises RefusedError,
+        NoStoreError."""
         try:
             if job:
                 layout.check_job(job)
-            found = catalog.scan(self.path, uid=uid, job=job or None, rank=rank)
+            found = catalog.scan(self.path, uid=uid, job=job or None, rank=rank, sizes=sizes)
             known = layout.lock_path(self.path).exists() or layout.list_volumes(self.path)
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -101,7 +102,7 @@ class Storage:
 
     def listing(self, job: str = "", *, uid: int | None = None) -> Document:
         """What `list --json` prints; the daemon's document has the same keys."""
-        return catalog.document(self.path, self.scan(uid=uid, job=job), reason_of)
+        return catalog.document(self.path, self.scan(uid=uid, job=job, sizes=True), reason_of)
 
     def status(self, *, uid: int | None = None) -> Document:
         """What `status --json` prints without a daemon: as much of the daemon's document as the

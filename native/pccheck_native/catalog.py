@@ -46,6 +46,7 @@ class Checkpoint(NamedTuple):
     slot: int
     volume_path: Path
     base: int = 0  # sequence of the one in whose slot its unchanged blocks lie
+    own_bytes: int | None = None  # of its payload, in its own slot; None: not known
 
     @property
     def is_damaged(self) -> bool:
@@ -84,6 +85,16 @@ def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
     return Checkpoint(info.uid, info.job, info.rank, volume_path=path, **of_slot)
 
 
+def _own_bytes(volume: Volume, one: Checkpoint) -> int | None:
+    """None when its manifest cannot be read, or was recycled."""
+    if not one.base:
+        return one.payload_bytes
+    try:
+        return volume.own_bytes(one.sequence)
+    except (NativeError, OSError):
+        return None
+
+
 def bases(checkpoints: Collection[Checkpoint], sequences: Collection[int]) -> set[int]:
     """What those of a rank's checkpoints refer to: kept for as long as they are."""
     return {one.base for one in checkpoints if one.sequence in sequences and one.base}
@@ -109,8 +120,10 @@ def scan(
     uid: int | None = None,
     job: str | None = None,
     rank: int | None = None,
+    sizes: bool = False,
 ) -> Catalog:
-    """Reads the records of every volume that matches; None means any.
+    """Reads the records of every volume that matches; None means any. With `sizes` also which part
+    of a checkpoint is its own, from the manifests of those that have a base.
 
     Checkpoints come ordered by (uid, job, rank), newest first within. One volume that cannot be
     read hides no other. Raises OSError when the directories cannot be listed.
@@ -121,6 +134,8 @@ def scan(
             with closing(Volume(file.path, writable=False, allow_buffered=True)) as volume:
                 info = volume.info()
                 found = checkpoints_of(volume, file.path)
+                if sizes:
+                    found = [one._replace(own_bytes=_own_bytes(volume, one)) for one in found]
         except FileNotFoundError:
             continue  # replaced by its next generation while we looked
         except NativeError as error:
@@ -191,9 +206,11 @@ def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, ob
         for held in common(ranks_of(ranks))
         if held.world_size > 1
     }
+    steps = {(one.uid, one.job, one.rank, one.sequence): one.step for one in every}
     old = {(*key, rank) for key, ranks in jobs.items() for rank in stale(ranks_of(ranks))}
     return [
         checkpoint_document(one)
+        | {"base_step": steps.get((one.uid, one.job, one.rank, one.base))}
         | {"global": (one.uid, one.job, one.sequence) in shared}
         | {"stale": (one.uid, one.job, one.rank) in old}
         for one in every
@@ -202,9 +219,9 @@ def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, ob
 
 def checkpoint_document(item: Checkpoint) -> dict[str, object]:
     """One checkpoint in the same documents; alone it cannot say whether it is global or
-    stale."""
+    stale, or of which step its base is."""
     names = ("uid", "job", "rank", "sequence", "step", "incarnation", "world_size",
-             "payload_bytes", "wall_ns")  # fmt: skip
+             "payload_bytes", "own_bytes", "wall_ns")  # fmt: skip
     return {
         **{name: getattr(item, name) for name in names},
         "pinned": item.is_pinned,

@@ -269,6 +269,13 @@ static void load_close(struct pcc_load **load)
     if (load == NULL)                                                                              \
         return NULL;
 
+static PyObject *volume_own_bytes(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(sequence, number);
+    LOAD_OPEN(load, sequence);
+    return PyLong_FromUnsignedLongLong(pcc_load_own_bytes(load));
+}
+
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", NULL};
@@ -359,6 +366,8 @@ static PyMethodDef methods[] = {
     {"has_expendable", volume_has_expendable, METH_NOARGS, "Whether a slot may be recycled now."},
     {"recycle", volume_recycle, METH_NOARGS,
      "Recycles what is no longer kept, durably, when no slot is free."},
+    {"own_bytes", volume_own_bytes, METH_O,
+     "How much of a payload lies in its own slot, and not in its base's."},
     PCC_PY_METHOD("read", volume_read, "Verified bytes of a payload."),
     PCC_PY_METHOD("read_into", volume_read_into, "Verified, parallel read into memory."),
     PCC_PY_METHOD("verify", volume_verify, "Reads and checks a whole checkpoint."),

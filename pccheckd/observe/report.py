@@ -154,8 +154,10 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
 
 
 def listing(asker_uid: int, config: Config, job: str) -> Document:
-    """Every checkpoint on the disk that the asker may see. Blocks: reads records only."""
-    found = catalog.scan(config.storage, uid=None if asker_uid == 0 else asker_uid, job=job or None)
+    """Every checkpoint on the disk that the asker may see. Blocks: reads records, and manifests of
+    checkpoints that refer to others."""
+    uid = None if asker_uid == 0 else asker_uid
+    found = catalog.scan(config.storage, uid=uid, job=job or None, sizes=True)
     return catalog.document(config.storage, found, lambda item: item.reason)
 
 

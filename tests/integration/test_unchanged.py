@@ -42,9 +42,17 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
         assert all(2 * ADAPTERS < sizes[step] <= 1.05 * CHANGED for step in range(2, 6)), sizes
         assert bases(daemon.storage) == {(0, 5): 1, (0, 4): 1}
         wanted = one.digest()
+        listed(ctl(None, "list", "--socket", daemon.socket).out)
         daemon.kill()
         one.kill()
 
+    listed(ctl(daemon.storage, "list").out)
+    newest, before, base = ctl(daemon.storage, "list", "--json").json["checkpoints"]
+    assert 2 * ADAPTERS < newest["own_bytes"] < CHANGED and newest["base_step"] == 1
+    assert before["own_bytes"] == newest["own_bytes"]
+    assert base["own_bytes"] == base["payload_bytes"] and base["base_step"] is None
+    shown = ctl(daemon.storage, "show", "lora").out
+    assert "1.00 MiB of it was written; the rest lies in the checkpoint of step 1" in shown
     # Without a daemon: checked, exported, and what is in the base alone is of the export, too.
     assert ctl(daemon.storage, "verify").code == 0
     exported = tmp_path / "lora.pt"
@@ -75,6 +83,14 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
     assert ran.code == 14
     found = {item["step"] for item in ran.json["checkpoints"] if item["result"] == "damaged"}
     assert found == {1, 6, 7}
+
+
+def listed(table: str) -> None:
+    """Size, what of it was written, and where the rest is."""
+    headings, *lines = table.splitlines()
+    assert headings.split()[5:8] == ["size", "written", "base"]
+    found = [line.split()[-6:-1] for line in lines]
+    assert found == [["MiB", "1.00", "MiB", "1", "1"]] * 2 + [["MiB", "25.0", "MiB", "-", "1"]]
 
 
 FEW = 200_000  # frozen bytes of a payload of the ranks below

@@ -10,7 +10,7 @@ from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
 from pccheckctl.source import choose
 
-HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "run", "flags")
+HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "written", "base", "run", "flags")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,12 +74,17 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
             one.get("step"),
             render.age(age_s(one, now_s)),
             render.size(whole(one, "payload_bytes")),
+            render.size(own) if (own := number(one, "own_bytes")) is not None else None,
+            one.get("base_step"),
             one.get("incarnation"),
             flags(one),
         )
         for one in checkpoints
     ]
-    return render.table(HEADINGS, lines)
+    if any(one.get("base_step") is not None for one in checkpoints):
+        return render.table(HEADINGS, lines)
+    shown = [heading for heading in HEADINGS if heading not in ("written", "base")]
+    return render.table(shown, [(*line[:6], *line[8:]) for line in lines])
 
 
 def age_s(one: Document, now_s: float) -> float | None:

@@ -15,7 +15,16 @@ from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
 from pccheckctl.commands.listing import age_s, flags
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
+from pccheckctl.output.documents import (
+    Document,
+    as_json,
+    note,
+    number,
+    print_json,
+    say,
+    text,
+    whole,
+)
 from pccheckctl.source import files
 
 TEXT_WIDTH_MAX = 60
@@ -25,7 +34,7 @@ RUN_MAX, SHOWN_OF_RUN = 8, 3  # items of a list with a line each; items that sta
 def run(arguments: argparse.Namespace) -> int:
     """0, or 14 when damaged checkpoints were skipped in favour of the one shown."""
     storage = files(arguments)
-    found = storage.scan(uid=arguments.uid, job=arguments.job)
+    found = storage.scan(uid=arguments.uid, job=arguments.job, sizes=True)
     by_rank = directory.of_job(found, arguments.job, storage.path)
     rank = min(by_rank) if arguments.rank is None else arguments.rank
     wanted = directory.matching(
@@ -39,8 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         except (DamagedError, UnreadableError) as error:
             damaged.append(error)
             continue
-        old = {"stale": rank in stale(catalog.ranks_of(by_rank))}
-        document = describe(one, content) | old
+        steps = {other.sequence: other.step for other in by_rank[rank]}
+        document = describe(one, content) | {
+            "base_step": steps.get(one.base),
+            "stale": rank in stale(catalog.ranks_of(by_rank)),
+        }
         if arguments.json:
             print_json(document)
         else:
@@ -93,6 +105,12 @@ def as_text(document: Document) -> str:
         f"{render.age(age_s(document, time.time()))}"
         + (f", {flags(document)}" if flags(document) else "")
     ]
+    if document.get("base_step") is not None:
+        own = number(document, "own_bytes")
+        lines.append(
+            f"{'an unknown part' if own is None else render.size(own)} of it was written; the rest "
+            f"lies in the checkpoint of step {document['base_step']}"
+        )
     if isinstance(about := document["about"], dict):
         lines.append(
             f"saved by {about.get('command')}, pid {about.get('pid')} on {about.get('host')}, "

@@ -101,6 +101,22 @@ uint32_t pcc_load_block_bytes(const struct pcc_load *load)
     return load->geometry.block_bytes;
 }
 
+uint64_t pcc_load_own_bytes(const struct pcc_load *load)
+{
+    const uint64_t payload_bytes = load->held.entry.payload_bytes;
+    uint64_t own_bytes = 0;
+    bool in_base;
+
+    if (load->bitmap == NULL)
+        return payload_bytes;
+    for (uint64_t at = 0, next; at < payload_bytes; at = next) {
+        next = pcc_bitmap_run(load->bitmap, load->geometry.block_bytes, at, payload_bytes,
+                              &in_base);
+        own_bytes += in_base ? 0 : next - at;
+    }
+    return own_bytes;
+}
+
 /* True when [offset, +length) is made of whole blocks of the payload. */
 static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64_t length)
 {

@@ -17,6 +17,8 @@ PCC_MUST_CHECK int pcc_load_open(struct pcc_volume *volume, uint64_t sequence,
 void pcc_load_close(struct pcc_load *load); /* accepts NULL */
 const struct pcc_slot_entry *pcc_load_entry(const struct pcc_load *load);
 uint32_t pcc_load_block_bytes(const struct pcc_load *load);
+/* How much of the payload lies in its own slot, and not in its base's. */
+uint64_t pcc_load_own_bytes(const struct pcc_load *load);
 
 /* Checks bytes (from the pool, say) that claim to be payload [offset, offset+length); offset is
  * block aligned, length too unless it ends the payload. 0 or -PCC_E_DAMAGED. */
