@@ -35,6 +35,10 @@ torch = pytest.importorskip("torch")
 from torch.distributed import checkpoint as torch_dcp  # noqa: E402
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: E402
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_optimizer_state_dict,
+)
 
 from pccheck.integrations import dcp  # noqa: E402
 from tests.support.dcptraining import (  # noqa: E402
@@ -97,7 +101,8 @@ def goes_on(daemon: Daemon, wanted: dict[str, Any]) -> None:
 
 
 def attached(daemon: Daemon, wanted: dict[str, Any]) -> None:
-    """The optimizer's state has the numbers of its own state_dict()."""
+    """The optimizer's state has the numbers of its own state_dict(), and the names of its
+    parameters, which it knows."""
     model = built(seed=1)
     optimizer = optimizer_of(model)
     state_of(model, optimizer)  # makes the moments
@@ -110,6 +115,22 @@ def attached(daemon: Daemon, wanted: dict[str, Any]) -> None:
         moments = whole(state["optimizer"]["state"][index])
         lines = differences(moments, wanted["optimizer"]["state"][name])
         assert not lines, lines
+
+    reader = dcp.PCcheckReader("attached", socket=daemon.socket)
+    model = built(seed=2)
+    state = state_of(model, optimizer_of(model))
+    del state["progress"]
+    torch_dcp.load(state, storage_reader=reader, no_dist=True)
+    assert not (lines := differences(whole(state), {key: wanted[key] for key in state})), lines
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = {"optimizer": get_optimizer_state_dict(model, optimizer_of(model), options=options)}
+    flat["optimizer"]["param_groups.0.weight.lr"] = 0.5
+    torch_dcp.load(flat, storage_reader=reader, no_dist=True)
+    assert flat["optimizer"]["param_groups.0.weight.lr"] == 0.01
+    for name, moments in wanted["optimizer"]["state"].items():
+        found = {key: flat["optimizer"][f"state.{name}.{key}"] for key in moments}
+        assert not (lines := differences(whole(found), moments)), lines
 
 
 def exported(ctl: Ctl, daemon: Daemon, place: Path, wanted: dict[str, Any]) -> None:

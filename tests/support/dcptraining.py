@@ -39,7 +39,7 @@ def built(seed: int = 0) -> nn.Sequential:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.AdamW(model.named_parameters(), lr=0.01)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -51,3 +51,24 @@ def test_names_are_those_of_torch() -> None:
     index = Index({0: state}, 5)
     assert index.items.keys() == {"a.0", "a.x.y.0", "a.x.y.1.z", "ids", "pair"}
     assert index.paths["a.x.y.1.z"] == ("a", "x.y", 1, "z")
+
+
+def test_an_attached_optimizer_by_the_names_of_its_parameters() -> None:
+    def attached(*names: str) -> Index:
+        whole = [TensorInfo((2,), torch.float32, (2,), (0,)) for _ in names]
+        group = {"lr": 0.1, "params": [0, 1], "param_names": [*names]}
+        moments = {number: {"exp_avg": info} for number, info in enumerate(whole)}
+        return Index({0: {"optimizer": {"state": moments, "param_groups": [group]}}}, 1)
+
+    index = attached("b.w", "a.w")
+    assert index.paths["optimizer.state.b.w.exp_avg"] == ("optimizer", "state", "b.w", "exp_avg")
+    assert index.source(MetadataIndex("optimizer.state.b.w.exp_avg", (0,)))[0].endswith("0.exp_avg")
+    numbers, names = (f"optimizer.param_groups.0.{key}" for key in ("params", "param_names"))
+    assert not index.is_by_name(["optimizer.state.0.exp_avg", numbers])
+    assert index.is_by_name(["optimizer.state.a.w.exp_avg", numbers])
+    assert index.source(MetadataIndex(numbers), by_name=False) == (numbers, 0)
+    assert index.source(MetadataIndex(numbers), by_name=True) == (names, 0)
+    assert not attached("0", "1").is_by_name(["optimizer.state.1.exp_avg"])  # the same either way
+    with pytest.raises(StateMismatchError, match="of two parameters"):
+        attached("1", "0").is_by_name(["optimizer.state.1.exp_avg"])
+    attached("1", "0").is_by_name(["optimizer.param_groups.0.lr"])

@@ -22,6 +22,8 @@ from pccheck_wire.errors import StateMismatchError
 
 #: The root of what PCcheckWriter saves has this key.
 PLANNED = "torch.distributed.checkpoint"
+#: In an optimizer's state.
+_GROUPS, _NAMES = "param_groups", "param_names"
 
 
 class Index:
@@ -33,22 +35,37 @@ class Index:
         self.items: dict[str, Any] = {}  # torch's metadata, by name
         self.paths: dict[str, Any] = {}  # the keys that a name consists of
         self.planned = any(PLANNED in state for state in states.values())
+        self._lists: dict[str, str] = {}  # numbers of parameters, and the list of their names
+        self._by_name: set[str] = set()  # names with those of parameters in place of numbers
+        self._twofold: set[str] = set()  # of those, what is also a name with a number
         self._step = step
         self._sources: dict[MetadataIndex, tuple[str, int]] = {}
         for rank, state in states.items():
             for name, keys, path, value in _named(state):
                 self.paths.setdefault(name, keys)
-                if _is_tensor(value):
-                    self._add(name, value, (path, rank))
-                elif name not in self.items:
-                    self.items[name] = BytesStorageMetadata()
-                    self._sources[MetadataIndex(name)] = path, rank
+                self._enter(name, value, (path, rank))
+        if not self.planned:
+            for rank, state in states.items():
+                self._add_by_name(rank, state)
         for name, item in self.items.items():
             self._require_whole(name, item)
 
-    def source(self, index: MetadataIndex) -> tuple[str, int]:
-        """The path and the rank of a block or a value."""
-        return self._sources[index]
+    def source(self, index: MetadataIndex, *, by_name: bool = False) -> tuple[str, int]:
+        """The path and the rank of a block or a value. `by_name` as `is_by_name` says."""
+        path, rank = self._sources[index]
+        return (self._lists.get(path, path) if by_name else path), rank
+
+    def is_by_name(self, names: Iterable[str]) -> bool:
+        """Whether the state that is loaded has parameters' names where an attached optimizer has
+        numbers. Raises StateMismatchError for names that may be either."""
+        wanted = set(names)
+        if twofold := sorted(wanted & self._twofold):
+            raise StateMismatchError(
+                f"{twofold[0]} is the state of two parameters: of one by its name, of another one "
+                "by its number in the optimizer",
+                hint="restore it with client.restore(), or give the parameter a name with letters",
+            )
+        return bool(wanted & self._by_name)
 
     def require_same(self, other: Index, names: Iterable[str]) -> None:
         """Raises StateMismatchError if `other`, which was planned for, differs in `names`."""
@@ -59,6 +76,30 @@ class Index:
                     f"{other._step}, which this rank has found first",
                     hint="load again, or name the step",
                 )
+
+    def _enter(self, name: str, value: Any, source: tuple[str, int]) -> None:
+        if _is_tensor(value):
+            self._add(name, value, source)
+        elif name not in self.items:
+            self.items[name] = BytesStorageMetadata()
+            self._sources[MetadataIndex(name)] = source
+
+    def _add_by_name(self, rank: int, state: Mapping[Any, Any]) -> None:
+        """An attached optimizer that was made of named_parameters() has their names in its groups:
+        its state also by those, as torch's get_state_dict() has it, flattened or not."""
+        numbered = {name for name in self.paths if name not in self._by_name}
+        for key, keys, path, value in _of_parameters(state):
+            name = ".".join(map(str, keys))
+            if name in numbered:
+                if name != path:
+                    self._twofold.add(name)
+                continue
+            self._by_name.add(name)
+            self.paths.setdefault(name, keys)
+            self._enter(name, value, (path, rank))
+            for group in range(len(state[key][_GROUPS])):
+                place = f"{key}.{_GROUPS}.{group}"
+                self._lists[f"{place}.params"] = f"{place}.{_NAMES}"
 
     def _add(self, name: str, info: TensorInfo, source: tuple[str, int]) -> None:
         """Adds a block. Of replicas only the first is added."""
@@ -117,6 +158,35 @@ def _named(state: Any) -> Iterator[tuple[str, Any, str, Any]]:
     traverse_state_dict(dict(state), add, _is_tensor)
     for name, (keys, value) in found.items():
         yield name, keys, name, value
+
+
+def _of_parameters(state: Mapping[Any, Any]) -> Iterator[tuple[Any, tuple[Any, ...], str, Any]]:
+    """What optimizers have of parameters whose names they know: the optimizer's key, keys with the
+    name of the parameter, the path, and the value."""
+    for key, found in state.items():
+        inside = found if isinstance(found, Mapping) else {}
+        moments, groups = inside.get("state"), inside.get(_GROUPS)
+        if not isinstance(moments, Mapping) or not isinstance(groups, list):
+            continue
+        for number, group in enumerate(groups):
+            for index, name in _names_of(group):
+                entry = moments.get(index)
+                for field, value in entry.items() if isinstance(entry, Mapping) else ():
+                    yield key, (key, "state", name, field), f"{key}.state.{index}.{field}", value
+                for field, value in group.items():
+                    if field != "params":
+                        path = f"{key}.{_GROUPS}.{number}.{field}"
+                        yield key, (key, _GROUPS, name, field), path, value
+
+
+def _names_of(group: Any) -> list[tuple[int, str]]:
+    """The number and the name of each parameter of an optimizer's group, if it has both."""
+    inside = group if isinstance(group, Mapping) else {}
+    numbers, names = inside.get("params"), inside.get(_NAMES)
+    if not isinstance(numbers, list) or not isinstance(names, list) or len(numbers) != len(names):
+        return []
+    known = all(isinstance(one, int) for one in numbers)
+    return [*zip(numbers, map(str, names), strict=True)] if known else []
 
 
 def _is_tensor(value: object) -> bool:

@@ -105,7 +105,8 @@ class PCcheckReader(StorageReader):
     Reads what `save`, PCcheckWriter, `client.checkpoint(state)` and attached clients have saved.
     Names are paths with dots, as `pccheckctl show` prints them: what was attached as `model=` has
     the names `model.0.weight`; the state of an attached optimizer has the numbers of its own
-    state_dict(): `optimizer.state.0.exp_avg`. Only the bytes that this rank needs are read. A value
+    state_dict(), `optimizer.state.0.exp_avg`, and if it was made of named_parameters() also their
+    names, `optimizer.state.0.weight.exp_avg`. Only the bytes that this rank needs are read. A value
     that several ranks have saved is that of the rank of the same number, else of the first one.
     """
 
@@ -176,8 +177,9 @@ class PCcheckReader(StorageReader):
             self._index.require_same(planned, (item.storage_index.fqn for item in plan.items))
         assert self._opened is not None
         batch = _Batch(self._opened, planner)
+        by_name = self._index.is_by_name(item.storage_index.fqn for item in plan.items)
         for item in plan.items:
-            path, rank = self._index.source(item.storage_index)
+            path, rank = self._index.source(item.storage_index, by_name=by_name)
             if item.type != LoadItemType.BYTE_IO:
                 batch.add(item, path, rank, self._index.items[item.storage_index.fqn])
                 continue
