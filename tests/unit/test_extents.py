@@ -217,3 +217,16 @@ def test_packed_ranges_follow_the_staging_memory() -> None:
     one = part.ranges({0: 4096})
     assert part.ranges({0: 4096}) is one
     assert part.ranges({0: 8192}) == struct.pack("<QQQII", 8192, 0, 64, 0, 0)
+
+
+def test_ranks_share_what_trains_as_well_as_all() -> None:
+    """What is frozen is written once: it must not leave all that trains to one rank."""
+    sizes = {0: 8192, 1: 2048, 2: 1024, 3: 1024, 4: 4096}  # 0 and 4 are frozen
+    loads = []
+    for rank in range(2):
+        views = [view(n << 20, size, frozen=n in (0, 4)) for n, size in sizes.items()]
+        for one in views:
+            one.shared = True
+        layout = lay_out(views, Shape(CHUNK, rank=rank, world_size=2))
+        loads.append((layout.frozen, layout.end - layout.frozen))
+    assert loads == [(8192, 2048), (4096, 2048)]

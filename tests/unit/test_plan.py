@@ -12,9 +12,10 @@ from torch import nn
 
 from pccheck.options import Options
 from pccheck.saving.planner import Planner
+from pccheck.state.extents import Shape
 from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
-from pccheck_wire import tree
+from pccheck_wire import parts, tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support.payload import round_trip, tree_of
 from tests.unit.test_flatten import same
@@ -335,6 +336,17 @@ def test_frozen_parameters_that_have_moved_are_copied_at_once(kit: Kit) -> None:
     volatile = paths(made, made.volatile)
     assert {f"average.{name}" for name, _ in average.named_parameters()} <= volatile
     assert not {f"model.{name}" for name, _ in kit.model.named_parameters()} & volatile
+
+
+def test_ranks_divide_alike_when_frozen_parameters_have_moved_on_one(kit: Kit) -> None:
+    attached = kit.attached | {"average": Net().requires_grad_(False)}
+    trees = []
+    for rank, loose in enumerate((frozenset({"average"}), frozenset[str]())):
+        shape = Shape(rank=rank, world_size=2)
+        made = AttachedPlan(attached, mode="auto", shape=shape, loose=loose).snapshot(1, None)
+        trees.append(tree.decode(made.tree, made.payload_bytes))
+    for rank, own in enumerate(trees):
+        parts.merge(own, rank, trees.__getitem__)
 
 
 def test_tensors_whose_changes_are_not_counted_are_copied_at_once() -> None:

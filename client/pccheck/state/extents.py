@@ -220,12 +220,13 @@ def lay_out(
 def _divide(
     layout: Layout, groups: dict[int, list[_Group]], shape: Shape, first_extent: int
 ) -> dict[int, list[_Group]]:
-    """Divides what every rank has among the ranks, by size, in the same way on each of them.
-    Returns this rank's part; the others' extents get no bytes here."""
+    """Divides what every rank has among the ranks, by size, in the same way on each of them, and
+    what trains evenly in itself: what is frozen is written once. Returns this rank's part; the
+    others' extents get no bytes here."""
     shared = [group for some in groups.values() for group in some if group.is_shared]
     loads = [0] * shape.world_size
     elsewhere: set[int] = set()
-    for group in sorted(shared, key=lambda group: (-group.nbytes, group.first)):
+    for group in sorted(shared, key=lambda group: (not group.trains, -group.nbytes, group.first)):
         owner = loads.index(min(loads))
         loads[owner] += group.nbytes
         if owner != shape.rank:

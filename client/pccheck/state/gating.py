@@ -42,12 +42,14 @@ class Gating:
         self._gated = {_storage(tensor) for tensor in updated}
         frozen = [
             (name, parameter)
-            for name, module in modules.items() if name not in loose
+            for name, module in modules.items()
             for parameter in module.parameters()
             if not parameter.requires_grad and _plain(parameter)
         ]  # fmt: skip
         self._frozen = [parameter for _, parameter in frozen]
-        self._frozen_in = {_storage(parameter): name for name, parameter in frozen}
+        # Whatever is `loose`: it differs between ranks, which must divide what is frozen alike.
+        self._still = {_storage(parameter) for parameter in self._frozen}
+        self._frozen_in = {_storage(one): name for name, one in frozen if name not in loose}
 
     def holds(self) -> bool:
         """False when a parameter was frozen or unfrozen since."""
@@ -60,7 +62,7 @@ class Gating:
         between ranks."""
         for view in views:
             changes = view.storage in self._buffers or view.storage in self._gated
-            view.frozen = view.storage in self._frozen_in and not changes
+            view.frozen = view.storage in self._still and not changes
             view.shared = promised and not view.sharded and view.storage not in self._buffers
             if self.mode != "sync":
                 view.volatile = not self._in_place(view)
