@@ -79,7 +79,7 @@ class Store(Protocol):
     socket: str | None  #: ... at this socket; None: the default one
 
     def scan(
-        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
     ) -> catalog.Catalog: ...
     def reader(self, checkpoint: catalog.Checkpoint) -> Reader: ...
     def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:

@@ -36,9 +36,9 @@ class DaemonStore:
         self.served, self.socket = True, socket
 
     def scan(
-        self, *, uid: int | None = None, job: str = "", rank: int | None = None
+        self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
     ) -> catalog.Catalog:
-        """The list of the daemon, without the infos of volumes."""
+        """The list of the daemon, which has all sizes, without the infos of volumes."""
         with Observer(self.socket) as observer:
             document = observer.listing(job)
         found = catalog.Catalog([], {}, [])
@@ -89,7 +89,9 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     }
     return catalog.Checkpoint(
         job=text(item, "job"), world_size=whole(item, "world_size", 1), tree_offset=0,
-        tree_bytes=0, flags=flags, slot=0, volume_path=Path(text(item, "volume")), **numbers,
+        tree_bytes=0, flags=flags, slot=0, volume_path=Path(text(item, "volume")),
+        base=whole(item, "base_sequence"),
+        own_bytes=None if item.get("own_bytes") is None else whole(item, "own_bytes"), **numbers,
     )  # fmt: skip
 
 

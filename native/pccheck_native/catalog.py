@@ -224,6 +224,7 @@ def checkpoint_document(item: Checkpoint) -> dict[str, object]:
              "payload_bytes", "own_bytes", "wall_ns")  # fmt: skip
     return {
         **{name: getattr(item, name) for name in names},
+        "base_sequence": item.base or None,
         "pinned": item.is_pinned,
         "protected": item.is_protected,
         "damaged": item.is_damaged,

@@ -74,7 +74,7 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
             one.get("step"),
             render.age(age_s(one, now_s)),
             render.size(whole(one, "payload_bytes")),
-            render.size(own) if (own := number(one, "own_bytes")) is not None else None,
+            None if one.get("own_bytes") is None else render.size(whole(one, "own_bytes")),
             one.get("base_step"),
             one.get("incarnation"),
             flags(one),

@@ -19,7 +19,6 @@ from pccheckctl.output.documents import (
     Document,
     as_json,
     note,
-    number,
     print_json,
     say,
     text,
@@ -106,10 +105,11 @@ def as_text(document: Document) -> str:
         + (f", {flags(document)}" if flags(document) else "")
     ]
     if document.get("base_step") is not None:
-        own = number(document, "own_bytes")
+        known = document["own_bytes"] is not None
+        own = render.size(whole(document, "own_bytes")) if known else "an unknown part"
         lines.append(
-            f"{'an unknown part' if own is None else render.size(own)} of it was written; the rest "
-            f"lies in the checkpoint of step {document['base_step']}"
+            f"{own} of it was written; the rest lies in the checkpoint of step "
+            f"{document['base_step']}"
         )
     if isinstance(about := document["about"], dict):
         lines.append(
