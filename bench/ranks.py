@@ -3,10 +3,11 @@
     python -m bench.ranks [--size 64MiB] [--steps 30] [--rounds 5] [--other DIR]
 
 Cases: one rank alone with `size` bytes; two ranks of `size` each, in lockstep, a checkpoint every
-step as soon as the previous one is durable on both; the same with replicated=True, where two and
-four ranks store `size` bytes together. Real daemon, real trainers, a barrier per step. `--other`
-names another checkout with its extension built (pip install --target does it): the cases without
-replicated=True run in turn with both, and the ratio is printed.
+step as soon as the previous one is durable on both; the same with replicated=True and with the
+DTensors of HSDP (two replicas), where two and four ranks store `size` bytes together. Real daemon,
+real trainers, a barrier per step. `--other` names another checkout with its extension built (pip
+install --target does it): the cases in which each rank stores its own run in turn with both, and
+the ratio is printed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,28 @@ from pathlib import Path
 from typing import Any
 
 CASES = {
-    "1 rank": (1, False), "2 ranks": (2, False), "2 ranks, replicated": (2, True),
-    "4 ranks, replicated": (4, True),
+    "1 rank": (1, ""), "2 ranks": (2, ""), "2 ranks, replicated": (2, "replicated"),
+    "4 ranks, replicated": (4, "replicated"), "2 ranks, HSDP": (2, "HSDP"),
+    "4 ranks, HSDP": (4, "HSDP"),
 }  # fmt: skip
 WARM = 5
 
 
-def train(rank: int, world_size: int, replicated: bool, socket: Path, size: int, steps: int,
+def replicas(rank: int, world_size: int, socket: Path, size: int) -> list[Any]:
+    """What HSDP makes of eight parameters: each is sharded within each of two replicas."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    store = dist.FileStore(str(socket.with_name("store")), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    parts = torch.zeros(size // 4 // (world_size // 2)).chunk(8)
+    return [DTensor.from_local(part, mesh, [Replicate(), Shard(0)]) for part in parts]
+
+
+def train(rank: int, world_size: int, how: str, socket: Path, size: int, steps: int,
           board: memoryview) -> list[tuple[float, float]]:  # fmt: skip
     """Seconds to durable, and to durable on every rank."""
     import torch
@@ -38,13 +54,13 @@ def train(rank: int, world_size: int, replicated: bool, socket: Path, size: int,
 
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    parameter = torch.nn.Parameter(torch.zeros(size // 4))
-    model = torch.nn.ParameterList(
-        [torch.nn.Parameter(piece) for piece in parameter.data.chunk(8)] if replicated
-        else [parameter]
-    )  # fmt: skip
+    if how == "HSDP":
+        pieces = replicas(rank, world_size, socket, size)
+    else:
+        pieces = [*torch.zeros(size // 4).chunk(8 if how else 1)]
+    model = torch.nn.ParameterList([torch.nn.Parameter(piece) for piece in pieces])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    more: dict[str, Any] = {"replicated": True} if replicated else {}
+    more: dict[str, Any] = {"replicated": True} if how == "replicated" else {}
     took: list[tuple[float, float]] = []
     client = PCcheckClient("bench", rank, world_size, socket=socket, **more)
     client.attach(model=model, optimizer=optimizer)
@@ -73,7 +89,7 @@ def once(case: str, size: int, steps: int) -> list[tuple[float, float]]:
 
     from tests.support.daemon import Daemon
 
-    world_size, replicated = CASES[case]
+    world_size, how = CASES[case]
     board = mmap.mmap(-1, 4096)
     with Daemon("--chunk", "4MiB", "--dram", "1GiB", "--engine", "pwrite") as daemon:
         daemon.start()
@@ -82,7 +98,7 @@ def once(case: str, size: int, steps: int) -> list[tuple[float, float]]:
             ours, theirs = os.pipe()
             if os.fork() == 0:
                 view = memoryview(board).cast("q")
-                took = train(rank, world_size, replicated, daemon.socket, size, steps, view)
+                took = train(rank, world_size, how, daemon.socket, size, steps, view)
                 os.write(theirs, json.dumps(took).encode())
                 os._exit(0)
             os.close(theirs)
@@ -121,6 +137,7 @@ def main() -> None:
     from bench import common
 
     (size,) = common.parse_sizes(given.size)
+    load = os.getloadavg()[0]
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.rounds):
         for case in given.cases:
@@ -131,8 +148,9 @@ def main() -> None:
                 found.setdefault(name, []).extend(run(case, size, given.steps, place))
     lines = common.heading("Several ranks of one job", common.facts_of(Path.cwd()))
     lines += [
-        f"{given.size} per rank, or for all ranks together where replicated; {given.rounds} rounds "
-        f"of {given.steps} checkpoints, the cases in turn.", "",
+        f"{given.size} per rank, or for all ranks together where replicated or HSDP; "
+        f"{given.rounds} rounds of {given.steps} checkpoints, the cases in turn. "
+        f"Load average at the beginning: {load:.1f}.", "",
         "| case | to durable, ms, median [min-max] | to durable on all ranks |", "|---|---|---|",
     ]  # fmt: skip
     for name, times in found.items():
