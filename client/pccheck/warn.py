@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 
+import torch
+
 LOG = logging.getLogger("pccheck")
-_HERE = str(Path(__file__).parent)
+#: Where the user's own code is not: torch calls the hooks of an optimizer.
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
 class PccheckWarning(UserWarning):
@@ -18,7 +22,7 @@ class PccheckWarning(UserWarning):
 def _depth() -> int:
     """How many frames up the user's own code is."""
     depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         depth, frame = depth + 1, frame.f_back
     return depth
 
