@@ -370,6 +370,12 @@ class PCcheckClient:
         connection = self._saver.ready()
         self._planner.retry_staging()
         self._session.warn_if_unrestored()
+        if state is None and (paths := self._planner.left_out):
+            self._warner.once(
+                "left out",
+                f"the state of {paths[0]} is not saved: the state_dict() of the attached optimizer "
+                f"leaves it out, and a resumed run begins without it. Attach {paths[0]} itself",
+            )
         node = metadata_node(metadata)
         try:
             return self._submit(connection, state, step, node)

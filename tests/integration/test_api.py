@@ -159,6 +159,30 @@ def test_a_state_dict_that_fails_later_ends_no_training(connect: Connect) -> Non
         assert client.checkpoint(step=2).state is CheckpointState.FAILED
 
 
+def test_an_optimizer_whose_state_is_left_out_is_named(connect: Connect) -> None:
+    """SAM as it is commonly written: its state_dict() is torch's."""
+
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, momentum: float) -> None:
+            parameter = torch.nn.Parameter(torch.ones(2))
+            super().__init__([parameter], {"lr": 0.1})
+            self.base_optimizer = torch.optim.SGD(self.param_groups, momentum=momentum)
+            parameter.grad = torch.ones(2)
+
+    client, without, sam = connect(), Sam(0), Sam(0.9)
+    without.base_optimizer.step()
+    client.attach(optimizer=without)
+    client.checkpoint(step=1)
+    client.attach(optimizer=sam)
+    client.checkpoint(step=2)  # there is no state yet
+    sam.base_optimizer.step()
+    with pytest.warns(PccheckWarning, match=r"Attach optimizer\.base_optimizer"):
+        client.checkpoint(step=3)
+    other = connect(job="other")
+    other.attach(optimizer=sam, momentum=sam.base_optimizer)
+    other.checkpoint(step=1)
+
+
 # -- values beside attached state --------------------------------------------------------------
 
 
