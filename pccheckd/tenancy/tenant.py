@@ -95,7 +95,7 @@ class Tenant:
                 raise RefusedError(
                     f"{self.key} is already served for pid {self.owner.pid}; this is pid "
                     f"{owner.pid}",
-                    hint="end that process, or use another job name"
+                    hint="end that process, or name this job: PCCHECK_JOB, or job="
                     if self.owner.pid != owner.pid
                     else "this process has an earlier client: close() it",
                 )

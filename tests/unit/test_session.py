@@ -254,6 +254,15 @@ def test_no_daemon_is_warned_of_once_until_one_comes(
     assert "checkpoints continue" in caplog.text
 
 
+def test_a_refusal_does_not_promise_what_only_a_daemon_that_starts_can_keep(
+    daemons: Daemons,
+) -> None:
+    made, daemons.error = session(), RefusedError("is already served")
+    made.reconnect()
+    with pytest.warns(PccheckWarning, match=r"served\. Later calls of checkpoint\(\) try"):
+        made.warn_disconnected()
+
+
 def test_it_does_not_connect_with_its_last_descriptors(
     daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:

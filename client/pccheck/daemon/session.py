@@ -130,11 +130,13 @@ class Session:
         return self._connection
 
     def warn_disconnected(self) -> None:
-        """Warns once why there is no daemon."""
+        """Warns once why there is no connection."""
+        then = "The client connects as soon as a pccheckd runs there"
+        if self.error is not None and not isinstance(self.error, DaemonUnreachableError):
+            then = "Later calls of checkpoint() try to connect again"
         self._warner.once(
             "daemon",
-            f"training continues WITHOUT checkpoints: {self.error or 'no daemon'}. The client "
-            "connects as soon as a pccheckd runs there.",
+            f"training continues WITHOUT checkpoints: {self.error or 'no daemon'}. {then}.",
         )
 
     def register(self, connection: Connection, payload_bytes: int) -> None:
