@@ -201,8 +201,10 @@ def test_a_directory_of_shards_is_as_hugging_face_has_it(
     assert safetensors_torch.load_model(model, target / "model.safetensors") == (set(), [])
     assert all(identical(tensor, wanted[name]) for name, tensor in model.state_dict().items())
     (target / "config.json").write_text("{}")
-    ran = online(ctl, daemon, *words, "--force")
-    assert (ran.code, "--format huggingface does not write" in ran.err) == (2, True)
+    for force in ([], ["--force"]):
+        ran = online(ctl, daemon, *words, *force)
+        assert (ran.code, "with --force" in ran.err) == (2, False)
+        assert "not what --format huggingface writes" in ran.err
     ran = online(ctl, daemon, "export", "source", "-o", tmp_path / "a", "--max-shard-size", 90)
     assert (ran.code, "--format huggingface" in ran.err) == (2, True)
     for size in ("5GB", "0"):
@@ -263,6 +265,9 @@ def test_without_a_daemon(ctl: Ctl, tmp_path: Path) -> None:
     ran = ctl(tmp_path / "storage", *words)
     assert ran.code == 1
     assert "job 'job' has checkpoints already (step 4)" in ran.err and "drop job" in ran.err
+    safetensors_torch.save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
+    ran = ctl(tmp_path / "storage", "import", "other", tmp_path / "w.safetensors")
+    assert "job other: step 0 (the file has none: --step) from" in ran.out
     ran = ctl(None, *words)
     assert ran.code == 12 and "--storage" in ran.err
     ran = ctl(tmp_path / "storage", "--uid", 12345, *words)

@@ -254,7 +254,8 @@ def _report(
         return
     for text in notes:
         note(text)
+    unknown = "" if step or arguments.step is not None else " (the file has none: --step)"
     say(
-        f"job {arguments.job}: step {step} from {arguments.input} ({kind}); restore() puts it into "
-        f"a script that attaches {', '.join(names)}"
+        f"job {arguments.job}: step {step}{unknown} from {arguments.input} ({kind}); restore() "
+        f"puts it into a script that attaches {', '.join(names)}"
     )

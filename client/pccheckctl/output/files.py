@@ -38,14 +38,13 @@ class Output:
         self._force = force
         if target.name in ("", "..") or (target.is_dir() and not directory):
             raise UsageError(f"{target} is a directory", hint="name a file in it")
-        if target.exists() and not force:
-            raise _exists(target)
         if target.exists() and directory and not _holds(target, directory):
             raise UsageError(
-                f"{target} has files that --format {directory} does not write: --force does not "
-                "replace it",
+                f"{target} exists, and is not what --format {directory} writes: it is not replaced",
                 hint="name another --output",
             )
+        if target.exists() and not force:
+            raise _exists(target)
 
     def __enter__(self) -> Self:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
