@@ -9,6 +9,9 @@
 
 #define PCC_HUGE_PAGE_BYTES (2ull << 20)
 
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif

@@ -63,6 +63,7 @@ static void link_free(struct pcc_client *client)
         (void)munmap(client->view.page, client->view.geometry.page_bytes);
     if (client->socket_fd >= 0)
         (void)close(client->socket_fd);
+    pcc_crew_close(&client->crew);
     (void)pthread_cond_destroy(&client->idle);
     (void)pthread_mutex_destroy(&client->gpu_lock);
     (void)pthread_mutex_destroy(&client->lock);
@@ -93,6 +94,7 @@ int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
     pcc_condition_make(&client->idle);
     client->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
     client->page_by = PCC_HOST;
+    pcc_crew_open(&client->crew);
     atomic_store_explicit(&client->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
     client->close_patience_ns = CLOSE_PATIENCE_NS;
     atomic_store_explicit(&client->ahead_bytes, PCC_CUDA_AHEAD_BYTES, memory_order_relaxed);

@@ -1,5 +1,6 @@
 /* The client's end: one native thread that fills granted chunks from the trainer's tensors (copy
- * and checksum fused) and takes loaded data back into them, without the GIL.
+ * and checksum fused) and takes loaded data back into them, without the GIL. Host memory is moved
+ * by the thread together with its crew: as many helpers as there are other CPUs, at most three.
  *
  * The thread also reads grants from the attach socket and notices the daemon's death (hang-up):
  * outstanding snapshots are then abandoned, streams that wait for them released, and every waiter

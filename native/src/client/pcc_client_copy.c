@@ -1,5 +1,6 @@
 /* Filling chunks and handing them over. Host memory is copied and checksummed in one pass over the
- * cache; a chunk that a GPU fills (pcc_client_push.c) is checksummed when it has landed. */
+ * cache, block by block, by the crew; a chunk that a GPU fills (pcc_client_push.c) is checksummed
+ * when it has landed. */
 #include <string.h>
 
 #include "base/pcc_futex.h"
@@ -18,15 +19,16 @@ bool pcc_client_copying(const struct pcc_client *client)
     return false;
 }
 
-CUresult pcc_client_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes,
-                           uint64_t length_bytes, const struct pcc_client_device *device)
+CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t *out,
+                           uint64_t offset_bytes, uint64_t length_bytes,
+                           const struct pcc_client_device *device)
 {
     CUresult result = CUDA_SUCCESS;
 
     while (length_bytes > 0 && result == CUDA_SUCCESS) {
-        const struct pcc_source *source = &job->sources[job->cursor];
+        const struct pcc_source *source = &job->sources[*cursor];
         uint64_t count = length_bytes;
-        if (job->cursor == job->source_count) {
+        if (*cursor == job->source_count) {
             memset(out, 0, count);
         } else if (offset_bytes < source->range.offset_bytes) {
             if (count > source->range.offset_bytes - offset_bytes)
@@ -35,7 +37,7 @@ CUresult pcc_client_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_by
         } else {
             const uint64_t into = offset_bytes - source->range.offset_bytes;
             if (into >= source->range.length_bytes) {
-                job->cursor++;
+                ++*cursor;
                 continue;
             }
             if (count > source->range.length_bytes - into)
@@ -91,30 +93,58 @@ static void pad(uint8_t *bytes, uint64_t length_bytes)
     memset(bytes + length_bytes, 0, pcc_align_up(length_bytes, PCC_IO_ALIGN) - length_bytes);
 }
 
-/* The next chunk of the payload, of host memory. False when it was stopped half-way. */
-static bool fill(const struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
-                 uint64_t length_bytes)
+struct filling { /* of one chunk, by the crew */
+    const struct pcc_client *client;
+    const struct pcc_job *job;
+    uint32_t chunk;
+    uint64_t length_bytes;
+    _Atomic bool stopped;
+};
+
+static uint64_t source_from(const struct pcc_job *job, uint64_t offset_bytes)
 {
-    const uint32_t block_bytes = client->view.geometry.block_bytes;
-    uint8_t *out = client->chunk_at[chunk];
+    return pcc_range_find(&job->sources->range, sizeof *job->sources, job->source_count,
+                          offset_bytes);
+}
+
+static void fill_block(void *context, uint64_t block)
+{
+    struct filling *filling = context;
+    const struct pcc_client *client = filling->client;
+    const struct pcc_job *job = filling->job;
+    const uint64_t start = block * client->view.geometry.block_bytes;
+    const uint64_t end = block_end(client, start, filling->length_bytes);
+    uint64_t cursor = source_from(job, job->filled_bytes + start);
+    uint8_t *out = client->chunk_at[filling->chunk];
     struct pcc_hash hash;
 
-    for (uint64_t block = 0; block < length_bytes; block += block_bytes) {
-        const uint64_t end = block_end(client, block, length_bytes);
-        pcc_hash_start(&hash);
-        for (uint64_t at = block; at < end; at += PIECE_BYTES) {
-            const uint64_t count = end - at < PIECE_BYTES ? end - at : PIECE_BYTES;
-            /* Relaxed: who sets it then waits for `busy` under the lock. */
-            if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
-                atomic_load_explicit(&client->stop, memory_order_relaxed) ||
-                pcc_client_ended(client))
-                return false;
-            (void)pcc_client_gather(job, out + at, job->filled_bytes + at, count, NULL);
-            pcc_hash_add(&hash, out + at, count);
+    pcc_hash_start(&hash);
+    for (uint64_t at = start; at < end; at += PIECE_BYTES) {
+        const uint64_t count = end - at < PIECE_BYTES ? end - at : PIECE_BYTES;
+        /* Relaxed: who sets it then waits for `busy` under the lock. */
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
+            atomic_load_explicit(&client->stop, memory_order_relaxed) || pcc_client_ended(client)) {
+            atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
+            return;
         }
-        checksums_of(client, chunk)[block / block_bytes] = pcc_hash_end(&hash);
+        (void)pcc_client_gather(job, &cursor, out + at, job->filled_bytes + at, count, NULL);
+        pcc_hash_add(&hash, out + at, count);
     }
-    pad(out, length_bytes);
+    checksums_of(client, filling->chunk)[block] = pcc_hash_end(&hash);
+}
+
+/* The next chunk of the payload, of host memory. False when it was stopped half-way. */
+static bool fill(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
+                 uint64_t length_bytes)
+{
+    struct filling filling = {client, job, chunk, length_bytes, false};
+
+    pcc_crew_run(&client->crew, pcc_ceil_div(length_bytes, client->view.geometry.block_bytes),
+                 fill_block, &filling);
+    if (atomic_load_explicit(&filling.stopped, memory_order_relaxed))
+        return false;
+    job->cursor = source_from(job, job->filled_bytes + length_bytes);
+    pad(client->chunk_at[chunk], length_bytes);
     return true;
 }
 

@@ -11,6 +11,31 @@
 #include "base/pcc_map.h"
 #include "client/pcc_client_private.h"
 
+#define PIECE_BYTES (16u << 20) /* whose page table one thread of the crew makes at a time */
+
+struct mapping {
+    uint8_t *bytes;
+    uint64_t length_bytes;
+};
+
+/* The pages exist, and a shared mapping that was read may be written. So they are only read here:
+ * the kernel then maps 16 pages at a time, where a write would map one. */
+static void piece_populate(void *context, uint64_t piece)
+{
+    const struct mapping *mapping = context;
+    const uint64_t at = piece * PIECE_BYTES;
+    const uint64_t left = mapping->length_bytes - at;
+
+    (void)madvise(mapping->bytes + at, left < PIECE_BYTES ? left : PIECE_BYTES, MADV_POPULATE_READ);
+}
+
+static void page_table_make(struct pcc_client *client, void *bytes, uint64_t length_bytes)
+{
+    struct mapping mapping = {bytes, length_bytes};
+
+    pcc_crew_run(&client->crew, pcc_ceil_div(length_bytes, PIECE_BYTES), piece_populate, &mapping);
+}
+
 /* Takes fd. False when the grant does not fit what we know. */
 static bool segment_map(struct pcc_client *client, const struct pcc_grant *grant, int fd)
 {
@@ -31,7 +56,7 @@ static bool segment_map(struct pcc_client *client, const struct pcc_grant *grant
     (void)close(fd);
     if (!fits)
         return false;
-    (void)madvise(mapped, bytes, MADV_POPULATE_WRITE); /* the page table, before it is needed */
+    page_table_make(client, mapped, bytes); /* before it is needed */
     client->segments[client->segment_count++] =
         (struct pcc_client_segment){.bytes = mapped,
                                     .length_bytes = bytes,

@@ -5,8 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/pcc_copy.h"
 #include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
+
+#define PIECE_BYTES (1u << 20) /* copied by one thread of the crew */
 
 /* Host and device ranges as one ascending list of targets; NULL with *error_out. */
 static struct pcc_source *targets_make(const struct pcc_range *ranges, uint64_t range_count,
@@ -164,20 +167,19 @@ static CUresult put(const struct pcc_client *client, const struct pcc_range *to,
     if (to->length_bytes == 0)
         return CUDA_SUCCESS;
     if (place == PCC_HOST) {
-        memcpy((uint8_t *)(uintptr_t)to->address, bytes, to->length_bytes);
+        pcc_copy_past_cache((uint8_t *)(uintptr_t)to->address, bytes, to->length_bytes);
         return CUDA_SUCCESS;
     }
     const struct pcc_client_device *device = &client->devices[place];
     return device->gpu.cuda->copy_to_device(to->address, bytes, to->length_bytes, device->load);
 }
 
-/* The chunk's bytes that belong to one place, host memory or a GPU. */
+/* What of [start, end) of a chunk belongs to one place, host memory or a GPU. */
 static CUresult scatter(const struct pcc_client *client, const struct pcc_message *message,
-                        uint32_t place)
+                        uint64_t start, uint64_t end, uint32_t place)
 {
     const struct pcc_client_load *load = &client->load;
     const uint8_t *bytes = client->chunk_at[message->chunk];
-    const uint64_t start = message->offset_bytes, end = start + message->length_bytes;
     CUresult result = CUDA_SUCCESS;
 
     for (uint64_t i = target_from(load, start); result == CUDA_SUCCESS && i < load->target_count &&
@@ -186,9 +188,33 @@ static CUresult scatter(const struct pcc_client *client, const struct pcc_messag
         if (load->targets[i].device != place)
             continue;
         const struct pcc_range part = pcc_range_cut(&load->targets[i].range, start, end);
-        result = put(client, &part, place, bytes + (part.offset_bytes - start));
+        result = put(client, &part, place, bytes + (part.offset_bytes - message->offset_bytes));
     }
     return result;
+}
+
+struct scattering { /* of one chunk into host memory, by the crew */
+    const struct pcc_client *client;
+    const struct pcc_message *message;
+};
+
+static void scatter_piece(void *context, uint64_t piece)
+{
+    const struct scattering *scattering = context;
+    const struct pcc_message *message = scattering->message;
+    const uint64_t start = message->offset_bytes + piece * PIECE_BYTES;
+    const uint64_t left = message->offset_bytes + message->length_bytes - start;
+
+    (void)scatter(scattering->client, message, start,
+                  start + (left < PIECE_BYTES ? left : PIECE_BYTES), PCC_HOST);
+}
+
+static void scatter_to_host(struct pcc_client *client, const struct pcc_message *message)
+{
+    struct scattering scattering = {client, message};
+
+    pcc_crew_run(&client->crew, pcc_ceil_div(message->length_bytes, PIECE_BYTES), scatter_piece,
+                 &scattering);
 }
 
 /* How many copies to each GPU the chunk takes. */
@@ -328,7 +354,8 @@ static int copies_enqueue(struct pcc_client *client, const struct pcc_message *m
     if (result != CUDA_SUCCESS)
         return pcc_client_gpu_code(device, result);
     (void)pcc_client_pin(client, index, message->chunk);
-    result = scatter(client, message, index);
+    result = scatter(client, message, message->offset_bytes,
+                     message->offset_bytes + message->length_bytes, index);
     /* Also after a refusal: the copies before it read the chunk. */
     int error = pcc_client_gpu_code(device, device->gpu.cuda->event_record(event, device->load));
     if (error != 0)
@@ -391,7 +418,7 @@ bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *m
     if (!wanted)
         return true; /* of a load that timed out */
     const int error = scatter_to_devices(client, message);
-    (void)scatter(client, message, PCC_HOST);
+    scatter_to_host(client, message);
     (void)pthread_mutex_lock(&client->lock);
     load->busy = false;
     pcc_client_load_note(client, error);

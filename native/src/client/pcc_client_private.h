@@ -14,6 +14,7 @@
 
 #include <pthread.h>
 
+#include "base/pcc_crew.h"
 #include "client/pcc_client.h"
 #include "gpu/pcc_cuda.h"
 #include "shared/pcc_ring.h"
@@ -201,6 +202,7 @@ struct pcc_client {
     struct pcc_chunk_list landed; /* filled by copies, not handed over yet */
     uint32_t kept;                /* jobs whose last chunk is */
     bool polling;                 /* something of a GPU is to be asked for soon */
+    struct pcc_crew crew;         /* moves host memory with the thread */
 };
 
 static inline uint64_t pcc_client_word(const struct pcc_client *client, uint64_t snapshot)
@@ -269,9 +271,11 @@ struct pcc_part { /* what the next chunk of a job is made of */
     uint32_t pieces; /* copies */
 };
 /* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them; copies on
- * `device`, which may be NULL when there are none. */
-CUresult pcc_client_gather(struct pcc_job *job, uint8_t *out, uint64_t offset_bytes,
-                           uint64_t length_bytes, const struct pcc_client_device *device);
+ * `device`, which may be NULL when there are none. Sources before *cursor lie before the offset; it
+ * moves on. */
+CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t *out,
+                           uint64_t offset_bytes, uint64_t length_bytes,
+                           const struct pcc_client_device *device);
 /* With lock held, after more was filled or has landed. */
 void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job);
 

@@ -113,8 +113,8 @@ static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, ui
     const struct pcc_cuda *cuda = device->gpu.cuda;
     struct pcc_job_device *mine = &job->devices[part->device];
 
-    CUresult result = pcc_client_gather(job, client->chunk_at[chunk], job->filled_bytes,
-                                        part->length_bytes, device);
+    CUresult result = pcc_client_gather(job, &job->cursor, client->chunk_at[chunk],
+                                        job->filled_bytes, part->length_bytes, device);
     /* Also after a copy that was refused: the ones before it are under way. */
     const CUresult recorded = cuda->event_record(client->flights[chunk].event, device->copy);
     if (recorded != CUDA_SUCCESS) { /* nobody can tell when they end */

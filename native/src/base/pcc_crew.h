@@ -1,0 +1,38 @@
+/* A crew: helper threads that share the pieces of one job with the thread that calls.
+ *
+ * Its threads start at the first run, as many as there are CPUs to run on besides the caller's, and
+ * at most PCC_CREW_HELPERS; a thread that cannot be started is one less. One thread at a time runs
+ * jobs, and closes the crew. run blocks until the job is done. */
+#ifndef PCC_CREW_H
+#define PCC_CREW_H
+
+#include <pthread.h>
+
+#include "base/pcc_base.h"
+
+#define PCC_CREW_HELPERS 3u
+
+struct pcc_crew {
+    pthread_mutex_t lock;
+    pthread_cond_t called; /* pieces are left, or the crew closes */
+    pthread_cond_t done;   /* no helper works on a piece */
+    bool started;
+    bool closing;
+    void (*work)(void *context, uint64_t piece); /* the job, like what follows */
+    void *context;
+    uint64_t next;
+    uint64_t count;
+    uint32_t busy; /* helpers with a piece */
+    uint32_t helper_count;
+    pthread_t helpers[PCC_CREW_HELPERS];
+};
+
+void pcc_crew_open(struct pcc_crew *crew);
+/* Joins its threads. */
+void pcc_crew_close(struct pcc_crew *crew);
+/* Calls work once for each piece below `count`, in any order, several at once; returns when all
+ * calls have. What they wrote is seen by the caller. */
+void pcc_crew_run(struct pcc_crew *crew, uint64_t count, void (*work)(void *, uint64_t),
+                  void *context);
+
+#endif
