@@ -27,6 +27,8 @@ STEP_S = 0.02
 GROW_STEP_BYTES = 256 << 20
 GROW_STEPS = 16  # at least, from nothing to the whole budget
 CHUNKS_MIN = 2  # of a channel: one is filled while one is written
+#: A load that has so many is as fast as with more (`lent_max` in pcc_tenant_load.c).
+LOAD_CHUNKS = 16
 #: A trainer that was asked for a segment and returns none for this long loses its session. Between
 #: two checks at most half of it counts: the daemon or the machine may have been stopped.
 BACK_LIMIT_S = 60.0
@@ -76,6 +78,8 @@ class Port:
         self._aim_bytes = 0
         self._resizing: asyncio.Task[None] | None = None
         self._stopping = False
+        self._loading = False
+        self._look_again = asyncio.Event()  # for a resize that waits while a load runs
 
     @classmethod
     async def opened(
@@ -165,6 +169,7 @@ class Port:
         """Starts to grow or shrink to `aim_bytes`, as far as possible. `changed` is called after
         every step, `stuck` when the trainer does not return what it was asked for."""
         self._aim_bytes = aim_bytes
+        self._look_again.set()
         settled = aim_bytes == self.granted_bytes == self.lasting_bytes and not self.left
         if self._resizing is None and not settled:
             self._resizing = asyncio.get_running_loop().create_task(self._resize(changed, stuck))
@@ -182,6 +187,9 @@ class Port:
 
     async def _step(self, stuck: Callable[[], None]) -> bool:
         """Whether there is more to do."""
+        while self._load_comes_first():
+            self._look_again.clear()
+            await self._look_again.wait()
         before = self.granted_bytes
         if self._aim_bytes < before or self.lasting_bytes < before or self.left:
             self.left = False  # once in a resize: it may have to wait for saves
@@ -198,6 +206,13 @@ class Port:
             grown = await self._engine.grow(self.channel.grow, min(self._aim_bytes, before + step))
         self.granted_bytes = self.lasting_bytes = grown
         return before < grown < self._aim_bytes
+
+    def _load_comes_first(self) -> bool:
+        """A load has the chunks that it uses. New pages are cleared, which would take a CPU and
+        memory bandwidth from it."""
+        grows = self._aim_bytes > self.granted_bytes == self.lasting_bytes and not self.left
+        enough = self.granted_bytes >= LOAD_CHUNKS * self.chunk_bytes
+        return self._loading and grows and enough and not self._stopping
 
     async def _take_back(self, stuck: Callable[[], None]) -> None:
         """Returns when what was asked for has come back, or the channel is about to close."""
@@ -222,6 +237,7 @@ class Port:
 
     async def _stop_resizing(self) -> None:
         self._stopping, self._aim_bytes = True, self.granted_bytes
+        self._look_again.set()
         if self._resizing is not None:
             await asyncio.wait([self._resizing])
         self._stopping = False
@@ -247,10 +263,12 @@ class Port:
         own: bool = True,
     ) -> None:
         """`own`: of the rank that saves through this channel."""
+        self._loading, started = True, False
         try:
             await self._engine.call(
                 self._uid, self.channel.load, volume, sequence, offset, length, load, own
             )
+            started = True
         except ValueError as error:  # a volume that could not be opened again after an error
             raise RefusedError(
                 f"checkpoint {sequence}: its volume could not be reopened after an I/O error",
@@ -259,6 +277,13 @@ class Port:
             ) from error
         except (OSError, _core.NativeError) as error:
             raise translated(error, f"checkpoint {sequence}") from error
+        finally:
+            if not started:
+                self._load_over()
+
+    def _load_over(self) -> None:
+        self._loading = False
+        self._look_again.set()
 
     async def unbind(self, volume: _core.Volume, limit_s: float) -> bool:
         """Whether the channel released the volume; False when saves on it outlast the limit."""
@@ -285,4 +310,6 @@ class Port:
     def _on_event(self, event: _core.Event) -> None:
         if event.kind == "detached":
             self._drained.set()
+        elif event.kind == "load_ended":
+            self._load_over()
         self._listener(event)

@@ -12,7 +12,7 @@ import pytest
 
 from pccheck_wire.errors import RefusedError
 from pccheckd.core import port as port_module
-from pccheckd.core.port import Port
+from pccheckd.core.port import LOAD_CHUNKS, Port
 from pccheckd.jobs import memory as memory_module
 from pccheckd.jobs.memory import Memory
 
@@ -60,6 +60,10 @@ class Channel:
             self.pool.used -= sum(self.segments[len(lasting) :])
             self.segments, self.going = lasting, 0
         return sum(self.segments), sum(lasting), self.going
+
+    def load(self, volume: object, *_: object) -> None:
+        if volume is not None:
+            raise ValueError(volume)
 
     def release_memory(self) -> None:
         self.pool.used -= sum(self.segments)
@@ -205,6 +209,44 @@ def test_nothing_moves_while_the_same_sessions_are_there() -> None:
             await asyncio.sleep(0)
             assert all(tenant.port.aim_bytes == tenant.port.granted_bytes for tenant in tenants)
             assert node.has() == [6, 6, 5]
+
+    run(work())
+
+
+def test_memory_does_not_grow_beside_a_load_that_has_enough() -> None:
+    async def work() -> None:
+        node = Node(2 * LOAD_CHUNKS)
+        tenant, other = node.tenant(), node.tenant()
+        port = tenant.port
+        volume: Any = None
+        await port.load(volume, 1, 0, 1, 1)
+        await node.claim(1, tenant, 2 * LOAD_CHUNKS)
+        await node.settled(LOAD_CHUNKS, 0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+            assert node.has() == [LOAD_CHUNKS, 0]
+        await node.claim(2, other, 4)  # what a load holds up can still change
+        await node.settled(LOAD_CHUNKS, 4)
+        port._on_event(SimpleNamespace(kind="load_ended"))
+        await node.settled(2 * LOAD_CHUNKS - 4, 4)
+        await port.load(volume, 1, 0, 1, 2)
+        node.memory.gone(2)
+        await other.port.release_memory()
+        await node.claim(1, tenant, 2 * LOAD_CHUNKS)
+        await port.release_memory()  # waits for no load
+
+    run(work())
+
+
+def test_a_load_that_does_not_begin_holds_nothing_up() -> None:
+    async def work() -> None:
+        node = Node(2 * LOAD_CHUNKS)
+        tenant = node.tenant()
+        volume: Any = "removed"
+        with pytest.raises(RefusedError):
+            await tenant.port.load(volume, 1, 0, 1, 1)
+        await node.claim(1, tenant, 2 * LOAD_CHUNKS)
+        await node.settled(2 * LOAD_CHUNKS)
 
     run(work())
 
