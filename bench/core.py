@@ -34,15 +34,16 @@ LIMITS = (
 )
 
 
-def build_savecore(directory: Path) -> Path:
-    program = directory / "savecore"
+def build(directory: Path, name: str) -> Path:
+    """A program of this folder, with the C core in it."""
+    program = directory / name
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     sources = sorted(map(str, (_ROOT / "native" / "src").glob("*/*.c")))
     subprocess.run([str(_ROOT / "native" / "xxhash.sh")], check=True)
     subprocess.run(
         [compiler, "-O3", "-std=c17", "-D_GNU_SOURCE", f"-I{_ROOT / 'native' / 'src'}",
          f"-I{_ROOT / 'native' / 'build'}", "-o", str(program),
-         str(_ROOT / "bench" / "savecore.c"), *sources, "-lpthread"],
+         str(_ROOT / "bench" / f"{name}.c"), *sources, "-lpthread"],
         check=True,
     )  # fmt: skip
     return program
@@ -85,7 +86,7 @@ def measure(
     file = directory / "limit.bin"
     common.lay_out(file, size_bytes)
     limit = Limit(file, size_bytes, common.build_rawwrite(directory))
-    program = build_savecore(directory)
+    program = build(directory, "savecore")
     cores = [Core(program, directory, size_bytes, rounds, engine) for engine in engines]
     runs: dict[str, list[float]] = {}
     for _ in range(rounds):

@@ -4,7 +4,8 @@
 
 In every round, one after the other: restore() from the volume with a daemon that has just started,
 against the best direct read; restore() from the memory of the daemon that outlived its trainer,
-against memcpy; and the loads of the usual formats from a cold page cache.
+against memcpy and against copies with checksums on all CPUs; and the loads of the usual formats
+from a cold page cache.
 Writes bench/results/recover-DATE.{json,md}.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +25,14 @@ from safetensors.torch import load_file, save_file
 
 from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
+from bench.core import build
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
 from bench.rivals import State
 
 VOLUME, DRAM = "PCcheck, from the volume", "PCcheck, from the daemon's memory"
 READ, MEMCPY = "limit: direct read", "limit: memcpy"
+CHECKED = "limit: copy and checksum"
 
 
 def _memcpy_seconds(size_bytes: int) -> float:
@@ -100,6 +104,7 @@ def measure(
     limit = Limit(file, limit_bytes, rawwrite)
     settings, sweep = limit.finalists(write=False)
     loads = Loads(state, directory)
+    checked = [str(build(directory, "checkedcopy")), str(payload_bytes)]
     speeds: dict[str, list[float]] = defaultdict(list)
     with Ours(state, directory / "storage", payload_bytes) as ours:
         for _ in range(rounds):
@@ -107,6 +112,8 @@ def measure(
             ours.reconnect()
             speeds[DRAM].append(payload_bytes / _restore(ours, "dram"))
             speeds[MEMCPY].append(payload_bytes / _memcpy_seconds(payload_bytes))
+            done = subprocess.run(checked, stdout=subprocess.PIPE, text=True, check=True)
+            speeds[CHECKED].append(payload_bytes / float(done.stdout))
             ours.reconnect(restart_daemon=True)
             speeds[VOLUME].append(payload_bytes / _restore(ours, "volume"))
             speeds[READ].append(
@@ -130,6 +137,8 @@ def table(payload_bytes: int, speeds: dict[str, list[float]]) -> list[str]:
         f"- from the volume / best direct read: "
         f"**{spreads[VOLUME].median / spreads[READ].median:.2f}**",
         f"- from memory / memcpy: **{spreads[DRAM].median / spreads[MEMCPY].median:.2f}**",
+        f"- from memory / copy and checksum: "
+        f"**{spreads[DRAM].median / spreads[CHECKED].median:.2f}**",
         "",
     ]
 

@@ -27,8 +27,6 @@ STEP_S = 0.02
 GROW_STEP_BYTES = 256 << 20
 GROW_STEPS = 16  # at least, from nothing to the whole budget
 CHUNKS_MIN = 2  # of a channel: one is filled while one is written
-#: A load that has so many is as fast as with more (`lent_max` in pcc_tenant_load.c).
-LOAD_CHUNKS = 16
 #: A trainer that was asked for a segment and returns none for this long loses its session. Between
 #: two checks at most half of it counts: the daemon or the machine may have been stopped.
 BACK_LIMIT_S = 60.0
@@ -50,6 +48,11 @@ class Owner:
     on_event: Callable[[_core.Event], None]  # load_ended, bad_peer
     #: As the kernel names it in the daemon's PID namespace; 0 = it is in another one.
     kernel_pid: int = 0
+
+
+def load_chunks(writers: int) -> int:
+    """What a load uses at a time (`lent_max` in pcc_tenant_load.c)."""
+    return 4 + 2 * writers
 
 
 class Port:
@@ -211,8 +214,8 @@ class Port:
         """A load has the chunks that it uses. New pages are cleared, which would take a CPU and
         memory bandwidth from it."""
         grows = self._aim_bytes > self.granted_bytes == self.lasting_bytes and not self.left
-        enough = self.granted_bytes >= LOAD_CHUNKS * self.chunk_bytes
-        return self._loading and grows and enough and not self._stopping
+        used = load_chunks(self._engine.config.writers) * self.chunk_bytes
+        return self._loading and grows and self.granted_bytes >= used and not self._stopping
 
     async def _take_back(self, stuck: Callable[[], None]) -> None:
         """Returns when what was asked for has come back, or the channel is about to close."""

@@ -12,11 +12,13 @@ import pytest
 
 from pccheck_wire.errors import RefusedError
 from pccheckd.core import port as port_module
-from pccheckd.core.port import LOAD_CHUNKS, Port
+from pccheckd.core.port import Port, load_chunks
 from pccheckd.jobs import memory as memory_module
 from pccheckd.jobs.memory import Memory
 
 CHUNK = 10
+WRITERS = 6
+LOAD_CHUNKS = load_chunks(WRITERS)
 UID = 1000
 
 
@@ -89,7 +91,9 @@ class Engine:
 class Node:
     def __init__(self, chunks: int, limit_chunks: int = 0) -> None:
         self.engine: Any = Engine(chunks * CHUNK)
-        self.config: Any = SimpleNamespace(max_dram_per_user_bytes=limit_chunks * CHUNK)
+        self.config: Any = SimpleNamespace(
+            max_dram_per_user_bytes=limit_chunks * CHUNK, writers=WRITERS
+        )
         self.engine.config = self.config
         self.tenants: list[Any] = []
         self.memory = Memory(self.engine, lambda: self.tenants)
