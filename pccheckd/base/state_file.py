@@ -7,11 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
-
-_T = TypeVar("_T")
 
 
 def load(path: Path, schema: int) -> Mapping[str, object]:
@@ -21,16 +17,6 @@ def load(path: Path, schema: int) -> Mapping[str, object]:
         if isinstance(plain, dict) and plain.get("schema") == schema:
             return plain
     return {}
-
-
-def load_into(made: _T, path: Path, schema: int) -> _T:
-    """Sets the fields of a fresh dataclass to the stored values that have their types."""
-    plain = load(path, schema)
-    for item in fields(made):  # type: ignore[arg-type]
-        value = plain.get(item.name)
-        if type(value) is type(getattr(made, item.name)):
-            setattr(made, item.name, value)
-    return made
 
 
 def store(path: Path, schema: int, document: Mapping[str, object]) -> None:

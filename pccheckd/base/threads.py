@@ -32,7 +32,7 @@ class Threads(Executor):
         self.submit(int)
 
     def submit(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-        """Raises RuntimeError after `shutdown`, or when there can be no thread at all."""
+        """Raises RuntimeError after `stop`, or when there can be no thread at all."""
         made: Future[object] = Future()
         with self._changed:
             if not self._open:
@@ -43,16 +43,13 @@ class Threads(Executor):
             self._changed.notify()
         return made  # type: ignore[return-value]
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more work. `wait`: returns when all work is done; `cancel_futures`: what has not
-        begun is given up."""
+    def stop(self) -> None:
+        """Takes no more work, and cancels what has not begun. Waits for nothing."""
         with self._changed:
             self._open = False
-            while cancel_futures and self._work:
+            while self._work:
                 self._work.popleft()[0].cancel()
             self._changed.notify_all()
-            if wait:
-                self._changed.wait_for(lambda: not self._started)
 
     def _start(self) -> None:
         thread = threading.Thread(
@@ -68,22 +65,17 @@ class Threads(Executor):
             self._free += 1  # it will be, in a moment
 
     def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._work or not self._open)
-                    if not self._work:
-                        return
-                    future, call = self._work.popleft()
-                    self._free -= 1
-                _do(future, call)
-                del future, call
-                with self._changed:
-                    self._free += 1
-        finally:
+        while True:
             with self._changed:
-                self._started -= 1
-                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._work or not self._open)
+                if not self._work:
+                    return
+                future, call = self._work.popleft()
+                self._free -= 1
+            _do(future, call)
+            del future, call
+            with self._changed:
+                self._free += 1
 
 
 def _do(future: Future[object], call: Callable[[], object]) -> None:

@@ -324,9 +324,8 @@ def _became(tenant: Tenant, body: Describe) -> Described:
     it is lost."""
     if (inherited := tenant.ledger.of_sequence(body.sequence)) is not None:
         return _described(inherited)
-    for found in tenant.volumes.checkpoints():
-        if found.sequence == body.sequence:
-            return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
+    if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
+        return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
 
 

@@ -146,7 +146,7 @@ class Engine:
         if self._loop is not None:
             self._loop.remove_reader(self._events.fileno())
         for threads in self._pools():
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.stop()
         self.room.stop()
 
     def _pools(self) -> list[Threads]:

@@ -132,12 +132,8 @@ def _load(installed: bool) -> tuple[Offer, str]:
 
 def _missing_elsewhere() -> str:
     """What a separate process finds missing; "" when the driver works there."""
-    environment = dict(os.environ)
-    if "PYTHONPATH" in environment:  # it may be relative
-        places = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, places))
     tried = subprocess.run(
-        [sys.executable, "-P", "-c", _TRIED], env=environment, cwd="/", check=False,
+        [sys.executable, "-P", "-c", _TRIED], check=False,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     if tried.returncode:

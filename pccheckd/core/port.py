@@ -8,6 +8,7 @@ import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
 from pccheck_wire.errors import DeviceError, RefusedError
@@ -31,6 +32,9 @@ CHUNKS_MIN = 2  # of a channel: one is filled while one is written
 #: two checks at most half of it counts: the daemon or the machine may have been stopped.
 BACK_LIMIT_S = 60.0
 _RETRY_S = 0.02
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +98,12 @@ class Port:
 
     async def attach(self, socket_fd: int, session: int, kernel_pid: int = 0) -> int:
         """The session page's descriptor, the caller's to send and close."""
-        deadline = time.monotonic() + DETACH_LIMIT_S
-        while True:
-            try:
-                page_fd = await self._engine.call(
-                    self._uid, self.channel.attach, socket_fd, session, kernel_pid
-                )
-                break
-            except OSError as error:  # the previous session is still being drained
-                if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                    raise translated(error, "the session page") from error
-                await asyncio.sleep(_RETRY_S)
+        try:  # busy while the previous session is being drained
+            page_fd = await self._unless_busy(
+                DETACH_LIMIT_S, self.channel.attach, socket_fd, session, kernel_pid
+            )
+        except OSError as error:
+            raise translated(error, "the session page") from error
         self.attached = True
         self._drained.clear()
         return page_fd
@@ -290,19 +289,26 @@ class Port:
 
     async def unbind(self, volume: _core.Volume, limit_s: float) -> bool:
         """Whether the channel released the volume; False when saves on it outlast the limit."""
+        try:
+            await self._unless_busy(limit_s, self.channel.unbind, volume)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.ENOENT):
+                raise
+            return error.errno == errno.ENOENT
+        return True
+
+    async def _unless_busy(
+        self, limit_s: float, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Calls the function again while it raises EBUSY, until the limit; then raises EBUSY."""
         deadline = time.monotonic() + limit_s
         while True:
             try:
-                await self._engine.call(self._uid, self.channel.unbind, volume)
+                return await self._engine.call(self._uid, function, *args, **kwargs)
             except OSError as error:
-                if error.errno == errno.EBUSY and time.monotonic() < deadline:
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                if error.errno == errno.EBUSY:
-                    return False
-                if error.errno != errno.ENOENT:
+                if error.errno != errno.EBUSY or time.monotonic() >= deadline:
                     raise
-            return True
+            await asyncio.sleep(_RETRY_S)
 
     async def close(self) -> None:
         """Drains sealed saves; the memory goes back to the pool."""

@@ -91,7 +91,7 @@ class ControlServer:
         for uid in list(self._keepers):
             self._retire(uid)
         await self._ending.settle()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _open(self, uid: int, gid: int) -> Keeper:

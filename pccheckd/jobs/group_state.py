@@ -65,8 +65,7 @@ def of(job: Job, stall_limit_s: float) -> Standing | None:
     walls = [
         found.wall_ns
         for tenant in job.tenants.values()
-        for found in tenant.volumes.checkpoints()
-        if found.sequence == newest
+        if (found := tenant.volumes.checkpoint(newest)) is not None
     ]
     lost = {
         found.sequence

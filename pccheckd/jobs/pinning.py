@@ -58,7 +58,8 @@ async def _undo_halves(tenants: list[Tenant]) -> None:
 def _holders(tenants: list[Tenant], own: Tenant, sequence: int) -> list[Tenant]:
     """The ranks with a part of the checkpoint that `own`, or else another rank, has under this
     number. What a rank saved alone is its own: others may have used the number otherwise."""
-    ranks = {one: found for one in (own, *tenants) if (found := _checkpoint(one, sequence))}
+    every = (own, *tenants)
+    ranks = {one: found for one in every if (found := one.volumes.checkpoint(sequence))}
     if not ranks:
         return []
     first, its = next(iter(ranks.items()))
@@ -68,14 +69,9 @@ def _holders(tenants: list[Tenant], own: Tenant, sequence: int) -> list[Tenant]:
     return [one for one, f in ranks.items() if (f.step, f.incarnation, f.world_size) == same]
 
 
-def _checkpoint(tenant: Tenant, sequence: int) -> catalog.Checkpoint | None:
-    found = (one for one in tenant.volumes.checkpoints() if one.sequence == sequence)
-    return next(found, None)
-
-
 def _is_pinned(tenant: Tenant, sequence: int) -> bool:
-    item = tenant.volumes.find(sequence)
-    return item is not None and sequence in item.pinned
+    found = tenant.volumes.checkpoint(sequence)
+    return found is not None and found.is_pinned
 
 
 async def _unpin(tenants: list[Tenant], step: int) -> None:

@@ -12,6 +12,7 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped, Writing
 from pccheckd.base.logs import LOG
+from pccheckd.tenancy.leases import recycled
 from pccheckd.tenancy.tenant import Tenant
 
 from .job import Job
@@ -63,8 +64,7 @@ def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
     return [
         Part(rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
         for rank, tenant in sorted(job.tenants.items())
-        for one in tenant.volumes.checkpoints()
-        if one.sequence == chosen.sequence
+        if (one := tenant.volumes.checkpoint(chosen.sequence)) is not None
     ]
 
 
@@ -74,10 +74,9 @@ def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) 
     own.leases.take(chosen.sequence, session.number)
     same = chosen.step, chosen.incarnation, chosen.world_size
     for tenant in job.tenants.values() if chosen.world_size > 1 else ():
-        for one in tenant.volumes.checkpoints():
-            is_same = (one.step, one.incarnation, one.world_size) == same
-            if one.sequence == chosen.sequence and is_same:
-                tenant.leases.take(one.sequence, session.number)
+        one = tenant.volumes.checkpoint(chosen.sequence)
+        if one is not None and (one.step, one.incarnation, one.world_size) == same:
+            tenant.leases.take(one.sequence, session.number)
 
 
 def _of_job(
@@ -144,9 +143,9 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
     LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
     # A rank that did not exist when it was saved takes the copy of rank 0, or of the only saver.
     for holder in (tenant, *(other for _, other in sorted(job.tenants.items()))):
-        for item in holder.volumes.checkpoints():
-            if item.sequence == common.sequence and holder.is_usable(item):
-                return item
+        item = holder.volumes.checkpoint(common.sequence)
+        if item is not None and holder.is_usable(item):
+            return item
         if session.rank < common.world_size and not body.any_world_size:
             break
     raise DamagedError(
@@ -173,10 +172,7 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
     if port is None:
         raise RefusedError("the session has ended")
     if volume is None:
-        raise NoCheckpointError(
-            f"{tenant.key} has no durable checkpoint {body.sequence} (any more)",
-            hint="open the newest one again",
-        )
+        raise recycled(tenant.key, body.sequence)
     if body.load in session.loads:
         raise UsageError(f"load {body.load} is in progress")
     session.begin_load(body.load, tenant, body.sequence)

@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pccheck_native import _core
@@ -257,12 +257,10 @@ class Sessions:
                     hello.rank, owner, launch=hello.launch, was=hello.incarnation,
                     moved=hello.storage not in ("", session.storage),
                 )  # fmt: skip
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with ours:
+            with _grant_sockets() as (ours, theirs):
                 try:
                     page_fd = await tenant.attach(owner, ours.fileno())
                 except BaseException:
-                    theirs.close()
                     if joins:
                         job.left(hello.rank, session.process)
                     raise
@@ -306,14 +304,9 @@ class Sessions:
             self.engine, session.uid, lambda event: self._on_event(session, event), shape
         )
         session.chose("push", "a reader")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
-            try:
-                page_fd = await session.port.attach(ours.fileno(), session.number)
-                await self.registry.memory.claim(session, READER_CHUNKS * chunk)
-            except BaseException:
-                theirs.close()
-                raise
+        with _grant_sockets() as (ours, theirs):
+            page_fd = await session.port.attach(ours.fileno(), session.number)
+            await self.registry.memory.claim(session, READER_CHUNKS * chunk)
         return [page_fd, theirs.detach()]
 
     def _on_event(self, session: Session, event: _core.Event) -> None:
@@ -347,6 +340,19 @@ class Sessions:
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":
             tenant.retention.not_read(sequence)
+
+
+@contextlib.contextmanager
+def _grant_sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends of the socket over which a session gets its memory. The native channel
+    duplicates the first; the second stays open unless the block fails."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        try:
+            yield ours, theirs
+        except BaseException:
+            theirs.close()
+            raise
 
 
 def _require_there(peer: Peer) -> None:

@@ -42,7 +42,7 @@ class Health(Background):
 
     async def close(self) -> None:
         await super().close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.stop()
 
     def stalled(self) -> list[str]:
         """Disks without progress, as `Progress` found: the daemon is degraded, and goes on."""

@@ -116,8 +116,7 @@ def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) 
 
 def pinned_bytes(registry: Registry) -> int:
     """DRAM that is pinned for GPUs."""
-    ports = [tenant.port for tenant in registry.tenants() if tenant.port is not None]
-    return sum(usage.pinned_bytes for port in ports if (usage := port.usage()))
+    return sum(usage.pinned_bytes for one in registry.tenants() if (usage := one.usage()))
 
 
 def _storage(config: Config, disk: Disk) -> Document:
@@ -218,7 +217,7 @@ def _session(session: Session) -> Document:
 
 def _rank(tenant: Tenant, memory: Memory) -> Document:
     owner, current, why = tenant.owner, tenant.volumes.current, tenant.refused
-    usage = tenant.port.usage() if tenant.port is not None else None
+    usage = tenant.usage()
     return {
         "uid": tenant.key.uid,
         "job": tenant.key.job,
@@ -254,19 +253,18 @@ def _newest(tenant: Tenant) -> Document | None:
     if tenant.ledger.newest is None:
         return None
     sequence, step = tenant.ledger.newest
-    known = list(tenant.volumes.checkpoints())
-    if any(item.sequence == sequence and item.is_damaged for item in known):
-        good = [(item.sequence, item.step) for item in known if not item.is_damaged]
-        if not good:
+    known = tenant.volumes.checkpoint(sequence)
+    if known is not None and known.is_damaged:
+        known = next((one for one in tenant.volumes.checkpoints() if not one.is_damaged), None)
+        if known is None:
             return None
-        sequence, step = max(good)
-    wall = [item.wall_ns for item in known if item.sequence == sequence]
-    return {"sequence": sequence, "step": step, "wall_ns": wall[0] if wall else None}
+        sequence, step = known.sequence, known.step
+    return {"sequence": sequence, "step": step, "wall_ns": known.wall_ns if known else None}
 
 
 def chunks(tenant: Tenant) -> dict[str, int] | None:
     """Its DRAM in bytes, and how many chunks of it are in which state."""
-    usage = tenant.port.usage() if tenant.port is not None else None
+    usage = tenant.usage()
     if usage is None:
         return None
     states = ("free", "granted", "full", "cached", "lent", "left")

@@ -48,7 +48,7 @@ class Room:
         self.look()
 
     def stop(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.stop()
 
     def look(self) -> Future[None]:
         """Starts to read the figures again, unless that is in progress."""

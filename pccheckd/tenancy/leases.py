@@ -7,7 +7,13 @@ from pccheck_native import _core, catalog
 from pccheck_wire.errors import NoCheckpointError
 from pccheckd.base.logs import LOG
 
-from .volumes import VolumeSet
+from .volumes import Key, VolumeSet
+
+
+def recycled(key: Key, sequence: int) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"{key} has no durable checkpoint {sequence} (any more)", hint="open the newest one again"
+    )
 
 
 class Leases:
@@ -21,10 +27,7 @@ class Leases:
     def take(self, sequence: int, session: int) -> None:
         """Leases a checkpoint until `give_back`. Raises NoCheckpointError when it was recycled."""
         if not self._spare(sequence, True):
-            raise NoCheckpointError(
-                f"{self._volumes.key} has no durable checkpoint {sequence} (any more)",
-                hint="open the newest one again",
-            )
+            raise recycled(self._volumes.key, sequence)
         self._sessions.setdefault(sequence, set()).add(session)
 
     def give_back(self, session: int) -> None:

@@ -69,8 +69,7 @@ class Retention:
     def not_read(self, sequence: int) -> None:
         """The disk failed to read it. The data may be intact, so there is no flag."""
         LOG.error("%s: checkpoint %d could not be read", self._volumes.key, sequence)
-        there = {one.sequence for one in self._volumes.checkpoints()}
-        self.unreadable = (self.unreadable | {sequence}) & there
+        self.unreadable = (self.unreadable | {sequence}) & self._volumes.sequences()
 
     async def found_whole(self, sequence: int, *, reports: int) -> bool:
         """A reader read all of it from the disk, and every checksum was right: removes a damage
@@ -78,8 +77,8 @@ class Retention:
         damage that was reported meanwhile stays."""
         self.unreadable.discard(sequence)
         async with self._judging:
-            known = {one.sequence for one in self._volumes.checkpoints() if one.is_damaged}
-            if sequence not in known or self.reports != reports:
+            known = self._volumes.checkpoint(sequence)
+            if known is None or not known.is_damaged or self.reports != reports:
                 return False
             if not await self.flag(sequence, clear=DAMAGED, now=True):
                 return False
@@ -131,7 +130,7 @@ class Retention:
     async def stage_again(self) -> None:
         """After a volume was read from the disk again: staged flags are lost, so stages them
         again."""
-        for sequence in self._released & {one.sequence for one in self._volumes.checkpoints()}:
+        for sequence in self._released & self._volumes.sequences():
             await self.flag(sequence, clear=PROTECTED)
         for sequence in self.protected:
             await self.flag(sequence, set_=PROTECTED)

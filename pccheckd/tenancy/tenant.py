@@ -84,9 +84,7 @@ class Tenant:
     async def open(self) -> None:
         """Opens what is on the disk; the channel comes with the first trainer."""
         await self.volumes.load()
-        found = self.volumes.checkpoints()
-        if found:
-            self.ledger.newest = found[0].sequence, found[0].step
+        self.ledger.newest = self.volumes.newest()
 
     async def attach(self, owner: Owner, socket_fd: int) -> int:
         """Makes `owner` the tenant's trainer; the page's descriptor. Raises PccheckError."""
@@ -190,6 +188,10 @@ class Tenant:
         if self.owner is None:
             return self.volumes.newest_incarnation()
         return self.group.incarnation(self.key.rank, self.owner)
+
+    def usage(self) -> _core.ChannelUsage | None:
+        """What its memory is used for; None without a channel. Waits for no disk."""
+        return self.port.usage() if self.port is not None else None
 
     @property
     def quiet(self) -> bool:
@@ -308,9 +310,8 @@ class Tenant:
         current = self.volumes.current
         if self.port is not None and current is not None and current not in before:
             await self.bind(self.port, current)
-        there = self.volumes.checkpoints()
-        self.ledger.newest = (there[0].sequence, there[0].step) if there else None
-        self.retention.protected &= {found.sequence for found in there}
+        self.ledger.newest = self.volumes.newest()
+        self.retention.protected &= self.volumes.sequences()
         if self.owner is not None and self.retention.unrestored:
             await self.protect(self.owner)
         self.group.decide_soon()
@@ -548,8 +549,7 @@ class Tenant:
     async def _after_inherited(self) -> None:
         """A checkpoint that the previous daemon had copied is durable, and pinned by its record. Of
         several the newest keeps its pin until the trainer restores."""
-        there = {found.sequence for found in self.volumes.checkpoints()}
-        inherited = sorted(self.ledger.sequences(INHERITED) & there)
+        inherited = sorted(self.ledger.sequences(INHERITED) & self.volumes.sequences())
         restored = self.owner is not None and not self.retention.unrestored
         for sequence in inherited if restored else inherited[:-1]:
             await self.retention.unprotect(sequence)

@@ -136,6 +136,16 @@ class VolumeSet:
         """Durable checkpoints of all files as last read, newest first."""
         return catalog.newest_first(found for item in self.open for found in item.checkpoints)
 
+    def checkpoint(self, sequence: int) -> catalog.Checkpoint | None:
+        return next((one for one in self.checkpoints() if one.sequence == sequence), None)
+
+    def sequences(self) -> set[int]:
+        return {one.sequence for one in self.checkpoints()}
+
+    def newest(self) -> tuple[int, int] | None:
+        """Sequence and step of the newest durable checkpoint."""
+        return next(((one.sequence, one.step) for one in self.checkpoints()), None)
+
     def find(self, sequence: int) -> OpenVolume | None:
         """The volume that holds a durable checkpoint."""
         for item in self.open:

@@ -69,7 +69,10 @@ class State:
 
     @classmethod
     def load(cls, storage: Path) -> State:
-        return state_file.load_into(cls(), storage / STATE_NAME, STATE_SCHEMA)
+        """Values of another type than the field's are ignored."""
+        stored, new = state_file.load(storage / STATE_NAME, STATE_SCHEMA), asdict(cls())
+        same = {name for name in new if type(stored.get(name)) is type(new[name])}
+        return cls(**{name: stored[name] for name in same})  # type: ignore[arg-type]
 
     def store(self, storage: Path) -> None:
         """Raises OSError."""
@@ -123,7 +126,7 @@ class Scrubber(Background):
 
     async def close(self) -> None:
         await super().close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.stop()
 
     def wake(self) -> None:
         """The configuration has changed."""

@@ -70,7 +70,7 @@ class Progress:
 
 def _mark(tenant: Tenant) -> object:
     """Changes with every write that ends; None when the disk has nothing to do."""
-    usage = tenant.port.usage() if tenant.port is not None else None
+    usage = tenant.usage()
     admitted = [one for one in tenant.ledger.live() if one.state is not State.REQUESTED]
     if usage is None or not admitted:
         return None

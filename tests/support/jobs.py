@@ -50,6 +50,15 @@ class Volumes:
     def checkpoints(self) -> list[Any]:
         return sorted(self.held, key=lambda one: -int(one.sequence))
 
+    def checkpoint(self, sequence: int) -> Any:
+        return next((one for one in self.held if one.sequence == sequence), None)
+
+    def sequences(self) -> set[int]:
+        return {one.sequence for one in self.held}
+
+    def newest(self) -> tuple[int, int] | None:
+        return next(((one.sequence, one.step) for one in self.checkpoints()), None)
+
     def last_sequence(self) -> int:
         return max((one.sequence for one in self.held), default=0)
 

@@ -27,7 +27,7 @@ def test_a_thread_that_is_free_is_used_again() -> None:
     idents = set()
     for _ in range(20):
         idents.add(threads.submit(threading.get_ident).result(LIMIT_S))
-    threads.shutdown()
+    threads.stop()
     assert len(idents) <= 2  # the first may not be back when the second call comes
 
 
@@ -52,7 +52,7 @@ def test_there_are_no_more_than_the_limit(gate: threading.Event) -> None:
     gate.set()
     for future in futures:
         future.result(LIMIT_S)
-    threads.shutdown()
+    threads.stop()
     assert most == 3
 
 
@@ -71,7 +71,7 @@ def test_work_waits_for_the_threads_there_are_where_the_system_refuses_more(
     assert first.result(LIMIT_S) and second.result(LIMIT_S) == 7
     with pytest.raises(RuntimeError, match="start new thread"):
         Threads(4, "other").begin()
-    threads.shutdown()
+    threads.stop()
 
 
 def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
@@ -79,12 +79,12 @@ def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         threads.submit(int, "x").result(LIMIT_S)
     assert threads.submit(int, "7").result(LIMIT_S) == 7
-    threads.shutdown()
+    threads.stop()
     with pytest.raises(RuntimeError, match="shut down"):
         threads.submit(int)
 
 
-def test_a_shutdown_gives_up_what_has_not_begun(gate: threading.Event) -> None:
+def test_a_stop_cancels_what_has_not_begun(gate: threading.Event) -> None:
     threads, begun = Threads(1, "t"), threading.Event()
 
     def work() -> bool:
@@ -93,7 +93,7 @@ def test_a_shutdown_gives_up_what_has_not_begun(gate: threading.Event) -> None:
 
     going, waiting = threads.submit(work), threads.submit(int)
     assert begun.wait(LIMIT_S)
-    threads.shutdown(wait=False, cancel_futures=True)
+    threads.stop()
     assert waiting.cancelled() and not going.done()
     gate.set()
     assert going.result(LIMIT_S)
