@@ -114,7 +114,9 @@ def _verify(to: argparse.ArgumentParser) -> None:
         "--read-data-subset", dest="subset", metavar="PART",
         help="a part of each checkpoint: 5%% of its pieces at random, or 2/20, the second of 20",
     )  # fmt: skip
-    to.add_argument("--seed", type=int, metavar="N", help="to read the same random pieces again")
+    to.add_argument(
+        "--seed", type=int, metavar="N", help="read the same random pieces as a run with this N"
+    )
 
 
 def _recover(to: argparse.ArgumentParser) -> None:
@@ -144,7 +146,7 @@ def _export(to: argparse.ArgumentParser) -> None:
 def _import(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", help="the name of the new job")
     to.add_argument(
-        "input", metavar="FILE", help="a file or a directory that export, too, can write"
+        "input", metavar="FILE", help="a file or directory in a format that export can write"
     )
     to.add_argument(
         "--as", dest="names", action="append", default=[], metavar="NAME[=KEY]",
@@ -181,7 +183,9 @@ def _wait(to: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     step = to.add_mutually_exclusive_group(required=True)
     step.add_argument("--step", type=int, help="this step or a later one")
-    step.add_argument("--newest", action="store_true", help="the newest one requested, or the next")
+    step.add_argument(
+        "--newest", action="store_true", help="the newest requested checkpoint, or the next"
+    )
     to.add_argument("--timeout", type=_duration, default=60.0, metavar="TIME",
                     help="such as 90s or 5min (default 60s)")  # fmt: skip
 
@@ -195,43 +199,45 @@ def _drop(to: argparse.ArgumentParser) -> None:
 
 def _bench(to: argparse.ArgumentParser) -> None:
     to.add_argument("--size", type=_size, metavar="SIZE",
-                    help="of the test file (default 2GiB, less on a small disk)")  # fmt: skip
-    to.add_argument("--chunk", type=_size, metavar="SIZE", help="of one write (default 16MiB)")
+                    help="size of the test file (default 2GiB, less on a small disk)")  # fmt: skip
+    to.add_argument(
+        "--chunk", type=_size, metavar="SIZE", help="bytes of one write (default 16MiB)"
+    )
     to.add_argument("--writers", type=_writers, metavar="P",
                     help="only with this many threads (default 1, 2 and 4)")  # fmt: skip
 
 
 def _tune(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
-    add("--job", help="take m and t from what this job of the daemon has saved")
+    add("--job", help="takes m and t from what the daemon has saved of this job")
     add("--checkpoint", type=_size, metavar="SIZE", help="state of one rank (m)")
-    add("--step-time", type=_duration, metavar="TIME", help="of a step (t): 350ms")
+    add("--step-time", type=_duration, metavar="TIME", help="time of a step (t), such as 350ms")
     add("--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)")
-    add("--dram", type=_size, metavar="SIZE", help="for this rank (M; default twice the state)")
+    add("--dram", type=_size, metavar="SIZE", help="DRAM of this rank (M; default 2m)")
     add("--keep", type=int, default=2, metavar="N", help="durable checkpoints to keep (default 2)")
     add("--slots", type=int, metavar="N", help="default: as many as are useful")
-    add("--bandwidth", type=_size, metavar="SIZE", help="what the disk writes per second")
-    add("--copy-bandwidth", type=_size, metavar="SIZE", help="what a copy to DRAM moves per second")
+    add("--bandwidth", type=_size, metavar="SIZE", help="bytes per second that the disk writes")
+    add("--copy-bandwidth", type=_size, metavar="SIZE", help="bytes per second of a copy to DRAM")
     add(
         "--mtbf",
         type=_duration,
         metavar="TIME",
-        help="between failures, of all nodes together: gives the interval of best goodput",
+        help="time between failures of all nodes together; gives the interval of best goodput",
     )
     add(
         "--restart",
         type=_duration,
         default=60.0,
         metavar="TIME",
-        help="from a failure until training runs again (default 60s)",
+        help="time from a failure until training runs again (default 60s)",
     )
-    add("--output", "-o", metavar="FILE", help="write the daemon's options: pccheckd.toml")
+    add("--output", "-o", metavar="FILE", help="writes the daemon's options: pccheckd.toml")
     add("--force", action="store_true", help="overwrite FILE")
 
 
 def _trace(to: argparse.ArgumentParser) -> None:
     to.add_argument("--last", type=_duration, default=60.0, metavar="AGE",
-                    help="how far back (default 60s)")  # fmt: skip
+                    help="checkpoints of this time (default 60s)")  # fmt: skip
     to.add_argument("--output", "-o", metavar="FILE", help="default: stdout")
     to.add_argument("--force", action="store_true", help="overwrite FILE")
 
@@ -252,7 +258,7 @@ def _config(to: argparse.ArgumentParser) -> None:
 
 def _completion(to: argparse.ArgumentParser) -> None:
     to.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish",
-                    help="for this shell")  # fmt: skip
+                    help="the shell that runs the script")  # fmt: skip
 
 
 COMMANDS = (

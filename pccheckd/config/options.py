@@ -111,10 +111,10 @@ class Group(enum.StrEnum):
     """Headings of the help and of the documents."""
 
     PLACES = "Places"
-    ROOM = "Room and speed"
+    ROOM = "Slots, memory and speed"
     ACCESS = "Who may connect"
     RUNNING = "Running"
-    SEEING = "Seeing it work"
+    SEEING = "Metrics, log and checks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +218,12 @@ class Config:
     )
     slots: int = _option(
         4, "--slots", COUNT, Group.ROOM,
-        "checkpoints that a volume has room for: those in flight and those kept; existing volumes "
-        "keep their number of slots", "N", low=2, high=SLOTS_MAX,
+        "checkpoints for which a volume has space: in flight and kept; existing volumes keep their "
+        "number of slots", "N", low=2, high=SLOTS_MAX,
     )
     keep: int = _option(
         2, "--keep", COUNT, Group.ROOM,
-        "how many durable checkpoints are never overwritten; slots - keep may be in flight", "N",
+        "newest durable checkpoints that stay; slots - keep checkpoints may be in flight", "N",
         low=1, rule="less than slots",
     )
     dram_bytes: int = _option(
@@ -241,7 +241,7 @@ class Config:
     )
     chunk_bytes: int = _option(
         16 * MIB, "--chunk", SIZE, Group.ROOM,
-        "how much is handed over and written at a time", "SIZE",
+        "unit in which a checkpoint is copied and written", "SIZE",
         low=IO_ALIGN, high=256 * MIB, rule="a multiple of the block (1MiB)",
     )
     writers: int = _option(
@@ -250,8 +250,8 @@ class Config:
     )
     engine: str = _option(
         "pwrite", "--engine", TEXT, Group.ROOM,
-        "how volumes are read and written: pwrite goes past the page cache, mmap through it, pmem "
-        "to persistent memory (DAX); pwrite is used where the other two are not possible",
+        "how volumes are written: pwrite past the page cache, mmap through the page cache, pmem to "
+        "persistent memory (DAX); the daemon uses pwrite where mmap or pmem is not possible",
         choices=("pwrite", "mmap", "pmem"),
         removed={
             "auto": "pccheckd no longer measures engines at its start: remove the option, or set "
@@ -272,7 +272,7 @@ class Config:
     )
     drain_limit_s: float = _option(
         60.0, "--drain-limit", DURATION, Group.RUNNING,
-        "how long a stop may take to make copied checkpoints durable", "TIME", low=0, live=True,
+        "time that a stop may take to make copied checkpoints durable", "TIME", low=0, live=True,
     )
     stall_limit_s: float = _option(
         30.0, "--stall-limit", DURATION, Group.RUNNING,
@@ -290,12 +290,12 @@ class Config:
         choices=("auto", "plain", "journal", "json"), live=True,
     )
     log_level: str = _option(
-        "info", "--log-level", TEXT, Group.RUNNING, "least severe lines that are logged",
+        "info", "--log-level", TEXT, Group.RUNNING, "lowest level of the lines that are logged",
         choices=("debug", "info", "warning", "error"), live=True,
     )
     metrics: str = _option(
         "", "--metrics", METRICS, Group.SEEING,
-        "where Prometheus finds metrics, /healthz and /readyz (on 127.0.0.1 if only a port is "
+        "address where Prometheus finds metrics, /healthz and /readyz (127.0.0.1 if only a port is "
         "given), or the file that node_exporter reads", "PLACE", zero="none",
     )
     scrub_rate_bytes: int = _option(
@@ -305,7 +305,7 @@ class Config:
     )
     scrub_interval_s: float = _option(
         604800.0, "--scrub-interval", DURATION, Group.SEEING,
-        "time from the start of one such check of everything to the start of the next", "TIME",
+        "time from the start of one background check to the start of the next", "TIME",
         zero="off", live=True,
     )
     chronicle: bool = _option(

@@ -75,12 +75,12 @@ class Front:
             async with asyncio.timeout(START_LIMIT_S):
                 first = await reader.readexactly(len(framing.READY))
         except TimeoutError:
-            self.drop("it did not get ready")
+            self.drop("not ready in time")
             return None
         except (OSError, EOFError):
             return None
         if first != framing.READY:
-            self.drop("it did not begin with READY")
+            self.drop("its first message was not READY")
             return None
         return reader
 
@@ -96,7 +96,7 @@ class Front:
             while data := await reader.read(READ_BYTES):
                 for identity, request in frames.feed(data):
                     if not identity:
-                        raise framing.FramingError("a request without identity")
+                        raise framing.FramingError("a request does not name its sender")
                     await take(self, identity, request)
         except framing.FramingError as error:
             self.drop(f"it sent an invalid request: {error}")
@@ -331,7 +331,7 @@ def _last_words(process: subprocess.Popen[bytes]) -> str:
 
 def _how(returncode: int | None) -> str:
     if returncode is None:
-        return "it does not end"
+        return "still running"
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
     return f"exit code {returncode}"

@@ -28,7 +28,7 @@ class Survey:
     def __str__(self) -> str:
         if not self.complete:
             return "the volumes could not be read"
-        unreadable = f", {self.unreadable} volumes CANNOT BE READ" if self.unreadable else ""
+        unreadable = f", {self.unreadable} unreadable" if self.unreadable else ""
         return f"{self.volumes} volumes with {self.checkpoints} checkpoints{unreadable}"
 
 

@@ -227,7 +227,7 @@ def test_wait(ctl: Ctl) -> None:
     assert "newest durable step: 30" in err
     code, _, err = ctl("wait", "jbo", "--newest", "--timeout", 0)
     assert code == 1
-    assert "does not know job 'jbo' rank 0 yet (jobs that it shows you: job)" in err
+    assert "does not know job 'jbo' rank 0 yet (visible jobs: job)" in err
 
 
 @pytest.mark.parametrize("command", ["wait job --newest", "trace"])

@@ -51,7 +51,7 @@ def test_ready_comes_after_every_record_was_read(make: Start) -> None:
     assert log.index("1 volumes with 1 checkpoints") < log.rindex("ready: ")
     assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in service.heard)
     said = service.wait_for(lambda said: said.startswith("STATUS="))
-    assert said.startswith("STATUS=degraded: ") and "1 volumes CANNOT BE READ" in said
+    assert said.startswith("STATUS=degraded: ") and "checkpoints, 1 unreadable" in said
 
 
 def test_status_says_what_is_going_on(make: Start) -> None:

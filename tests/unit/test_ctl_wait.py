@@ -166,7 +166,7 @@ def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
     assert told.out == "step 5 is durable\n"
     (line,) = told.err.splitlines()
     assert (
-        "the daemon does not know job 'job' rank 0 yet (jobs that it shows you: gpt, bert)" in line
+        "the daemon does not know job 'job' rank 0 yet (visible jobs: gpt, bert)" in line
     )
     clock = looks(monkeypatch, unknown)
     with pytest.raises(WaitTimeoutError, match="timeout after 10 s: the daemon does not know"):

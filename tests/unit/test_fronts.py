@@ -102,8 +102,8 @@ def request(address: str, data: bytes) -> bytes:
     ("script", "said"),
     [
         (f"{READY}; os.write(3, b'\\xff' * 5); time.sleep(99)", "invalid request: a message of"),
-        (f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)", "a request without identity"),
-        ("os.write(3, b'garbage, not READY'); time.sleep(99)", "did not begin with READY"),
+        (f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)", "a request does not name its sender"),
+        ("os.write(3, b'garbage, not READY'); time.sleep(99)", "first message was not READY"),
         (f"{READY}; os.close(3); time.sleep(99)", "killed by SIGKILL"),
         (f"{READY}; raise MemoryError", "filled its memory up to the limit"),
         (f"{READY}; os.write(2, b'\\x1b[31mred'); os._exit(3)", "exit code 3; ?[31mred"),

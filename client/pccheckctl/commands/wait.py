@@ -91,7 +91,7 @@ def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None)
     if seen is not None and not seen.known:
         more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
         jobs = f"{', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "none"
-        return f"the daemon does not know {who} yet (jobs that it shows you: {jobs})"
+        return f"the daemon does not know {who} yet (visible jobs: {jobs})"
     if step is None:
         return f"{who} has requested no checkpoint yet"
     newest = ""

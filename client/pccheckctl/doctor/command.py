@@ -79,7 +79,7 @@ def as_text(place: Path | None, found: list[Finding]) -> str:
             if text:
                 lines.append(f"{'':9}{'':{width}}    {label}: {text}")
     if place is None:
-        lines.append("\nno disk was checked: name its directory with --storage DIR")
+        lines.append("\nno disk was checked: give its directory with --storage DIR")
     problems, warnings = _count(found, PROBLEM), _count(found, WARNING)
     ending = f"{render.plural(problems, 'problem')}, {render.plural(warnings, 'warning')}"
     if weakened := sorted({one.promise for one in found if one.promise}):
