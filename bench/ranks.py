@@ -38,8 +38,9 @@ def replicas(rank: int, world_size: int, socket: Path, size: int) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    store = dist.FileStore(str(socket.with_name("store")), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{socket.with_name('ranks')}", rank=rank, world_size=world_size
+    )
     mesh = init_device_mesh("cpu", (2, world_size // 2))
     parts = torch.zeros(size // 4 // (world_size // 2)).chunk(8)
     return [DTensor.from_local(part, mesh, [Replicate(), Shard(0)]) for part in parts]

@@ -110,8 +110,8 @@ uint64_t pcc_load_own_bytes(const struct pcc_load *load)
     if (load->bitmap == NULL)
         return payload_bytes;
     for (uint64_t at = 0, next; at < payload_bytes; at = next) {
-        next = pcc_bitmap_run(load->bitmap, load->geometry.block_bytes, at, payload_bytes,
-                              &in_base);
+        next =
+            pcc_bitmap_run(load->bitmap, load->geometry.block_bytes, at, payload_bytes, &in_base);
         own_bytes += in_base ? 0 : next - at;
     }
     return own_bytes;
