@@ -269,6 +269,23 @@ def _cycle() -> list[object]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (torch.eye(3).to_sparse_csr(), "indices and values"),
+        (torch.eye(3).to_mkldnn(), "to_dense()"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "int_repr()"),
+    ],
+)
+def test_what_to_store_instead_of_a_tensor_of_another_layout(
+    value: torch.Tensor, hint: str
+) -> None:
+    with pytest.raises(UnsupportedStateError) as raised:
+        snapshot({"x": value})
+    assert hint in raised.value.hint
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
     ("value", "said"),
     [
         (torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),

@@ -273,7 +273,8 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         why = "a nested tensor"
     elif value.layout is not torch.strided:
         why = f"a tensor of layout {value.layout}"
-        hint = "store its indices and values"
+        is_sparse = value.layout is not torch._mkldnn  # type: ignore[attr-defined]
+        hint = "store its indices and values" if is_sparse else "pass tensor.to_dense()"
     elif value.device.type == "meta":
         why = "a tensor on the meta device, which has no data"
     elif value.device.type not in ("cpu", "cuda"):
@@ -284,6 +285,7 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         hint = "show this process its own GPUs only, by CUDA_VISIBLE_DEVICES"
     elif value.is_quantized or value.dtype not in DTYPE_NAMES:
         why = f"a tensor of dtype {value.dtype}"
+        hint = "pass its int_repr(), and its scale and zero point" if value.is_quantized else ""
     elif value.is_conj() or value.is_neg():
         why = "a lazily conjugated or negated view"
         hint = "call .resolve_conj() or .resolve_neg()"
