@@ -271,8 +271,8 @@ static void drop(struct pcc_volume *volume, uint32_t mask)
         if ((mask >> slot & 1u) == 0)
             continue;
         /* Its damage may be that of its base, and its flag goes with it. */
-        if ((entry->flags & PCC_SLOT_DAMAGED) != 0 && entry->base_sequence != 0)
-            volume->suspected |= 1u << pcc_record_find(&volume->durable, entry->base_sequence);
+        if ((entry->flags & PCC_SLOT_DAMAGED) != 0)
+            volume->suspected |= pcc_record_bases(&volume->staged, 1u << slot);
         memset(entry, 0, sizeof *entry);
     }
     volume->suspected &= ~mask;
