@@ -114,9 +114,7 @@ def _verify(to: argparse.ArgumentParser) -> None:
         "--read-data-subset", dest="subset", metavar="PART",
         help="a part of each checkpoint: 5%% of its pieces at random, or 2/20, the second of 20",
     )  # fmt: skip
-    to.add_argument(
-        "--seed", type=int, metavar="N", help="read the same random pieces as a run with this N"
-    )
+    to.add_argument("--seed", type=int, metavar="N", help="read the pieces of a run with this N")
 
 
 def _recover(to: argparse.ArgumentParser) -> None:
@@ -183,9 +181,7 @@ def _wait(to: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     step = to.add_mutually_exclusive_group(required=True)
     step.add_argument("--step", type=int, help="this step or a later one")
-    step.add_argument(
-        "--newest", action="store_true", help="the newest requested checkpoint, or the next"
-    )
+    step.add_argument("--newest", action="store_true", help="the newest request, or the next one")
     to.add_argument("--timeout", type=_duration, default=60.0, metavar="TIME",
                     help="such as 90s or 5min (default 60s)")  # fmt: skip
 
@@ -200,9 +196,7 @@ def _drop(to: argparse.ArgumentParser) -> None:
 def _bench(to: argparse.ArgumentParser) -> None:
     to.add_argument("--size", type=_size, metavar="SIZE",
                     help="size of the test file (default 2GiB, less on a small disk)")  # fmt: skip
-    to.add_argument(
-        "--chunk", type=_size, metavar="SIZE", help="bytes of one write (default 16MiB)"
-    )
+    to.add_argument("--chunk", type=_size, metavar="SIZE", help="size of a write (default 16MiB)")
     to.add_argument("--writers", type=_writers, metavar="P",
                     help="only with this many threads (default 1, 2 and 4)")  # fmt: skip
 

@@ -165,9 +165,7 @@ def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
     told = capsys.readouterr()
     assert told.out == "step 5 is durable\n"
     (line,) = told.err.splitlines()
-    assert (
-        "the daemon does not know job 'job' rank 0 yet (visible jobs: gpt, bert)" in line
-    )
+    assert "the daemon does not know job 'job' rank 0 yet (visible jobs: gpt, bert)" in line
     clock = looks(monkeypatch, unknown)
     with pytest.raises(WaitTimeoutError, match="timeout after 10 s: the daemon does not know"):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)

@@ -102,7 +102,10 @@ def request(address: str, data: bytes) -> bytes:
     ("script", "said"),
     [
         (f"{READY}; os.write(3, b'\\xff' * 5); time.sleep(99)", "invalid request: a message of"),
-        (f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)", "a request does not name its sender"),
+        (
+            f"{READY}; os.write(3, {framing.READY!r}); time.sleep(99)",
+            "a request does not name its sender",
+        ),
         ("os.write(3, b'garbage, not READY'); time.sleep(99)", "first message was not READY"),
         (f"{READY}; os.close(3); time.sleep(99)", "killed by SIGKILL"),
         (f"{READY}; raise MemoryError", "filled its memory up to the limit"),
@@ -122,7 +125,7 @@ def test_what_is_no_front_is_ended_and_named(
         try:
             await server.join(UID, GID)
         except RefusedError as error:
-            assert "did not begin" in error.message and error.retryable
+            assert "not READY" in error.message and error.retryable
         await until(lambda: server.restarts > 1)
         server.leave(UID)
 
