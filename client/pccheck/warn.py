@@ -27,6 +27,10 @@ def _depth() -> int:
     return depth
 
 
+def warn(text: str) -> None:
+    warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=_depth())
+
+
 class Warner:
     """Warns once per kind of trouble until that kind is over."""
 
@@ -38,7 +42,7 @@ class Warner:
             LOG.debug("%s", text)
             return
         self._warned.add(kind)
-        warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=_depth())
+        warn(text)
 
     def over(self, kind: str) -> bool:
         """The trouble has ended; True when the user was warned of it."""

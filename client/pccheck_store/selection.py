@@ -45,18 +45,9 @@ def only(content: tree.Tree, name: str, job: str) -> tree.Tree:
     return dataclasses.replace(content, root=found)
 
 
-def extents_of(root: Node) -> set[int]:
-    """The extents that a part lies on."""
-    return {
-        node.extent
-        for _, node in tree.walk(root)
-        if isinstance(node, (tree.Tensor, tree.Array)) and node.extent >= 0
-    }
-
-
 def spared_bytes(content: tree.Tree) -> int:
     """Bytes of the payload that need not be read."""
-    wanted = extents_of(content.root)
+    wanted = tree.extents_of(content.root)
     return sum(one.nbytes for index, one in enumerate(content.extents) if index not in wanted)
 
 

@@ -131,8 +131,7 @@ class _WholeTensors:
 
     def content(self) -> tree.Tree:
         root = self._node(self._own.root, "")
-        nodes = (node for _, node in tree.walk(root))
-        kept = {node.extent for node in nodes if isinstance(node, (tree.Tensor, tree.Array))}
+        kept = tree.extents_of(root)
         for index, extent in enumerate(self._extents):
             if index not in kept:
                 self._extents[index] = extent._replace(nbytes=0)

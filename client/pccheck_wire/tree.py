@@ -27,7 +27,7 @@ import collections
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -666,6 +666,15 @@ def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
             yield from walk(value, join(path, plain(key)))
     elif isinstance(node, Shard):
         yield path, node.local
+
+
+def extents_of(root: Node, *, without: Collection[int] = ()) -> set[int]:
+    """The extents on which a part lies; `without`: ids of nodes that do not count."""
+    return {
+        node.extent
+        for _, node in walk(root)
+        if isinstance(node, (Tensor, Array)) and node.extent >= 0 and id(node) not in without
+    }
 
 
 def join(path: str, key: object) -> str:

@@ -50,7 +50,7 @@ class RequestLostError(DaemonUnreachableError):
 
 
 #: One per process, by its id, and never destroyed: a context that is collected together with its
-#: socket waits for that socket for ever.
+#: socket waits for that socket forever.
 _CONTEXTS: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 

@@ -28,9 +28,10 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from pccheck.client import PCcheckClient
 from pccheck.saving.in_flight import Checkpoint
 from pccheck.state.attaching import Stateful
+from pccheck.warn import warn
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
-from .deepspeed_files import NAME, Source, State, settled, tags_of, warn_of_closed
+from .deepspeed_files import NAME, Source, State, settled, tags_of
 from .objects import Objects
 
 #: What DeepSpeed itself puts into a checkpoint.
@@ -122,7 +123,10 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
             done = bool(self._save(save_dir, tag, *arguments, **options))
             assert self._info is not None
             if self.client.closed:
-                warn_of_closed()
+                warn(
+                    "training continues WITHOUT checkpoints: the client was closed, by close() or "
+                    "by a newer client for the job. Use one client: install(engine, client=client)"
+                )
                 return done
             self.checkpoint = self.client.checkpoint(
                 step=self._engine.global_steps, metadata={"tag": self._info.tag}

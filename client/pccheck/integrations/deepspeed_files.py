@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from pccheck.client import PCcheckClient
 from pccheck.reader import Reader
 from pccheck.restoring.reading import RestoreResult
-from pccheck.warn import PccheckWarning
 from pccheck_wire.errors import StateMismatchError, UsageError
 
 from .objects import rebuilt
@@ -94,12 +92,3 @@ def settled(file: dict[str, Any]) -> dict[str, Any]:
         key: value if key in _UPDATED else rebuilt(value, copied, key)
         for key, value in file.items()
     }
-
-
-def warn_of_closed() -> None:
-    warnings.warn(
-        "PCcheck: training continues WITHOUT checkpoints: the client was closed, by close() or by "
-        "a newer client for the job. Use one client: install(engine, client=client)",
-        PccheckWarning,
-        stacklevel=3,
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from pccheck.client import PCcheckClient
 from pccheck.state.rng import capture_rng, restore_rng
-from pccheck.warn import PccheckWarning
+from pccheck.warn import warn
 from pccheck_wire.errors import DamagedError, UsageError
 
 
@@ -100,7 +99,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
                 self._counters.epoch_rng = None
             self._generators = capture_rng()
         elif resumption is not None:
-            _warn(
+            warn(
                 f"training begins at step {state.global_step}, although pccheck_resume() found a "
                 f"checkpoint of step {resumption.step}: the new checkpoints will replace it. To "
                 "continue from it: train(resume_from_checkpoint=pccheck_resume(trainer))"
@@ -159,7 +158,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         try:
             self._client.checkpoint(step=state.global_step)
         except UsageError as error:  # it was closed by the user, or by a newer client
-            _warn(
+            warn(
                 f"training continues WITHOUT checkpoints from step {state.global_step} on: "
                 f"{error.message}. Make one client for this job: PCcheckCallback(client=client)"
             )
@@ -181,10 +180,6 @@ def pccheck_resume(trainer: Any, step: int | None = None) -> str | None:
             hint="make it with one: Trainer(..., callbacks=[PCcheckCallback(every_n_steps=10)])",
         )
     return found[0]._resume(trainer, step)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=3)
 
 
 class _Counters:

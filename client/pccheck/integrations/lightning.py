@@ -22,10 +22,10 @@ from pccheck.client import PCcheckClient, open_client
 from pccheck.restoring.reading import Found
 from pccheck.state.flatten import Flattener
 from pccheck.state.rng import restore_rng
-from pccheck.warn import LOG
+from pccheck.warn import LOG, warn
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
-from .lightning_io import PCcheckIO, place_of, warn
+from .lightning_io import PCcheckIO, place_of
 
 __all__ = ["PCcheckCallback", "PCcheckIO"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pccheck.client import PCcheckClient
 from pccheck.restoring.reading import Found
 from pccheck.state.rng import capture_rng
-from pccheck.warn import PccheckWarning
+from pccheck.warn import warn
 from pccheck_store.filesystem import ENDING, PCcheckFileSystem
 from pccheck_wire.errors import NoCheckpointError, PccheckError, StateMismatchError, UsageError
 
@@ -209,7 +208,3 @@ def _lightnings(found: Found, path: object) -> dict[str, Any]:
         )
         checkpoint["optimizer_states"] = [state[name] for name in names]
     return checkpoint
-
-
-def warn(text: str) -> None:
-    warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=3)

@@ -208,14 +208,8 @@ class Placement:
 
     def _want(self, node: tree.Node) -> bool:
         """Asks for the tensors and arrays in it; whether there are some."""
-        items = [item for _, item in tree.walk(node)]
-        placed = {id(item.local) for item in items if id(item) in self._made}  # type: ignore[union-attr]
-        found = {
-            item.extent
-            for item in items
-            if isinstance(item, (tree.Tensor, tree.Array)) and item.extent >= 0
-            and id(item) not in placed
-        }  # fmt: skip
+        placed = {id(item.local) for _, item in tree.walk(node) if id(item) in self._made}  # type: ignore[union-attr]
+        found = tree.extents_of(node, without=placed)
         self._rebuilt |= found
         return bool(found)
 

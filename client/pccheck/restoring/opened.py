@@ -128,7 +128,11 @@ class OpenCheckpoint:
         with self._lock:
             self._require_open()
             home, node = self._find(path, rank)
-            memory = Memory(self._tree(home).extents, _extents(node, shards=rank is not None))
+            blocks: set[int] = set()  # of DTensors: read with those of the other ranks
+            if rank is None:
+                blocks = {id(n.local) for _, n in tree.walk(node) if isinstance(n, tree.Shard)}
+            wanted = tree.extents_of(node, without=blocks)
+            memory = Memory(self._tree(home).extents, wanted)
             ranges = [pack(memory.ranges)]
             if rank is None:
                 ranges += self._put_together(memory, path, node)
@@ -281,17 +285,6 @@ class _Infos:
     def array(self, node: tree.Array) -> TensorInfo:
         shape = tuple(node.shape)
         return TensorInfo(shape, numpy_dtype(node.dtype), shape, (0,) * len(shape))
-
-
-def _extents(node: Node, *, shards: bool) -> set[int]:
-    """The extents of a node; without `shards` those that only DTensors use are left out."""
-    local = {id(n.local) for _, n in tree.walk(node) if isinstance(n, tree.Shard)}
-    return {
-        one.extent
-        for _, one in tree.walk(node)
-        if isinstance(one, (tree.Tensor, tree.Array)) and one.extent >= 0
-        and (shards or id(one) not in local)
-    }  # fmt: skip
 
 
 def _memory_for(wanted: Wanted) -> torch.Tensor:

@@ -34,7 +34,7 @@ def _agreed(arguments: argparse.Namespace, document: Document) -> bool:
             hint="see what would be removed: --dry-run",
         )
     say(as_text(document))
-    return input("remove these files for ever? [y/N] ").strip().lower() in ("y", "yes")
+    return input("remove these files permanently? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def as_text(document: Document, *, now_s: float | None = None) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from pccheck_native.cgroups import available
 from pccheck_store.readers import Reader
-from pccheck_store.selection import as_tensor, extents_of
+from pccheck_store.selection import as_tensor
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
@@ -58,7 +58,7 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
     root = plain.node(content.root, "")
     if output.directory:
         named(root)
-    wanted = extents_of(root)
+    wanted = tree.extents_of(root)
     sizes = (content.extents[index].lead + content.extents[index].nbytes for index in wanted)
     place = output.target.parent
     memory = rebuild.Memory(content.extents, wanted, storages(sum(map(_aligned, sizes)), place))
