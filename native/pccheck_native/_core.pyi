@@ -5,9 +5,9 @@ Sizes are bytes, times are CLOCK_MONOTONIC nanoseconds, deadlines are absolute o
 packed little-endian u64 triples (address, offset, length), ascending and disjoint by offset; device
 ranges are packed "<QQQII" (address, offset, length, CUDA ordinal, 0), ascending and disjoint, too.
 
-`close()` may be called again and again. It forbids new calls (ValueError); what is closed goes when
-the calls that run in other threads, and the channels that borrow it, have let go. A forked child
-may not use what its parent opened (ValueError).
+`close()` may be called several times. It forbids new calls (ValueError). The object is freed when
+calls in other threads have ended and no channel borrows it. A forked child may not use what its
+parent opened (ValueError).
 """
 
 import os
@@ -139,11 +139,11 @@ class Volume:
     def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
     def spare(self, sequence: int, spared: bool) -> None: ...  # until closed; waits for no disk
-    def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...
-    def finish(self, keep: int, /) -> None: ...
+    def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...  # durable on return
+    def finish(self, keep: int, /) -> None: ...  # only the newest stay; durable on return
     def set_group(self, *, oldest: int, newest: int, given_up: Sequence[int]) -> None: ...
-    def has_expendable(self) -> bool: ...
-    def recycle(self) -> None: ...
+    def has_expendable(self) -> bool: ...  # whether a slot may be recycled now
+    def recycle(self) -> None: ...  # durably, when no slot is free
     def own_bytes(self, sequence: int, /) -> int: ...  # of its payload, not in its base's slot
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
@@ -191,7 +191,7 @@ class Event(NamedTuple):
 class Events:
     def __init__(self) -> None: ...
     def fileno(self) -> int: ...
-    def take(self) -> list[Event]: ...
+    def take(self) -> list[Event]: ...  # oldest first; never blocks
     def close(self) -> None: ...
 
 class GpuInfo(NamedTuple):
@@ -216,7 +216,7 @@ class Gpus:
 
     def __init__(self) -> None: ...
     def info(self) -> list[GpuInfo]: ...
-    def rest(self, unused_s: float, /) -> None: ...
+    def rest(self, unused_s: float, /) -> None: ...  # releases contexts unused for so long
     def close(self) -> None: ...
 
 class ChannelUsage(NamedTuple):
@@ -268,19 +268,19 @@ class Channel:
         step, incarnation, payload_bytes, tree_offset, tree_bytes, world_size, why not)."""
 
     def adopt(self, fd: int, id: int) -> None: ...  # takes fd when it does not raise
-    def settle(self) -> None: ...
-    def unbind(self, volume: Volume, /) -> None: ...
+    def settle(self) -> None: ...  # checks what was adopted, gives it to the writers; blocks
+    def unbind(self, volume: Volume, /) -> None: ...  # EBUSY while it has saves
     def attach(self, socket_fd: int, session: int, pid: int = 0) -> int:
         """The page's descriptor, the caller's. `pid`: the trainer as named here, 0 = unknown."""
 
-    def detach(self) -> None: ...
-    def grow(self, bytes: int, /) -> int: ...
+    def detach(self) -> None: ...  # blocks for the drain
+    def grow(self, bytes: int, /) -> int: ...  # the bytes that it has now
     def shrink(self, bytes: int, /) -> tuple[int, int, int]:
         """Takes memory back, with a trainer or without, a step further each time: the bytes held
         now, those that stay, and the segments that the client was asked for and still has."""
 
-    def release_memory(self) -> None: ...
-    def rest(self, unmapped_s: float, /) -> None: ...
+    def release_memory(self) -> None: ...  # EBUSY unless detached and idle
+    def rest(self, unmapped_s: float, /) -> None: ...  # unpins segments unused by GPUs for so long
     def expose(self, map: int, exposure: bytes) -> str:
         """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure
         before is gone either way."""
@@ -320,7 +320,7 @@ class LinkState(NamedTuple):
     outcome: int
     sequence: int
     source_read: bool
-    error: int  # why the link itself let it go: 0 or a negative code
+    error: int  # why the link itself gave it up: 0 or a negative code
     error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE"
 
 @final

@@ -7,7 +7,7 @@
 #define REASON_BYTES 192
 
 /* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
- * unbind(), the volume of a load until the next load. Each goes after the channel has let go of it,
+ * unbind(), the volume of a load until the next load. Each lives until the channel has released it,
  * whatever order their owners close them in. */
 struct py_channel {
     struct pcc_py_object base;
@@ -442,37 +442,25 @@ static PyObject *channel_settle(PyObject *self, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef methods[] = {
-    PCC_PY_METHOD(
-        "bind", channel_bind,
-        "New saves go to this volume; with a state memfd, which saves continue and which do not."),
-    PCC_PY_METHOD("adopt", channel_adopt,
-                  "Takes over a segment, and its descriptor, out of the store."),
-    {"settle", channel_settle, METH_NOARGS,
-     "Checks what was adopted and hands it to the writers; blocks."},
-    {"unbind", channel_unbind, METH_O, "Releases a volume; EBUSY while it has saves."},
-    PCC_PY_METHOD("attach", channel_attach,
-                  "A trainer connected; the page's descriptor, the caller's."),
-    {"detach", channel_detach, METH_NOARGS, "The trainer is gone; blocks for the drain."},
-    {"grow", channel_grow, METH_O, "Takes memory; the bytes it now has."},
-    {"shrink", channel_shrink, METH_O,
-     "Takes memory back, a step further each time: (bytes held, bytes that stay, segments that the "
-     "client was asked for and still has)."},
-    {"release_memory", channel_release_memory, METH_NOARGS,
-     "Gives every segment back; EBUSY unless detached and idle."},
-    {"rest", channel_rest, METH_O,
-     "Unpins the segments when no GPU memory was mapped for so long."},
-    PCC_PY_METHOD("expose", channel_expose,
-                  "Takes over an exposure of GPU memory; \"\" or why not; MemoryError when "
-                  "GPU or host memory is short."),
-    PCC_PY_METHOD("begin", channel_begin, "Admits a snapshot; its sequence."),
-    PCC_PY_METHOD("refuse", channel_refuse, "Refuses a snapshot."),
-    {"requested", channel_requested, METH_NOARGS, "Snapshots whose word says REQUESTED."},
-    PCC_PY_METHOD("set_outcome", channel_set_outcome,
-                  "Tells the trainer what became of a snapshot."),
-    PCC_PY_METHOD("load", channel_load, "Sends a checkpoint to the trainer; returns at once."),
-    {"cached", channel_cached, METH_O, "Whether all of it is still in DRAM."},
-    {"usage", channel_usage, METH_NOARGS, "What its chunks are used for."},
-    {"close", pcc_py_object_close, METH_NOARGS, "Drains sealed saves, then goes."},
+    PCC_PY_METHOD("bind", channel_bind),
+    PCC_PY_METHOD("adopt", channel_adopt),
+    {"settle", channel_settle, METH_NOARGS, NULL},
+    {"unbind", channel_unbind, METH_O, NULL},
+    PCC_PY_METHOD("attach", channel_attach),
+    {"detach", channel_detach, METH_NOARGS, NULL},
+    {"grow", channel_grow, METH_O, NULL},
+    {"shrink", channel_shrink, METH_O, NULL},
+    {"release_memory", channel_release_memory, METH_NOARGS, NULL},
+    {"rest", channel_rest, METH_O, NULL},
+    PCC_PY_METHOD("expose", channel_expose),
+    PCC_PY_METHOD("begin", channel_begin),
+    PCC_PY_METHOD("refuse", channel_refuse),
+    {"requested", channel_requested, METH_NOARGS, NULL},
+    PCC_PY_METHOD("set_outcome", channel_set_outcome),
+    PCC_PY_METHOD("load", channel_load),
+    {"cached", channel_cached, METH_O, NULL},
+    {"usage", channel_usage, METH_NOARGS, NULL},
+    {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

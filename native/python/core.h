@@ -212,10 +212,10 @@ PyObject *pcc_py_same_geometry(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_items(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_values(PyObject *module, PyObject *args);
 
-/* A row of a table of methods, for a function that takes keywords. */
-#define PCC_PY_METHOD(name, function, doc)                                                         \
+/* A method that takes keywords. `_core.pyi` describes the methods. */
+#define PCC_PY_METHOD(name, function)                                                              \
     {                                                                                              \
-        name, (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS, doc           \
+        name, (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS, NULL          \
     }
 
 #endif

@@ -96,9 +96,9 @@ static PyObject *gpus_rest(PyObject *self, PyObject *seconds)
 }
 
 static PyMethodDef methods[] = {
-    {"info", gpus_info, METH_NOARGS, "What each GPU in use has done."},
-    {"rest", gpus_rest, METH_O, "Gives back the contexts of GPUs that were not used for so long."},
-    {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
+    {"info", gpus_info, METH_NOARGS, NULL},
+    {"rest", gpus_rest, METH_O, NULL},
+    {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

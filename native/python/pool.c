@@ -63,10 +63,10 @@ static PyObject *pool_unstore(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef pool_methods[] = {
-    {"usage", pool_usage, METH_NOARGS, "(budget, used) in bytes."},
-    {"unstore", pool_unstore, METH_VARARGS, "Has a name removed from the descriptor store."},
-    {"stored", pool_stored, METH_NOARGS, "(stored, limit, refused) of the descriptor store."},
-    {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
+    {"usage", pool_usage, METH_NOARGS, NULL},
+    {"unstore", pool_unstore, METH_VARARGS, NULL},
+    {"stored", pool_stored, METH_NOARGS, NULL},
+    {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -153,9 +153,9 @@ static PyObject *events_take(PyObject *self, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef events_methods[] = {
-    {"fileno", events_fileno, METH_NOARGS, "Readable while events wait."},
-    {"take", events_take, METH_NOARGS, "All events that wait, oldest first; never blocks."},
-    {"close", pcc_py_object_close, METH_NOARGS, "Closes it once no channel uses it."},
+    {"fileno", events_fileno, METH_NOARGS, NULL},
+    {"take", events_take, METH_NOARGS, NULL},
+    {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -172,7 +172,7 @@ void pcc_numa_prefer(void *bytes, uint64_t length_bytes, int32_t node)
     if (node < 0 || (uint32_t)node >= NODE_MAX || pcc_numa_count() < 2)
         return;
     mask[(uint32_t)node / WORD_BITS] = 1ul << ((uint32_t)node % WORD_BITS);
-    /* The kernel reads one bit less than it is told. */
+    /* The kernel reads one bit less than the given number. */
     (void)syscall(SYS_mbind, bytes, length_bytes, MPOL_PREFERRED, mask, NODE_MAX + 1ul, 0u);
 }
 

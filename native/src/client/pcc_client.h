@@ -99,7 +99,7 @@ PCC_MUST_CHECK int pcc_client_mark(struct pcc_client *client, uint64_t snapshot,
 /* The gate: what is enqueued on `stream` from now on runs after this GPU's part of the snapshot was
  * read (staged aside: after it was staged). The stream waits, not the caller; but for push the
  * caller waits until all copies are enqueued: a stream that waits for copies that cannot be
- * launched while it waits would wait for ever. The thread lets the stream go at the deadline, by
+ * launched while it waits would wait forever. The thread releases the stream at the deadline, by
  * abandoning the snapshot; that much later when it still had other work to do at the call. 0,
  * -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device,

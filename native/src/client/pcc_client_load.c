@@ -88,7 +88,8 @@ int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
     return error;
 }
 
-void pcc_client_load_note(struct pcc_client *client, int error)
+/* With lock held: a part of the load is done, or has failed (a code). */
+static void load_note(struct pcc_client *client, int error)
 {
     struct pcc_client_load *load = &client->load;
 
@@ -111,7 +112,7 @@ void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *me
     if (load->active && !load->ended && !load->all_sent && load->id == message->id) {
         load->all_sent = true;
         load->result = message->result;
-        pcc_client_load_note(client, 0);
+        load_note(client, 0);
     }
     (void)pthread_mutex_unlock(&client->lock);
 }
@@ -254,7 +255,7 @@ static uint32_t load_done(struct pcc_client *client, struct pcc_client_device *d
     device->load_progress_ns = pcc_now_ns();
     (void)pthread_mutex_lock(&client->lock);
     client->load.flying--;
-    pcc_client_load_note(client, error);
+    load_note(client, error);
     (void)pthread_mutex_unlock(&client->lock);
     return chunk;
 }
@@ -421,7 +422,7 @@ bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *m
     scatter_to_host(client, message);
     (void)pthread_mutex_lock(&client->lock);
     load->busy = false;
-    pcc_client_load_note(client, error);
+    load_note(client, error);
     (void)pthread_mutex_unlock(&client->lock);
     return !client->flights[message->chunk].loading;
 }

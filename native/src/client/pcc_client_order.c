@@ -39,8 +39,7 @@ void pcc_client_release_streams(struct pcc_client *client, struct pcc_job *job)
     job->held = 0;
 }
 
-/* With lock held: true while a stream that `held` names waits and the daemon could still let it go.
- */
+/* With lock held: whether a stream that `held` names waits, which the daemon can still release. */
 static bool held_back(struct pcc_client *client, struct pcc_job *job)
 {
     if (!pcc_client_open_word(client, job->snapshot)) {

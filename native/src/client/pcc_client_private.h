@@ -1,14 +1,10 @@
-/* The inside of a client, shared by pcc_client.c (life, requests, waits), pcc_client_submit.c (the
- * plan of a snapshot), pcc_client_run.c (the thread: messages), pcc_client_copy.c and
- * pcc_client_push.c (filling chunks), pcc_client_grant.c (segments), pcc_client_load.c (restores),
- * and the GPU's part: pcc_client_device.c, pcc_client_order.c, pcc_client_expose.c,
- * pcc_client_staging.c.
+/* The inside of a client; README.md lists the files.
  *
- * `lock` guards the jobs and the load; it is never held while bytes are moved or the driver is
- * called: `busy` says that the thread is moving some, and `idle` is signalled when it stops.
- * `gpu_lock` guards what trainers' threads do with the driver among themselves; the client's thread
- * never takes it, so that nothing the driver does to them keeps it from letting a stream go. Chunks
- * and rings are the thread's alone. */
+ * `lock` guards the jobs and the load. No thread holds it while bytes are moved or the driver is
+ * called: `busy` says that the client's thread moves bytes, and `idle` is signalled when it stops.
+ * `gpu_lock` guards the calls of the driver by trainers' threads. The client's thread never takes
+ * `gpu_lock`, so a call of the driver that hangs there does not keep it from releasing a stream.
+ * Only the client's thread touches chunks and rings. */
 #ifndef PCC_CLIENT_PRIVATE_H
 #define PCC_CLIENT_PRIVATE_H
 
@@ -342,8 +338,6 @@ PCC_MUST_CHECK int pcc_client_retire(struct pcc_client *client);
 
 /* -- pcc_client_load.c; called by the thread -- */
 void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message);
-/* With lock held: something of the load was done, or has failed (a code). */
-void pcc_client_load_note(struct pcc_client *client, int error);
 /* With lock held: true when a load has ended, or never will. */
 bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id);
 /* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */

@@ -103,7 +103,7 @@ void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
 }
 
 /* Whoever puts holds a channel's lock, which the loop may be waiting for: a put that waited for the
- * loop to take could wait for ever. Every channel has reserved what it may put between two takes.
+ * loop to take could wait forever. Every channel has reserved what it may put between two takes.
  */
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {

@@ -164,7 +164,7 @@ static void forget(struct pcc_pool *pool, const char *label, const char *kind, u
     pcc_store_remove(pool->store, name);
 }
 
-/* Sealed like ours, whole, and no longer than anything of ours: it can be mapped without fear. */
+/* Sealed like ours, whole, and no longer than anything of ours: it is safe to map. */
 static int found_length(int fd, uint64_t *length_out)
 {
     struct stat about;

@@ -182,7 +182,8 @@ void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum p
 
 /* -- the words that GPUs' streams wait for -- */
 
-void pcc_tenant_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device)
+/* The daemon has read a GPU's part of the snapshot: the stream may continue. */
+static void device_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device)
 {
     _Atomic uint64_t *word = &pcc_page_words(&tenant->view, snapshot, device)->done;
     uint64_t now = atomic_load_explicit(word, memory_order_relaxed);
@@ -197,7 +198,7 @@ void pcc_tenant_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t devi
 void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot)
 {
     for (uint32_t device = 0; device < PCC_DEVICES; device++)
-        pcc_tenant_done(tenant, snapshot, device);
+        device_done(tenant, snapshot, device);
 }
 
 void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence)
@@ -237,7 +238,7 @@ static void believe(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uin
     save->judged |= devices;
     for (uint32_t device = 0; device < PCC_DEVICES; device++)
         if ((devices >> device & 1u) != 0)
-            pcc_tenant_done(tenant, save->snapshot, device);
+            device_done(tenant, save->snapshot, device);
     pcc_tenant_wake_client(tenant);
     if (pcc_tenant_copy_check(tenant, save) != 0)
         pcc_tenant_break(tenant);

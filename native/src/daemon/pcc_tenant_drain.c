@@ -94,7 +94,7 @@ static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     save->copied = true;
     /* An error means that a write has failed meanwhile; `ended` follows and says so. */
     (void)!pcc_save_seal(save->save);
-    /* False for a page that was scribbled on: it is copied, whatever its owner reads there. */
+    /* False for a page that its client has overwritten: the snapshot is copied all the same. */
     (void)pcc_word_move(entry, save->snapshot, PCC_WORD_VOUCHING, PCC_WORD_COPIED);
     pcc_tenant_outcome(tenant, save->snapshot,
                        save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence);
@@ -239,7 +239,7 @@ static void abort_abandoned(struct pcc_tenant *tenant)
             continue;
         struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
         /* Acquire pairs with the client's move to ABANDONED. Any other word that is not COPYING
-         * was scribbled; it ends the same way. */
+         * was overwritten; it ends the same way. */
         if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
             pcc_word(save->snapshot, PCC_WORD_COPYING))
             pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);

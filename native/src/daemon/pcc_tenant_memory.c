@@ -64,6 +64,9 @@ static void pull_stop(struct pcc_tenant *tenant)
     pcc_tenant_unlock(tenant);
 }
 
+/* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
+static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
+
 /* With growing held. Near the GPU that reads into it, and pinned for it; else near the trainer. */
 static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
 {
@@ -76,7 +79,7 @@ static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_t
     int error = pcc_pool_take(tenant->pool, length, node, tenant->label, &out->memory);
     if (error != 0)
         return error;
-    if (pcc_tenant_segment_pin(tenant, out) != 0)
+    if (segment_pin(tenant, out) != 0)
         pull_stop(tenant);
     return 0;
 }
@@ -222,7 +225,7 @@ void pcc_tenant_pin_stop(struct pcc_tenant *tenant)
     pinner_set(tenant, NULL);
 }
 
-int pcc_tenant_segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
 {
     struct pcc_gpu *gpu = tenant->pull.pinner;
 
@@ -267,7 +270,7 @@ void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segm
     for (uint32_t i = 0; i < memory->chunk_count; i++)
         lost = lost || tenant->chunks[memory->first_chunk + i].state == PCC_CHUNK_LOST;
     const bool unpinned = !lost && segment_unpin(tenant, segment);
-    if (!unpinned && segment->pinned_by != NULL) { /* its GPU stays held, for ever */
+    if (!unpinned && segment->pinned_by != NULL) { /* its GPU is never released */
         pcc_tenant_lock(tenant);
         tenant->pull.pinned_bytes -= memory->length_bytes;
         pcc_tenant_unlock(tenant);
@@ -288,7 +291,7 @@ int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
     (void)pthread_mutex_lock(&tenant->growing);
     pinner_set(tenant, gpu);
     for (uint32_t i = 0; error == 0 && i < tenant->segment_count; i++)
-        error = pcc_tenant_segment_pin(tenant, &tenant->segments[i]);
+        error = segment_pin(tenant, &tenant->segments[i]);
     if (error != 0)
         pinner_set(tenant, NULL);
     (void)pthread_mutex_unlock(&tenant->growing);

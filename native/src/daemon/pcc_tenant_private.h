@@ -1,8 +1,4 @@
-/* The inside of a tenant, shared by pcc_tenant.c (life), pcc_tenant_admit.c (admission),
- * pcc_tenant_memory.c (segments: taken, pinned, given back), pcc_tenant_chunks.c (who holds which
- * chunk), pcc_tenant_drain.c (what the client and the savers report), pcc_tenant_expose.c (what is
- * mapped of the trainer's GPUs), pcc_tenant_pull.c (the parts of a checkpoint that copiers fill),
- * pcc_tenant_load.c (restores) and pcc_tenant_kept.c (what outlives the daemon).
+/* The inside of a tenant; README.md lists the files.
  *
  * Locks, outermost first: control (attach, detach, expose, load start, bind, close) -> growing ->
  * lock -> the savers', the GPUs' and the events' own. `lock` guards everything below unless it says
@@ -278,8 +274,6 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
 /* -- pcc_tenant_admit.c; with the lock held, a session attached -- */
-/* A GPU's part of the snapshot was read: its stream may go on. */
-void pcc_tenant_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device);
 /* The word of the snapshot is final: the streams of all GPUs may go on. */
 void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
 /* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
@@ -304,9 +298,6 @@ int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message
 PCC_MUST_CHECK int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu);
 /* With growing held, or when closing: segments that come later are not pinned. */
 void pcc_tenant_pin_stop(struct pcc_tenant *tenant);
-/* With growing held: as pcc_tenant_pin_for said; 0 also when it did not. */
-PCC_MUST_CHECK int pcc_tenant_segment_pin(struct pcc_tenant *tenant,
-                                          struct pcc_tenant_segment *segment);
 /* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
 void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
 

@@ -325,7 +325,7 @@ static void map_leave(struct pcc_tenant_map *map)
 }
 
 /* With the lock held: the GPU has not ended its copies in time, and nobody waits for it any more.
- * Its chunks and its mappings stay as they are, for ever. */
+ * Its chunks and its mappings are never freed. */
 static void part_orphan(struct pcc_tenant *tenant, struct pcc_tenant_part *part)
 {
     struct pcc_tenant_map *map = part->map;

@@ -9,7 +9,7 @@
  * throttled, a piece is read every PCC_PACE_LIMIT_NS all the same: no user can keep another from
  * reading. Who saves waits for nothing here but a short lock.
  *
- * Users are told apart by uid % PCC_PACE_USERS. Any thread; enter blocks, the rest does not. */
+ * Users are distinguished by uid % PCC_PACE_USERS. Any thread; enter blocks, the rest does not. */
 #ifndef PCC_PACE_H
 #define PCC_PACE_H
 

@@ -127,7 +127,7 @@ struct pcc_gpu_answers { /* of the driver, when a handle does not open */
 PCC_MUST_CHECK int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64],
                                   CUdeviceptr *address_out, uint64_t *length_out,
                                   struct pcc_gpu_answers *answers_out);
-/* These two do nothing to a lost GPU: its driver may wait for ever. */
+/* These two do nothing to a lost GPU: its driver may wait forever. */
 void pcc_gpu_import_close(struct pcc_gpu *gpu, CUdeviceptr address);
 PCC_MUST_CHECK int pcc_gpu_unpin_host(struct pcc_gpu *gpu, void *bytes, uint64_t length);
 /* Reads up to PCC_GPU_LANDING_BYTES of device memory beside the copier; bounded. */

@@ -157,7 +157,7 @@ static struct {
 /* Gives its context back. False: it is lost, and left behind. */
 static bool gpu_stop(struct pcc_gpu *gpu)
 {
-    /* The driver of a lost GPU may wait for ever, and its engine may still write. */
+    /* The driver of a lost GPU may wait forever, and its engine may still write. */
     if (!copier_stop(gpu) || pcc_gpu_is_lost(gpu)) {
         (void)pthread_mutex_lock(&left_behind.lock);
         gpu->left_behind = left_behind.first;

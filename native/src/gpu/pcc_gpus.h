@@ -4,7 +4,7 @@
  * A copier serves all tenants, one chunk of each in turn, with a few chunks under way, so that no
  * trainer waits for another's and the engine is never idle. It never waits for a trainer on the
  * stream: whether a snapshot is ready is asked by the CPU. A GPU whose context is lost stays lost
- * (the driver gives it to new processes only): its copies fail, trainers are told to push.
+ * (the driver gives it to new processes only): its copies fail, trainers have to push.
  *
  * Any thread. Contexts are made at the first exposure, never at the start, and are given back by
  * pcc_gpus_rest. */

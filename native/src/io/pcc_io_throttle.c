@@ -51,7 +51,7 @@ static bool wait_for(struct throttle_io *self, double place)
     if (rate == 0 || filled_at(self, pcc_now_ns()) >= place)
         return false;
     const double wait_ns = (place - self->filled) / (double)rate * SECOND_NS;
-    /* Rounded up, so that the place is reached then; a century is as good as for ever. */
+    /* Rounded up, so that the place is reached then; a century is as good as forever. */
     const uint64_t until = self->since_ns + (uint64_t)(wait_ns < 3e18 ? wait_ns : 3e18) + 1;
     (void)pcc_condition_wait(&self->changed, &self->lock, until);
     return true;

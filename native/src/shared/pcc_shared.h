@@ -3,7 +3,7 @@
  *
  * Either side may be killed, stopped or hostile at any instruction. The daemon copies what it reads
  * once, checks it against state of its own, and never takes an offset, an index or a length from
- * here unchecked. A client that scribbles harms its own checkpoints only.
+ * here unchecked. A client that writes garbage harms only its own checkpoints.
  *
  *   struct pcc_page | ring to_client | ring to_daemon | checksum table
  *
