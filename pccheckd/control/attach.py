@@ -130,13 +130,7 @@ def _admit(path: Path, group: str) -> None:
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(os.fspath(path))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return True
+        return probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)  # EAGAIN: many wait
 
 
 class AttachServer(Background):
