@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from tests.support.torchrun import ROOT
+from tests.support.programs import ROOT
 
 
 class Forks:

@@ -18,7 +18,7 @@ import pytest
 from pccheck import UsageError
 from tests.conftest import SMALL
 from tests.support.daemon import Daemon
-from tests.support.torchrun import torchrun
+from tests.support.torchrun import started
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("lightning"), reason="lightning is not installed"
@@ -174,9 +174,9 @@ def test_ranks_save_one_copy_and_go_on_bit_for_bit(
         ("resumed", ranks | {"job": "ranks", "every": 4}),
     ]
     daemon = start_daemon()
-    program = ("-m", PROGRAM, str(tmp_path), json.dumps(scenarios))
-    launcher = stack.enter_context(torchrun(daemon, "ranks", 2, *program))
-    said, _ = launcher.communicate(timeout=200)
+    program = (PROGRAM, tmp_path, json.dumps(scenarios))
+    launcher = stack.enter_context(started(daemon, "ranks", 2, *program))
+    said = launcher.finish()
     assert launcher.returncode == 0, said
     read = reader(tmp_path)
     for rank in range(2):

@@ -15,7 +15,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.daemon import PATIENCE, Daemon
-from tests.support.torchrun import torchrun
+from tests.support.programs import Program
+from tests.support.torchrun import started
 
 START_S = 90.0 * PATIENCE
 VICTIMS = ("all", "one", "one, then all", "daemon, then all", "all, then daemon")
@@ -68,13 +68,13 @@ class Campaign:
         self.tally.starts[f"{ranks} ranks"] += 1
 
     @contextlib.contextmanager
-    def _started(self, out: Path, ranks: int) -> Iterator[subprocess.Popen[str]]:
+    def _started(self, out: Path, ranks: int) -> Iterator[Program]:
         program = (
-            "-m", "tests.support.shardtraining", str(out), "--steps", "1000000",
+            "tests.support.shardtraining", out, "--steps", "1000000",
             "--on-busy", "skip", "--cut", "fsdp" if ranks > 1 else "none",
         )  # fmt: skip
         with (out / "said").open("w") as said:
-            launcher = torchrun(self.daemon, "job", ranks, *program, output=said)
+            launcher = started(self.daemon, "job", ranks, *program, output=said)
             try:
                 yield launcher
             finally:
@@ -84,7 +84,7 @@ class Campaign:
                     launcher.terminate()  # some did not start
                 launcher.wait(START_S)
 
-    def _wait(self, out: Path, ranks: int, steps: int, launcher: subprocess.Popen[str]) -> None:
+    def _wait(self, out: Path, ranks: int, steps: int, launcher: Program) -> None:
         """Until every rank has made so many steps."""
         deadline = time.monotonic() + START_S
         while any(len(_lines(out, rank)) < steps + 1 for rank in range(ranks)):
@@ -93,7 +93,7 @@ class Campaign:
                 raise AssertionError(f"the ranks did not make {steps} steps: {tail}")
             time.sleep(0.005)
 
-    def _kill(self, victim: str, out: Path, ranks: int, launcher: subprocess.Popen[str]) -> None:
+    def _kill(self, victim: str, out: Path, ranks: int, launcher: Program) -> None:
         pids = _pids(out, ranks)
         if victim == "daemon, then all":
             self.daemon.kill()

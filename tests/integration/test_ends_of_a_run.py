@@ -80,7 +80,7 @@ def test_torchrun_stops_all_ranks_after_the_same_step(
     start_daemon: Start, stack: ExitStack
 ) -> None:
     """Each of its workers gets the signal somewhere else in its step."""
-    run = torchrun(start_daemon(), "job", 2, "-m", "tests.support.endtraining")
+    run = torchrun(start_daemon(), "job", 2, "tests.support.endtraining")
     stack.callback(run.terminate)
     assert run.stdout is not None
     # Lines of two ranks may run together.

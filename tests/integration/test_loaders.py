@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.daemon import Daemon
+from tests.support.programs import Program
 
 STEPS = 20  # of 8 in an epoch
 
 
 def ran(*arguments: object, code: int = 0) -> list[str]:
-    made = subprocess.run(
-        [sys.executable, "-m", "tests.support.loadertraining", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert made.returncode == code, made.stderr
-    return made.stdout.splitlines()
+    with Program("tests.support.loadertraining", *arguments) as program:
+        said = program.finish()
+    assert program.returncode == code, said
+    return [line for line in said.splitlines() if line.startswith(("FROM ", "LOSS "))]
 
 
 LOADERS = [

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from pccheck import Checkpoint, CheckpointState, PCcheckClient
 
 from .daemon import Daemon
-from .torchrun import torchrun
+from .torchrun import started
 
 COUNTED = 16  # handles that are looked at
 FROZEN = 36_000_300 // 28 * 28  # bytes, with --frozen
@@ -97,12 +97,13 @@ def launch(
 ) -> tuple[int, str, list[list[str]]]:
     """How the ranks ended, and the steps and digests that each has printed."""
     digests.mkdir()
-    program = ("-m", "tests.support.shardtraining", str(digests))
-    with torchrun(daemon, job, ranks, *program, *flags) as launcher:
-        said, _ = launcher.communicate()
+    program = ("tests.support.shardtraining", digests)
+    with started(daemon, job, ranks, *program, *flags) as launcher:
+        said = launcher.finish()
     printed = [(digests / str(rank)) for rank in range(ranks)]
     lines = [path.read_text().splitlines() if path.exists() else [] for path in printed]
     kept = [[line.rpartition(" ")[0] for line in one] for one in lines]
+    assert launcher.returncode is not None
     return launcher.returncode, said, kept
 
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import IO
 
 from .daemon import Daemon
+from .programs import ROOT, Program
 
-ROOT = Path(__file__).parents[2]
+
+def variables(daemon: Daemon, job: str) -> dict[str, str]:
+    return {"PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(
-    daemon: Daemon, job: str, ranks: int, *words: str, output: int | IO[str] = subprocess.PIPE
-) -> subprocess.Popen[str]:
-    """`words`: a program or "-m" and a module, and its flags. Both outputs go to `output`."""
+def torchrun(daemon: Daemon, job: str, ranks: int, module: str) -> subprocess.Popen[str]:
+    """The command itself. Both outputs go to a pipe."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), *words,
+        str(ranks), "-m", module,
     ]  # fmt: skip
-    environment = os.environ | {
-        "PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
-    )
+        command, cwd=ROOT, env=os.environ | variables(daemon, job) | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def started(
+    daemon: Daemon, job: str, ranks: int, module: str, *words: object, output: IO[str] | None = None
+) -> Program:
+    """The same by what the command calls, without importing torch for each rank."""
+    number = None if output is None else output.fileno()
+    return Program(module, *words, ranks=ranks, environment=variables(daemon, job), output=number)

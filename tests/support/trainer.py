@@ -8,7 +8,6 @@ imported torch already, which makes hundreds of kills cheap.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import traceback
@@ -21,9 +20,8 @@ import torch
 
 from pccheck import PCcheckClient
 from pccheck_wire.errors import CheckpointFailedError
+from tests.support.programs import CONTEXT
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.support.trainer", "tests.support.gputrainer"])
 ANSWER_LIMIT_S = 120.0
 
 
@@ -221,8 +219,8 @@ class Trainer:
     commands: type[Commands] = Commands
 
     def __init__(self, **environment: str) -> None:
-        self._link, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(
+        self._link, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
             target=_main, args=(theirs, environment, self.commands), daemon=True
         )
         self.process.start()

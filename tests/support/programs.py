@@ -1,0 +1,105 @@
+"""Programs that import torch, in processes of their own that need not import it: they are forked
+from a server process that has imported it already, which makes hundreds of them cheap."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.support.trainer", "tests.support.gputrainer"])
+
+
+class Program:
+    """`python -m MODULE WORDS`, with the names of subprocess.Popen; `ranks`: of one job, and the
+    process is their launcher, torchrun's. Calls the module's `main`. Killed with the block."""
+
+    def __init__(
+        self, module: str, *words: object, ranks: int = 0,
+        environment: dict[str, str] | None = None, output: int | None = None,
+    ) -> None:  # fmt: skip
+        """Both outputs go to the file descriptor `output`; without one, to `stdout`."""
+        read, write = os.pipe() if output is None else (-1, os.dup(output))
+        self.stdout = open(read) if output is None else None  # noqa: SIM115, PTH123
+        theirs = Connection(write, readable=False)
+        self._process = CONTEXT.Process(
+            target=_start,
+            args=(theirs, dict(os.environ) | (environment or {}), ranks, module, words),
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0)
+        return self.returncode
+
+    def finish(self) -> str:
+        """What it printed until it ended."""
+        assert self.stdout is not None
+        said = self.stdout.read()
+        self.wait()
+        return said
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._process.kill()
+        self._process.join()
+        if self.stdout is not None:
+            self.stdout.close()
+
+
+def _start(
+    output: Connection, environment: dict[str, str], ranks: int, module: str,
+    words: tuple[object, ...],
+) -> None:  # fmt: skip
+    import torch
+
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # it has inherited the server's
+    sys.argv = [module, *map(str, words)]
+    main: Callable[[], None] = importlib.import_module(module).main
+    try:
+        _launch(main, ranks) if ranks else main()
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _launch(main: Callable[[], None], ranks: int) -> None:
+    """As `torchrun --standalone`, whose workers are forked."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    config = LaunchConfig(
+        1, 1, ranks, run_id=str(uuid.uuid4()), max_restarts=0, start_method="fork", **place
+    )
+    elastic_launch(config, main)()
