@@ -59,6 +59,7 @@ format: $(READY) ## formats Python and C in place
 	$(BIN)/clang-format -i $(C_SOURCES)
 
 native: ## the C core's own tests
+	@$(MAKE) --no-print-directory -j2 -C tests/native all
 	$(MAKE) --no-print-directory -C tests/native run
 
 sanitize: ## the C core's own tests under AddressSanitizer and UBSan, then under ThreadSanitizer
