@@ -427,7 +427,7 @@ static void test_a_closed_link_has_nothing(void)
     fixture_close(&f);
 }
 
-static struct { /* where the client's threads stand still in the middle of a chunk */
+static struct {             /* where the client's threads stand still in the middle of a chunk */
     _Atomic int32_t pieces; /* until then */
     _Atomic bool armed, there, go;
 } barrier;
