@@ -30,13 +30,13 @@ struct pcc_volume {
     uint32_t last_slot;       /* that was taken: the next one is the first free one behind it */
     uint32_t spared;          /* bits: see pcc_volume_spare() */
     uint32_t references[PCC_SLOTS_MAX]; /* of saves in flight, to their bases */
-    uint32_t suspected; /* bits: bases of damaged checkpoints that have left the table */
-    struct {                            /* see pcc_volume_judge_base() */
-        uint64_t sequence;              /* of the base judged last */
-        uint64_t poor;                  /* of the one that no save begins with */
-        uint64_t missed_bytes;          /* that the last save did not find in it */
-        uint64_t wasted_bytes;          /* that all did not */
-        uint32_t patience;              /* how often its size may be wasted */
+    uint32_t suspected;        /* bits: bases of damaged checkpoints that have left the table */
+    struct {                   /* see pcc_volume_judge_base() */
+        uint64_t sequence;     /* of the base judged last */
+        uint64_t poor;         /* of the one that no save begins with */
+        uint64_t missed_bytes; /* that the last save did not find in it */
+        uint64_t wasted_bytes; /* that all did not */
+        uint32_t patience;     /* how often its size may be wasted */
     } base;
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
