@@ -33,6 +33,9 @@ class Volumes:
     def find(self, sequence: int) -> Any:
         return None if self.is_replaced and self.reads > 1 else self.item
 
+    def checkpoint(self, sequence: int) -> Any:
+        return next((one for one in self.checkpoints() if one.sequence == sequence), None)
+
     def checkpoints(self) -> list[Any]:
         found = SimpleNamespace(sequence=7, step=3, incarnation=1, world_size=1, is_pinned=False)
         return [found] if self.find(7) else []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pccheck import PccheckWarning, UsageError
+from pccheck.job.agreement import Agreement
 from pccheck.job.stop import Stop
 from pccheck.warn import Warner
 
@@ -22,9 +23,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(total: Callable[[torch.Tensor], object]) -> Stop:
         group: Any = object()
         monkeypatch.setattr("torch.distributed.all_reduce", lambda word, _op, _group: total(word))
-        stop = Stop(2, Warner())
-        stop._group = group
-        return stop
+        agreement = Agreement(2, Warner())
+        agreement._group = group
+        return Stop(agreement)
 
     return made
 
@@ -54,4 +55,4 @@ def test_a_rank_that_ended_leaves_the_flag_of_this_one(make: Make) -> None:
 
 def test_all_ranks_of_the_job_take_part() -> None:
     with pytest.raises(UsageError, match=r"the 2 ranks .* torch.distributed is not set up"):
-        Stop(2, Warner()).on((15,), 1)
+        Stop(Agreement(2, Warner())).on((15,), 1)

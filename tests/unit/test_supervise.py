@@ -122,7 +122,7 @@ class Rank(SimpleNamespace):
 def tenant(state: State, **usage: int) -> Rank:
     one = SimpleNamespace(sequence=5, state=state)
     return Rank(
-        key="job", stalled="", port=SimpleNamespace(usage=lambda: Usage(**usage)),
+        key="job", stalled="", usage=lambda: Usage(**usage),
         ledger=SimpleNamespace(live=lambda: [one]), one=one,
     )  # fmt: skip
 

@@ -78,4 +78,6 @@ def _unpacked(numbers: Any, dtype: Any) -> Any:
 
 
 def _tensor(state: bytes | torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(_unpacked(state, np.uint8))
+    return (
+        state if isinstance(state, torch.Tensor) else torch.from_numpy(_unpacked(state, np.uint8))
+    )
