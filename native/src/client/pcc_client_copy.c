@@ -133,14 +133,19 @@ static void fill_block(void *context, uint64_t block)
     checksums_of(client, filling->chunk)[block] = pcc_hash_end(&hash);
 }
 
-/* The next chunk of the payload, of host memory. False when it was stopped half-way. */
+/* The next chunk of the payload, of host memory. False when it was stopped half-way. With `helped`
+ * the crew shares the work: a thread of the trainer waits, so its CPU is free. Beside training the
+ * helpers would take CPUs that training uses. */
 static bool fill(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
-                 uint64_t length_bytes)
+                 uint64_t length_bytes, bool helped)
 {
     struct filling filling = {client, job, chunk, length_bytes, false};
+    const uint64_t blocks = pcc_ceil_div(length_bytes, client->view.geometry.block_bytes);
 
-    pcc_crew_run(&client->crew, pcc_ceil_div(length_bytes, client->view.geometry.block_bytes),
-                 fill_block, &filling);
+    if (helped)
+        pcc_crew_run(&client->crew, blocks, fill_block, &filling);
+    for (uint64_t block = 0; !helped && block < blocks; block++)
+        fill_block(&filling, block);
     if (atomic_load_explicit(&filling.stopped, memory_order_relaxed))
         return false;
     job->cursor = source_from(job, job->filled_bytes + length_bytes);
@@ -329,12 +334,13 @@ static int fill_one(struct pcc_client *client)
         return 0;
     }
     job->busy = true;
+    const bool helped = client->waiters > 0;
     (void)pthread_mutex_unlock(&client->lock);
 
     const uint32_t chunk = client->free_chunks[client->free_count - 1];
     const struct pcc_part part = part_next(client, job);
     const int result = part.device == PCC_HOST
-                           ? fill(client, job, chunk, part.length_bytes)
+                           ? fill(client, job, chunk, part.length_bytes, helped)
                            : pcc_client_enqueue(client, job, chunk, &part, &taken);
 
     (void)pthread_mutex_lock(&client->lock);
