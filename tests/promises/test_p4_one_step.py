@@ -258,10 +258,10 @@ def test_the_tensor_that_was_changed_is_named_once(daemon: Daemon, client: PCche
     client.checkpoint(step=0).wait_durable(60)
     daemon.kill(signal.SIGSTOP)
     failed = client.checkpoint(step=1)
-    with pytest.warns(PccheckWarning, match=r"model\.0\.weight .*gate\(\)") as told:
+    with pytest.warns(PccheckWarning, match=r"model\.0\.weight .*gate\(\)") as warned:
         changes[0]()
         changes[1]()
-    assert told[0].filename == __file__  # not torch's, which calls the hook
+    assert warned[0].filename == __file__  # and not torch's file, from where the hook is called
     daemon.kill(signal.SIGCONT)
     assert failed.state is CheckpointState.FAILED and "model.0.weight" in failed.reason
     handle = client.checkpoint(step=2)

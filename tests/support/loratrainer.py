@@ -59,7 +59,7 @@ class LoraCommands(Commands):
         self.handles[self.save(step)].wait_durable(60)
 
     def merge(self) -> None:
-        """Changes what is frozen, in a way that nobody is told of."""
+        """Changes frozen parameters through `.data`, which torch does not count."""
         self.lora.base0.data.add_(1)
         self.lora.base1.data.mul_(2)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pccheck.saving.in_flight import InFlight
-from pccheck.saving.interval import AGREE, GUESS, WARM_STEPS, Interval
+from pccheck.saving.interval import GUESS, IN_A_ROW, WARM_STEPS, Interval
 from pccheck_wire.messages import CheckpointState
 
 DURABLE, COPIED, FAILED = CheckpointState.DURABLE, CheckpointState.COPIED, CheckpointState.FAILED
@@ -122,7 +122,7 @@ def test_one_shorter_measurement_changes_nothing() -> None:
     world.write_s = 4.0
     world.train(interval, before)
     assert interval.steps == before
-    world.train(interval, before * (AGREE + 6))
+    world.train(interval, before * (IN_A_ROW + 6))
     assert interval.steps < before
 
 

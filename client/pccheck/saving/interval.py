@@ -22,8 +22,8 @@ from .in_flight import FINAL, InFlight
 
 WARM_STEPS = 5  # before the first checkpoint; the very first step is not counted
 GUESS = 10  # steps, while nothing is known
-SHRINKS = 0.8  # the interval, when so much shorter ones were enough
-AGREE = 3  # times in a row
+SHRINKS = 0.8  # the interval becomes shorter when at most this part of it was enough,
+IN_A_ROW = 3  # at so many checkpoints
 _STEPS_KEPT, _CHECKPOINTS_KEPT = 64, 5
 _SAVED = (CheckpointState.DURABLE, CheckpointState.GLOBAL)
 
@@ -136,7 +136,7 @@ class Interval:
             self.steps, self._shorter = wanted, []
             return
         self._shorter.append(wanted)
-        if len(self._shorter) == AGREE:
+        if len(self._shorter) == IN_A_ROW:
             if max(self._shorter) <= SHRINKS * self.steps:
                 self.steps = max(self._shorter)
             self._shorter = []

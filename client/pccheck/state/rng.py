@@ -78,6 +78,6 @@ def _unpacked(numbers: Any, dtype: Any) -> Any:
 
 
 def _tensor(state: bytes | torch.Tensor) -> torch.Tensor:
-    return (
-        state if isinstance(state, torch.Tensor) else torch.from_numpy(_unpacked(state, np.uint8))
-    )
+    if isinstance(state, torch.Tensor):
+        return state
+    return torch.from_numpy(_unpacked(state, np.uint8))  # as_tensor() would use the default device

@@ -15,15 +15,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
 from pccheckctl.commands.listing import age_s, flags
 from pccheckctl.output import render
-from pccheckctl.output.documents import (
-    Document,
-    as_json,
-    note,
-    print_json,
-    say,
-    text,
-    whole,
-)
+from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
 from pccheckctl.source import files
 
 TEXT_WIDTH_MAX = 60

@@ -81,7 +81,7 @@ def chrome(document: Document) -> Document:
     }
 
 
-def _lane(ends_ns: list[int], begin_ns: int, end_ns: int) -> int:
+def free_lane(ends_ns: list[int], begin_ns: int, end_ns: int) -> int:
     """The lowest lane that is free at `begin_ns`; `ends_ns` has the last end of each."""
     for lane, last_ns in enumerate(ends_ns):
         if last_ns <= begin_ns:
@@ -104,13 +104,13 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
             held_any = True
             yield _slice(process, _GATE, "held by the gate", held_at, held_at + held, {})
         until = begin or whole(item, "ended") or now_ns
-        track = _ADMISSION + _lane(waits, asked, until)
+        track = _ADMISSION + free_lane(waits, asked, until)
         yield _slice(process, track, f"wait {whole(item, 'step')}", asked, until, _facts(item))
         if begin:
             begun.append(item)
     for item in sorted(begun, key=lambda one: whole(one, "begin")):
         end_ns = whole(item, "ended") or now_ns
-        lane = _lane(lanes, whole(item, "begin"), end_ns)
+        lane = free_lane(lanes, whole(item, "begin"), end_ns)
         yield from _saved(process, _LANES + 2 * lane, item, end_ns)
     yield from _in_flight(process, begun)
     if held_any:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from pccheckctl.commands.trace import free_lane
 from pccheckctl.output.documents import Document, rows, text, whole
 
 #: The parts of a checkpoint, in order: name, from and to. They may overlap.
@@ -160,10 +161,10 @@ def states(items: Iterable[Save]) -> Counter[str]:
 def lanes(items: Sequence[Save], now_ns: int) -> list[list[Save]]:
     """Those that had begun, such that those of one lane do not overlap."""
     found: list[list[Save]] = []
+    ends_ns: list[int] = []
     for one in sorted((one for one in items if one.begin), key=lambda one: one.begin):
-        free = next((lane for lane in found if lane[-1].end(now_ns) <= one.begin), None)
-        if free is None:
-            found.append([one])
-        else:
-            free.append(one)
+        lane = free_lane(ends_ns, one.begin, one.end(now_ns))
+        if lane == len(found):
+            found.append([])
+        found[lane].append(one)
     return found

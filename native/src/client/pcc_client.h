@@ -1,6 +1,6 @@
 /* The client's end: one native thread that fills granted chunks from the trainer's tensors (copy
- * and checksum fused) and takes loaded data back into them, without the GIL. Host memory is moved
- * by the thread together with its crew: as many helpers as there are other CPUs, at most three.
+ * and checksum fused) and takes loaded data back into them, without the GIL. While a thread of the
+ * trainer waits, helpers move host memory, too: as many as there are other CPUs, at most three.
  *
  * The thread also reads grants from the attach socket and notices the daemon's death (hang-up):
  * outstanding snapshots are then abandoned, streams that wait for them released, and every waiter

@@ -1,6 +1,6 @@
 /* Filling chunks and handing them over. Host memory is copied and checksummed in one pass over the
- * cache, block by block, by the crew; a chunk that a GPU fills (pcc_client_push.c) is checksummed
- * when it has landed. */
+ * cache, block by block; a chunk that a GPU fills (pcc_client_push.c) is checksummed when it has
+ * landed. */
 #include <string.h>
 
 #include "base/pcc_futex.h"
@@ -93,7 +93,7 @@ static void pad(uint8_t *bytes, uint64_t length_bytes)
     memset(bytes + length_bytes, 0, pcc_align_up(length_bytes, PCC_IO_ALIGN) - length_bytes);
 }
 
-struct filling { /* of one chunk, by the crew */
+struct filling { /* of one chunk, perhaps by several threads */
     const struct pcc_client *client;
     const struct pcc_job *job;
     uint32_t chunk;

@@ -94,7 +94,7 @@ static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     save->copied = true;
     /* An error means that a write has failed meanwhile; `ended` follows and says so. */
     (void)!pcc_save_seal(save->save);
-    /* False for a page that its client has overwritten: the snapshot is copied all the same. */
+    /* The call fails if the client has overwritten the page. The snapshot is copied even then. */
     (void)pcc_word_move(entry, save->snapshot, PCC_WORD_VOUCHING, PCC_WORD_COPIED);
     pcc_tenant_outcome(tenant, save->snapshot,
                        save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence);
