@@ -17,7 +17,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test lint format native sanitize demo examples bench resume-check crash campaign \
-	gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
+	figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +42,8 @@ build: ## compiles the C core again
 	@$(MAKE) --no-print-directory $(READY)
 
 WORKERS ?= 3
-test: lint native ## everything: lint, the C tests, then pytest with the crash states and kills, in WORKERS (3)
+test: $(READY) ## everything: lint and the C tests, then pytest with the crash states and kills, in WORKERS (3)
+	@$(MAKE) --no-print-directory -j2 -Oline JOBS= lint native
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
@@ -58,8 +59,9 @@ format: $(READY) ## formats Python and C in place
 	$(BIN)/ruff format -q $(PYTHON_SOURCES)
 	$(BIN)/clang-format -i $(C_SOURCES)
 
+JOBS ?= -j2
 native: ## the C core's own tests
-	@$(MAKE) --no-print-directory -j2 -C tests/native all
+	@$(MAKE) --no-print-directory $(JOBS) -C tests/native all
 	$(MAKE) --no-print-directory -C tests/native run
 
 sanitize: ## the C core's own tests under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -120,6 +122,12 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 	$(BIN)/python -m bench.recover
 	$(BIN)/python -m bench.observability
 	$(BIN)/python -m bench.ranks
+
+TRACE ?=
+figures: $(READY) ## as root: the paper's figures with its rivals, in 90 minutes (QUICK=1: 10); TRACE=FILE for Figure 9
+	$(BIN)/python -m pip install -q -c constraints.txt 'matplotlib>=3.8'
+	-$(BIN)/python -m pip install -q -c constraints.txt torchsnapshot
+	$(BIN)/python -m bench.figures $(if $(QUICK),--quick) $(if $(TRACE),--trace $(TRACE))
 
 # Neither needs network nor .venv: PYTHON is the GPU machine's own, with its torch.
 gpu-probe: ## what this machine's GPU and driver do; one JSON document

@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -42,8 +43,14 @@ def exit_code(main: Callable[[], int]) -> int:
     try:
         return main()
     except BenchError as error:
-        print(f"bench.{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        print(f"{program()}: {error}", file=sys.stderr)
         return 1
+
+
+def program() -> str:
+    """The bench that runs, as `python -m` takes it."""
+    path = Path(sys.argv[0])
+    return f"bench.{path.parent.name if path.stem == '__main__' else path.stem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,5 +265,5 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def facts_of(directory: Path) -> dict[str, object]:
-    command = " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", program(), *sys.argv[1:]])
     return machine() | {"file_system": file_system(directory), "command": command}

@@ -14,8 +14,8 @@ differs, and ends with 1. fp32 and bf16 train examples/char_gpt.py: scheduler, d
 loader. ddp and fsdp2 train examples/ddp.py and examples/fsdp2.py with two ranks under torchrun. A
 picture shows the curves of each kind; it needs matplotlib (the extra `plot`).
 
-Then bench.train measures what the checkpoints cost, against torch.save at the same interval. Writes
-bench/results/resume_check-DATE.{json,md} and resume_check-KIND-DATE.png.
+Then bench.figures measures what the checkpoints cost, against torch.save at the same interval.
+Writes bench/results/resume_check-DATE.{json,md} and resume_check-KIND-DATE.png.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import argparse
 import os
 import random
 import sys
-import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,12 @@ import torch
 
 from bench import common
 from bench.common import BenchError, exit_code
+from bench.figures.disk import unbounded
+from bench.figures.plan import CPU, Plan
+from bench.figures.registry import OURS
+from bench.figures.report import slowdown_table
+from bench.figures.rounds import Bench
 from bench.rivals import UNSYNCED
-from bench.train import measure, table
 from tests.support.curves import ROOT, Difference, Run, Trainer, differences
 from tests.support.daemon import Daemon
 
@@ -187,16 +190,21 @@ def pictures(made: list[Check]) -> list[str]:
 
 
 def cost(options: argparse.Namespace) -> tuple[list[str], dict[str, object]]:
-    """Table and figures of bench.train, at this interval."""
-    steps = 2 * options.every
+    """Table and figures of real training in bench.figures, at this interval."""
     torch.set_num_threads(1)  # as in the runs above; other threads would wait for a busy core
-    what = {"intervals": [options.every], "steps": steps, "rivals": ["torch.save", UNSYNCED]}
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-        measured, payload_bytes = measure(
-            argparse.Namespace(**vars(options) | what), Path(scratch).resolve()
-        )
-    lines = ["## What a checkpoint costs", "", *table(measured, steps, payload_bytes)]
-    return lines, {"payload_bytes": payload_bytes, "steps": steps, "runs": measured}
+    plan = Plan(
+        figures=("cpu",), rounds=options.rounds, contenders=(OURS, "torch.save", UNSYNCED),
+        cpu_intervals=(options.every,), width=options.width, layers=options.layers,
+    )  # fmt: skip
+    with unbounded(options.directory) as disk:
+        results = Bench(plan, disk, disk).run()
+    lines = [
+        "## What a checkpoint costs",
+        "",
+        "Slowdowns against training without checkpoints.",
+        "",
+    ]
+    return lines + slowdown_table(results, "cpu", CPU), results.document()
 
 
 def curves(options: argparse.Namespace) -> list[Check]:

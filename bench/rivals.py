@@ -6,26 +6,36 @@ stall and returns the rest of the work; calling that returns once the checkpoint
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from bench.common import sync_directory, tensors_of
 
 KEPT = "DCP async_save, stager kept"
 UNSYNCED = "torch.save without fsync"
+TORCHSNAPSHOT = "torchsnapshot async"  # optional: pip install torchsnapshot
 Finish = Callable[[], None]
+Load = Callable[[Path], None]
 
 
 def _sync_tree(path: Path) -> None:
@@ -34,7 +44,7 @@ def _sync_tree(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,6 +60,10 @@ class State:
     def nested(self) -> dict[str, object]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
+    def put(self, nested: dict[str, Any]) -> None:
+        self.model.load_state_dict(nested["model"])
+        self.optimizer.load_state_dict(nested["optimizer"])
+
 
 class Rivals(AbstractContextManager["Rivals"]):
     """All rivals by name; owns the process group that DCP's async_save wants."""
@@ -64,6 +78,17 @@ class Rivals(AbstractContextManager["Rivals"]):
             "DCP async_save": self._dcp_async,
             KEPT: self._dcp_async_kept,
         }
+        #: Each puts back what the rival of the same name saved.
+        self.load: dict[str, Load] = {
+            "torch.save": self._torch_load,
+            "safetensors": self._safetensors_load,
+            "DCP save": self._dcp_load,
+            "DCP async_save": self._dcp_load,
+            KEPT: self._dcp_load,
+        }
+        if importlib.util.find_spec("torchsnapshot"):
+            self.save[TORCHSNAPSHOT] = self._torchsnapshot
+            self.load[TORCHSNAPSHOT] = self._torchsnapshot_load
         #: Not durable: what most scripts do, and lose in a power cut.
         self.unsynced = {UNSYNCED: self._torch_save_unsynced}
 
@@ -80,7 +105,7 @@ class Rivals(AbstractContextManager["Rivals"]):
 
     def _torch_save(self, directory: Path) -> Finish:
         self._torch_save_unsynced(directory)
-        _sync_file(directory / "state.pt")
+        sync_file(directory / "state.pt")
         _sync_tree(directory)
         return lambda: None
 
@@ -91,9 +116,41 @@ class Rivals(AbstractContextManager["Rivals"]):
     def _safetensors(self, directory: Path) -> Finish:
         path = directory / "state.safetensors"
         save_file(tensors_of(self.state.model, self.state.optimizer), path)
-        _sync_file(path)
+        sync_file(path)
         _sync_tree(directory)
         return lambda: None
+
+    def _torch_load(self, directory: Path) -> None:
+        self.state.put(torch.load(directory / "state.pt", mmap=True))
+
+    def _safetensors_load(self, directory: Path) -> None:
+        with safe_open(directory / "state.safetensors", "pt") as file, torch.no_grad():
+            for name, tensor in tensors_of(self.state.model, self.state.optimizer).items():
+                tensor.copy_(file.get_tensor(name))
+
+    def _dcp_load(self, directory: Path) -> None:
+        nested = self.state.nested()
+        load(nested, checkpoint_id=directory)
+        self.state.put(nested)
+
+    def _torchsnapshot(self, directory: Path) -> Finish:
+        snapshots: Any = importlib.import_module("torchsnapshot")
+        pending = snapshots.Snapshot.async_take(str(directory / "state"), self._stateful())
+
+        def finish() -> None:
+            pending.wait()
+            for path in sorted(directory.rglob("*"), reverse=True):  # it syncs nothing itself
+                sync_file(path)
+            _sync_tree(directory)
+
+        return finish
+
+    def _torchsnapshot_load(self, directory: Path) -> None:
+        snapshots: Any = importlib.import_module("torchsnapshot")
+        snapshots.Snapshot(str(directory / "state")).restore(self._stateful())
+
+    def _stateful(self) -> dict[str, Any]:
+        return {"model": self.state.model, "optimizer": self.state.optimizer}
 
     def _dcp_writer(self, directory: Path) -> FileSystemWriter:
         return FileSystemWriter(
@@ -131,3 +188,42 @@ class Rivals(AbstractContextManager["Rivals"]):
                 )
             )
         return self._async(directory, self.stager)
+
+
+class RivalSaver:
+    """Saves to a new directory each time, waits for the previous save, keeps the newest two."""
+
+    def __init__(self, save: Callable[[Path], Finish], directory: Path) -> None:
+        self.save = save
+        self.directory = directory
+        self.made: list[Path] = []
+        self.landed: list[tuple[int, float]] = []  #: steps, and when each was durable (monotonic)
+        self._rest = ThreadPoolExecutor(1, "rest of a save")
+        self._pending: Future[None] | None = None
+
+    def __call__(self, step: int) -> None:
+        self.finish()
+        self.made.append(Path(tempfile.mkdtemp(prefix="rival-", dir=self.directory)))
+        rest = self.save(self.made[-1])
+        self._pending = self._rest.submit(self._complete, step, rest)
+
+    def _complete(self, step: int, rest: Finish) -> None:
+        rest()
+        self.landed.append((step, time.monotonic()))
+        for old in self.made[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+        del self.made[:-2]
+
+    def finish(self) -> None:
+        """Returns when what was saved is durable."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self._rest.shutdown()
+            for path in self.made:
+                shutil.rmtree(path)

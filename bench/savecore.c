@@ -101,7 +101,8 @@ static struct pcc_volume *open_volume(const char *path, enum pcc_io_engine engin
 
 int main(int count, char **arguments)
 {
-    static const struct pcc_save_events events = {on_writing, on_chunk_written, on_ended};
+    static const struct pcc_save_events events = {
+        .writing = on_writing, .chunk_written = on_chunk_written, .ended = on_ended};
     static uint64_t checksums[CHUNK / PCC_BLOCK_BYTES_DEFAULT]; /* not read by this bench */
     struct pcc_segment segments[SEGMENTS_MAX];
     struct pcc_volume *volume;

@@ -32,7 +32,7 @@ from bench.common import BenchError, Spread
 from bench.gpu import contender
 from bench.gpu.contender import DCP, GpuRivals, Report, recorded
 from bench.gpu.model import Training
-from bench.train import RivalSaver
+from bench.rivals import RivalSaver
 
 NONE = "none"
 RIVALS = ("torch.save", DCP)

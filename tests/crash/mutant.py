@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One way to break the protocol; `changes` are (old, new) texts in `source`."""
+    """One way to break the protocol; `changes` are (old, new) texts in `source`.
+
+    Where few histories convict it, `seed` names some that do, which are tried before the others.
+    """
 
     name: str
     why: str
@@ -15,3 +18,4 @@ class Mutant:
     arguments: tuple[str, ...] = ()
     source: str = ""
     changes: tuple[tuple[str, str], ...] = ()
+    seed: str = ""

@@ -125,6 +125,20 @@ NATIVE_MUTANTS = (
         changes=(("in_base ? save->base.slot : save->slot", "save->slot"),),
     ),
     Mutant(
+        "an offer believed",
+        "what has changed is taken for what the base has",
+        program="test_base",
+        source="disk/pcc_save_work.c",
+        changes=(("&in_base) == end_bytes && in_base;", "&in_base) == end_bytes;"),),
+    ),
+    Mutant(
+        "rescued without a look",
+        "what was not copied is taken from a damaged base",
+        program="test_base",
+        source="disk/pcc_save_base.c",
+        changes=(("result = -PCC_E_DAMAGED;", "result = 0;"),),
+    ),
+    Mutant(
         "records are no chain",
         "a lost write between two records is not seen",
         program="test_volume",

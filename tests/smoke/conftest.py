@@ -23,11 +23,13 @@ case "$*" in
 *) echo '{"jobs": [{"read": {"bw_bytes": 1e9}, "write": {"bw_bytes": 1e9}}]}' ;;
 esac
 """
-#: Draws nothing; for machines without matplotlib, which only docs/timeline.png needs.
+#: Draws nothing; for machines without matplotlib, which only pictures need.
 MATPLOTLIB = """\
 from unittest.mock import MagicMock
 
 close = MagicMock()
+figure = MagicMock()
+figure.return_value.add_subplot.return_value.get_legend_handles_labels.return_value = ([], [])
 
 def subplots(rows, *_, **options):
     return MagicMock(), [MagicMock(**{"barh.return_value": [MagicMock()]}) for _ in range(rows)]

@@ -14,11 +14,12 @@ BENCHES = {
     "persist": ("--sizes", "8MiB", *SMALL),
     "core": ("--sizes", "32MiB", "--engine", "pwrite", *SMALL),
     "call_overhead": ("--calls", "2"),
+    "growth": ("--points", "2", *SMALL),
     "recover": ("--sizes", "32MiB", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
     "resume_check": ("--small",),
-    "train": ("--intervals", "1", "--steps", "1", "--width", "64", "--layers", "1", *SMALL),
+    "figures": ("--smallest", "--directory", "."),
 }
 #: They leave no document in results/.
 OTHERS = {"startup": ("--runs", "1"), "timeline": ("-o", "timeline.png")}
@@ -61,6 +62,7 @@ def test_a_check_without_a_gpu_ends_well(run: Run, tmp_path: Path) -> None:
 
 def test_no_bench_is_left_out() -> None:
     made = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    made |= {path.parent.name for path in (ROOT / "bench").glob("*/__main__.py")}
     assert made - PARTS == BENCHES.keys() | OTHERS.keys()
     made = {path.stem for path in (ROOT / "bench/gpu").glob("*.py")}
     assert made - GPU_PARTS == GPU.keys()

@@ -1,0 +1,235 @@
+"""How does what a checkpoint costs grow: with its tensors, its bytes, N in flight, and sessions?
+
+    python -m bench.growth [--rounds 5] [--only NAME ...] [--directory DIR]
+
+Real daemons; this process is the trainer, of one job or, for sessions, of many. Each question has a
+quantity that doubles from point to point while all else stays. The points of a round follow one
+another, in an order that turns with the rounds; a point's cost is its median. The exponent is the
+slope of log(cost) over log(quantity), fitted to the upper half of the points: a cost a + b x has an
+exponent of at most 1, so what exceeds 1 by more than the scatter grows faster than linearly.
+Writes bench/results/growth-DATE.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from bench import common
+from bench.common import MIB, Spread, cpu_seconds, exit_code
+from pccheck import PCcheckClient
+from tests.support.daemon import Daemon
+
+#: Cost -> its value at one point.
+Costs = dict[str, float]
+WARM = 3  # checkpoints before what counts: the volume is made, the plan, the memory
+STATE_BYTES = 16 * MIB
+DRAM_BYTES = 256 * MIB
+IN_FLIGHT_BYTES = 8 * MIB
+SLOW_DISK = "200MiB"  # so that N checkpoints are in flight at a time
+
+
+class Attached:
+    """A module and an SGD optimizer without state: its parameters are the whole checkpoint."""
+
+    def __init__(self, tensors: int, state_bytes: int) -> None:
+        each = max(1, state_bytes // 4 // tensors)
+        parameters = [torch.nn.Parameter(torch.ones(each)) for _ in range(tensors)]
+        self.model = torch.nn.ParameterList(parameters)
+        self.optimizer = torch.optim.SGD(parameters, lr=1e-6)
+
+    def step(self) -> None:
+        for parameter in self.model:
+            parameter.grad = parameter.detach()
+        self.optimizer.step()
+
+
+@contextmanager
+def daemon_on(directory: Path, *flags: str) -> Iterator[Daemon]:
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as scratch,
+        Daemon(*flags, storage=Path(scratch) / "volumes") as daemon,
+    ):
+        daemon.start()
+        yield daemon
+
+
+@contextmanager
+def client_of(daemon: Daemon, attached: Attached, job: str = "growth") -> Iterator[PCcheckClient]:
+    with PCcheckClient(job, 0, 1, socket=daemon.socket, on_error="raise") as client:
+        client.attach(model=attached.model, optimizer=attached.optimizer)
+        client.restore()
+        attached.step()
+        yield client
+
+
+def one_save(client: PCcheckClient, attached: Attached, daemon: Daemon, step: int) -> Costs:
+    cpu_s, daemon_s = time.process_time(), cpu_seconds(daemon.pid)
+    began = time.perf_counter()
+    handle = client.checkpoint(step=step)
+    called = time.perf_counter()
+    handle.wait_durable(120)
+    durable = time.perf_counter()
+    costs = {
+        "checkpoint(), ms": 1e3 * (called - began),
+        "to durable, ms": 1e3 * (durable - began),
+        "CPU of client and daemon, ms": 1e3
+        * (time.process_time() - cpu_s + cpu_seconds(daemon.pid) - daemon_s),
+    }
+    attached.step()
+    return costs
+
+
+def saves(directory: Path, tensors: int, state_bytes: int, rounds: int) -> Costs:
+    """Medians of some checkpoints, one at a time, and one restore of the last."""
+    attached = Attached(tensors, state_bytes)
+    with daemon_on(directory, "--dram", f"{DRAM_BYTES // MIB}MiB") as daemon:
+        with client_of(daemon, attached) as client:
+            made = [one_save(client, attached, daemon, n) for n in range(1, WARM + rounds + 1)]
+        again = Attached(tensors, state_bytes)
+        with PCcheckClient("growth", 0, 1, socket=daemon.socket) as client:
+            client.attach(model=again.model, optimizer=again.optimizer)
+            began = time.perf_counter()
+            client.restore()
+            restored_ms = 1e3 * (time.perf_counter() - began)
+    counted = made[WARM:]
+    medians = {key: statistics.median(one[key] for one in counted) for key in counted[0]}
+    return medians | {"restore(), ms": restored_ms}
+
+
+def with_tensors(directory: Path, tensors: int, rounds: int) -> Costs:
+    return saves(directory, tensors, STATE_BYTES, rounds)
+
+
+def with_bytes(directory: Path, mebibytes: int, rounds: int) -> Costs:
+    return saves(directory, 64, mebibytes * MIB, rounds)
+
+
+def with_in_flight(directory: Path, in_flight: int, rounds: int) -> Costs:
+    """As many checkpoints at a time as the daemon has slots for, on a slow disk."""
+    attached = Attached(64, IN_FLIGHT_BYTES)
+    flags = ("--slots", str(in_flight + 1), "--keep", "1", "--max-bandwidth", SLOW_DISK)
+    count = in_flight * rounds
+    dram = f"{max(64, 2 * (in_flight + 1) * IN_FLIGHT_BYTES // MIB)}MiB"
+    with (
+        daemon_on(directory, *flags, "--dram", dram, "--chunk", "4MiB") as daemon,
+        client_of(daemon, attached) as client,
+    ):
+        for step in range(1, WARM + 1):
+            one_save(client, attached, daemon, step)
+        daemon_s = cpu_seconds(daemon.pid)
+        for step in range(WARM + 1, WARM + count + 1):
+            last = client.checkpoint(step=step)
+            attached.step()
+        last.wait_durable(120)
+        spent_s = cpu_seconds(daemon.pid) - daemon_s
+    return {"CPU of the daemon per checkpoint, ms": 1e3 * spent_s / count}
+
+
+def with_sessions(directory: Path, sessions: int, rounds: int) -> Costs:
+    """Each session saves in turn; the daemon's CPU time for one checkpoint among so many."""
+    states = [Attached(16, MIB) for _ in range(sessions)]
+    with ExitStack() as stack:
+        flags = ("--dram", f"{4 * sessions + 16}MiB", "--chunk", "1MiB")
+        daemon = stack.enter_context(daemon_on(directory, *flags))
+        clients = [
+            stack.enter_context(client_of(daemon, state, f"growth-{number}"))
+            for number, state in enumerate(states)
+        ]
+        took: list[Costs] = []
+        daemon_s = 0.0
+        for step in range(1, WARM + rounds + 1):
+            if step == WARM + 1:
+                daemon_s = cpu_seconds(daemon.pid)
+            for client, state in zip(clients, states, strict=True):
+                took.append(one_save(client, state, daemon, step))
+        spent_s = cpu_seconds(daemon.pid) - daemon_s
+    counted = [one["to durable, ms"] for one in took[WARM * sessions :]]
+    return {
+        "to durable, ms": statistics.median(counted),
+        "CPU of the daemon per checkpoint, ms": 1e3 * spent_s / len(counted),
+    }
+
+
+Question = tuple[str, Callable[[Path, int, int], Costs], list[int]]
+#: What grows, its measurement and its points.
+QUESTIONS: dict[str, Question] = {
+    "tensors": ("tensors of 16 MiB in all", with_tensors, [250 << n for n in range(7)]),
+    "bytes": ("MiB", with_bytes, [1 << n for n in range(11)]),
+    "in-flight": ("checkpoints in flight (N)", with_in_flight, [1, 2, 4, 8, 16]),
+    "sessions": ("sessions", with_sessions, [1, 2, 4, 8, 16, 32]),
+}
+
+
+def exponent(points: list[tuple[float, float]]) -> float:
+    """The slope of log(cost) over log(quantity) through the upper half of the points."""
+    points = sorted(points)[(len(points) - 1) // 2 :]
+    xs, ys = ([math.log(one[axis]) for one in points] for axis in (0, 1))
+    return statistics.linear_regression(xs, ys).slope
+
+
+def measure(name: str, rounds: int, most: int, directory: Path) -> dict[int, list[Costs]]:
+    _, work, points = QUESTIONS[name]
+    points = points[:most]
+    found: dict[int, list[Costs]] = defaultdict(list)
+    for turn in range(rounds):
+        for point in points if turn % 2 == 0 else reversed(points):
+            found[point].append(work(directory, point, 5))
+            print(f"  {name} {point}, round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+    return dict(sorted(found.items()))
+
+
+def table(name: str, found: dict[int, list[Costs]]) -> list[str]:
+    kinds = list(next(iter(found.values()))[0])
+    lines = [f"## {QUESTIONS[name][0]}", "", f"| {name} | " + " | ".join(kinds) + " |"]
+    lines.append("|---" * (1 + len(kinds)) + "|")
+    spreads = {
+        point: [Spread.of([run[kind] for run in runs]) for kind in kinds]
+        for point, runs in found.items()
+    }
+    for point, cells in spreads.items():
+        lines.append(f"| {point} | " + " | ".join(cell.text(2) for cell in cells) + " |")
+    fitted = (
+        exponent([(point, max(cells[at].median, 1e-6)) for point, cells in spreads.items()])
+        for at in range(len(kinds))
+    )
+    return [*lines, "| **exponent** | " + " | ".join(f"**{one:.2f}**" for one in fitted) + " |", ""]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--points", type=int, default=16, help="at most so many for a question")
+    parser.add_argument("--only", choices=QUESTIONS, nargs="*", default=list(QUESTIONS))
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    options = parser.parse_args()
+    facts = common.facts_of(options.directory)
+    common.require_room(options.directory, 8 * MIB * QUESTIONS["bytes"][2][: options.points][-1])
+    document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
+    lines = common.heading("How the costs of a checkpoint grow", facts)
+    lines += ["Median [min-max] of the rounds.", ""]
+    scratch = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.directory)).resolve()
+    try:
+        for name in options.only:
+            found = measure(name, options.rounds, options.points, scratch)
+            document[name] = found
+            lines += table(name, found)
+    finally:
+        shutil.rmtree(scratch)
+    common.write_results("growth", document, "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
