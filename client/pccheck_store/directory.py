@@ -84,9 +84,7 @@ class Storage:
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
-        from .readers import (
-            FileReader,  # the tree's classes are not needed to list
-        )
+        from .readers import FileReader  # the tree's classes are not needed to list
 
         return FileReader(checkpoint)
 
@@ -215,12 +213,12 @@ def _groups(found: catalog.Catalog) -> list[Document]:
         world_size = ranks_of(by_rank)
         if world_size < 2:
             continue
-        shared = catalog.common_step(by_rank, world_size)
+        common = None
+        if shared := catalog.common_step(by_rank, world_size):
+            newest = max(shared.values(), key=lambda one: one.wall_ns)
+            common = {name: getattr(newest, name) for name in ("sequence", "step", "wall_ns")}
         behind = group.behind(catalog.ranks_of(by_rank), world_size)
-        mine = list(shared.values()) if shared else []
-        newest_ns = max((one.wall_ns for one in mine), default=0)
-        common = (mine[0].sequence, mine[0].step, newest_ns) if mine else None
-        documents.append(catalog.group_document(uid, job, world_size, common, behind=behind))
+        documents.append(catalog.group_document(uid, job, world_size, common, behind))
     return documents
 
 

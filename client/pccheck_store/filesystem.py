@@ -9,10 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from fsspec.spec import (  # type: ignore[import-untyped]
-    AbstractBufferedFile,
-    AbstractFileSystem,
-)
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem  # type: ignore[import-untyped]
 
 from pccheck_native import catalog
 from pccheck_wire import tree
@@ -127,9 +124,7 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _opened(self, place: _Place) -> tuple[WholeReader, tree.Tree]:
         return open_chosen(
-            self._store,
-            lambda: self._chosen(place)[1],
-            lambda reader: (reader, reader.content()),
+            self._store, lambda: self._chosen(place)[1], lambda reader: (reader, reader.content())
         )
 
 

@@ -55,14 +55,13 @@ def checkpoints_of(
     for (sequence, step, incarnation, world_size, *_), parts in same.items():
         held = group.Held(sequence, step, incarnation, world_size)
         complete = held in common and not any(one.is_damaged for one in parts.values())
-        stored = {rank: _of_rank(one) for rank, one in sorted(parts.items())}
+        stored = {
+            rank: StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
+            for rank, one in sorted(parts.items())
+        }
         first = parts[min(parts)]
         found.append((Stored(step, sequence, world_size, incarnation, complete, stored), first))
     return sorted(found, key=lambda item: -item[0].sequence)
-
-
-def _of_rank(one: catalog.Checkpoint) -> StoredRank:
-    return StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
 
 
 def find_store(

@@ -207,9 +207,7 @@ def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
 
 
 def open_chosen(
-    store: Store,
-    choose: Callable[[], catalog.Checkpoint],
-    use: Callable[[WholeReader], _Opened],
+    store: Store, choose: Callable[[], catalog.Checkpoint], use: Callable[[WholeReader], _Opened]
 ) -> _Opened:
     """What `use` makes of a reader of the checkpoint that `choose` returns. Chooses again when the
     job has replaced that one meanwhile; raises RecycledError when it does so again and again."""

@@ -68,10 +68,7 @@ class Attachment:
 
 
 def connect(
-    hello: Hello,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    timeout_s: float = CONNECT_LIMIT_S,
+    hello: Hello, path: str | os.PathLike[str] | None = None, *, timeout_s: float = CONNECT_LIMIT_S
 ) -> Attachment:
     """Connects, sends `Hello` and returns the session.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"

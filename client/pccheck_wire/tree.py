@@ -26,6 +26,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -234,8 +235,7 @@ def encode(tree: Tree) -> bytes:
     """The bytes of a tree. Raises UnsupportedStateError when it is too deep or too large."""
     packed = b"".join(extent.packed() for extent in tree.extents)
     version = version_for(
-        shared=any(extent.owner >= 0 for extent in tree.extents),
-        sharded=tree.sharded(),
+        shared=any(extent.owner >= 0 for extent in tree.extents), sharded=tree.sharded()
     )
     return assemble(
         tree.step, tree.metadata, tree.attached, packed, encode_node(tree.root),
@@ -556,7 +556,10 @@ def _naturals(raw: list[object], index: int) -> list[int]:
     values = _part(raw, index, list)
     if len(values) > DIMENSIONS_MAX:
         raise _bad(f"{len(values)} dimensions")
-    return [_natural(values, position) for position in range(len(values))]
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise _bad(f"{value!r:.40} is not a size")
+    return values
 
 
 def _texts(raw: list[object], index: int) -> list[str]:
@@ -568,7 +571,7 @@ def _texts(raw: list[object], index: int) -> list[str]:
 
 def _shape(raw: list[object], index: int) -> list[int]:
     sizes = _naturals(raw, index)
-    if math.prod(size for size in sizes if size) > _ELEMENTS_MAX:
+    if math.prod(filter(None, sizes)) > _ELEMENTS_MAX:
         raise _bad("a view of too many elements")
     return sizes
 
@@ -614,7 +617,7 @@ def span_bytes(shape: list[int], strides: list[int], item_bytes: int) -> int:
     """From the first byte of a view to its last one."""
     if 0 in shape:
         return 0
-    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    reach: int = sum(map(operator.mul, shape, strides)) - sum(strides)
     return (reach + 1) * item_bytes
 
 

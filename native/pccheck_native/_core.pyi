@@ -118,12 +118,7 @@ def same_values(
 @final
 class Volume:
     def __init__(
-        self,
-        path: _Path,
-        *,
-        writable: bool,
-        allow_buffered: bool = False,
-        engine: str = "pwrite",
+        self, path: _Path, *, writable: bool, allow_buffered: bool = False, engine: str = "pwrite"
     ) -> None:
         """`engine` is pwrite, mmap or pmem; pwrite it is where that one cannot be had."""
 
@@ -184,7 +179,8 @@ class Event(NamedTuple):
     error_name: str  # "" or e.g. "EIO", "ABORTED"
     stage: str  # "" or write, flush, publish, copy
     rehomed: int
-    written_bytes: int  # to the volume, by the save that has ended
+    copied_bytes: int  # of the payload into DRAM, by the save that has ended
+    written_bytes: int  # to the volume, by it
     times: SaveTimes
 
 @final
@@ -298,6 +294,7 @@ class Channel:
         tree_offset: int,
         tree_bytes: int,
         frozen_bytes: int = 0,  # so much of it probably is as it was: may refer to a base
+        offered_bytes: int = 0,  # as in Link.submit: the client's own number
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
     def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's
@@ -344,6 +341,7 @@ class Link:
         pulled_bytes: int = 0,
         pulled_devices: int = 0,  # bit mask
         provisional: bool = False,
+        offered_bytes: int = 0,  # a prefix: copied only if it differs from the daemon's base
     ) -> None:
         """`provisional`: the daemon cannot vouch for it before confirm()."""
     def device_open(self, device: int, /) -> str:

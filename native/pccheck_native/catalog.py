@@ -257,35 +257,17 @@ def volume_document(path: Path, info: VolumeInfo) -> dict[str, object]:
 
 
 def group_document(
-    uid: int,
-    job: str,
-    world_size: int,
-    common: tuple[int, int | None, int | None] | None,
-    *,
-    behind: Mapping[int, int],
-    waits_s: float = 0.0,
-    lost: int = 0,
-    slowest: int | None = None,
-    absent: Iterable[int] = (),
-    late: bool = False,
-) -> dict[str, object]:
+    uid: int, job: str, world_size: int, common: Mapping[str, object] | None,
+    behind: Mapping[int, int], **known: object,
+) -> dict[str, object]:  # fmt: skip
     """The ranks of a job together, in the same documents; what one rank has durable is not the
-    job's. `common`: sequence, step and wall_ns of the newest checkpoint that all have."""
-    shared = (
-        None if common is None else dict(zip(("sequence", "step", "wall_ns"), common, strict=True))
-    )
+    job's. `common`: sequence, step and wall_ns of the newest checkpoint that all have; `known`:
+    what only a daemon knows."""
+    late = {str(rank): count for rank, count in behind.items() if count}
     return {
-        "uid": uid,
-        "job": job,
-        "world_size": world_size,
-        "global": shared,
-        "waits_s": round(waits_s, 4),
-        "lost": lost,
-        "slowest_rank": slowest,
-        "behind": {str(rank): count for rank, count in behind.items() if count},
-        "absent": list(absent),
-        "late": late,
-    }
+        "uid": uid, "job": job, "world_size": world_size, "global": common, "waits_s": 0.0,
+        "lost": 0, "slowest_rank": None, "behind": late, "absent": [], "late": False, **known,
+    }  # fmt: skip
 
 
 def errno_name(error: OSError) -> str:

@@ -358,19 +358,19 @@ static PyObject *channel_cached(PyObject *self, PyObject *number)
 
 static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "snapshot",      "map",         "sequence",   "step",         "incarnation", "world_size",
-        "payload_bytes", "tree_offset", "tree_bytes", "frozen_bytes", NULL};
+    static char *names[] = {"snapshot",    "map",          "sequence",      "step",
+                            "incarnation", "world_size",   "payload_bytes", "tree_offset",
+                            "tree_bytes",  "frozen_bytes", "offered_bytes", NULL};
     struct pcc_save_request request = {0};
     uint64_t snapshot;
     uint64_t map = 0;
     long long step = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$O&O&LO&O&O&O&O&O&:begin", names, pcc_py_u64,
-                                     &snapshot, pcc_py_u64, &map, pcc_py_u64, &request.sequence,
-                                     &step, pcc_py_u64, &request.incarnation, pcc_py_u32,
-                                     &request.world_size, pcc_py_u64, &request.payload_bytes,
-                                     pcc_py_u64, &request.tree_offset_bytes, pcc_py_u64,
-                                     &request.tree_bytes, pcc_py_u64, &request.frozen_bytes) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O&|$O&O&LO&O&O&O&O&O&O&:begin", names, pcc_py_u64, &snapshot, pcc_py_u64,
+            &map, pcc_py_u64, &request.sequence, &step, pcc_py_u64, &request.incarnation,
+            pcc_py_u32, &request.world_size, pcc_py_u64, &request.payload_bytes, pcc_py_u64,
+            &request.tree_offset_bytes, pcc_py_u64, &request.tree_bytes, pcc_py_u64,
+            &request.frozen_bytes, pcc_py_u64, &request.offered_bytes) ||
         !pcc_py_require(kwargs, &names[3], 6))
         return NULL;
     request.tag = snapshot;

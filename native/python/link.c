@@ -89,9 +89,17 @@ static PyObject *link_request(PyObject *self, PyObject *number)
 
 static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "snapshot",      "ranges",       "inline_ranges",  "tail",        "tail_offset",
-        "device_ranges", "pulled_bytes", "pulled_devices", "provisional", NULL};
+    static char *names[] = {"snapshot",
+                            "ranges",
+                            "inline_ranges",
+                            "tail",
+                            "tail_offset",
+                            "device_ranges",
+                            "pulled_bytes",
+                            "pulled_devices",
+                            "provisional",
+                            "offered_bytes",
+                            NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
@@ -100,10 +108,11 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     Py_buffer tail PCC_PY_OWNED(PyBuffer_Release) = {0};
     int provisional = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&y*O&|O&$O&O&p:submit", names, pcc_py_u64, &snapshot, pcc_py_ranges,
-            &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
+            args, kwargs, "O&O&O&y*O&|O&$O&O&pO&:submit", names, pcc_py_u64, &snapshot,
+            pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
             &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
-            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional))
+            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional,
+            pcc_py_u64, &submission.offered_bytes))
         return NULL;
     submission.provisional = provisional != 0;
     submission.ranges = ranges.items;

@@ -124,12 +124,12 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
     if (when == NULL)
         return NULL;
     return pcc_py_result(state, PCC_PY_EVENT,
-                         Py_BuildValue("(sKKKKIissIKN)", kinds[event->kind], event->tenant,
+                         Py_BuildValue("(sKKKKIissIKKN)", kinds[event->kind], event->tenant,
                                        event->session, event->id, event->sequence, event->slot,
                                        event->error,
                                        event->error ? pcc_error_name(event->error) : "",
                                        event->stage ? event->stage : "", event->rehomed,
-                                       event->written_bytes, when));
+                                       event->copied_bytes, event->written_bytes, when));
 }
 
 static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)

@@ -14,7 +14,7 @@ static const struct {
                             "repaired_replicas damaged_records"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
-                               "rehomed written_bytes times"},
+                               "rehomed copied_bytes written_bytes times"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
         {"ChannelUsage",

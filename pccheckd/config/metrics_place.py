@@ -42,8 +42,7 @@ def parse(text: str) -> Place:
         path = Path(text)
         if path.suffix != ".prom":
             raise UsageError(
-                f"{text!r} does not end in .prom; node_exporter reads no other files",
-                hint=EXAMPLE,
+                f"{text!r} does not end in .prom; node_exporter reads no other files", hint=EXAMPLE
             )
         return Place(file=path.absolute())
     found = re.fullmatch(r"(?:(?P<plain>[^:\[\]]*):|\[(?P<six>[^\[\]]+)\]:)?(?P<port>\d+)", text)

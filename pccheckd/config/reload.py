@@ -49,22 +49,15 @@ class Reloader(Background):
                 self._notifier.send("READY=1")
 
     async def _reload(self) -> None:
-        try:
-            # In a thread: the file may lie on a disk that hangs.
-            fresh = await asyncio.to_thread(self._sources.load)
-        except PccheckError as error:
-            LOG.error("reload failed, no option changed: %s", error)
-            return
-        except Exception:  # the edge of this reload
-            LOG.exception("reload failed, no option changed")
-            return
         before = {one.name: getattr(self._config, one.name) for one in fields(Config)}
         try:
-            apply(self._config, fresh)
-        except Exception:
+            # In a thread: the file may lie on a disk that hangs.
+            apply(self._config, await asyncio.to_thread(self._sources.load))
+        except Exception as error:  # the edge of this reload
             for name, value in before.items():
                 setattr(self._config, name, value)
-            LOG.exception("reload failed, no option changed")
+            unexpected = not isinstance(error, PccheckError)
+            LOG.error("reload failed, no option changed: %s", error, exc_info=unexpected)
             return
         for call in self._after:
             try:

@@ -35,8 +35,4 @@ class IoEngine:
 
     def document(self) -> dict[str, object]:
         """For status."""
-        return {
-            "engine": self.running,
-            "engine_wanted": self.wanted,
-            "engine_reason": self.reason,
-        }
+        return {"engine": self.running, "engine_wanted": self.wanted, "engine_reason": self.reason}

@@ -85,9 +85,7 @@ class Front:
         return reader
 
     async def serve(
-        self,
-        reader: asyncio.StreamReader,
-        take: Callable[[Front, bytes, bytes], Awaitable[None]],
+        self, reader: asyncio.StreamReader, take: Callable[[Front, bytes, bytes], Awaitable[None]]
     ) -> None:
         """Passes every request to `take`, which may make it wait, until the process ends or
         violates the protocol."""

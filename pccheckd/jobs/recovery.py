@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from pccheck_native import catalog
 from pccheck_native.group import Held
-from pccheck_wire.errors import (
-    DamagedError,
-    NoCheckpointError,
-    RefusedError,
-    UsageError,
-)
+from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped, Writing
 from pccheckd.base.logs import LOG
 from pccheckd.tenancy.leases import recycled

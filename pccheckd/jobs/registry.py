@@ -67,9 +67,8 @@ class Registry:
         Nothing is kept for names that do not exist, however many are asked for.
         """
         files = await self.engine.call(
-            key.uid, layout.list_volumes, self.config.storage, uid=key.uid, job=key.job,
-            rank=key.rank,
-        )  # fmt: skip
+            key.uid, layout.list_volumes, self.config.storage, **key._asdict()
+        )
         if not files:
             raise NoCheckpointError(f"{key} has no volume", hint="see: pccheckctl list")
         job, tenant = await self.tenant(key)

@@ -135,11 +135,7 @@ def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
 
 def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     """Of what is loaded: ranks with a trainer, and those whose trainers ended last."""
-    rows = [
-        ((str(t.key.uid), t.key.job, str(t.key.rank)), t)
-        for t in ranks
-        if t.owner is not None or t.volumes.open
-    ]
+    rows = [(tuple(map(str, t.key)), t) for t in ranks if t.owner is not None or t.volumes.open]
     newest = [(key, found[0]) for key, t in rows if (found := t.volumes.checkpoints())]
 
     def family(name: str, text: str, samples: Iterable[Sample], *more: str) -> Family:

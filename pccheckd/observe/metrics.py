@@ -55,6 +55,9 @@ class Metrics:
             "failures", "Failed checkpoints by stage and error", (*RANK, "stage", "error")
         )
         self._bytes = self._counter("durable_bytes", "Payload that became durable", RANK)
+        self._copied = self._counter(
+            "copied_bytes", "Copied into DRAM for checkpoints, of unchanged tensors not all", RANK
+        )
         self._written = self._counter(
             "written_bytes", "Written to volumes for checkpoints, unchanged tensors not again", RANK
         )
@@ -86,6 +89,8 @@ class Metrics:
         self._checkpoints.labels(*rank, item.state).inc()
         if item.state == "failed":
             self._failures.labels(*rank, item.stage or "admission", item.error or "OTHER").inc()
+        if item.copied_bytes:
+            self._copied.labels(*rank).inc(item.copied_bytes)
         if item.written_bytes:
             self._written.labels(*rank).inc(item.written_bytes)
         if item.rehomed:

@@ -219,9 +219,7 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
     owner, current, why = tenant.owner, tenant.volumes.current, tenant.refused
     usage = tenant.usage()
     return {
-        "uid": tenant.key.uid,
-        "job": tenant.key.job,
-        "rank": tenant.key.rank,
+        **tenant.key._asdict(),
         "connected": owner is not None,
         "pid": owner.pid if owner else None,
         "session": owner.session if owner else None,
@@ -283,7 +281,7 @@ def _state(item: Checkpoint, key: Key) -> Document:
     """One recent checkpoint: its state, and how long each part took (None: not reached)."""
     record = item.record(key)
     names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes",
-             "written_bytes", "state", "reason", "rehomed")  # fmt: skip
+             "copied_bytes", "written_bytes", "state", "reason", "rehomed")  # fmt: skip
     reached = {
         "waited_s": item.at_ns.get(State.COPYING),
         "copied_s": item.at_ns.get(State.COPIED),
@@ -303,10 +301,11 @@ def _state(item: Checkpoint, key: Key) -> Document:
 
 
 def _group(job: Job, found: Standing) -> Document:
-    common = (found.sequence, found.step, found.wall_ns) if found.sequence else None
+    common = {"sequence": found.sequence, "step": found.step, "wall_ns": found.wall_ns}
     return catalog.group_document(
-        job.uid, job.name, found.world_size, common, behind=found.behind, waits_s=found.waits_s,
-        lost=found.lost, slowest=found.slowest, absent=found.absent, late=found.is_late,
+        job.uid, job.name, found.world_size, common if found.sequence else None, found.behind,
+        waits_s=round(found.waits_s, 4), lost=found.lost, slowest_rank=found.slowest,
+        absent=found.absent, late=found.is_late,
     )  # fmt: skip
 
 

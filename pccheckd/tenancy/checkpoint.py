@@ -19,10 +19,7 @@ MOVES: dict[State, frozenset[State]] = {
     State.COPIED: frozenset({State.WRITING, State.SUPERSEDED, State.SKIPPED, State.FAILED}),
     State.WRITING: frozenset({State.DURABLE, State.SUPERSEDED, State.SKIPPED, State.FAILED}),
     State.DURABLE: frozenset({State.GLOBAL, State.SUPERSEDED}),
-    State.GLOBAL: frozenset(),
-    State.SUPERSEDED: frozenset(),
-    State.SKIPPED: frozenset(),
-    State.FAILED: frozenset(),
+    **dict.fromkeys((State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED), frozenset()),
 }
 
 #: States in which a checkpoint occupies a lane or waits for one.
@@ -70,6 +67,7 @@ class Record(NamedTuple):
     sequence: int
     slot: int | None
     payload_bytes: int
+    copied_bytes: int  # into DRAM: what has not changed is not copied, where it can be read
     written_bytes: int  # to the volume: what has not changed is not written again
     pulled: bool
     state: str
@@ -116,6 +114,8 @@ class Checkpoint:
     held_at_ns: int = 0
     held_ns: int = 0
     frozen_bytes: int = 0  # of tensors that do not train, if it is worth a slot
+    offered_bytes: int = 0  # of it, what the client reads in place first
+    copied_bytes: int = 0
     written_bytes: int = 0
     sequence: int = 0  # the same on every rank of a group, from the request on
     slot: int | None = None
@@ -144,9 +144,10 @@ class Checkpoint:
 
     def record(self, key: Key) -> Record:
         return Record(
-            key.uid, key.job, key.rank, self.session, self.snapshot, self.incarnation, self.step,
-            self.sequence, self.slot, self.payload_bytes, self.written_bytes, bool(self.map),
-            self.state.name.lower(), self.reason, self.hint, self.stage, self.error, self.rehomed,
+            *key, self.session, self.snapshot, self.incarnation, self.step,
+            self.sequence, self.slot, self.payload_bytes, self.copied_bytes, self.written_bytes,
+            bool(self.map), self.state.name.lower(), self.reason, self.hint, self.stage, self.error,
+            self.rehomed,
             self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
             *(self.times_ns.get(name, 0) for name in _TIMES),
         )  # fmt: skip
@@ -190,6 +191,6 @@ class Checkpoint:
         self.times_ns = event.times._asdict()
         if event.kind in ("durable", "superseded", "given_up", "failed"):
             self.slot, self.stage, self.error = event.slot, event.stage, event.error_name
-            self.written_bytes = event.written_bytes
+            self.copied_bytes, self.written_bytes = event.copied_bytes, event.written_bytes
         elif event.kind == "writing":
             self.first_write_ns = now_ns

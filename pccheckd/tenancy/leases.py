@@ -38,9 +38,8 @@ class Leases:
                 self._end(sequence)
 
     def end_for_room(self) -> bool:
-        """Ends the lease on the oldest checkpoint whose slot a new one can have; False when there
-        is none."""
-        found = self._oldest_for_room()
+        """Ends the lease on `oldest_for_room`; False when there is none."""
+        found = self.oldest_for_room()
         if found is None:
             return False
         self._end(found.sequence)
@@ -50,11 +49,8 @@ class Leases:
         )  # fmt: skip
         return True
 
-    def could_make_room(self) -> bool:
-        """Whether `end_for_room` would find one."""
-        return self._oldest_for_room() is not None
-
-    def _oldest_for_room(self) -> catalog.Checkpoint | None:
+    def oldest_for_room(self) -> catalog.Checkpoint | None:
+        """The oldest leased checkpoint whose slot a new one can have."""
         current = self._volumes.current
         if current is None:
             return None

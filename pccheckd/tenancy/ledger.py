@@ -33,6 +33,10 @@ _COPY_FAILED = {
         "the next checkpoint shares the memory again",
     ),
 }  # fmt: skip
+_BASE_LOST = (
+    "the earlier checkpoint that has its unchanged tensors is damaged or cannot be read",
+    "the next checkpoint is written whole; see: pccheckctl verify, and the kernel's log",
+)
 _RESET_HINT = (
     "nothing to do: a later checkpoint goes into a new volume. Only if the storage directory "
     "itself was removed, create it again. To remove a job's checkpoints use: pccheckctl drop"
@@ -266,6 +270,8 @@ def failure_text(event: _core.Event) -> tuple[str, str]:
     """Reason and hint of a failed checkpoint."""
     if event.stage == "copy":
         return _COPY_FAILED.get(event.error_name, _NOT_COMPLETE)
+    if event.stage == "base":
+        return _BASE_LOST
     if event.error_name in _FILE_GONE:
         return _FILE_GONE[event.error_name], _RESET_HINT
     if event.error_name == "ENOSPC":

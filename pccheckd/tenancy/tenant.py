@@ -271,7 +271,7 @@ class Tenant:
             used = busy + len(current.checkpoints) + current.quarantined
             if used < info.slots or current.volume.has_expendable():
                 return True
-        return self.leases.could_make_room()
+        return self.leases.oldest_for_room() is not None
 
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""
@@ -344,11 +344,9 @@ class Tenant:
         """Its trainer was refused room, or (None) has got it. What a trainer was refused is known
         until a later one has got it."""
         if why is not None and not self._was_refused:
+            fields = {"event": "refused"}
             LOG.warning(
-                "%s: checkpoints are NOT saved: %s",
-                self.key,
-                why,
-                extra={"fields": {"event": "refused"}},
+                "%s: checkpoints are NOT saved: %s", self.key, why, extra={"fields": fields}
             )
         elif why is None and self.refused is not None:
             LOG.warning("%s: checkpoints are saved again", self.key)
@@ -413,6 +411,7 @@ class Tenant:
             incarnation=self.incarnation, world_size=owner.world_size,
             requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
             frozen_bytes=min(body.frozen_bytes, body.payload_bytes),
+            offered_bytes=body.offered_bytes,
         )  # fmt: skip
         if not self.ledger.add(checkpoint):
             return  # requested twice: the first request counts
@@ -449,6 +448,7 @@ class Tenant:
                     incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
                     payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
                     tree_bytes=checkpoint.tree_bytes, frozen_bytes=checkpoint.frozen_bytes,
+                    offered_bytes=checkpoint.offered_bytes,
                 )  # fmt: skip
         except _core.NativeError as error:
             if error.code_name != "STOPPED" or fresh:
@@ -560,19 +560,16 @@ class Tenant:
         if len(self.volumes.open) < 2:
             return
         async with self.lock:
-            await self._retire_locked()
-
-    async def _retire_locked(self) -> None:
-        volumes = self.volumes.open
-        good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
-        follower = max((index for index, has in enumerate(good) if has), default=0)
-        for item in volumes[:follower]:
-            if self._reading or self._needs(item):
-                continue
-            if self.port is not None and not await self.port.unbind(item.volume, 0):
-                continue  # tried again when its last save has ended
-            if not self._reading:  # no read began meanwhile
-                await self.volumes.drop(item)
+            volumes = self.volumes.open
+            good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
+            follower = max((index for index, has in enumerate(good) if has), default=0)
+            for item in volumes[:follower]:
+                if self._reading or self._needs(item):
+                    continue
+                if self.port is not None and not await self.port.unbind(item.volume, 0):
+                    continue  # tried again when its last save has ended
+                if not self._reading:  # no read began meanwhile
+                    await self.volumes.drop(item)
 
     def _needs(self, item: OpenVolume) -> bool:
         """Whether a volume holds a checkpoint that must stay."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pccheck_native import _core, catalog, dropping, layout
 from pccheck_native.group import Agreement
@@ -40,8 +41,7 @@ _LOST = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """Whose volume: the unit of ownership."""
 
     uid: int
@@ -181,7 +181,9 @@ class VolumeSet:
     async def load(self) -> None:
         """Opens the files on the disk that are not open yet. Those that cannot be opened go to
         `unreadable`, and are tried again when they have changed."""
-        files = await self._engine.call(self.key.uid, self._files)
+        files = await self._engine.call(
+            self.key.uid, layout.list_volumes, self._config.storage, **self.key._asdict()
+        )
         held = {item.path for item in (*self.open, *self.gone)}
         marks = await self._engine.call(self.key.uid, _marks, [file.path for file in files])
         self.unreadable = {
@@ -298,10 +300,8 @@ class VolumeSet:
                 f"{config.slots} slots for checkpoints of {payload_bytes} bytes in blocks of "
                 f"{blocks} are more than a volume can have"
             ) from error
-        generation = await self._engine.call(
-            key.uid, layout.next_generation, config.storage, *self._key_parts()
-        )
-        path = layout.volume_path(config.storage, key.uid, key.job, key.rank, generation)
+        generation = await self._engine.call(key.uid, layout.next_generation, config.storage, *key)
+        path = layout.volume_path(config.storage, *key, generation)
         await self.refresh()
         sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
         if (
@@ -312,9 +312,9 @@ class VolumeSet:
         def create() -> None:
             layout.make_directories(path)
             _core.create_volume(
-                str(path), uid=key.uid, job=key.job, rank=key.rank, world_size=world_size,
-                slots=config.slots, keep=config.keep, payload_capacity=capacity,
-                next_sequence=sequence, incarnation=incarnation, block_bytes=blocks,
+                str(path), **key._asdict(), world_size=world_size, slots=config.slots,
+                keep=config.keep, payload_capacity=capacity, next_sequence=sequence,
+                incarnation=incarnation, block_bytes=blocks,
                 allow_buffered=config.allow_any_filesystem,
             )  # fmt: skip
 
@@ -369,13 +369,6 @@ class VolumeSet:
             with contextlib.suppress(OSError, _core.NativeError):
                 await self._engine.call(self.key.uid, item.volume.close)
 
-    def _files(self) -> list[layout.VolumeFile]:
-        uid, job, rank = self._key_parts()
-        return layout.list_volumes(self._config.storage, uid=uid, job=job, rank=rank)
-
-    def _key_parts(self) -> tuple[int, str, int]:
-        return self.key.uid, self.key.job, self.key.rank
-
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config
         engine = self._engine.io.wanted if writable else PWRITE
@@ -387,7 +380,7 @@ class VolumeSet:
             )  # fmt: skip
             try:
                 info = volume.info()
-                if (info.uid, info.job, info.rank) != self._key_parts():
+                if (info.uid, info.job, info.rank) != self.key:
                     raise RefusedError(
                         f"{path} belongs to job {info.job!r} rank {info.rank} of uid {info.uid}",
                         hint="a volume file was renamed; put it back where it was",

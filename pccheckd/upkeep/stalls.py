@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.jobs import group_state
-from pccheckd.jobs.job import Job
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
@@ -51,13 +50,9 @@ class Progress:
         for key in self._seen.keys() - present:
             del self._seen[key]
         for job in self._registry.jobs.values():
-            self._look_at(job)
+            found = group_state.of(job, limit_s)
+            job.note_late(str(found) if found is not None and found.is_late else "")
         self._registry.engine.note_stall(limit_s)
-
-    def _look_at(self, job: Job) -> None:
-        found = group_state.of(job, self._registry.config.stall_limit_s)
-        late = str(found) if found is not None and found.is_late else ""
-        job.note_late(late)
 
     def _allowance_s(self) -> float:
         """How long --max-bandwidth may keep all the writers of a volume waiting."""

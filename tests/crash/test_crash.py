@@ -55,6 +55,7 @@ def test_crash_states(model: str) -> None:
     assert count("positions", output) >= 5_000
     assert count("repaired", output) >= 10_000
     assert count("saves with a base", output) >= 20
+    assert count("chunks that were not copied", output) >= 10
     assert count("violations", output) == 0
 
 

@@ -31,6 +31,27 @@ static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
         workload_uncache_chunk(workload, live, index);
 }
 
+static void on_offered(void *owner, uint64_t tag, uint64_t offset, bool in_base)
+{
+    struct workload *workload = owner;
+    struct live *live = live_of(workload, tag);
+    if (!live)
+        return;
+    const uint32_t bit = 1u << offset / workload->spec.chunk_bytes;
+    if ((live->offered & bit) == 0) {
+        sim_breach(workload->sim, "an answer to what nobody offered");
+        return;
+    }
+    live->offered &= ~bit;
+    if (in_base) {
+        live->referred |= bit;
+        workload->count.referred++;
+    } else {
+        live->asked |= bit;
+        live->handed &= ~bit;
+    }
+}
+
 /* An end must agree with what was acknowledged; memory is the owner's again. */
 static void on_ended(void *owner, const struct pcc_save_result *result)
 {
@@ -74,7 +95,10 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     *live = (struct live){0};
 }
 
-static const struct pcc_save_events events = {on_writing, on_chunk_written, on_ended};
+static const struct pcc_save_events events = {.writing = on_writing,
+                                              .chunk_written = on_chunk_written,
+                                              .offered = on_offered,
+                                              .ended = on_ended};
 
 struct workload *workload_new(const struct workload_spec *spec, uint64_t seed)
 {
@@ -226,7 +250,8 @@ int workload_begin(struct workload *workload, uint32_t pages)
     return 0;
 }
 
-static void hand_over(struct workload *workload, struct live *live, uint32_t index)
+/* With `offered` only its checksums. */
+static void hand_over(struct workload *workload, struct live *live, uint32_t index, bool offered)
 {
     const struct oracle_save *save = &workload->oracle->saves[live->tag];
     uint32_t chunk_bytes = workload->spec.chunk_bytes, block_bytes = workload->spec.block_bytes;
@@ -234,14 +259,15 @@ static void hand_over(struct workload *workload, struct live *live, uint32_t ind
     uint64_t left = save->request.payload_bytes - offset;
     uint32_t length = left < chunk_bytes ? (uint32_t)left : chunk_bytes;
     uint8_t *bytes = live->memory + offset;
-    memcpy(bytes, save->bytes + offset, pcc_align_up(length, PCC_IO_ALIGN));
+    if (!offered)
+        memcpy(bytes, save->bytes + offset, pcc_align_up(length, PCC_IO_ALIGN));
     uint64_t checksums[64] = {0};
     for (uint32_t at = 0; at < length; at += block_bytes) {
         uint32_t piece = length - at < block_bytes ? length - at : block_bytes;
-        checksums[at / block_bytes] = pcc_hash_bytes(bytes + at, piece);
+        checksums[at / block_bytes] = pcc_hash_bytes(save->bytes + offset + at, piece);
     }
-    const bool given = (index + live->tag) % 2 == 0; /* else the writer makes them */
-    struct pcc_chunk chunk = {.bytes = bytes,
+    const bool given = offered || (index + live->tag) % 2 == 0; /* else the writer makes them */
+    struct pcc_chunk chunk = {.bytes = offered ? NULL : bytes,
                               .payload_offset_bytes = offset,
                               .length_bytes = length,
                               .index = index,
@@ -249,6 +275,7 @@ static void hand_over(struct workload *workload, struct live *live, uint32_t ind
                               .segment_chunk = index,
                               .checksums = given ? checksums : NULL};
     live->handed |= 1u << index;
+    live->offered |= offered ? 1u << index : 0;
     int result = pcc_save_chunk(live->save, &chunk);
     memset(checksums, 0xee, sizeof checksums); /* they were to be copied during the call */
     if (result != 0 && !workload->faulty)
@@ -271,13 +298,16 @@ void workload_feed(struct workload *workload, struct live *live)
     if (!live->save || live->sealed || live->aborted)
         return;
     if (live->handed == all_chunks(live)) {
-        seal(workload, live);
+        if (live->offered == 0)
+            seal(workload, live);
         return;
     }
     uint32_t index = rng_below(&workload->rng, live->chunk_count);
     while (live->handed >> index & 1)
         index = (index + 1) % live->chunk_count;
-    hand_over(workload, live, index);
+    const bool offered = pcc_save_base(live->save) != 0 && (live->asked >> index & 1) == 0 &&
+                         rng_chance(&workload->rng, 2);
+    hand_over(workload, live, index, offered);
 }
 
 /* The owner takes a written chunk back and fills it with something else. */

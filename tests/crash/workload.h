@@ -27,6 +27,7 @@ struct live {              /* a save in flight, from its owner's side */
     uint32_t tag;
     uint32_t chunk_count;
     uint32_t handed, written, uncached; /* bit per chunk */
+    uint32_t offered, referred, asked; /* the same: not answered, in the base, to come with bytes */
     uint8_t *memory;
     bool sealed, aborted;
 };
@@ -57,7 +58,7 @@ struct workload {
     bool faulty;              /* a fault was armed: saves may fail */
     struct {
         uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads, deaths,
-            adopted, based;
+            adopted, based, referred;
     } count;
 };
 

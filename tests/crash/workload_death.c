@@ -80,7 +80,11 @@ static int hand_over_again(struct workload *workload, struct live *live, uint32_
                                         .segment_chunk = i,
                                         .checksums = pcc_save_kept_checksums(live->save, i)};
         int result = -PCC_E_DAMAGED;
-        if (atomic_load(&piece->segment) == 0) {
+        if (pcc_save_was_referred(live->save, i)) {
+            struct pcc_chunk offer = chunk;
+            offer.bytes = NULL;
+            result = pcc_save_chunk(live->save, &offer);
+        } else if (atomic_load(&piece->segment) == 0) {
             live->written |= 1u << i;
             live->uncached |= 1u << i;
             result = pcc_save_found(live->save, live->tag, i, bytes);
@@ -101,7 +105,7 @@ static void adopt(struct workload *workload, struct live *live, uint32_t place)
         workload->newest_begun = sequence;
     if (result == 0) {
         live->handed = all_chunks(live);
-        live->written = live->uncached = 0;
+        live->written = live->uncached = live->offered = 0;
         workload->count.adopted++;
         if (hand_over_again(workload, live, place) == 0)
             return;

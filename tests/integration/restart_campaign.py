@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 
 from tests.integration import kill_campaign
-from tests.integration.kill_campaign import COUNTS
+from tests.integration.kill_campaign import COUNTS, FROZEN
 from tests.support.manager import ServedDaemon
 from tests.support.trainer import RemoteError, Trainer
 
@@ -53,7 +53,9 @@ def _round(tally: Tally, rng: random.Random, victim: str) -> None:
     shim = f"kill:{point}" if victim == "inside" else ""
     with ServedDaemon(*FLAGS, *rng.choice(PACES), shim=shim) as daemon, Trainer() as trainer:
         daemon.start()
-        trainer.open(COUNTS, socket=str(daemon.socket), job="job", stall_limit_s=20)
+        trainer.open(
+            COUNTS, frozen=tally.frozen, socket=str(daemon.socket), job="job", stall_limit_s=20
+        )
         for _ in range(rng.randint(1, 4)):
             trainer.step()
             handle = trainer.checkpoint()
@@ -116,10 +118,10 @@ def _is_connected(trainer: object) -> bool:
     return bool(trainer.client.connected)  # type: ignore[attr-defined]
 
 
-def run(rounds: int, seed: int) -> Tally:
+def run(rounds: int, seed: int, frozen: int = 0) -> Tally:
     """`rounds` kills, by `ROTATION`."""
     rng = random.Random(seed)
-    tally = Tally()
+    tally = Tally(frozen=frozen)
     for number in range(rounds):
         victim = ROTATION[number % len(ROTATION)]
         try:
@@ -133,8 +135,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--frozen", action="store_true", help="most of the model is frozen")
     options = parser.parse_args()
-    tally = run(options.rounds, options.seed)
+    tally = run(options.rounds, options.seed, FROZEN if options.frozen else 0)
     print(f"seed {options.seed}: {options.rounds} rounds, {tally.copied} with something copied and "
           f"not durable, {tally.recovered} recovered, {tally.empty} empty, "
           f"{len(tally.violations)} violations")  # fmt: skip

@@ -206,6 +206,7 @@ struct daemon {
     uint8_t *payload; /* what was handed over */
     uint64_t handed_bytes;
     uint32_t taken;    /* chunks that came back */
+    uint32_t damaged;  /* of them, those that the client calls so */
     uint32_t returned; /* segments that did */
     bool retiring;     /* full chunks are not the client's again */
 };
@@ -319,8 +320,7 @@ static inline void pulled(struct daemon *d, uint64_t snapshot, uint32_t gpu)
 static inline void take_full(struct daemon *d, const struct pcc_message *message)
 {
     const uint8_t *bytes = d->chunks + (size_t)message->chunk * CHUNK;
-    const uint64_t *checksums =
-        d->view.checksums + (size_t)message->chunk * d->view.geometry.blocks_per_chunk;
+    const uint64_t *checksums = pcc_page_checksums(&d->view, message->chunk);
 
     for (uint32_t block = 0; block < message->length_bytes; block += BLOCK) {
         const uint32_t left = message->length_bytes - block;
@@ -347,6 +347,7 @@ static inline void listen_to(struct daemon *d)
         } else {
             CHECK(message.kind == PCC_MSG_TAKEN);
             d->taken++;
+            d->damaged += message.result == -PCC_E_DAMAGED;
         }
     }
     CHECK(result == 0);
@@ -360,9 +361,20 @@ static inline void collect(struct daemon *d, uint64_t length)
     d->handed_bytes = 0;
 }
 
+/* Of what the chunk holds now. */
+static inline void checksums_put(struct daemon *d, uint32_t chunk, uint32_t length)
+{
+    const uint8_t *bytes = d->chunks + (size_t)chunk * CHUNK;
+
+    for (uint32_t block = 0; block < length; block += BLOCK)
+        pcc_page_checksums(&d->view, chunk)[block / BLOCK] =
+            pcc_hash_bytes(bytes + block, length - block < BLOCK ? length - block : BLOCK);
+}
+
 static inline void data(struct daemon *d, uint64_t load, uint32_t chunk, uint64_t offset,
                         uint32_t length)
 {
+    checksums_put(d, chunk, length);
     say(d, &(struct pcc_message){.kind = PCC_MSG_DATA,
                                  .chunk = chunk,
                                  .id = load,

@@ -20,6 +20,7 @@ struct owner {
     struct pcc_save_result results[TAGS_MAX];
     bool has_ended[TAGS_MAX];
     uint32_t writing[TAGS_MAX], written[TAGS_MAX];
+    uint32_t referred[TAGS_MAX], asked[TAGS_MAX]; /* the chunks that were offered, by the answer */
 };
 
 struct payload {
@@ -48,6 +49,19 @@ static inline void owner_chunk_written(void *context, uint64_t tag, uint32_t ind
     (void)pthread_mutex_unlock(&owner->lock);
 }
 
+static inline void owner_offered(void *context, uint64_t tag, uint64_t offset, bool in_base)
+{
+    struct owner *owner = context;
+    uint32_t *answers = in_base ? owner->referred : owner->asked;
+    const uint32_t bit = 1u << offset / CHUNK;
+    (void)pthread_mutex_lock(&owner->lock);
+    CHECK(!owner->has_ended[tag] && offset % CHUNK == 0 && offset / CHUNK < CHUNKS_MAX);
+    CHECK_EQUAL((owner->referred[tag] | owner->asked[tag]) & bit, 0);
+    answers[tag] |= bit;
+    (void)pthread_cond_broadcast(&owner->ended);
+    (void)pthread_mutex_unlock(&owner->lock);
+}
+
 static inline void owner_ended(void *context, const struct pcc_save_result *result)
 {
     struct owner *owner = context;
@@ -62,6 +76,7 @@ static inline void owner_ended(void *context, const struct pcc_save_result *resu
 static const struct pcc_save_events owner_events = {
     .writing = owner_writing,
     .chunk_written = owner_chunk_written,
+    .offered = owner_offered,
     .ended = owner_ended,
 };
 
@@ -137,6 +152,21 @@ static inline int payload_begin(struct owner *owner, uint64_t tag, uint64_t byte
     for (uint64_t i = 0; i < bytes; i++)
         out->memory[i] = payload_byte(tag, i);
     return 0;
+}
+
+/* Only its checksums. */
+static inline int payload_offer(struct payload *payload, uint32_t number)
+{
+    uint64_t checksums[CHUNK / BLOCK];
+
+    for (uint32_t at = 0; at < CHUNK; at += BLOCK)
+        checksums[at / BLOCK] =
+            pcc_hash_bytes(payload->memory + (uint64_t)number * CHUNK + at, BLOCK);
+    const struct pcc_chunk chunk = {.payload_offset_bytes = (uint64_t)number * CHUNK,
+                                    .length_bytes = CHUNK,
+                                    .index = UINT32_MAX,
+                                    .checksums = checksums};
+    return pcc_save_chunk(payload->save, &chunk);
 }
 
 static inline int payload_chunk(struct payload *payload, uint32_t number)

@@ -34,6 +34,7 @@ struct fixture {
     uint64_t session;
     int32_t trainer; /* its process, for those that are pulled from */
     struct pcc_client *client;
+    uint64_t frozen_bytes;     /* of each snapshot, which offers them */
     struct pcc_page_view page; /* of the hand-made client */
 };
 
@@ -205,8 +206,8 @@ static inline int begin(struct fixture *f, uint64_t snapshot, uint64_t payload_b
     const struct pcc_save_request request = {.step = (int64_t)snapshot,
                                              .world_size = 1,
                                              .payload_bytes = payload_bytes,
-                                             .tree_offset_bytes = 0,
-                                             .tree_bytes = 0};
+                                             .frozen_bytes = f->frozen_bytes,
+                                             .offered_bytes = f->frozen_bytes};
 
     return pcc_tenant_begin(f->tenant, snapshot, 0, &request, sequence);
 }
@@ -231,11 +232,30 @@ static inline void submit(struct fixture *f, uint64_t snapshot, const uint8_t *b
                           uint64_t count)
 {
     const struct pcc_range range = {.address = (uintptr_t)bytes, .length_bytes = count};
-    const struct pcc_submission submission = {
-        .ranges = &range, .range_count = 1, .tail_offset_bytes = count};
+    const struct pcc_submission submission = {.ranges = &range,
+                                              .range_count = 1,
+                                              .tail_offset_bytes = count,
+                                              .offered_bytes = f->frozen_bytes};
 
     CHECK(pcc_client_request(f->client, snapshot) == 0);
     CHECK(pcc_client_submit(f->client, snapshot, &submission) == 0);
+}
+
+/* A process of its own that submits snapshot 1, and waits to be killed. */
+static inline pid_t trainer_to_kill(struct fixture *f, const uint8_t *bytes, uint64_t count)
+{
+    const pid_t child = fork();
+
+    CHECK(child >= 0);
+    if (child == 0) {
+        (void)close(f->sockets[0]);
+        if (pcc_client_open(f->sockets[1], f->page_fd, &f->client) != 0)
+            _exit(1);
+        submit(f, 1, bytes, count);
+        for (;;)
+            (void)pause();
+    }
+    return child;
 }
 
 static inline uint64_t save(struct fixture *f, uint64_t snapshot, const uint8_t *bytes,

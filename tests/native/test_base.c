@@ -436,6 +436,162 @@ static void test_the_next_daemon_goes_on(void)
     }
 }
 
+/* -- offers: what has no chunk -- */
+
+/* The frozen part is offered, before what changes is handed over. */
+static struct payload offered(struct owner *owner, uint64_t tag, uint64_t world)
+{
+    struct payload payload = begun(owner, tag, world, FROZEN);
+
+    for (uint32_t i = 0; i < 4; i++)
+        CHECK_EQUAL(payload_offer(&payload, i), 0);
+    return payload;
+}
+
+static struct pcc_save_result completed(struct owner *owner, struct payload *payload)
+{
+    run(owner);
+    CHECK_EQUAL(owner->referred[payload->tag] | owner->asked[payload->tag], 15);
+    for (uint32_t i = 0; i < payload->chunk_count; i++)
+        if ((owner->referred[payload->tag] >> i & 1) == 0)
+            CHECK_EQUAL(payload_chunk(payload, i), 0);
+    CHECK_EQUAL(pcc_save_seal(payload->save), 0);
+    run(owner);
+    free(payload->memory);
+    return owner_wait(owner, payload->tag);
+}
+
+static void test_what_is_offered_and_in_the_base_needs_no_bytes(void)
+{
+    struct owner *owner = owner_new(4, 2, 2, 0);
+
+    struct payload first = begun(owner, 1, 7, FROZEN);
+    CHECK_EQUAL(pcc_save_base(first.save), 0);
+    CHECK_EQUAL(payload_offer(&first, 0), -EINVAL); /* there is no base */
+    CHECK_EQUAL(finished(owner, &first).copied_bytes, PAYLOAD);
+    for (uint64_t tag = 2; tag < 8; tag++) {
+        struct payload payload = offered(owner, tag, 7);
+        CHECK_EQUAL(pcc_save_base(payload.save), 1);
+        CHECK_EQUAL(payload_offer(&payload, 0), -EINVAL); /* twice */
+        CHECK_EQUAL(pcc_save_seal(payload.save), -EINVAL);
+        const struct pcc_save_result result = completed(owner, &payload);
+        CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
+        CHECK_EQUAL(owner->referred[tag], 15);
+        CHECK_EQUAL(result.copied_bytes, PAYLOAD - FROZEN);
+        CHECK_EQUAL(result.written_bytes, CHANGED);
+        CHECK_EQUAL(reads(owner->volume, tag, 7), 0);
+    }
+    owner_free(owner);
+}
+
+static void test_what_is_offered_and_has_changed_is_asked_for(void)
+{
+    struct owner *owner = owner_new(5, 2, 2, 0);
+
+    (void)saved(owner, 1, 7, FROZEN);
+    struct payload payload = begun(owner, 2, 7, FROZEN);
+    payload.memory[CHUNK + 5 * BLOCK / 2] ^= 1; /* one block of one chunk */
+    for (uint32_t i = 0; i < 4; i++)
+        CHECK_EQUAL(payload_offer(&payload, i), 0);
+    run(owner);
+    CHECK_EQUAL(owner->asked[2], 2);
+    CHECK_EQUAL(payload_offer(&payload, 1), -EINVAL); /* it is to come with its bytes */
+    struct pcc_save_result result = completed(owner, &payload);
+    CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(result.copied_bytes, PAYLOAD - FROZEN + CHUNK);
+    CHECK_EQUAL(result.written_bytes, CHANGED + PCC_IO_ALIGN);
+
+    owner->media->fail_reads = 1; /* of the base's manifest: nothing is known of it */
+    pcc_saver_forget_known(owner->saver);
+    payload = offered(owner, 3, 7);
+    result = completed(owner, &payload);
+    CHECK_EQUAL(owner->asked[3], 15);
+    CHECK_EQUAL(result.written_bytes, WHOLE);
+    CHECK_EQUAL(reads(owner->volume, 3, 7), 0);
+
+    payload = offered(owner, 4, 7); /* given up before anybody looked at it */
+    pcc_save_abort(payload.save, -PCC_E_ABORTED);
+    run(owner);
+    CHECK_EQUAL(owner_wait(owner, 4).end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(owner->referred[4] | owner->asked[4], 0);
+    free(payload.memory);
+    owner_free(owner);
+}
+
+static void test_what_was_offered_moves_with_the_base(void)
+{
+    for (uint32_t answered = 0; answered <= 1; answered++) {
+        struct owner *owner = owner_new(5, 2, 1, 0);
+        (void)saved(owner, 1, 7, FROZEN);
+        struct payload payload = begun(owner, 2, 7, FROZEN);
+        owner->media->fail_writes = 1;
+        if (answered == 0) { /* the write fails first, and the offers wait for the move */
+            CHECK_EQUAL(payload_chunk(&payload, 4), 0);
+            CHECK_EQUAL(pcc_saver_step(owner->saver, 0), 0);
+        }
+        for (uint32_t i = 0; i < 4; i++)
+            CHECK_EQUAL(payload_offer(&payload, i), 0);
+        run(owner);
+        CHECK_EQUAL(owner->referred[2], 15);
+        for (uint32_t i = 4 + (answered == 0); i < 6; i++)
+            CHECK_EQUAL(payload_chunk(&payload, i), 0);
+        CHECK_EQUAL(pcc_save_seal(payload.save), 0);
+        run(owner);
+        const struct pcc_save_result result = owner_wait(owner, 2);
+        CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
+        CHECK_EQUAL(result.rehomed, 1);
+        CHECK_EQUAL(base_of(owner->volume, 2), 1);
+        CHECK_EQUAL(reads(owner->volume, 2, 7), 0);
+        free(payload.memory);
+        owner_free(owner);
+    }
+}
+
+/* What was offered is in the base only: it is taken from there, if that part of it is intact. */
+static void test_what_was_offered_is_rescued_from_a_damaged_base(void)
+{
+    for (uint32_t hit = 0; hit <= 2; hit++) {
+        struct owner *owner = owner_new(5, 2, 2, 0);
+        const struct pcc_geometry geometry = pcc_volume_geometry(owner->volume);
+        (void)saved(owner, 1, 7, FROZEN);
+        struct payload payload = offered(owner, 2, 7);
+        run(owner);
+        uint8_t *base = owner->media->bytes + pcc_geometry_slot_offset(&geometry, 0);
+        base[hit == 1 ? 2 * CHUNK + 3 : FROZEN + 3] ^= 1;
+        CHECK_EQUAL(pcc_volume_flag(owner->volume, 1, PCC_SLOT_DAMAGED, 0, true), 0);
+        if (hit == 2) { /* and a write fails on the way */
+            for (uint32_t i = 4; i < 6; i++)
+                CHECK_EQUAL(payload_chunk(&payload, i), 0);
+            CHECK_EQUAL(pcc_save_seal(payload.save), 0);
+            while (!payload.save->base_lost)
+                CHECK_EQUAL(pcc_saver_step(owner->saver, payload.save->kept_place / 2), 0);
+            owner->media->fail_writes = 1;
+            run(owner);
+            free(payload.memory);
+        } else {
+            (void)completed(owner, &payload);
+        }
+        const struct pcc_save_result result = owner_wait(owner, 2);
+        if (hit == 1) {
+            CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
+            CHECK_EQUAL(result.error, -PCC_E_DAMAGED);
+            CHECK(strcmp(result.stage, "base") == 0);
+            CHECK(!has(owner->volume, 2));
+        } else {
+            CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
+            CHECK_EQUAL(result.rehomed, hit == 2 ? 2 : 1);
+            CHECK_EQUAL(base_of(owner->volume, 2), 0);
+            CHECK_EQUAL(reads(owner->volume, 2, 7), 0);
+        }
+        const struct payload next = begun(owner, 3, 7, FROZEN); /* nothing uses the damaged one */
+        CHECK_EQUAL(pcc_save_base(next.save), hit == 1 ? 0 : 2);
+        pcc_save_abort(next.save, -PCC_E_ABORTED);
+        run(owner);
+        free(next.memory);
+        owner_free(owner);
+    }
+}
+
 static void test_with_threads(void)
 {
     struct owner *owner = owner_new(6, 2, 3, 2);
@@ -480,6 +636,10 @@ int main(void)
     RUN(test_without_its_manifest_a_base_is_none);
     RUN(test_a_bad_slot_is_left_with_the_base_kept);
     RUN(test_the_next_daemon_goes_on);
+    RUN(test_what_is_offered_and_in_the_base_needs_no_bytes);
+    RUN(test_what_is_offered_and_has_changed_is_asked_for);
+    RUN(test_what_was_offered_moves_with_the_base);
+    RUN(test_what_was_offered_is_rescued_from_a_damaged_base);
     RUN(test_with_threads);
     return 0;
 }

@@ -1,5 +1,4 @@
-/* Loads into device memory: checked chunks come, the client's thread copies them to where they
- * belong. */
+/* Loads: chunks come, the client's thread checks them and copies them to where they belong. */
 #include "client/pcc_client_private.h"
 #include "client_fixture.h"
 
@@ -46,6 +45,50 @@ static void test_load(void)
     daemon_close(&d);
     gpu_free(0, first);
     gpu_free(1, second);
+}
+
+/* Bytes that do not match their checksums reach no memory, and the daemon learns which chunk has
+ * them; what it has checked itself is not doubted. */
+static void test_damaged(void)
+{
+    struct daemon d;
+    static uint8_t host[2 * CHUNK], expected[2 * CHUNK], nothing[CHUNK];
+    const CUdeviceptr memory = gpu_alloc(0, CHUNK);
+    const struct pcc_range range = {(uintptr_t)host, 0, CHUNK + 2 * BLOCK};
+    const struct pcc_device_range device_range =
+        on_gpu(0, memory, CHUNK + 2 * BLOCK, CHUNK - 2 * BLOCK);
+
+    daemon_open(&d, 0);
+    CHECK(pcc_client_device_open(d.client, 0) == 0);
+    memset(at(memory), 0, CHUNK);
+    pattern(expected, sizeof(expected), 8);
+    memcpy(d.chunks, expected, sizeof(expected));
+    CHECK(pcc_client_load_start(d.client, 1, &range, 1, &device_range, 1) == 0);
+    data(&d, 1, 0, 0, CHUNK);
+    UNTIL((listen_to(&d), d.taken == 1));
+    CHECK_EQUAL(d.damaged, 0);
+    struct pcc_message message = {
+        .kind = PCC_MSG_DATA, .chunk = 1, .id = 1, .offset_bytes = CHUNK, .length_bytes = CHUNK};
+    checksums_put(&d, 1, CHUNK);
+    d.chunks[CHUNK + 5] ^= 1;
+    say(&d, &message);
+    UNTIL((listen_to(&d), d.taken == 2));
+    CHECK_EQUAL(d.damaged, 1);
+    CHECK(memcmp(host, expected, CHUNK) == 0);
+    CHECK(memcmp(host + CHUNK, nothing, BLOCK) == 0);
+    CHECK(memcmp(at(memory), nothing, CHUNK) == 0);
+    d.chunks[CHUNK + 5] ^= 1;
+    memset(pcc_page_checksums(&d.view, 1), 0, CHUNK / BLOCK * sizeof(uint64_t));
+    message.result = PCC_DATA_CHECKED;
+    say(&d, &message);
+    say(&d, &(struct pcc_message){.kind = PCC_MSG_END, .id = 1});
+    CHECK_EQUAL(pcc_client_load_wait(d.client, 1, soon()), 0);
+    UNTIL((listen_to(&d), d.taken == 3));
+    CHECK_EQUAL(d.damaged, 1);
+    CHECK(memcmp(host, expected, CHUNK + 2 * BLOCK) == 0);
+    CHECK(memcmp(at(memory), expected + CHUNK + 2 * BLOCK, CHUNK - 2 * BLOCK) == 0);
+    daemon_close(&d);
+    gpu_free(0, memory);
 }
 
 /* A GPU that is lost during the load ends it; loads into host memory go on. */
@@ -250,6 +293,7 @@ int main(void)
 {
     standin_open();
     RUN(test_load);
+    RUN(test_damaged);
     RUN(test_every_end_is_one);
     RUN(test_many_in_flight);
     RUN(test_many_pieces);

@@ -146,11 +146,7 @@ static void test_load_under_way(void)
     set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
     CHECK(pcc_client_load_start(d.client, 1, NULL, 0, &range, 1) == 0);
     for (uint32_t i = 0; i < 2; i++)
-        say(&d, &(struct pcc_message){.kind = PCC_MSG_DATA,
-                                      .chunk = i,
-                                      .id = 1,
-                                      .offset_bytes = (uint64_t)i * CHUNK,
-                                      .length_bytes = CHUNK});
+        data(&d, 1, i, (uint64_t)i * CHUNK, CHUNK);
     UNTIL(seen(&control->to_device_queued) == queued + 2 * CHUNK);
     retire(&d, 1, 0);
     for (uint32_t turn = 1; turn <= 3; turn++) { /* of the thread: a chunk of the other segment */
@@ -222,9 +218,7 @@ static void test_dead_gpu(void)
     atomic_store(&d.client->patience_ns, SECOND / 50);
     set(&control->copy_hold_kinds, STANDIN_TO_DEVICE);
     CHECK(pcc_client_load_start(d.client, 1, NULL, 0, &range, 1) == 0);
-    say(&d,
-        &(struct pcc_message){
-            .kind = PCC_MSG_DATA, .chunk = 0, .id = 1, .offset_bytes = 0, .length_bytes = CHUNK});
+    data(&d, 1, 0, 0, CHUNK);
     CHECK_EQUAL(pcc_client_load_wait(d.client, 1, soon()), -PCC_E_DEVICE_LOST);
     const uint64_t pinned = seen(&control->registered_bytes);
     retire(&d, 1, 0);

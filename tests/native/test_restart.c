@@ -45,6 +45,7 @@ void pcc_kept_stored(void)
 struct trial {
     uint64_t payload_bytes;
     uint64_t memory_bytes;
+    uint64_t frozen_bytes; /* the same in all snapshots; the first one is durable before the kill */
     uint32_t snapshots;
     bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
     bool shrinks;  /* memory comes and goes all the time */
@@ -62,6 +63,7 @@ static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t b
                                          .label = LABEL};
     struct pcc_store *store;
 
+    f->frozen_bytes = trial->frozen_bytes;
     CHECK_EQUAL(volume_open(f->path, true, bytes_per_second, &f->volume), 0);
     CHECK(pcc_pool_open(trial->memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
@@ -83,6 +85,12 @@ static void *shrink_run(void *argument)
     }
 }
 
+static void content(const struct trial *trial, uint8_t *bytes, uint64_t snapshot)
+{
+    pattern(bytes, trial->payload_bytes, snapshot);
+    pattern(bytes, trial->frozen_bytes, 77);
+}
+
 /* Says over the pipe which snapshot its client has heard is copied. Never returns. */
 static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, uint64_t kill_at,
                                   int pipe_fd)
@@ -95,16 +103,21 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
     CHECK(pcc_tenant_bind(f->tenant, f->volume) == 0);
     grow(f, trial->memory_bytes, trial->shrinks ? CHUNK : 0);
     link_open(f);
-    stores_left = kill_at;
+    stores_left = trial->frozen_bytes == 0 ? kill_at : 0;
     watched = f;
     CHECK(!trial->shrinks || pthread_create(&thread, NULL, shrink_run, f) == 0);
     for (uint64_t snapshot = 1; snapshot <= trial->snapshots; snapshot++) {
-        pattern(bytes, trial->payload_bytes, snapshot);
+        content(trial, bytes, snapshot);
         submit(f, snapshot, bytes, trial->payload_bytes);
         CHECK(begin_wait(f, snapshot, trial->payload_bytes) == snapshot);
         CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_COPIED, soon()) == 0);
         const uint8_t told = (uint8_t)snapshot;
         CHECK(write(pipe_fd, &told, 1) == 1);
+        if (trial->frozen_bytes > 0 && snapshot == 1) { /* the base of those that follow */
+            CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_DURABLE, soon()) == 0);
+            CHECK(event_until(f, PCC_EVENT_DURABLE).id == 1);
+            stores_left = kill_at;
+        }
     }
     CHECK(pcc_client_wait(f->client, trial->snapshots, PCC_WAIT_DURABLE, soon()) == 0);
     _exit(0);
@@ -254,7 +267,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     if (newest > 0) {
         uint8_t *bytes = malloc(trial->payload_bytes);
         CHECK(bytes != NULL);
-        pattern(bytes, trial->payload_bytes, newest);
+        content(trial, bytes, newest);
         link_open(&f);
         renew(&f, &(struct settings){.memory_bytes = trial->memory_bytes});
         load_equals(&f, newest, 1, bytes, trial->payload_bytes);
@@ -310,6 +323,19 @@ static void test_chunks_without_checksums(void)
                               .unhashed = true});
 }
 
+/* What is frozen has no chunk: the next daemon finds it in the base. */
+static void test_killed_when_a_part_was_not_copied(void)
+{
+    struct trial trial = {.payload_bytes = 7 * CHUNK + 99,
+                          .memory_bytes = 8 * CHUNK,
+                          .frozen_bytes = 4 * CHUNK + 99,
+                          .snapshots = 3};
+
+    enumerate(&trial);
+    trial.twice = true;
+    enumerate(&trial);
+}
+
 static void test_killed_while_memory_goes(void)
 {
     enumerate(&(struct trial){.payload_bytes = 5 * CHUNK + 99,
@@ -325,6 +351,7 @@ int main(void)
     RUN(test_killed_with_little_memory);
     RUN(test_killed_while_it_takes_over);
     RUN(test_chunks_without_checksums);
+    RUN(test_killed_when_a_part_was_not_copied);
     RUN(test_killed_while_memory_goes);
     manager_end();
     return 0;

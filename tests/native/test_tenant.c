@@ -211,16 +211,7 @@ static void test_trainer_killed(void)
     for (uint32_t round = 0; round < 12; round++) {
         uint64_t sequence;
         attach(&f);
-        const pid_t child = fork();
-        CHECK(child >= 0);
-        if (child == 0) {
-            (void)close(f.sockets[0]);
-            if (pcc_client_open(f.sockets[1], f.page_fd, &f.client) != 0)
-                _exit(1);
-            submit(&f, 1, bytes, count);
-            for (;;)
-                (void)pause();
-        }
+        const pid_t child = trainer_to_kill(&f, bytes, count);
         while (begin(&f, 1, count, &sequence) == -PCC_E_BAD_PEER)
             (void)usleep(100); /* not requested yet */
         if (round % 4 == 3)

@@ -365,6 +365,65 @@ static void test_scribbling_is_no_damage(void)
     fixture_close(&f);
 }
 
+/* The next message of a load; when it is DATA, its chunk goes back with that result. */
+static struct pcc_message load_next(struct fixture *f, int32_t result)
+{
+    struct pcc_message message;
+    const uint64_t deadline = soon();
+
+    while (pcc_ring_pop(&f->page.to_client, &message) == 0) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(200);
+    }
+    if (message.kind == PCC_MSG_DATA) {
+        const struct pcc_message back = {
+            .kind = PCC_MSG_TAKEN, .chunk = message.chunk, .id = message.id, .result = result};
+        say(f, &back);
+        ring(f);
+    }
+    return message;
+}
+
+/* A client that calls intact data damaged makes the daemon check: the load goes back to that piece,
+ * and is not damaged. What the daemon has checked is not the client's to doubt. */
+static void test_doubts(void)
+{
+    struct fixture f;
+    static uint8_t bytes[PAYLOAD];
+
+    fixture_open(&f, &roomy);
+    pattern(bytes, sizeof(bytes), 3);
+    link_open(&f);
+    const uint64_t sequence = save(&f, 1, bytes, sizeof(bytes));
+    detach(&f);
+    for (int own = 1; own >= 0; own--) { /* from memory, and from the volume */
+        page_open(&f);
+        CHECK(pcc_tenant_load(f.tenant, f.volume, own, sequence, 0, PAYLOAD, 5) == 0);
+        struct pcc_message doubted = {0}, message;
+        bool again = false;
+        for (uint32_t i = 0;
+             (message = load_next(&f, i == 1 ? -PCC_E_DAMAGED : 0)).kind == PCC_MSG_DATA; i++) {
+            CHECK(i > 1 || message.result == PCC_DATA_UNCHECKED);
+            if (i == 1)
+                doubted = message;
+            else if (i > 1 && message.offset_bytes == doubted.offset_bytes)
+                again = message.result == PCC_DATA_CHECKED;
+        }
+        CHECK(message.kind == PCC_MSG_END && message.result == 0 && again);
+        const struct pcc_event event = event_until(&f, PCC_EVENT_LOAD_ENDED);
+        CHECK(event.id == 5 && event.error == 0);
+        CHECK(!pcc_tenant_cached(f.tenant, sequence));
+        detach(&f);
+    }
+    page_open(&f);
+    CHECK(pcc_tenant_load(f.tenant, f.volume, false, sequence, 0, PAYLOAD, 6) == 0);
+    while (load_next(&f, -PCC_E_DAMAGED).result != PCC_DATA_CHECKED)
+        continue;
+    CHECK_EQUAL(event_until(&f, PCC_EVENT_BAD_PEER).session, f.session);
+    detach(&f);
+    fixture_close(&f);
+}
+
 /* All that a tenant has, while what was copied is still being written. */
 static void test_nothing_else_is_left(void)
 {
@@ -516,6 +575,7 @@ int main(void)
     RUN(test_load_never_taken);
     RUN(test_late_writes);
     RUN(test_scribbling_is_no_damage);
+    RUN(test_doubts);
     RUN(test_nothing_else_is_left);
     RUN(test_the_dead_write_nothing);
     RUN(test_a_closed_link_has_nothing);

@@ -21,11 +21,12 @@ class Ran:
         return json.loads(self.out)
 
 
-def written(ctl: Ctl, socket: Path) -> dict[int, list[int]]:
-    """By step, what each rank wrote, of the checkpoints that the daemon knows: of one job."""
+def written(ctl: Ctl, socket: Path, what: str = "written_bytes") -> dict[int, list[int]]:
+    """By step, what each rank wrote, of the checkpoints that the daemon knows: of one job. Or
+    another number of them."""
     found: dict[int, list[int]] = {}
     document = ctl(None, "status", "--json", "--socket", socket).json
     for rank in sorted(document["ranks"], key=lambda one: one["rank"]):
         for one in rank["checkpoints"]:
-            found.setdefault(one["step"], []).append(one["written_bytes"])
+            found.setdefault(one["step"], []).append(one[what])
     return found

@@ -24,6 +24,7 @@ class FakeLink:
         self.errors: dict[int, str] = {}
         self.read: set[int] = set()
         self.provisional: set[int] = set()
+        self.offered: dict[int, int] = {}
         self.unholdable: set[int] = set()
         self.cannot_pull = ""
         self.holds = True
@@ -48,8 +49,9 @@ class FakeLink:
     def submit(
         self, snapshot: int, ranges: bytes, volatile: bytes, data: bytes, offset: int,
         device_ranges: bytes = b"", *, pulled_bytes: int = 0, pulled_devices: int = 0,
-        provisional: bool = False,
+        provisional: bool = False, offered_bytes: int = 0,
     ) -> None:  # fmt: skip
+        self.offered[snapshot] = offered_bytes
         self._note(
             "submit", snapshot, ranges, volatile, device_ranges, pulled_bytes, pulled_devices
         )

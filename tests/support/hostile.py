@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 import zmq
 
+from pccheck_native import NativeError
 from pccheck_wire import attach, codec
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import (
@@ -254,6 +255,21 @@ class Attacker:
                 body = Begin(number % 3000, number, 1 << 20, 0, 8, "wait")
                 dealer.send(self.request(session.welcome.token, body), zmq.NOBLOCK)
             yield
+
+    def false_offers(self) -> Step:
+        """Offers what has no base or has changed, and other numbers than Begin told."""
+        counts = (0, 1, 1 << 20, 3 << 20, 4 << 20, 2**62, 2**63, 2**64 - 1, -1)
+        for number in itertools.count(1):
+            try:
+                with Rank(Path(self.path), job="evil") as rank:
+                    rank.register(4 << 20)
+                    for step in range(8):
+                        told, done = self.chance.choice(counts), self.chance.choice(counts)
+                        data = payload_of(number, 3 << 20) + payload_of(step, 1 << 20)
+                        rank.begin(step, data, frozen=told, offered=max(done, 0))
+                        yield
+            except (PccheckError, OSError, NativeError):
+                yield  # the session has ended
 
     def exposures(self) -> Step:
         session = self.attach()

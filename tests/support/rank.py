@@ -115,9 +115,10 @@ class Rank:
 
     def begin(
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True, branch: int = 0,
-        repeat: int = 0, frozen: int = 0,
+        repeat: int = 0, frozen: int = 0, offered: int | None = None,
     ) -> int:  # fmt: skip
-        """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id."""
+        """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id. Its
+        `frozen` bytes are offered; `offered` tells the link another number than the daemon."""
         self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
@@ -127,11 +128,12 @@ class Rank:
         self.link.request(snapshot)
         self._send(0, Begin(
             snapshot, step, len(data), len(body), len(tail), on_busy, branch=branch, repeat=repeat,
-            frozen_bytes=frozen,
+            frozen_bytes=frozen, offered_bytes=frozen,
         ))  # fmt: skip
         if fill:
             ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
-            self.link.submit(snapshot, ranges, b"", tail, len(body))
+            done = frozen if offered is None else offered
+            self.link.submit(snapshot, ranges, b"", tail, len(body), offered_bytes=done)
         return snapshot
 
     def _is_read(self, snapshot: int) -> bool:

@@ -23,6 +23,7 @@ from pccheck_wire.errors import CheckpointFailedError
 from tests.support.programs import CONTEXT
 
 ANSWER_LIMIT_S = 120.0
+FROZEN = 1000  # in the place of the index of a tensor that no step changes
 
 
 def expected(step: int, index: int, count: int) -> torch.Tensor:
@@ -60,8 +61,10 @@ Stamp([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
 class Stamped(torch.nn.Module):
-    def __init__(self, counts: list[int]) -> None:
+    def __init__(self, counts: list[int], frozen: int = 0) -> None:
         super().__init__()
+        if frozen:
+            self.still = torch.nn.Parameter(expected(0, FROZEN, frozen), requires_grad=False)
         self.parts = torch.nn.ParameterList(
             [torch.nn.Parameter(expected(0, i, count)) for i, count in enumerate(counts)]
         )
@@ -75,9 +78,10 @@ class Commands:
         self.handles: list[Any] = []
 
     def open(
-        self, counts: list[int], *, attach: bool = True, hook: bool = True, **options: Any
-    ) -> int:
-        self.model = Stamped(counts)
+        self, counts: list[int], *, attach: bool = True, hook: bool = True, frozen: int = 0,
+        **options: Any,
+    ) -> int:  # fmt: skip
+        self.model = Stamped(counts, frozen)
         self.optimizer = Stamp(list(self.model.parts))
         self.client = PCcheckClient(**options)
         if attach and hook:
@@ -103,7 +107,9 @@ class Commands:
         }  # fmt: skip
 
     def check(self, step: int) -> str:
-        return mismatch(self.tensors(), step)
+        still = [self.model.still] if hasattr(self.model, "still") else []
+        wrong = [part for part in still if not torch.equal(part, expected(0, FROZEN, len(part)))]
+        return "the frozen tensor is another" if wrong else mismatch(self.tensors(), step)
 
     def step(self, count: int = 1) -> int:
         for _ in range(count):

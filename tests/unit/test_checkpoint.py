@@ -67,7 +67,7 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
 
 
 def event(kind: str) -> Event:
-    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, SaveTimes(0, 0, 0, 0, 0, 0))
+    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0))
 
 
 def test_durable_may_overtake_copied() -> None:

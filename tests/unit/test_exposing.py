@@ -94,7 +94,7 @@ def ended(
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
     )  # fmt: skip
     times = SaveTimes(0, 0, 0, 0, 0, 0)
-    pulling.note(checkpoint, Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, times))
+    pulling.note(checkpoint, Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, times))
 
 
 def test_a_driver_that_fails_again_and_again_is_refused_once() -> None:

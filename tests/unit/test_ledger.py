@@ -43,7 +43,8 @@ def durable(ledger: Ledger, sequence: int) -> Checkpoint:
     ledger.add(made)
     about: Any = SimpleNamespace(
         kind="durable", session=1, id=sequence, sequence=sequence, rehomed=0, slot=0, stage="",
-        error_name="", written_bytes=0, times=_core.SaveTimes(*[0] * len(_core.SaveTimes._fields)),
+        error_name="", copied_bytes=0, written_bytes=0,
+        times=_core.SaveTimes(*[0] * len(_core.SaveTimes._fields)),
     )  # fmt: skip
     assert ledger.apply(about, lambda _: "") is made
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import nn
 
 from pccheck.options import Options
 from pccheck.saving.planner import Planner
-from pccheck.state.extents import Shape
+from pccheck.state.extents import DevicePart, Shape
 from pccheck.state.gating import Gating
-from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
+from pccheck.state.plan import FROZEN_MIN, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support.payload import round_trip, tree_of
@@ -430,3 +431,13 @@ def test_a_plan_of_many_tensors_is_made_without_the_garbage_collector() -> None:
         gc.callbacks.pop()
     assert len(runs) <= 2  # one begins and ends when all is done
     assert gc.isenabled()
+
+
+def test_only_host_memory_is_offered() -> None:
+    """A GPU's memory is not read in place."""
+    host = Snapshot(b"", b"", b"tree", 2 * FROZEN_MIN, [], frozen=FROZEN_MIN)
+    assert host.worth_a_base == host.offered == FROZEN_MIN
+    small = replace(host, frozen=FROZEN_MIN - 1)
+    assert small.worth_a_base == small.offered == 0
+    gpu = replace(host, device=DevicePart([], 4096, [], all_staged=False))
+    assert (gpu.worth_a_base, gpu.offered) == (FROZEN_MIN, 0)

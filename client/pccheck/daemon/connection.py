@@ -15,11 +15,7 @@ import zmq
 from pccheck_native import Link
 from pccheck_wire import attach, codec
 from pccheck_wire.basics import START_HINT
-from pccheck_wire.errors import (
-    DaemonUnreachableError,
-    WaitTimeoutError,
-    error_from_wire,
-)
+from pccheck_wire.errors import DaemonUnreachableError, WaitTimeoutError, error_from_wire
 from pccheck_wire.messages import (
     Describe,
     Failure,
@@ -193,8 +189,7 @@ class Connection:
 
     def gone(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(
-            f"pccheckd at {self.path} (pid {self.welcome.pid}) has ended",
-            hint=START_HINT,
+            f"pccheckd at {self.path} (pid {self.welcome.pid}) has ended", hint=START_HINT
         )
 
     def close(self) -> None:

@@ -15,12 +15,7 @@ from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
 from pccheck_wire.basics import START_HINT, socket_name
-from pccheck_wire.errors import (
-    DaemonUnreachableError,
-    PccheckError,
-    ProtocolError,
-    RefusedError,
-)
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError, RefusedError
 from pccheck_wire.messages import (
     PROTOCOL_VERSION,
     Goodbye,

@@ -57,7 +57,8 @@ class Agreement:
 
 def _group(world_size: int, caller: str) -> distributed.ProcessGroup:
     """Reduces numbers over all ranks on the CPU, whatever backend training uses."""
-    ranks = distributed.get_world_size() if _initialized() else 0
+    is_set_up = distributed.is_available() and distributed.is_initialized()
+    ranks = distributed.get_world_size() if is_set_up else 0
     if ranks != world_size:
         raise UsageError(
             f"{caller}: the {world_size} ranks of the job have to agree, and "
@@ -66,7 +67,3 @@ def _group(world_size: int, caller: str) -> distributed.ProcessGroup:
         )
     made: distributed.ProcessGroup = distributed.new_group(backend="gloo")
     return made
-
-
-def _initialized() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

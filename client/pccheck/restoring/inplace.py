@@ -18,6 +18,7 @@ import torch
 from pccheck.job import origin
 from pccheck.state import devices, shards
 from pccheck.state.extents import Range, pack, pack_device
+from pccheck.state.flatten import DTYPE_NAMES
 from pccheck.state.plan import RNG
 from pccheck.state.rng import restore_rng
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
@@ -418,7 +419,7 @@ def _alike(node: tree.Tensor | tree.Shard, live: torch.Tensor) -> bool:
     return (
         live.layout is torch.strided
         and live.device.type in ("cpu", "cuda")
-        and str(live.dtype) == f"torch.{node.dtype}"
+        and DTYPE_NAMES.get(live.dtype) == node.dtype
         and list(live.shape) == node.shape
     )
 

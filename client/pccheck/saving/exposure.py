@@ -22,12 +22,7 @@ from pccheck.state.extents import DevicePart
 from pccheck.warn import LOG
 from pccheck_native import Link, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
-from pccheck_wire.errors import (
-    DaemonUnreachableError,
-    DeviceError,
-    PccheckError,
-    WaitTimeoutError,
-)
+from pccheck_wire.errors import DaemonUnreachableError, DeviceError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose
 
 #: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
@@ -257,11 +252,7 @@ def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:
     """Does it, and a second time when GPU memory is short, after torch freed what it can."""
     try:
         return work()
-    except (
-        MemoryError,
-        OSError,
-        DeviceError,
-    ) as error:  # the last: of the daemon
+    except (MemoryError, OSError, DeviceError) as error:  # the last: of the daemon
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
     for device in part.devices:

@@ -122,6 +122,7 @@ class Saver:
                     branch=steps.branch,
                     repeat=steps.repeat,
                     frozen_bytes=snapshot.worth_a_base,
+                    offered_bytes=snapshot.offered,
                     interval=interval,
                 )
             )
@@ -397,5 +398,5 @@ def _submit(
     link.submit(
         number, ranges, volatile, snapshot.tree, snapshot.tree_offset, device_ranges,
         pulled_bytes=pulled_bytes, pulled_devices=pulled_devices,
-        provisional=snapshot.reading is not None,
+        provisional=snapshot.reading is not None, offered_bytes=snapshot.offered,
     )  # fmt: skip

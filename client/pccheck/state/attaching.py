@@ -67,8 +67,7 @@ def left_out(things: Mapping[str, object]) -> dict[str, torch.optim.Optimizer]:
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
         raise UsageError(
-            f"attach({RNG}=...) takes True or False only",
-            hint="attach this under another name",
+            f"attach({RNG}=...) takes True or False only", hint="attach this under another name"
         )
     if isinstance(thing, torch.nn.Module):
         return _inner_module(thing)

@@ -68,17 +68,13 @@ class Gating:
                 view.volatile = not self._in_place(view)
 
     def _in_place(self, view: View) -> bool:
-        if view.storage in self._buffers or _uncounted(view):
+        uncounted = view.tensor is not None and view.tensor.is_inference()  # its changes, by torch
+        if view.storage in self._buffers or uncounted:
             return False
         if self.mode == "manual" or view.storage in self._gated:
             return True
         view.loose = self._frozen_in.get(view.storage, "")
         return bool(view.loose)
-
-
-def _uncounted(view: View) -> bool:
-    """Whether torch does not count its changes."""
-    return view.tensor is not None and view.tensor.is_inference()
 
 
 def modules_of(thing: object) -> list[torch.nn.Module]:

@@ -62,6 +62,11 @@ class Snapshot:
         return self.frozen if large else 0
 
     @property
+    def offered(self) -> int:
+        """The first bytes of the payload that the link reads in place before it copies them."""
+        return self.worth_a_base if self.device is None else 0
+
+    @property
     def payload_bytes(self) -> int:
         return self.tree_offset + len(self.tree)
 

@@ -71,8 +71,7 @@ def check(flags: list[str]) -> Document:
         document = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise PccheckError(
-            "cannot run pccheckd --check-config",
-            hint="run it by hand to see its error",
+            "cannot run pccheckd --check-config", hint="run it by hand to see its error"
         ) from error
     return document if isinstance(document, dict) else {}
 

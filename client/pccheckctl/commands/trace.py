@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, print_json, rows, say, text, whole
-from pccheckctl.output.files import Output
+from pccheckctl.output.documents import Document, answer, rows, text, whole
+from pccheckctl.output.files import write_text
 from pccheckctl.source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
@@ -40,19 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output in (None, "-"):
         sys.stdout.write(made + "\n")
         return 0
-    with Output(Path(arguments.output), force=arguments.force) as output:
-        with os.fdopen(os.dup(output.descriptor), "w") as file:
-            file.write(made)
-        output.commit()
-    if arguments.json:
-        count = len(rows(document, "checkpoints"))
-        print_json({"schema": 1, "path": arguments.output, "checkpoints": count})
-    else:
-        checkpoints = render.plural(len(rows(document, "checkpoints")), "checkpoint")
-        say(
-            f"{arguments.output}: {checkpoints}; open it in https://ui.perfetto.dev (which uploads "
-            "nothing) or chrome://tracing"
-        )
+    write_text(arguments.output, made, force=arguments.force)
+    path, count = arguments.output, len(rows(document, "checkpoints"))
+    answer(
+        arguments,
+        {"schema": 1, "path": path, "checkpoints": count},
+        lambda: (
+            f"{path}: {render.plural(count, 'checkpoint')}; open it in "
+            "https://ui.perfetto.dev (which uploads nothing) or chrome://tracing"
+        ),
+    )
     return 0
 
 

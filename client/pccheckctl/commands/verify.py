@@ -8,12 +8,7 @@ import secrets
 from pccheck_native import catalog, subset
 from pccheck_store import directory
 from pccheck_store.readers import RecycledError, Store
-from pccheck_wire.errors import (
-    DamagedError,
-    NoCheckpointError,
-    UnreadableError,
-    UsageError,
-)
+from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, whole
 from pccheckctl.output.progress import Bar, bytes_read

@@ -124,14 +124,10 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
-            return _text_of_path
+            return lambda *parts: "/".join(parts)
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11 pickles an enum's member
             return _member
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
-
-
-def _text_of_path(*parts: str) -> str:
-    return "/".join(parts)
 
 
 def _member(owner: type, name: str) -> object:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import statistics
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
-from pccheckctl.output.files import Output
+from pccheckctl.output.files import write_text
 from pccheckctl.source import choose, daemon
 
 from . import bench, disk
@@ -93,9 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     rates = rates_of(arguments)
     advice = advise(rates, wish)
     if arguments.output:
-        with Output(Path(arguments.output), force=arguments.force) as output:
-            os.write(output.descriptor, as_toml(rates, wish, advice).encode())
-            output.commit()
+        write_text(arguments.output, as_toml(rates, wish, advice), force=arguments.force)
     answer(arguments, document(rates, wish, advice), lambda: as_text(rates, wish, advice))
     return 0
 

@@ -101,6 +101,14 @@ class Output:
             self.temporary.unlink()
 
 
+def write_text(path: str, text: str, *, force: bool) -> None:
+    """Raises as `Output` does."""
+    with Output(Path(path), force=force) as output:
+        with os.fdopen(os.dup(output.descriptor), "w", encoding="utf-8") as file:
+            file.write(text)
+        output.commit()
+
+
 def reserve(descriptor: int, nbytes: int, where: Path) -> None:
     """Allocates the space before it is used: under a mapping a full disk would end the process.
     Raises StorageFullError."""

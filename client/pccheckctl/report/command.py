@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from pccheck_wire.errors import PccheckError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part
-from pccheckctl.output.files import Output
+from pccheckctl.output.files import write_text
 from pccheckctl.source import daemon
 
 from .page import page
@@ -21,17 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
     """0, also for a page without a checkpoint."""
     document = _from_file(Path(arguments.trace)) if arguments.trace else _from_daemon(arguments)
     saves = saves_of(document, job=arguments.job, uid=arguments.uid)
-    made = page(saves)
-    target = Path(arguments.output)
-    with Output(target, force=arguments.force) as output:
-        with os.fdopen(os.dup(output.descriptor), "w", encoding="utf-8") as file:
-            file.write(made)
-        output.commit()
-    count = len(saves.items)
+    write_text(arguments.output, page(saves), force=arguments.force)
+    path, count = arguments.output, len(saves.items)
     answer(
         arguments,
-        {"schema": 1, "path": str(target), "checkpoints": count},
-        lambda: f"{target}: {render.plural(count, 'checkpoint')}; open it in a browser",
+        {"schema": 1, "path": path, "checkpoints": count},
+        lambda: f"{path}: {render.plural(count, 'checkpoint')}; open it in a browser",
     )
     return 0
 

@@ -237,8 +237,7 @@ def _held(items: list[Save]) -> str:
     if not any(one.held for one in shown):
         return "<p>Training did not wait.</p>"
     return _chart(
-        [Column([("held", one.held / 1e9)], _held_for(one)) for one in shown],
-        render.brief,
+        [Column([("held", one.held / 1e9)], _held_for(one)) for one in shown], render.brief
     )
 
 

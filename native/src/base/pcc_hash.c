@@ -1,6 +1,5 @@
 #include "base/pcc_hash.h"
 
-#include "base/pcc_hash_avx2.h"
 #include "base/pcc_xxhash.h"
 
 _Static_assert(sizeof(XXH3_state_t) <= sizeof(struct pcc_hash), "room for the state");

@@ -16,4 +16,9 @@ uint64_t pcc_hash_end(const struct pcc_hash *hash);
 /* The same over one piece of memory, unseeded. */
 uint64_t pcc_hash_bytes(const void *bytes, size_t length_bytes);
 
+/* For pcc_hash.c only, on x86-64 processors that have AVX2: pcc_hash_avx2.c is compiled for them.
+ */
+void pcc_hash_add_avx2(void *state, const void *bytes, size_t length_bytes);
+uint64_t pcc_hash_bytes_avx2(const void *bytes, size_t length_bytes);
+
 #endif

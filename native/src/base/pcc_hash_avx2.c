@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/pcc_hash.h"
+
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
 #else
@@ -12,7 +14,6 @@
 #pragma GCC target("avx2")
 #endif
 #define XXH_VECTOR 2 /* XXH_AVX2 */
-#include "base/pcc_hash_avx2.h"
 #include "base/pcc_xxhash.h"
 
 void pcc_hash_add_avx2(void *state, const void *bytes, size_t length_bytes)

@@ -211,6 +211,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->hung_up = false;
     job->provisional = false;
     job->error = 0;
+    job->offers = 0;
     job->pulled = job->held = 0;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_job_device *part = &job->devices[i];

@@ -1,6 +1,6 @@
 /* Filling chunks and handing them over. Host memory is copied and checksummed in one pass over the
- * cache, block by block; a chunk that a GPU fills (pcc_client_push.c) is checksummed when it has
- * landed. */
+ * cache, block by block, or only checksummed where it is (pcc_client_offer.c); a chunk that a GPU
+ * fills (pcc_client_push.c) is checksummed when it has landed. */
 #include <string.h>
 
 #include "base/pcc_futex.h"
@@ -75,11 +75,6 @@ static struct pcc_part part_next(const struct pcc_client *client, const struct p
     return part;
 }
 
-static uint64_t *checksums_of(const struct pcc_client *client, uint32_t chunk)
-{
-    return client->view.checksums + (size_t)chunk * client->view.geometry.blocks_per_chunk;
-}
-
 static uint64_t block_end(const struct pcc_client *client, uint64_t block, uint64_t length_bytes)
 {
     const uint64_t left = length_bytes - block;
@@ -96,10 +91,41 @@ static void pad(uint8_t *bytes, uint64_t length_bytes)
 struct filling { /* of one chunk, perhaps by several threads */
     const struct pcc_client *client;
     const struct pcc_job *job;
-    uint32_t chunk;
+    uint8_t *bytes; /* NULL: it is only read */
+    uint64_t *checksums;
+    uint64_t offset_bytes;
     uint64_t length_bytes;
     _Atomic bool stopped;
 };
+
+/* As pcc_client_gather, of host memory, which is read where it is. */
+static void digest(const struct pcc_job *job, uint64_t *cursor, struct pcc_hash *hash,
+                   uint64_t offset_bytes, uint64_t length_bytes)
+{
+    static const uint8_t zeros[4096];
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+
+    while (offset_bytes < end_bytes) {
+        const struct pcc_range *range = &job->sources[*cursor].range;
+        const uint8_t *from = zeros;
+        uint64_t end = end_bytes;
+        if (*cursor < job->source_count && offset_bytes >= range->offset_bytes) {
+            if (offset_bytes >= pcc_range_end(range)) {
+                ++*cursor;
+                continue;
+            }
+            from =
+                (const uint8_t *)(uintptr_t)range->address + (offset_bytes - range->offset_bytes);
+            end = pcc_range_end(range) < end ? pcc_range_end(range) : end;
+        } else {
+            if (*cursor < job->source_count && range->offset_bytes < end)
+                end = range->offset_bytes;
+            end = offset_bytes + sizeof zeros < end ? offset_bytes + sizeof zeros : end;
+        }
+        pcc_hash_add(hash, from, end - offset_bytes);
+        offset_bytes = end;
+    }
+}
 
 static uint64_t source_from(const struct pcc_job *job, uint64_t offset_bytes)
 {
@@ -114,8 +140,8 @@ static void fill_block(void *context, uint64_t block)
     const struct pcc_job *job = filling->job;
     const uint64_t start = block * client->view.geometry.block_bytes;
     const uint64_t end = block_end(client, start, filling->length_bytes);
-    uint64_t cursor = source_from(job, job->filled_bytes + start);
-    uint8_t *out = client->chunk_at[filling->chunk];
+    uint64_t cursor = source_from(job, filling->offset_bytes + start);
+    uint8_t *out = filling->bytes;
     struct pcc_hash hash;
 
     pcc_hash_start(&hash);
@@ -127,37 +153,43 @@ static void fill_block(void *context, uint64_t block)
             atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
             return;
         }
-        (void)pcc_client_gather(job, &cursor, out + at, job->filled_bytes + at, count, NULL);
-        pcc_hash_add(&hash, out + at, count);
+        if (out == NULL) {
+            digest(job, &cursor, &hash, filling->offset_bytes + at, count);
+        } else {
+            (void)pcc_client_gather(job, &cursor, out + at, filling->offset_bytes + at, count,
+                                    NULL);
+            pcc_hash_add(&hash, out + at, count);
+        }
     }
-    checksums_of(client, filling->chunk)[block] = pcc_hash_end(&hash);
+    filling->checksums[block] = pcc_hash_end(&hash);
 }
 
-/* The next chunk of the payload, of host memory. False when it was stopped half-way. With `helped`
- * the crew shares the work: a thread of the trainer waits, so its CPU is free. Beside training the
+/* A piece of the payload, of host memory. False when it was stopped half-way. With `helped` the
+ * crew shares the work: a thread of the trainer waits, so its CPU is free. Beside training the
  * helpers would take CPUs that training uses. */
-static bool fill(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
-                 uint64_t length_bytes, bool helped)
+static bool fill(struct pcc_client *client, struct filling *filling, bool helped)
 {
-    struct filling filling = {client, job, chunk, length_bytes, false};
-    const uint64_t blocks = pcc_ceil_div(length_bytes, client->view.geometry.block_bytes);
+    const uint64_t blocks = pcc_ceil_div(filling->length_bytes, client->view.geometry.block_bytes);
 
     if (helped)
-        pcc_crew_run(&client->crew, blocks, fill_block, &filling);
+        pcc_crew_run(&client->crew, blocks, fill_block, filling);
     for (uint64_t block = 0; !helped && block < blocks; block++)
-        fill_block(&filling, block);
-    if (atomic_load_explicit(&filling.stopped, memory_order_relaxed))
+        fill_block(filling, block);
+    if (atomic_load_explicit(&filling->stopped, memory_order_relaxed))
         return false;
-    job->cursor = source_from(job, job->filled_bytes + length_bytes);
-    pad(client->chunk_at[chunk], length_bytes);
+    if (filling->bytes != NULL)
+        pad(filling->bytes, filling->length_bytes);
     return true;
 }
 
-/* Oldest first, among those that the daemon has admitted and that have more to fill. */
-static struct pcc_job *job_next(struct pcc_client *client)
+/* Oldest first, among those that the daemon has admitted and that something can be done for. */
+static struct pcc_job *job_next(struct pcc_client *client, enum pcc_turn *turn_out,
+                                struct pcc_offer **offer_out)
 {
     struct pcc_job *best = NULL;
+    struct pcc_offer *offer = NULL;
 
+    *turn_out = PCC_TURN_NONE;
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
         const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
@@ -169,9 +201,13 @@ static struct pcc_job *job_next(struct pcc_client *client)
             pcc_bell_ring(&client->view.page->client_bell);
         } else if (pcc_client_word(client, job->snapshot) ==
                        pcc_word(job->snapshot, PCC_WORD_COPYING) &&
-                   job->filled_bytes < job->payload_bytes &&
                    (best == NULL || job->snapshot < best->snapshot)) {
+            const enum pcc_turn turn = pcc_client_turn(client, job, &offer);
+            if (turn == PCC_TURN_NONE)
+                continue;
             best = job;
+            *turn_out = turn;
+            *offer_out = offer;
         }
     }
     return best;
@@ -184,12 +220,12 @@ void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job)
     if (atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_SUBMITTED) {
         /* Release pairs with the acquires in pcc_client_wait: our reads came before the update that
          * the trainer makes now. */
-        if (job->filled_bytes >= job->host_bytes &&
+        if (job->filled_bytes >= job->host_bytes && job->offers == 0 &&
             !atomic_load_explicit(&job->host_read, memory_order_relaxed)) {
             atomic_store_explicit(&job->host_read, true, memory_order_release);
             pcc_bell_ring(bell);
         }
-        if (job->filled_bytes >= job->trainer_bytes && job->flying == 0) {
+        if (job->filled_bytes >= job->trainer_bytes && job->flying == 0 && job->offers == 0) {
             atomic_store_explicit(&job->state, PCC_JOB_READ, memory_order_release);
             pcc_bell_ring(bell);
         }
@@ -280,6 +316,8 @@ static void take_off(struct pcc_client *client, struct pcc_job *job, uint32_t ch
 static void part_done(struct pcc_client *client, struct pcc_job *job, const struct pcc_part *part)
 {
     job->filled_bytes += part->length_bytes;
+    if (part->device == PCC_HOST)
+        job->cursor = source_from(job, job->filled_bytes);
     if (part->device != PCC_HOST && job->filled_bytes >= job->devices[part->device].end_bytes) {
         job->devices[part->device].enqueued = true;
         pcc_bell_ring(&client->view.page->client_bell); /* for a thread in hold */
@@ -301,7 +339,7 @@ static int finish_one(struct pcc_client *client)
          block += client->view.geometry.block_bytes) {
         if (atomic_load_explicit(&job->stop, memory_order_relaxed))
             break;
-        checksums_of(client, chunk)[block / client->view.geometry.block_bytes] =
+        pcc_page_checksums(&client->view, chunk)[block / client->view.geometry.block_bytes] =
             pcc_hash_bytes(bytes + block, block_end(client, block, flight->length_bytes) - block);
     }
     pad(bytes, flight->length_bytes);
@@ -322,14 +360,45 @@ static int finish_one(struct pcc_client *client)
 
 /* -- one step -- */
 
+/* With lock held: a piece of host memory was read. As hand_over. */
+static bool piece_done(struct pcc_client *client, struct pcc_job *job, enum pcc_turn turn,
+                       struct pcc_offer *offer, const struct pcc_part *part)
+{
+    if (turn == PCC_TURN_OFFER)
+        return pcc_client_offer_make(client, job, offer, part->length_bytes);
+    const uint32_t chunk = client->free_chunks[--client->free_count];
+    if (turn == PCC_TURN_FILL)
+        return hand_over(client, job, chunk, job->filled_bytes, part->length_bytes);
+    pcc_client_offer_done(offer);
+    return hand_over(client, job, chunk, offer->offset_bytes, part->length_bytes);
+}
+
+static int read_piece(struct pcc_client *client, struct pcc_job *job, enum pcc_turn turn,
+                      const struct pcc_offer *offer, uint64_t length_bytes, bool helped)
+{
+    struct filling filling = {.client = client, .job = job, .length_bytes = length_bytes};
+
+    filling.offset_bytes = turn == PCC_TURN_WANTED ? offer->offset_bytes : job->filled_bytes;
+    if (turn == PCC_TURN_OFFER) {
+        filling.checksums = pcc_client_offer_checksums(client, offer);
+    } else {
+        const uint32_t chunk = client->free_chunks[client->free_count - 1];
+        filling.bytes = client->chunk_at[chunk];
+        filling.checksums = pcc_page_checksums(&client->view, chunk);
+    }
+    return fill(client, &filling, helped);
+}
+
 /* Fills one chunk, or has it filled: 2. Else as pcc_client_work. */
 static int fill_one(struct pcc_client *client)
 {
     bool whole = true, taken = false;
+    enum pcc_turn turn;
+    struct pcc_offer *offer = NULL;
 
     (void)pthread_mutex_lock(&client->lock);
-    struct pcc_job *job = job_next(client);
-    if (job == NULL || client->free_count == 0) {
+    struct pcc_job *job = job_next(client, &turn, &offer);
+    if (job == NULL) {
         (void)pthread_mutex_unlock(&client->lock);
         return 0;
     }
@@ -337,10 +406,14 @@ static int fill_one(struct pcc_client *client)
     const bool helped = client->waiters > 0;
     (void)pthread_mutex_unlock(&client->lock);
 
-    const uint32_t chunk = client->free_chunks[client->free_count - 1];
-    const struct pcc_part part = part_next(client, job);
+    const uint32_t chunk =
+        turn == PCC_TURN_OFFER ? PCC_NO_CHUNK : client->free_chunks[client->free_count - 1];
+    const struct pcc_part part =
+        turn == PCC_TURN_WANTED
+            ? (struct pcc_part){.length_bytes = offer->length_bytes, .device = PCC_HOST}
+            : part_next(client, job);
     const int result = part.device == PCC_HOST
-                           ? fill(client, job, chunk, part.length_bytes, helped)
+                           ? read_piece(client, job, turn, offer, part.length_bytes, helped)
                            : pcc_client_enqueue(client, job, chunk, &part, &taken);
 
     (void)pthread_mutex_lock(&client->lock);
@@ -348,11 +421,10 @@ static int fill_one(struct pcc_client *client)
         take_off(client, job, chunk, &part);
     /* A stop that came after the last piece: the chunk stays ours. */
     if (result > 0 && !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
-        if (part.device == PCC_HOST) {
-            client->free_count--;
-            whole = hand_over(client, job, chunk, job->filled_bytes, part.length_bytes);
-        }
-        part_done(client, job, &part);
+        if (part.device == PCC_HOST)
+            whole = piece_done(client, job, turn, offer, &part);
+        if (turn != PCC_TURN_WANTED)
+            part_done(client, job, &part);
         if (whole)
             pcc_client_job_note(client, job);
     }

@@ -1,15 +1,15 @@
-/* Loads on the client's side. Host memory is filled at once. Copies to a GPU are enqueued, those of
- * several chunks one behind the other, and a chunk goes back to the daemon when its own copies are
- * done; the daemon reads and checks the next chunks meanwhile. As with push, the driver is left
- * alone while a stream waits for the daemon. */
+/* Loads on the client's side. What comes is checked block by block, and a block that matches goes
+ * to host memory at once, while it is in the cache. Copies to a GPU are enqueued, those of several
+ * chunks one behind the other, and a chunk goes back to the daemon when its own copies are done;
+ * the daemon reads the next chunks meanwhile. As with push, the driver is left alone while a stream
+ * waits for the daemon. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/pcc_copy.h"
 #include "base/pcc_futex.h"
+#include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
-
-#define PIECE_BYTES (1u << 20) /* copied by one thread of the crew */
 
 /* Host and device ranges as one ascending list of targets; NULL with *error_out. */
 static struct pcc_source *targets_make(const struct pcc_range *ranges, uint64_t range_count,
@@ -197,25 +197,46 @@ static CUresult scatter(const struct pcc_client *client, const struct pcc_messag
 struct scattering { /* of one chunk into host memory, by the crew */
     const struct pcc_client *client;
     const struct pcc_message *message;
+    _Atomic bool damaged;
 };
 
-static void scatter_piece(void *context, uint64_t piece)
+static bool block_intact(const struct scattering *scattering, uint64_t block, uint64_t length_bytes)
 {
-    const struct scattering *scattering = context;
+    const struct pcc_client *client = scattering->client;
     const struct pcc_message *message = scattering->message;
-    const uint64_t start = message->offset_bytes + piece * PIECE_BYTES;
-    const uint64_t left = message->offset_bytes + message->length_bytes - start;
+    const uint8_t *bytes = client->chunk_at[message->chunk];
 
-    (void)scatter(scattering->client, message, start,
-                  start + (left < PIECE_BYTES ? left : PIECE_BYTES), PCC_HOST);
+    return message->result == PCC_DATA_CHECKED ||
+           pcc_hash_bytes(bytes + block * client->view.geometry.block_bytes, length_bytes) ==
+               pcc_page_checksums(&client->view, message->chunk)[block];
 }
 
-static void scatter_to_host(struct pcc_client *client, const struct pcc_message *message)
+/* Checked and, while it is in the cache, copied. */
+static void scatter_block(void *context, uint64_t block)
 {
-    struct scattering scattering = {client, message};
+    struct scattering *scattering = context;
+    const struct pcc_message *message = scattering->message;
+    const uint64_t block_bytes = scattering->client->view.geometry.block_bytes;
+    const uint64_t start = block * block_bytes, left = message->length_bytes - start;
+    const uint64_t length_bytes = left < block_bytes ? left : block_bytes;
+    const uint64_t offset_bytes = message->offset_bytes + start;
 
-    pcc_crew_run(&client->crew, pcc_ceil_div(message->length_bytes, PIECE_BYTES), scatter_piece,
-                 &scattering);
+    if (block_intact(scattering, block, length_bytes))
+        (void)scatter(scattering->client, message, offset_bytes, offset_bytes + length_bytes,
+                      PCC_HOST);
+    else
+        atomic_store_explicit(&scattering->damaged, true, memory_order_relaxed);
+}
+
+/* False when some of the chunk is damaged. */
+static bool scatter_to_host(struct pcc_client *client, const struct pcc_message *message)
+{
+    struct scattering scattering = {.client = client, .message = message};
+
+    pcc_crew_run(&client->crew,
+                 pcc_ceil_div(message->length_bytes, client->view.geometry.block_bytes),
+                 scatter_block, &scattering);
+    return !atomic_load_explicit(&scattering.damaged, memory_order_relaxed);
 }
 
 /* How many copies to each GPU the chunk takes. */
@@ -406,7 +427,8 @@ static int scatter_to_devices(struct pcc_client *client, const struct pcc_messag
     return error;
 }
 
-bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *message)
+bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *message,
+                          int32_t *result_out)
 {
     uint64_t end;
 
@@ -418,8 +440,10 @@ bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *m
     (void)pthread_mutex_unlock(&client->lock);
     if (!wanted)
         return true; /* of a load that timed out */
-    const int error = scatter_to_devices(client, message);
-    scatter_to_host(client, message);
+    /* The host first: GPUs get only what is intact. */
+    const bool intact = scatter_to_host(client, message);
+    const int error = intact ? scatter_to_devices(client, message) : 0;
+    *result_out = intact ? 0 : -PCC_E_DAMAGED;
     (void)pthread_mutex_lock(&client->lock);
     load->busy = false;
     load_note(client, error);

@@ -68,7 +68,9 @@ struct pcc_job {
     uint64_t cursor; /* sources before this one lie before filled_bytes */
     uint64_t payload_bytes;
     uint64_t filled_bytes;  /* chunks up to here are filled, or copies into them are enqueued */
-    uint64_t left_bytes;    /* not handed over yet */
+    uint64_t left_bytes;    /* not handed over yet, nor known to lie in the base */
+    uint64_t offered_end;   /* the payload before this is offered, if there is a base */
+    uint32_t offers;        /* that are not answered, or whose piece is still to be copied */
     uint64_t trainer_bytes; /* the trainer's memory that we read ends here in the payload */
     uint64_t host_bytes;    /* and here what of it is host memory */
     uint32_t flying;        /* chunks that copies are filling */
@@ -113,6 +115,20 @@ struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; th
     uint32_t device; /* of the event */
     CUevent event;   /* behind the copies; kept for the chunk's next flight */
     bool loading;    /* it is in the list of that name of a GPU */
+};
+
+enum pcc_offer_state {
+    PCC_OFFER_NONE = 0,
+    PCC_OFFER_ASKED,
+    PCC_OFFER_WANTED, /* the daemon wants the bytes; read once more, into a chunk */
+};
+
+struct pcc_offer { /* a piece that was read in place; the thread's own */
+    enum pcc_offer_state state;
+    struct pcc_job *job;
+    uint64_t snapshot; /* of the job then: else the offer is over */
+    uint64_t offset_bytes;
+    uint64_t length_bytes;
 };
 
 struct pcc_chunk_list { /* first in, first out */
@@ -195,10 +211,11 @@ struct pcc_client {
     uint32_t *free_chunks;      /* [chunk_capacity], a stack */
     struct pcc_flight *flights; /* [chunk_capacity] */
     uint32_t free_count;
-    struct pcc_chunk_list landed; /* filled by copies, not handed over yet */
-    uint32_t kept;                /* jobs whose last chunk is */
-    bool polling;                 /* something of a GPU is to be asked for soon */
-    struct pcc_crew crew;         /* moves host memory with the thread */
+    struct pcc_chunk_list landed;        /* filled by copies, not handed over yet */
+    uint32_t kept;                       /* jobs whose last chunk is */
+    struct pcc_offer offers[PCC_OFFERS]; /* each has a row of the page's checksums */
+    bool polling;                        /* something of a GPU is to be asked for soon */
+    struct pcc_crew crew;                /* moves host memory with the thread */
 };
 
 static inline uint64_t pcc_client_word(const struct pcc_client *client, uint64_t snapshot)
@@ -275,6 +292,26 @@ CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t 
 /* With lock held, after more was filled or has landed. */
 void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job);
 
+/* -- pcc_client_offer.c; called by the thread -- */
+enum pcc_turn {
+    PCC_TURN_NONE,
+    PCC_TURN_FILL,   /* the next piece of the payload goes into a chunk */
+    PCC_TURN_OFFER,  /* the next piece is read in place */
+    PCC_TURN_WANTED, /* a piece that was offered goes into a chunk */
+};
+/* With lock held: what can be done for the job now; an offer with the last two. */
+enum pcc_turn pcc_client_turn(struct pcc_client *client, struct pcc_job *job,
+                              struct pcc_offer **offer_out);
+uint64_t *pcc_client_offer_checksums(const struct pcc_client *client,
+                                     const struct pcc_offer *offer);
+/* With lock held: the next piece was read, and its checksums made. False when the daemon broke the
+ * protocol. */
+PCC_MUST_CHECK bool pcc_client_offer_make(struct pcc_client *client, struct pcc_job *job,
+                                          struct pcc_offer *offer, uint64_t length_bytes);
+/* With lock held: the offer's piece is with the daemon, or known to lie in the base. */
+void pcc_client_offer_done(struct pcc_offer *offer);
+void pcc_client_take_answer(struct pcc_client *client, const struct pcc_message *message);
+
 /* -- pcc_client_push.c; called by the thread -- */
 /* Enqueues the copies of a job's next chunk. 1; 0 = too early; else a code. When *taken_out is set
  * the chunk is the GPU's now, whatever the result. */
@@ -340,9 +377,10 @@ PCC_MUST_CHECK int pcc_client_retire(struct pcc_client *client);
 void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message);
 /* With lock held: true when a load has ended, or never will. */
 bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id);
-/* Puts a chunk where it belongs. False: GPUs still read it, and it goes back when they are done. */
+/* Puts a chunk where it belongs, unless it is damaged: then *result_out, for TAKEN, says so. False:
+ * GPUs still read it, and it goes back when they are done. */
 PCC_MUST_CHECK bool pcc_client_take_data(struct pcc_client *client,
-                                         const struct pcc_message *message);
+                                         const struct pcc_message *message, int32_t *result_out);
 /* Gives the chunks back that a GPU has read. As pcc_client_work. */
 PCC_MUST_CHECK int pcc_client_load_land(struct pcc_client *client,
                                         struct pcc_client_device *device);

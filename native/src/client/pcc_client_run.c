@@ -44,9 +44,13 @@ static bool take_message(struct pcc_client *client, const struct pcc_message *me
              (!pcc_client_take_grants(client) || client->chunk_at[message->chunk] == NULL)) ||
             client->held[message->chunk] || client->flights[message->chunk].loading)
             return false;
-        return !pcc_client_take_data(client, message) || pcc_client_tell(client, &answer);
+        return !pcc_client_take_data(client, message, &answer.result) ||
+               pcc_client_tell(client, &answer);
     case PCC_MSG_END:
         pcc_client_take_end(client, message);
+        return true;
+    case PCC_MSG_ANSWER:
+        pcc_client_take_answer(client, message);
         return true;
     case PCC_MSG_RETIRE:
         return pcc_client_take_retire(client, message);

@@ -194,6 +194,10 @@ static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
     job->left_bytes = plan->end_bytes - from->pulled_bytes;
     job->trainer_bytes = plan->trainer_bytes;
     job->host_bytes = plan->host_bytes;
+    job->offered_end =
+        plan->devices == 0 && from->pulled_bytes == 0
+            ? pcc_offered_end(from->offered_bytes, plan->end_bytes, plan->chunk_bytes)
+            : 0;
     job->provisional = from->provisional;
     for (uint32_t i = 0; i < PCC_DEVICES; i++)
         job->devices[i].end_bytes = plan->device_end_bytes[i];

@@ -81,7 +81,7 @@ void pcc_tenant_close(struct pcc_tenant *tenant)
     }
     for (uint32_t i = 0; i < tenant->segment_count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
-    pcc_tenant_pin_stop(tenant);
+    pcc_tenant_pinner_set(tenant, NULL);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++)
         free(tenant->saves[i].seen);
     (void)pthread_cond_destroy(&tenant->pull.part_ended);
@@ -285,7 +285,7 @@ static void session_end(struct pcc_tenant *tenant, bool quiet)
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
         if (chunk->state == PCC_CHUNK_LENT && chunk->lent_cached) {
-            chunk->lent_cached = false;
+            chunk->lent_cached = chunk->lent_unchecked = false;
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
         } else if (chunk->state == PCC_CHUNK_GRANTED && !quiet) {
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_LEFT);

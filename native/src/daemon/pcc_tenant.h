@@ -44,6 +44,7 @@ struct pcc_event {
     uint64_t sequence;
     uint32_t slot;
     uint32_t rehomed;
+    uint64_t copied_bytes;
     uint64_t written_bytes;
     const char *stage; /* static string or NULL */
     struct pcc_save_times times;
@@ -159,9 +160,9 @@ PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, co
                                      uint64_t length_bytes, char *reason, size_t reason_bytes);
 
 /* Admission: takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out
- * chunks, and has the device part of exposure `map` pulled (0: there is none). Codes of
- * pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already; -PCC_E_BAD_HANDLE when
- * the map is not the one exposed last. */
+ * chunks (none for what is to be offered), and has the device part of exposure `map` pulled (0:
+ * there is none). Codes of pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already;
+ * -PCC_E_BAD_HANDLE when the map is not the one exposed last. */
 PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
                                     const struct pcc_save_request *request, uint64_t *sequence_out);
 /* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. A copy in
@@ -183,7 +184,8 @@ void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum p
 PCC_MUST_CHECK int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool own,
                                    uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
                                    uint64_t load_id);
-/* True when every chunk of `sequence` is cached: it can be recovered from DRAM. */
+/* True when every chunk of `sequence` is cached, and those of its base, where pieces of it were not
+ * copied: it can be recovered from DRAM. */
 bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence);
 
 struct pcc_tenant_usage {

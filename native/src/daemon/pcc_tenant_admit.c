@@ -58,6 +58,13 @@ static void save_fill(struct pcc_tenant *tenant, struct pcc_tenant_save *save, u
     const uint32_t chunk_count =
         (uint32_t)pcc_ceil_div(request->payload_bytes, tenant->spec.chunk_bytes);
 
+    const uint64_t base = pcc_save_base(saved);
+    const uint64_t offered_bytes =
+        base == 0 ? 0
+                  : pcc_offered_end(request->offered_bytes, request->payload_bytes,
+                                    tenant->spec.chunk_bytes);
+    const uint32_t wanted = chunk_count - (uint32_t)(offered_bytes / tenant->spec.chunk_bytes);
+
     *save = (struct pcc_tenant_save){.tag = request->tag,
                                      .snapshot = snapshot,
                                      .session = tenant->session,
@@ -65,12 +72,14 @@ static void save_fill(struct pcc_tenant *tenant, struct pcc_tenant_save *save, u
                                      .payload_bytes = request->payload_bytes,
                                      .binding = tenant->bound,
                                      .chunk_count = chunk_count,
-                                     .wanted = chunk_count,
+                                     .wanted = wanted,
+                                     .base = base,
+                                     .offered_bytes = offered_bytes,
                                      .save = saved,
                                      .seen = seen,
                                      .seen_words = seen_words};
     tenant->bindings[tenant->bound].active++;
-    tenant->missing += chunk_count;
+    tenant->missing += wanted;
 }
 
 static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
@@ -101,7 +110,12 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
     error = pcc_save_begin(tenant->bindings[tenant->bound].saver, &tagged, &saved, &sequence);
     if (error != 0)
         return error;
+    if (map != 0) /* the daemon fills the beginning by itself */
+        tagged.offered_bytes = 0;
     save_fill(tenant, save, snapshot, &tagged, saved, sequence);
+    /* Relaxed: the word's move publishes it. */
+    atomic_store_explicit(&pcc_page_snapshot(&tenant->view, snapshot)->base,
+                          save->offered_bytes > 0 ? save->base : 0, memory_order_relaxed);
     if (!pcc_word_move(pcc_page_snapshot(&tenant->view, snapshot), snapshot, PCC_WORD_REQUESTED,
                        PCC_WORD_COPYING)) {
         save->silent = true;

@@ -133,6 +133,7 @@ void pcc_tenant_chunk_free(struct pcc_tenant *tenant, uint32_t index)
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
 
     chunk->lent_cached = false;
+    chunk->lent_unchecked = false;
     chunk->tag = 0;
     chunk->sequence = 0;
     pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_FREE);
@@ -149,6 +150,7 @@ void pcc_tenant_chunk_fill(struct pcc_tenant *tenant, const struct pcc_tenant_sa
     chunk->offset_bytes = offset_bytes;
     chunk->length_bytes = length_bytes;
     chunk->payload_chunks = save->chunk_count;
+    chunk->base = 0;
 }
 
 int pcc_tenant_hand_over(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
@@ -167,12 +169,19 @@ int pcc_tenant_hand_over(struct pcc_tenant *tenant, const struct pcc_tenant_save
     return pcc_save_chunk(save->save, &piece);
 }
 
-void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, uint64_t tag, bool keep_cached)
+void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                              bool keep_cached)
 {
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
-        if (chunk->tag != tag)
+        /* What was not copied is as new as what was: a restart reads both. */
+        if (keep_cached && save->referred > 0 && chunk->sequence == save->base &&
+            chunk->state == PCC_CHUNK_CACHED)
+            pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
+        if (chunk->tag != save->tag)
             continue;
+        chunk->payload_chunks = save->chunk_count - save->referred;
+        chunk->base = save->referred > 0 ? save->base : 0;
         if (chunk->state == PCC_CHUNK_CACHED && keep_cached)
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED); /* among the ended ones */
         else if (chunk->state == PCC_CHUNK_FULL || chunk->state == PCC_CHUNK_CACHED)

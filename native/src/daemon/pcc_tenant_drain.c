@@ -117,12 +117,21 @@ void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save 
     }
 }
 
-void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                         uint64_t offset_bytes)
+static void see(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                uint64_t offset_bytes, bool seen)
 {
     const uint64_t part = offset_bytes / tenant->spec.chunk_bytes;
 
-    save->seen[part / 64] |= 1ull << (part % 64);
+    if (seen)
+        save->seen[part / 64] |= 1ull << (part % 64);
+    else
+        save->seen[part / 64] &= ~(1ull << (part % 64));
+}
+
+void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                         uint64_t offset_bytes)
+{
+    see(tenant, save, offset_bytes, true);
     save->received++;
 }
 
@@ -135,46 +144,81 @@ int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *sav
 }
 
 /* Out of the page before anybody looks at them: they may change at any time. */
-static void checksums_take(struct pcc_tenant *tenant, const struct pcc_message *message)
+static void checksums_take(struct pcc_tenant *tenant, const struct pcc_message *message,
+                           const uint64_t *checksums)
 {
-    const uint32_t blocks = tenant->geometry.blocks_per_chunk;
-
-    memcpy(tenant->checksums, tenant->view.checksums + (size_t)message->chunk * blocks,
+    memcpy(tenant->checksums, checksums,
            pcc_ceil_div(message->length_bytes, tenant->geometry.block_bytes) * sizeof(uint64_t));
+}
+
+/* The save that a message brings a piece of; NULL when no honest client brings this one. */
+static struct pcc_tenant_save *piece_of(struct pcc_tenant *tenant,
+                                        const struct pcc_message *message)
+{
+    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
+
+    if (save == NULL || save->copied)
+        return NULL;
+    const uint64_t offset = message->offset_bytes;
+    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes)
+        return NULL;
+    const uint64_t left = save->payload_bytes - offset;
+    if (message->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
+        return NULL;
+    const uint64_t part = offset / chunk_bytes;
+    return (save->seen[part / 64] >> (part % 64) & 1u) == 0 ? save : NULL;
 }
 
 static int take_full(struct pcc_tenant *tenant, const struct pcc_message *message)
 {
-    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
-
     if (message->chunk >= tenant->chunk_count ||
         tenant->chunks[message->chunk].state != PCC_CHUNK_GRANTED)
         return -PCC_E_BAD_PEER;
-    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
-    if (save == NULL || save->copied)
+    struct pcc_tenant_save *save = piece_of(tenant, message);
+    if (save == NULL)
         return -PCC_E_BAD_PEER;
-    const uint64_t offset = message->offset_bytes;
-    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes)
-        return -PCC_E_BAD_PEER;
-    const uint64_t left = save->payload_bytes - offset;
-    if (message->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
-        return -PCC_E_BAD_PEER;
-    const uint64_t part = offset / chunk_bytes;
-    if ((save->seen[part / 64] >> (part % 64) & 1u) != 0)
+    const bool goes_on = !save->aborted && save->save != NULL;
+    if (goes_on && save->wanted == 0) /* not before it was offered */
         return -PCC_E_BAD_PEER;
 
-    pcc_tenant_received(tenant, save, offset);
+    pcc_tenant_received(tenant, save, message->offset_bytes);
     tenant->granted_count--;
-    if (save->aborted || save->save == NULL) { /* was under way when it ended */
+    if (!goes_on) { /* was under way when it ended */
         pcc_tenant_chunk_free(tenant, message->chunk);
         return 0;
     }
     save->wanted--;
     tenant->missing--;
-    checksums_take(tenant, message);
-    pcc_tenant_chunk_to_save(tenant, save, message->chunk, offset, message->length_bytes,
-                             tenant->checksums);
+    checksums_take(tenant, message, pcc_page_checksums(&tenant->view, message->chunk));
+    pcc_tenant_chunk_to_save(tenant, save, message->chunk, message->offset_bytes,
+                             message->length_bytes, tenant->checksums);
     return pcc_tenant_copy_check(tenant, save);
+}
+
+/* The saver compares: reading what the base has may take a disk's time. */
+static int take_offer(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    struct pcc_tenant_save *save = piece_of(tenant, message);
+
+    if (message->chunk >= PCC_OFFERS || save == NULL)
+        return -PCC_E_BAD_PEER;
+    if (save->aborted || save->save == NULL)
+        return 0;
+    if (message->offset_bytes >= save->offered_bytes)
+        return -PCC_E_BAD_PEER;
+    checksums_take(tenant, message, pcc_page_offer(&tenant->view, message->chunk));
+    const struct pcc_chunk piece = {.payload_offset_bytes = message->offset_bytes,
+                                    .length_bytes = message->length_bytes,
+                                    .index = UINT32_MAX,
+                                    .checksums = tenant->checksums};
+    const int error = pcc_save_chunk(save->save, &piece);
+    if (error == -EINVAL) /* for the second time */
+        return -PCC_E_BAD_PEER;
+    if (error != 0)
+        pcc_tenant_abort(tenant, save, error);
+    see(tenant, save, message->offset_bytes, true);
+    return 0;
 }
 
 static int take_back(struct pcc_tenant *tenant, const struct pcc_message *message)
@@ -186,8 +230,9 @@ static int take_back(struct pcc_tenant *tenant, const struct pcc_message *messag
         tenant->granted_count--;
         pcc_tenant_chunk_free(tenant, message->chunk);
         (void)pthread_cond_broadcast(&tenant->chunk_back);
-    } else if (chunk->state == PCC_CHUNK_LENT) {
-        pcc_tenant_load_put_back(tenant, message->chunk, true);
+    } else if (chunk->state == PCC_CHUNK_LENT &&
+               (message->result == 0 || chunk->lent_unchecked)) { /* what is checked is intact */
+        pcc_tenant_load_put_back(tenant, message->chunk, message->result == 0);
     } else {
         return -PCC_E_BAD_PEER;
     }
@@ -198,6 +243,8 @@ static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
 {
     if (message->kind == PCC_MSG_FULL)
         return take_full(tenant, message);
+    if (message->kind == PCC_MSG_OFFER)
+        return take_offer(tenant, message);
     if (message->kind == PCC_MSG_TAKEN)
         return take_back(tenant, message);
     return message->kind == PCC_MSG_RETURNED ? pcc_tenant_take_returned(tenant, message)
@@ -307,6 +354,42 @@ static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
     pcc_tenant_unlock(tenant);
 }
 
+/* With the lock held. */
+static void answer(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint64_t offset_bytes,
+                   bool in_base)
+{
+    const struct pcc_message message = {.kind = PCC_MSG_ANSWER,
+                                        .id = save->snapshot,
+                                        .offset_bytes = offset_bytes,
+                                        .result = in_base};
+
+    if (pcc_tenant_push(tenant, &message) != 0)
+        return;
+    if (in_base) {
+        save->received++;
+        save->referred++;
+        if (pcc_tenant_copy_check(tenant, save) != 0)
+            pcc_tenant_break(tenant);
+    } else { /* it needs a chunk after all */
+        see(tenant, save, offset_bytes, false);
+        save->wanted++;
+        tenant->missing++;
+        pcc_tenant_hand_out(tenant);
+    }
+    pcc_tenant_wake_client(tenant);
+}
+
+static void on_offered(void *owner, uint64_t tag, uint64_t payload_offset_bytes, bool in_base)
+{
+    struct pcc_tenant *tenant = owner;
+
+    pcc_tenant_lock(tenant);
+    struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
+    if (save != NULL && of_session(tenant, save) && !save->aborted && !tenant->broken)
+        answer(tenant, save, payload_offset_bytes, in_base);
+    pcc_tenant_unlock(tenant);
+}
+
 static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
                           enum pcc_save_end end)
 {
@@ -341,7 +424,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     save->save = NULL;
     tenant->missing -= save->wanted;
     save->wanted = 0;
-    pcc_tenant_chunks_forget(tenant, save->tag, result->end == PCC_SAVE_DURABLE);
+    pcc_tenant_chunks_forget(tenant, save, result->end == PCC_SAVE_DURABLE);
     tenant->bindings[save->binding].active--;
     if (!save->silent) {
         if (of_session(tenant, save))
@@ -353,6 +436,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
                                         .sequence = save->sequence,
                                         .slot = result->slot,
                                         .rehomed = result->rehomed,
+                                        .copied_bytes = result->copied_bytes,
                                         .written_bytes = result->written_bytes,
                                         .stage = result->stage,
                                         .times = result->times};
@@ -365,5 +449,6 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
 const struct pcc_save_events pcc_tenant_save_events = {
     .writing = on_writing,
     .chunk_written = on_chunk_written,
+    .offered = on_offered,
     .ended = on_ended,
 };

@@ -150,6 +150,7 @@ static int save_adopt(struct pcc_tenant *tenant, uint32_t binding, uint32_t plac
                                      .binding = binding,
                                      .chunk_count = chunks,
                                      .received = chunks,
+                                     .base = pcc_save_base(saved),
                                      .save = saved,
                                      .copied = true,
                                      .unsettled = true,
@@ -277,6 +278,18 @@ static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, save->kept_place, position));
     int error = 0;
 
+    if (pcc_save_was_referred(saved, position)) { /* compared by a writer */
+        const uint64_t offset = (uint64_t)position * tenant->spec.chunk_bytes;
+        const uint64_t left = save->payload_bytes - offset;
+        const struct pcc_chunk piece = {
+            .payload_offset_bytes = offset,
+            .length_bytes =
+                (uint32_t)(left < tenant->spec.chunk_bytes ? left : tenant->spec.chunk_bytes),
+            .index = UINT32_MAX,
+            .checksums = pcc_save_kept_checksums(saved, position)};
+        save->referred++;
+        return pcc_save_chunk(saved, &piece);
+    }
     if (index >= 0)
         tenant->chunks[index].settling = true;
     pcc_tenant_unlock(tenant);

@@ -1,6 +1,9 @@
-/* Loads: checked payload on its way back to the client. Reader threads take pieces of one chunk's
- * length in order; a piece whose chunk is still cached is checked where it lies and lent as it is,
- * any other is read from the volume into a chunk that is taken for it. */
+/* Loads: payload on its way back to the client. Reader threads take pieces of one chunk's length in
+ * order; a piece whose chunk is still cached is lent as it is, any other is read from the volume
+ * into a chunk that is taken for it.
+ *
+ * The client checks the bytes while it copies them. If they do not match, the load goes back to
+ * that piece and becomes careful: from there on everything is checked here first. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,14 +34,20 @@ static void wait_for_chunk(struct pcc_tenant *tenant)
     (void)pthread_cond_wait(&tenant->chunk_back, &tenant->lock);
 }
 
+/* No piece is left to send; the load may still go back to one that is lent. */
+static bool all_sent(const struct pcc_tenant_load *load)
+{
+    return load->next_bytes >= load->end_bytes;
+}
+
 static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
 {
     struct pcc_tenant_load *load = &tenant->load;
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
 
-    while (!over(tenant) && load->lent >= lent_max(tenant))
+    while (!over(tenant) && load->lent > 0 && (all_sent(load) || load->lent >= lent_max(tenant)))
         wait_for_chunk(tenant);
-    if (over(tenant) || load->next_bytes >= load->end_bytes)
+    if (over(tenant) || all_sent(load))
         return false;
     uint64_t end = (load->next_bytes / chunk_bytes + 1) * chunk_bytes;
     if (end > load->end_bytes)
@@ -48,12 +57,18 @@ static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
     return true;
 }
 
-static int64_t cached_find(const struct pcc_tenant *tenant, uint64_t offset_bytes)
+/* Only whole: the chunk of a base may be longer or shorter than this payload's. */
+static int64_t cached_find(const struct pcc_tenant *tenant, uint64_t sequence,
+                           uint64_t offset_bytes)
 {
+    const uint64_t left = pcc_load_entry(tenant->load.load)->payload_bytes - offset_bytes;
+    const uint64_t length_bytes = left < tenant->spec.chunk_bytes ? left : tenant->spec.chunk_bytes;
+
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
-        if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == tenant->load.cached_as &&
-            chunk->offset_bytes == offset_bytes && !pcc_tenant_retires(tenant, chunk))
+        if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == sequence &&
+            chunk->offset_bytes == offset_bytes && chunk->length_bytes == length_bytes &&
+            !pcc_tenant_retires(tenant, chunk))
             return i;
     }
     return -1;
@@ -66,11 +81,21 @@ static void take(struct pcc_tenant *tenant, uint32_t index, bool cached)
     tenant->load.lent++;
 }
 
+static void go_back_to(struct pcc_tenant_load *load, uint64_t offset_bytes)
+{
+    load->careful = true;
+    if (load->next_bytes > offset_bytes)
+        load->next_bytes = offset_bytes;
+}
+
 void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool intact)
 {
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
 
     tenant->load.lent--;
+    if (!intact && chunk->lent_unchecked)
+        go_back_to(&tenant->load, chunk->offset_bytes);
+    chunk->lent_unchecked = false;
     if (chunk->lent_cached && intact) {
         chunk->lent_cached = false;
         pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
@@ -80,46 +105,70 @@ void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool in
     (void)pthread_cond_broadcast(&tenant->chunk_back);
 }
 
-static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece)
+/* What the client checks the chunk against. */
+static void checksums_put(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece)
 {
+    memcpy(pcc_page_checksums(&tenant->view, index),
+           pcc_load_checksums(tenant->load.load, piece->offset_bytes),
+           pcc_ceil_div(piece->length_bytes, tenant->geometry.block_bytes) * sizeof(uint64_t));
+}
+
+static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece, bool checked)
+{
+    struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     const struct pcc_message message = {.kind = PCC_MSG_DATA,
                                         .chunk = index,
                                         .id = tenant->load.id,
                                         .offset_bytes = piece->offset_bytes,
-                                        .length_bytes = (uint32_t)piece->length_bytes};
+                                        .length_bytes = (uint32_t)piece->length_bytes,
+                                        .result = checked ? PCC_DATA_CHECKED : PCC_DATA_UNCHECKED};
 
+    chunk->offset_bytes = piece->offset_bytes;
+    chunk->lent_unchecked = !checked;
+    if (!checked)
+        checksums_put(tenant, index, piece);
     pcc_tenant_grant_segments(tenant);
     if (over(tenant) || pcc_tenant_push(tenant, &message) != 0) {
         pcc_tenant_load_put_back(tenant, index, true);
         return;
     }
-    pcc_tenant_chunk_set(tenant, &tenant->chunks[index], PCC_CHUNK_LENT);
+    pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_LENT);
     pcc_tenant_wake_client(tenant);
 }
 
-/* True when the piece's chunk was cached, intact and is on its way. The client can write to its
- * chunks at any time, so trust comes from the checksums of the volume. */
+/* True when the piece's chunk was cached and is on its way. The client can write to its chunks at
+ * any time, so trust comes from the checksums of the volume. */
 static bool send_cached(struct pcc_tenant *tenant, const struct piece *piece)
 {
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
-    const int64_t found = cached_find(tenant, piece->offset_bytes / chunk_bytes * chunk_bytes);
+    const uint64_t sequence = tenant->load.cached_as;
+    const uint64_t at = piece->offset_bytes / chunk_bytes * chunk_bytes;
+    int64_t found = cached_find(tenant, sequence, at);
 
+    if (found < 0 && sequence != 0) { /* what was never copied is perhaps cached of the base */
+        const uint64_t base =
+            pcc_load_base_of(tenant->load.load, piece->offset_bytes, piece->length_bytes);
+        found = base != 0 ? cached_find(tenant, base, at) : -1;
+    }
     if (found < 0)
         return false;
     const uint32_t index = (uint32_t)found;
     const struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     const struct piece whole = {.offset_bytes = chunk->offset_bytes,
                                 .length_bytes = chunk->length_bytes};
+    const bool careful = tenant->load.careful;
     take(tenant, index, true);
-    pcc_tenant_unlock(tenant);
-    const int error =
-        pcc_load_check(tenant->load.load, chunk->bytes, whole.offset_bytes, whole.length_bytes);
-    pcc_tenant_lock(tenant);
-    if (error != 0) {
-        pcc_tenant_load_put_back(tenant, index, false);
-        return false;
+    if (careful) {
+        pcc_tenant_unlock(tenant);
+        const int error =
+            pcc_load_check(tenant->load.load, chunk->bytes, whole.offset_bytes, whole.length_bytes);
+        pcc_tenant_lock(tenant);
+        if (error != 0) {
+            pcc_tenant_load_put_back(tenant, index, false);
+            return false;
+        }
     }
-    send(tenant, index, &whole);
+    send(tenant, index, &whole, careful);
     return true;
 }
 
@@ -140,6 +189,18 @@ static int read_privately(struct pcc_tenant *tenant, uint32_t index, const struc
     return error;
 }
 
+static int read_into(struct pcc_tenant *tenant, uint32_t index, const struct piece *piece,
+                     bool careful)
+{
+    struct pcc_load *load = tenant->load.load;
+    uint8_t *bytes = tenant->chunks[index].bytes;
+
+    if (!careful)
+        return pcc_load_read(load, bytes, piece->offset_bytes, piece->length_bytes);
+    const int error = pcc_load_chunk(load, bytes, piece->offset_bytes, piece->length_bytes);
+    return error == -PCC_E_DAMAGED ? read_privately(tenant, index, piece) : error;
+}
+
 static int send_read(struct pcc_tenant *tenant, const struct piece *piece)
 {
     int64_t found;
@@ -154,18 +215,16 @@ static int send_read(struct pcc_tenant *tenant, const struct piece *piece)
         wait_for_chunk(tenant);
     }
     const uint32_t index = (uint32_t)found;
+    const bool careful = tenant->load.careful;
     take(tenant, index, false);
     pcc_tenant_unlock(tenant);
-    int error = pcc_load_chunk(tenant->load.load, tenant->chunks[index].bytes, piece->offset_bytes,
-                               piece->length_bytes);
-    if (error == -PCC_E_DAMAGED)
-        error = read_privately(tenant, index, piece);
+    const int error = read_into(tenant, index, piece, careful);
     pcc_tenant_lock(tenant);
     if (error != 0) {
         pcc_tenant_load_put_back(tenant, index, false);
         return error;
     }
-    send(tenant, index, piece);
+    send(tenant, index, piece, careful);
     return 0;
 }
 
@@ -203,6 +262,8 @@ static int load_prepare(struct pcc_tenant *tenant)
     const uint64_t align = block_bytes > PCC_IO_ALIGN ? block_bytes : PCC_IO_ALIGN;
     if (load->end_bytes > payload_bytes || tenant->spec.chunk_bytes % align != 0)
         return -EINVAL;
+    /* The rows of the page are of the bound volume's blocks. */
+    load->careful = block_bytes != tenant->geometry.block_bytes;
     load->next_bytes = load->next_bytes / align * align;
     load->end_bytes = pcc_align_up(load->end_bytes, align);
     if (load->end_bytes > payload_bytes)
@@ -287,6 +348,7 @@ int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool o
     load->cached_as = own ? sequence : 0;
     load->next_bytes = offset_bytes;
     load->end_bytes = end_bytes;
+    load->careful = false;
     load->result = 0;
     pcc_tenant_unlock(tenant);
     error = pcc_thread_start(&load->leader, leader_run, tenant, "pcc-load");

@@ -54,7 +54,7 @@ static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
  * nothing is pulled any more: the next exposure pins first, and is refused with words. */
 static void pull_stop(struct pcc_tenant *tenant)
 {
-    pcc_tenant_pin_stop(tenant);
+    pcc_tenant_pinner_set(tenant, NULL);
     pcc_tenant_lock(tenant);
     if (tenant->pull.map != NULL)
         pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
@@ -147,7 +147,7 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
     for (uint32_t i = 0; i < count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
     if (!busy)
-        pcc_tenant_pin_stop(tenant); /* the next session may have no use for it */
+        pcc_tenant_pinner_set(tenant, NULL); /* the next session may have no use for it */
     (void)pthread_mutex_unlock(&tenant->growing);
     (void)pthread_mutex_unlock(&tenant->control);
     return busy ? -EBUSY : 0;
@@ -160,11 +160,13 @@ static bool holds_content(const struct pcc_tenant_chunk *chunk)
             chunk->lent_cached);
 }
 
-bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence)
+/* With the lock held: whether all that was copied of it is there; what was not lies in *base_out.
+ */
+static bool is_cached(const struct pcc_tenant *tenant, uint64_t sequence, uint64_t *base_out)
 {
     uint32_t held = 0, of = 0;
 
-    pcc_tenant_lock(tenant);
+    *base_out = 0;
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
         if (chunk->sequence != sequence || !holds_content(chunk) ||
@@ -172,9 +174,20 @@ bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence)
             continue;
         held++;
         of = chunk->payload_chunks;
+        *base_out = chunk->base;
     }
-    pcc_tenant_unlock(tenant);
     return sequence != 0 && held > 0 && held == of;
+}
+
+bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    uint64_t base, none;
+
+    pcc_tenant_lock(tenant);
+    const bool cached =
+        is_cached(tenant, sequence, &base) && (base == 0 || is_cached(tenant, base, &none));
+    pcc_tenant_unlock(tenant);
+    return cached;
 }
 
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
@@ -210,19 +223,13 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
  * pieces of a large pool the others have their turn. */
 #define PIN_PAUSE_NS 5000000
 
-/* With growing held. */
-static void pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
+void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
 {
     if (gpu != NULL)
         pcc_gpu_hold(gpu);
     if (tenant->pull.pinner != NULL)
         pcc_gpu_put(tenant->pull.pinner);
     tenant->pull.pinner = gpu;
-}
-
-void pcc_tenant_pin_stop(struct pcc_tenant *tenant)
-{
-    pinner_set(tenant, NULL);
 }
 
 static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
@@ -289,11 +296,11 @@ int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
     int error = 0;
 
     (void)pthread_mutex_lock(&tenant->growing);
-    pinner_set(tenant, gpu);
+    pcc_tenant_pinner_set(tenant, gpu);
     for (uint32_t i = 0; error == 0 && i < tenant->segment_count; i++)
         error = segment_pin(tenant, &tenant->segments[i]);
     if (error != 0)
-        pinner_set(tenant, NULL);
+        pcc_tenant_pinner_set(tenant, NULL);
     (void)pthread_mutex_unlock(&tenant->growing);
     return error;
 }
@@ -308,7 +315,7 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
     pcc_tenant_unlock(tenant);
     if (rests) {
         (void)pthread_mutex_lock(&tenant->growing);
-        pinner_set(tenant, NULL);
+        pcc_tenant_pinner_set(tenant, NULL);
         for (uint32_t i = 0; i < tenant->segment_count; i++)
             (void)segment_unpin(tenant, &tenant->segments[i]);
         (void)pthread_mutex_unlock(&tenant->growing);

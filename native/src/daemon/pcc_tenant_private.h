@@ -38,12 +38,14 @@ struct pcc_tenant_chunk {
     enum pcc_chunk_state state;             /* set by pcc_tenant_chunk_set() alone */
     struct pcc_tenant_chunk *next, *before; /* in one of the tenant's lists; NULL: in none */
     bool lent_cached;      /* READING, LENT: it is CACHED again when it comes back */
+    bool lent_unchecked;   /* LENT: the client checks it */
     bool settling;         /* its bytes are being checked, whatever becomes of its save */
     uint64_t tag;          /* of the save it belongs to; FULL and cached ones */
     uint64_t sequence;     /* of cached content; 0 = none */
-    uint64_t offset_bytes; /* of cached content within its payload */
+    uint64_t offset_bytes; /* of cached or lent content within its payload */
     uint32_t length_bytes;
-    uint32_t payload_chunks; /* chunks of that whole payload */
+    uint32_t payload_chunks; /* chunks of that whole payload, but for those that lie in ... */
+    uint64_t base;           /* ... this one's, which was not copied again; 0 = all were copied */
 };
 
 /* What may be filled again, in this order. Chunks of retiring segments are in no list. */
@@ -71,12 +73,15 @@ struct pcc_tenant_save {
     uint32_t binding;
     uint32_t chunk_count;
     uint32_t received;
-    uint32_t wanted;       /* of the client, and not received; part of the tenant's `missing` */
-    uint64_t device_bytes; /* the payload before this is pulled; 0 = nothing */
-    uint32_t devices;      /* a bit for each GPU that it is pulled from */
-    uint32_t read;         /* of them, those whose last copy has arrived */
-    uint32_t judged;       /* of them, those whose trainer lived after that */
-    uint32_t pulls;        /* copiers that have a part of it: the entry is not used again */
+    uint32_t referred;      /* of them, those that were not copied */
+    uint32_t wanted;        /* of the client, and not received; part of the tenant's `missing` */
+    uint64_t device_bytes;  /* the payload before this is pulled; 0 = nothing */
+    uint64_t base;          /* that it may refer to; 0 = none */
+    uint64_t offered_bytes; /* the payload before this is offered first; 0 = nothing */
+    uint32_t devices;       /* a bit for each GPU that it is pulled from */
+    uint32_t read;          /* of them, those whose last copy has arrived */
+    uint32_t judged;        /* of them, those whose trainer lived after that */
+    uint32_t pulls;         /* copiers that have a part of it: the entry is not used again */
     struct pcc_tenant_map *map; /* held for them */
     struct pcc_save *save;      /* NULL once ended: it is gone when `ended` returns */
     bool copied;                /* the word says VOUCHING or COPIED */
@@ -148,6 +153,8 @@ struct pcc_tenant_load {
     uint64_t next_bytes; /* the next piece starts here */
     uint64_t end_bytes;
     uint32_t lent; /* chunks READING or LENT */
+    bool
+        careful; /* the client could not check a chunk, or found it damaged: all are checked here */
     int result;
 };
 
@@ -249,7 +256,8 @@ struct pcc_tenant_save *pcc_tenant_save_of(struct pcc_tenant *tenant, uint64_t t
 /* The chunk's content is worthless from now on. */
 void pcc_tenant_chunk_free(struct pcc_tenant *tenant, uint32_t index);
 /* Chunks of an ended save: what was never written or is not worth keeping becomes FREE. */
-void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, uint64_t tag, bool keep_cached);
+void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                              bool keep_cached);
 /* Pushes to the client; a full ring is a broken peer. */
 int pcc_tenant_push(struct pcc_tenant *tenant, const struct pcc_message *message);
 void pcc_tenant_wake_client(struct pcc_tenant *tenant);
@@ -267,7 +275,7 @@ void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
 void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
                               const uint64_t *checksums);
-/* Counts the part of the payload at offset_bytes as received. */
+/* Counts the part of the payload at offset_bytes, which was not seen before, as received. */
 void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                          uint64_t offset_bytes);
 /* After each received chunk: the end of the copy, if it was the last one. Codes of take_full. */
@@ -296,8 +304,9 @@ int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message
 /* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
  * uses; without success none that comes later is. */
 PCC_MUST_CHECK int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu);
-/* With growing held, or when closing: segments that come later are not pinned. */
-void pcc_tenant_pin_stop(struct pcc_tenant *tenant);
+/* With growing held, or when closing: segments that come later are pinned for it; NULL: for none.
+ */
+void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu);
 /* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
 void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
 

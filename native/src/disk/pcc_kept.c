@@ -180,6 +180,15 @@ static void flag(const struct pcc_kept *kept, uint32_t place, uint32_t position,
     pcc_kept_stored();
 }
 
+static void unflag(const struct pcc_kept *kept, uint32_t place, uint32_t position, uint32_t cleared)
+{
+    if (kept == NULL)
+        return;
+    (void)atomic_fetch_and_explicit(&pcc_kept_piece(kept, place, position)->flags, ~cleared,
+                                    memory_order_release);
+    pcc_kept_stored();
+}
+
 void pcc_kept_hashed(const struct pcc_kept *kept, uint32_t place, uint32_t position)
 {
     flag(kept, place, position, PCC_KEPT_HASHED);
@@ -188,6 +197,15 @@ void pcc_kept_hashed(const struct pcc_kept *kept, uint32_t place, uint32_t posit
 void pcc_kept_written(const struct pcc_kept *kept, uint32_t place, uint32_t position)
 {
     flag(kept, place, position, PCC_KEPT_WRITTEN);
+}
+
+void pcc_kept_referred(const struct pcc_kept *kept, uint32_t place, uint32_t position,
+                       bool referred)
+{
+    if (referred)
+        flag(kept, place, position, PCC_KEPT_HASHED | PCC_KEPT_REFERRED);
+    else
+        unflag(kept, place, position, PCC_KEPT_REFERRED);
 }
 
 void pcc_kept_reused(const struct pcc_kept *kept, uint32_t place, uint32_t position)
@@ -204,11 +222,8 @@ void pcc_kept_moved(const struct pcc_kept *kept, uint32_t place, uint32_t slot,
 {
     if (kept == NULL)
         return;
-    for (uint32_t i = 0; i < piece_count; i++) {
-        (void)atomic_fetch_and_explicit(&pcc_kept_piece(kept, place, i)->flags, ~PCC_KEPT_WRITTEN,
-                                        memory_order_release);
-        pcc_kept_stored();
-    }
+    for (uint32_t i = 0; i < piece_count; i++)
+        unflag(kept, place, i, PCC_KEPT_WRITTEN);
     store32(&pcc_kept_save(kept, place)->slot, slot);
 }
 

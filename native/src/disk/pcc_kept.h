@@ -17,9 +17,11 @@
  *   written  the bits of its blocks in the manifest's bitmap (only with base_sequence), then
  *            PCC_KEPT_WRITTEN, after the write was completed   it lies in `slot`, too; blocks whose
  *            bit is set lie in the base's slot instead
+ *   referred the bits of all its blocks, then PCC_KEPT_REFERRED all of it lies in the base's slot,
+ *            whatever `slot` is; it never was in DRAM
  *   re-used  segment = 0, before anybody may write the memory  it lies in `slot` only
  *   moved    every PCC_KEPT_WRITTEN cleared, then slot, then base_sequence
- *                                                              (all pieces are in DRAM then)
+ *                                                  (all pieces are in DRAM or referred then)
  *   copied   commit = sequence, after every chunk was handed over and after the word of the
  *            snapshot left COPYING, before it says COPIED (P1, P4)
  *   end      commit = 0: durable, superseded or failed         durable and killed before this: the
@@ -35,9 +37,10 @@
 #include "disk/pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */
-#define PCC_KEPT_VERSION 3u
+#define PCC_KEPT_VERSION 4u
 #define PCC_KEPT_HASHED 1u
 #define PCC_KEPT_WRITTEN 2u
+#define PCC_KEPT_REFERRED 4u
 
 struct pcc_kept_header {
     uint64_t magic;
@@ -119,6 +122,9 @@ void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t positi
                     uint64_t segment, uint32_t chunk, bool hashed);
 void pcc_kept_hashed(const struct pcc_kept *kept, uint32_t place, uint32_t position);
 void pcc_kept_written(const struct pcc_kept *kept, uint32_t place, uint32_t position);
+/* With its checksums, which are in the manifest; or no longer, after it was written. */
+void pcc_kept_referred(const struct pcc_kept *kept, uint32_t place, uint32_t position,
+                       bool referred);
 void pcc_kept_reused(const struct pcc_kept *kept, uint32_t place, uint32_t position);
 void pcc_kept_moved(const struct pcc_kept *kept, uint32_t place, uint32_t slot,
                     uint32_t piece_count);

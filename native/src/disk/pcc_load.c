@@ -117,6 +117,23 @@ uint64_t pcc_load_own_bytes(const struct pcc_load *load)
     return own_bytes;
 }
 
+const uint64_t *pcc_load_checksums(const struct pcc_load *load, uint64_t offset_bytes)
+{
+    return load->checksums + offset_bytes / load->geometry.block_bytes;
+}
+
+uint64_t pcc_load_base_of(const struct pcc_load *load, uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+    bool in_base = false;
+
+    if (load->bitmap == NULL || length_bytes == 0 ||
+        pcc_bitmap_run(load->bitmap, load->geometry.block_bytes, offset_bytes, end_bytes,
+                       &in_base) < end_bytes)
+        return 0;
+    return in_base ? load->held.entry.base_sequence : 0;
+}
+
 /* True when [offset, +length) is made of whole blocks of the payload. */
 static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64_t length)
 {
@@ -135,7 +152,7 @@ int pcc_load_check(const struct pcc_load *load, const void *bytes, uint64_t offs
     if (!is_whole_blocks(load, offset_bytes, length_bytes))
         return -EINVAL;
     return pcc_checksums_match(bytes, length_bytes, block_bytes,
-                               load->checksums + offset_bytes / block_bytes)
+                               pcc_load_checksums(load, offset_bytes))
                ? 0
                : -PCC_E_DAMAGED;
 }
@@ -179,14 +196,19 @@ static int read_blocks(const struct pcc_load *load, uint8_t *bytes, uint64_t off
     return result;
 }
 
-int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
+int pcc_load_read(struct pcc_load *load, void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
 {
     if (!is_whole_blocks(load, offset_bytes, length_bytes) || offset_bytes % PCC_IO_ALIGN != 0)
         return -EINVAL;
-    const int result =
-        read_blocks(load, bytes, offset_bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN));
-    return result != 0 ? as_unreadable(result)
-                       : pcc_load_check(load, bytes, offset_bytes, length_bytes);
+    return as_unreadable(
+        read_blocks(load, bytes, offset_bytes, pcc_align_up(length_bytes, PCC_IO_ALIGN)));
+}
+
+int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const int result = pcc_load_read(load, bytes, offset_bytes, length_bytes);
+
+    return result != 0 ? result : pcc_load_check(load, bytes, offset_bytes, length_bytes);
 }
 
 /* -- streaming -- */

@@ -1,5 +1,5 @@
-/* Loads: verified, parallel reads of one durable checkpoint. The one place that checks data against
- * its checksums, used by the daemon and without it alike.
+/* Loads: verified, parallel reads of one durable checkpoint. The one place that calls data damaged,
+ * used by the daemon and without it alike.
  *
  * Opening holds the slot (no recycling) and verifies the manifest. Blocks while reading. */
 #ifndef PCC_LOAD_H
@@ -20,14 +20,23 @@ uint32_t pcc_load_block_bytes(const struct pcc_load *load);
 /* How much of the payload lies in its own slot, and not in its base's. */
 uint64_t pcc_load_own_bytes(const struct pcc_load *load);
 
+/* The sequence of its base, if all of payload [offset, +length) lies in the base's slot; else 0. */
+uint64_t pcc_load_base_of(const struct pcc_load *load, uint64_t offset_bytes,
+                          uint64_t length_bytes);
+
 /* Checks bytes (from the pool, say) that claim to be payload [offset, offset+length); offset is
  * block aligned, length too unless it ends the payload. 0 or -PCC_E_DAMAGED. */
 PCC_MUST_CHECK int pcc_load_check(const struct pcc_load *load, const void *bytes,
                                   uint64_t offset_bytes, uint64_t length_bytes);
-/* Reads and checks one chunk into an aligned buffer with room for length rounded up to
- * PCC_IO_ALIGN. -PCC_E_DAMAGED; -PCC_E_UNREADABLE after a read error. */
+/* Reads one chunk into an aligned buffer with room for length rounded up to PCC_IO_ALIGN, for
+ * somebody else to check. -PCC_E_UNREADABLE after a read error. */
+PCC_MUST_CHECK int pcc_load_read(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
+                                 uint64_t length_bytes);
+/* Reads and checks. Also -PCC_E_DAMAGED. */
 PCC_MUST_CHECK int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
                                   uint64_t length_bytes);
+/* The checksums of the blocks from the one that begins at offset on. */
+const uint64_t *pcc_load_checksums(const struct pcc_load *load, uint64_t offset_bytes);
 
 /* The chunk size for reads that is next to `wanted_bytes`: whole blocks, whole direct-I/O units. */
 uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes);

@@ -139,14 +139,8 @@ bool pcc_pace_enter(uint32_t uid)
     enum pcc_pace found;
 
     lock();
-    while ((found = try_with_lock(user_of(uid))) == PCC_PACE_WAIT) {
-        struct timespec until;
-        (void)clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += WAIT_NS;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
-        (void)pthread_cond_timedwait(&pace_moved, &pace_lock, &until);
-    }
+    while ((found = try_with_lock(user_of(uid))) == PCC_PACE_WAIT)
+        (void)pcc_condition_wait(&pace_moved, &pace_lock, pcc_now_ns() + WAIT_NS);
     unlock();
     return found == PCC_PACE_TURN;
 }

@@ -19,15 +19,18 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
     PCC_ASSERT(save->piece_count <= saver->piece_capacity);
     memset(save->pieces, 0, save->piece_count * sizeof *save->pieces);
-    save->handed_over = save->written = save->uncached = save->pending = save->moves = 0;
+    save->handed_over = save->written = save->uncached = save->offered = 0;
+    save->pending = save->moves = 0;
+    save->adopted = false;
     save->last_step = PCC_SAVE_STEP_NONE;
     save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_bad =
         save->slot_doubtful = false;
     save->durable = save->quarantined = save->failed = false;
     save->error = 0;
     save->stage = NULL;
-    save->written_bytes = 0;
+    save->copied_bytes = save->written_bytes = 0;
     save->has_base = base != NULL;
+    save->base_lost = false;
     if (base != NULL)
         save->base = *base;
     save->flush_failures =
@@ -102,6 +105,39 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     return 0;
 }
 
+uint64_t pcc_save_base(const struct pcc_save *save)
+{
+    return save->has_base ? save->base.entry.sequence : 0;
+}
+
+/* With the lane's lock held: it was not handed over before. */
+static void piece_take(struct pcc_save *save, uint32_t position, const struct pcc_chunk *chunk)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    struct pcc_save_piece *piece = &save->pieces[position];
+
+    if (chunk->checksums != NULL && chunk->checksums != pcc_save_checksums(save, position))
+        memcpy(pcc_save_checksums(save, position), chunk->checksums,
+               pcc_ceil_div(chunk->length_bytes, saver->geometry.block_bytes) * sizeof(uint64_t));
+    piece->hashed = chunk->checksums != NULL;
+    piece->bytes = chunk->bytes;
+    piece->offered = chunk->bytes == NULL;
+    piece->length_bytes = chunk->length_bytes;
+    piece->index = chunk->index;
+    piece->state = PCC_SAVE_CHUNK_HELD;
+    save->handed_over++;
+    if (piece->offered) { /* for the next daemon it is nowhere yet, or where it was */
+        save->offered++;
+    } else {
+        pcc_kept_chunk(saver->spec.kept, save->kept_place, position, chunk->segment,
+                       chunk->segment_chunk, piece->hashed);
+        save->copied_bytes += chunk->length_bytes;
+    }
+    /* On the way to another slot, the move itself queues what is here by then. */
+    if (!save->failed && !save->slot_failed && !save->slot_doubtful)
+        pcc_save_queue_piece(save, position);
+}
+
 int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
 {
     const struct pcc_saver *saver = save->lane->saver;
@@ -118,25 +154,13 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
         return -EINVAL;
     const uint32_t position = (uint32_t)(offset / chunk_bytes);
     pcc_save_lock(save);
-    struct pcc_save_piece *piece = &save->pieces[position];
+    const struct pcc_save_piece *piece = &save->pieces[position];
+    const bool fits =
+        chunk->bytes != NULL || (save->has_base && chunk->checksums != NULL && !piece->asked);
     if (!save->active) {
         result = -PCC_E_ABORTED;
-    } else if (piece->state == PCC_SAVE_CHUNK_ABSENT && !save->sealed) {
-        if (chunk->checksums != NULL && chunk->checksums != pcc_save_checksums(save, position))
-            memcpy(pcc_save_checksums(save, position), chunk->checksums,
-                   pcc_ceil_div(chunk->length_bytes, saver->geometry.block_bytes) *
-                       sizeof(uint64_t));
-        piece->hashed = chunk->checksums != NULL;
-        pcc_kept_chunk(saver->spec.kept, save->kept_place, position, chunk->segment,
-                       chunk->segment_chunk, piece->hashed);
-        piece->bytes = chunk->bytes;
-        piece->length_bytes = chunk->length_bytes;
-        piece->index = chunk->index;
-        piece->state = PCC_SAVE_CHUNK_HELD;
-        save->handed_over++;
-        /* On the way to another slot, the move itself queues what is here by then. */
-        if (!save->failed && !save->slot_failed && !save->slot_doubtful)
-            pcc_save_queue_piece(save, position);
+    } else if (piece->state == PCC_SAVE_CHUNK_ABSENT && !save->sealed && fits) {
+        piece_take(save, position, chunk);
         result = 0;
     }
     pcc_save_unlock(save);

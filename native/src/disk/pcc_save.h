@@ -28,23 +28,27 @@ struct pcc_save_times { /* CLOCK_MONOTONIC ns; 0 = never reached */
 struct pcc_save_result {
     enum pcc_save_end end;
     int error;         /* 0, or why it failed (negative code) */
-    const char *stage; /* "write", "flush", "publish", "copy": where, static string */
+    const char *stage; /* "write", "flush", "publish", "copy", "base": where, static string */
     uint64_t tag;
     uint64_t sequence;
     uint32_t slot;
     uint32_t rehomed;       /* times it was moved to another slot */
+    uint64_t copied_bytes;  /* of the payload, that were handed over in chunks */
     uint64_t written_bytes; /* to the volume, with the manifest; what lies in a base is not */
     struct pcc_save_times times;
 };
 
-struct pcc_chunk {     /* what a lane is handed: one piece of the payload, in the pool */
-    const void *bytes; /* PCC_IO_ALIGN aligned, readable to length rounded up to it */
+struct pcc_chunk { /* what a lane is handed: one piece of the payload, in the pool */
+    /* PCC_IO_ALIGN aligned, readable to length rounded up to it. NULL: the piece is only offered,
+     * by its checksums; events->offered says whether all of it lies in the save's base. */
+    const void *bytes;
     uint64_t payload_offset_bytes; /* multiple of the chunk size */
     uint32_t length_bytes;         /* the chunk size, except for the last one of a payload */
     uint32_t index;                /* the owner's name for it */
     uint64_t segment;              /* the next daemon's name for it (pcc_kept.h); 0 = none */
     uint32_t segment_chunk;
-    /* One per block, copied during the call; NULL: the writer makes them before it writes. */
+    /* One per block, copied during the call; NULL: the writer makes them before it writes. What is
+     * offered has them. */
     const uint64_t *checksums;
 };
 
@@ -53,6 +57,9 @@ struct pcc_save_events { /* called from writer threads without locks held; must 
     /* The chunk is on the disk (not flushed): cached from now on. Owner may take it back with
      * pcc_save_uncache(). */
     void (*chunk_written)(void *owner, uint64_t tag, uint32_t index);
+    /* A piece that was offered, not of an adopted save: it lies in the base and counts as written,
+     * or it counts as never handed over, and is to come with its bytes. */
+    void (*offered)(void *owner, uint64_t tag, uint64_t payload_offset_bytes, bool in_base);
     /* The lane and the save are gone when this returns. */
     void (*ended)(void *owner, const struct pcc_save_result *result);
 };
@@ -88,6 +95,7 @@ struct pcc_save_request {
      * before: worth a base, which takes a slot for as long as it is referred to. 0: written whole.
      */
     uint64_t frozen_bytes;
+    uint64_t offered_bytes; /* the owner's: a prefix that is offered, if there is a base */
 };
 
 /* The next one begins while the end of the last is being reported. */
@@ -114,6 +122,9 @@ PCC_MUST_CHECK int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint6
  * chunk, aligned) and checks it. -PCC_E_DAMAGED, -PCC_E_ABORTED (save `tag` has ended). */
 PCC_MUST_CHECK int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position,
                                   void *bytes);
+/* True when the piece lay in the base, all of it: it is to be offered again. What is found changed
+ * now ends the save. */
+bool pcc_save_was_referred(const struct pcc_save *save, uint32_t position);
 /* Its checksums as kept; NULL when it had none. */
 const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t position);
 /* Whether memory holds what the checksums say, if there are any. */
@@ -124,8 +135,11 @@ bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void
  * -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
 PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
                                   struct pcc_save **out, uint64_t *sequence_out);
+/* What unchanged blocks may be found in, until the save ends; 0: it has no base. */
+uint64_t pcc_save_base(const struct pcc_save *save);
 /* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged
- * until chunk_written. -EINVAL when it does not fit the payload or came before. */
+ * until chunk_written. -EINVAL when it does not fit the payload or came before; also when it is
+ * offered to a save without a base, or for the second time. */
 PCC_MUST_CHECK int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk);
 /* The copy is complete (every chunk was handed over): from here it is `copied`. -EINVAL if not. */
 PCC_MUST_CHECK int pcc_save_seal(struct pcc_save *save);

@@ -9,18 +9,27 @@ static bool on_disk(const struct pcc_kept_piece *piece)
     return (atomic_load_explicit(&piece->flags, memory_order_acquire) & PCC_KEPT_WRITTEN) != 0;
 }
 
+static bool in_base(const struct pcc_kept_piece *piece)
+{
+    return (atomic_load_explicit(&piece->flags, memory_order_acquire) & PCC_KEPT_REFERRED) != 0;
+}
+
 static bool in_dram(const struct pcc_kept_piece *piece)
 {
     return atomic_load_explicit(&piece->segment, memory_order_acquire) != 0;
 }
 
-/* Whether every piece is somewhere, and whether some are in the old slot only. */
+/* Whether every piece is somewhere, and whether some are in the old slot only, or in the base. */
 static bool is_whole(const struct pcc_kept *kept, uint32_t place, uint32_t piece_count,
-                     bool *needs_slot_out)
+                     bool *needs_slot_out, bool *needs_base_out)
 {
-    *needs_slot_out = false;
+    *needs_slot_out = *needs_base_out = false;
     for (uint32_t i = 0; i < piece_count; i++) {
         const struct pcc_kept_piece *piece = pcc_kept_piece(kept, place, i);
+        if (in_base(piece)) {
+            *needs_base_out = true;
+            continue;
+        }
         if (!in_dram(piece) && !on_disk(piece))
             return false;
         *needs_slot_out = *needs_slot_out || !in_dram(piece);
@@ -48,13 +57,13 @@ static int places_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_c
     const struct pcc_kept *kept = saver->spec.kept;
     const uint64_t base_sequence =
         atomic_load_explicit(&pcc_kept_save(kept, place)->base_sequence, memory_order_acquire);
-    bool needs_slot;
+    bool needs_slot, needs_base;
 
-    if (!is_whole(kept, place, piece_count, &needs_slot))
+    if (!is_whole(kept, place, piece_count, &needs_slot, &needs_base))
         return -ENODATA;
     *has_base_out =
         base_sequence != 0 && pcc_volume_take_base_again(saver->volume, base_sequence, base_out);
-    int error = base_sequence != 0 && !*has_base_out && needs_slot ? -ENODATA : 0;
+    int error = !*has_base_out && (needs_base || (base_sequence != 0 && needs_slot)) ? -ENODATA : 0;
     if (error == 0)
         error = slot_take(saver, place, needs_slot, slot_out);
     if (error != 0 && *has_base_out)
@@ -125,8 +134,14 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     /* From the first record on, or a run that follows and has not read it could recycle it before
      * anybody can say so (P7). */
     save->entry.flags = PCC_SLOT_PROTECTED;
+    save->adopted = true;
     *out = save;
     return 0;
+}
+
+bool pcc_save_was_referred(const struct pcc_save *save, uint32_t position)
+{
+    return in_base(pcc_kept_piece(save->lane->saver->spec.kept, save->kept_place, position));
 }
 
 const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t position)

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/pcc_hash.h"
 #include "disk/pcc_save_private.h"
 
 /* -- what is in the base -- */
@@ -145,6 +146,44 @@ void pcc_save_refer(struct pcc_save *save, uint64_t at_bytes, uint64_t end_bytes
         else
             bitmap[block / 64] &= ~(1ull << block % 64);
     }
+}
+
+#define RESCUE_BYTES 65536u
+
+int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_out)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint32_t block_bytes = saver->geometry.block_bytes;
+    const uint32_t step_bytes = block_bytes < RESCUE_BYTES ? block_bytes : RESCUE_BYTES;
+    const uint64_t *checksums = pcc_save_checksums(save, position);
+    const uint64_t at_bytes = (uint64_t)position * saver->spec.chunk_bytes;
+    const uint64_t length_bytes = save->pieces[position].length_bytes;
+    const uint64_t from = pcc_geometry_slot_offset(&saver->geometry, save->base.slot) + at_bytes;
+    const uint64_t to = pcc_geometry_slot_offset(&saver->geometry, save->slot) + at_bytes;
+    _Alignas(PCC_IO_ALIGN) uint8_t bytes[RESCUE_BYTES]; /* nothing allocates here */
+    struct pcc_hash hash;
+    int result = 0;
+
+    *lost_out = false;
+    for (uint64_t at = 0; result == 0 && at < length_bytes; at += RESCUE_BYTES) {
+        const uint64_t left = length_bytes - at;
+        const uint64_t count = left < RESCUE_BYTES ? left : RESCUE_BYTES;
+        const uint64_t room = pcc_align_up(count, PCC_IO_ALIGN);
+        result = pcc_io_read_all(pcc_volume_io(saver->volume), bytes, room, from + at);
+        for (uint64_t i = 0, next; result == 0 && i < count; i = next) {
+            next = i + step_bytes < count ? i + step_bytes : count;
+            if ((at + i) % block_bytes == 0)
+                pcc_hash_start(&hash);
+            pcc_hash_add(&hash, bytes + i, next - i);
+            if (((at + next) % block_bytes == 0 || at + next == length_bytes) &&
+                pcc_hash_end(&hash) != checksums[(at + i) / block_bytes])
+                result = -PCC_E_DAMAGED;
+        }
+        *lost_out = result != 0;
+        if (result == 0)
+            result = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, room, to + at);
+    }
+    return result;
 }
 
 uint64_t pcc_save_referred_bytes(const struct pcc_save *save)

@@ -37,8 +37,10 @@ struct pcc_save_piece {
     uint32_t length_bytes;
     uint32_t index; /* the owner's name */
     uint8_t state;
+    bool offered;   /* it has no bytes: it lies in the base, or does not count */
+    bool asked;     /* it was offered before, and has to come with its bytes */
     bool hashed;    /* its checksums are in the manifest */
-    bool announced; /* chunk_written was called */
+    bool announced; /* chunk_written or offered was called */
     bool uncached;  /* the owner has re-used the memory */
 };
 
@@ -79,6 +81,8 @@ struct pcc_save {
     uint32_t handed_over;
     uint32_t written;
     uint32_t uncached;
+    uint32_t offered; /* pieces without bytes: without the base they are nowhere */
+    bool adopted;     /* nobody can hand over again what was offered */
     uint32_t pending;
     enum pcc_save_step last_step; /* the last step that succeeded in the present slot */
     bool sealed;
@@ -94,10 +98,12 @@ struct pcc_save {
     bool failed; /* for good; ends when nothing is pending */
     uint32_t moves;
     uint64_t flush_failures; /* the saver's count when this slot's first byte was written */
+    uint64_t copied_bytes;
     uint64_t written_bytes;
     /* Change only while no item is pending. Which blocks lie in the base: the bitmap in `manifest`,
      * also before the manifest is sealed. */
     bool has_base;
+    bool base_lost; /* it is damaged: of use only for what was offered */
     struct pcc_base base;
     struct pcc_known *known; /* guarded by the saver's `knowing`; NULL: not read yet ... */
     bool unknown;            /* ... or not readable: all of the save is written */
@@ -180,6 +186,9 @@ uint64_t pcc_save_run(const struct pcc_save *save, const struct pcc_known *known
 /* With the lane's lock held, before the piece counts as written. */
 void pcc_save_refer(struct pcc_save *save, uint64_t at_bytes, uint64_t end_bytes, bool referred);
 uint64_t pcc_save_referred_bytes(const struct pcc_save *save);
+/* Writes a piece without bytes into the save's own slot, out of the base, without the lane's lock.
+ * An error with *lost_out: what is in the base is not what it was, or cannot be read. */
+PCC_MUST_CHECK int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_out);
 
 /* -- pcc_save.c -- */
 /* A place that was just taken becomes this save, with no chunk handed over. `base` may be NULL. */

@@ -175,6 +175,99 @@ static void refer_piece(struct pcc_save *save, const struct pcc_known *known, ui
     }
 }
 
+/* -- pieces without bytes -- */
+
+/* With the lock held: the owner cannot hand over again what it has offered. */
+static void offer_lost(struct pcc_save *save, uint32_t position, int error)
+{
+    save->pieces[position].state = PCC_SAVE_CHUNK_HELD;
+    save->failed = true;
+    save->error = error;
+    save->stage = "base";
+}
+
+/* With the lock held: all of an offered piece is in the base, or not. True when its owner needs the
+ * answer. */
+static bool offer_judge(struct pcc_save *save, uint32_t position, bool in_base)
+{
+    struct pcc_save_piece *piece = &save->pieces[position];
+    const uint64_t start_bytes = (uint64_t)position * save->lane->saver->spec.chunk_bytes;
+    const bool tell = !piece->announced && !save->adopted;
+
+    if (in_base) {
+        pcc_save_refer(save, start_bytes, start_bytes + piece->length_bytes, true);
+        piece->state = PCC_SAVE_CHUNK_WRITTEN;
+        pcc_kept_referred(save->lane->saver->spec.kept, save->kept_place, position, true);
+        save->written++;
+        piece->announced = true;
+    } else if (!tell) {
+        offer_lost(save, position, -PCC_E_DAMAGED);
+    } else {
+        *piece = (struct pcc_save_piece){.asked = true};
+        save->handed_over--;
+        save->offered--;
+    }
+    return tell && !save->failed;
+}
+
+/* The same after the base was found to be damaged: `result` of pcc_save_rescue(). */
+static void offer_rescued(struct pcc_save *save, uint32_t position, int result, bool lost)
+{
+    struct pcc_save_piece *piece = &save->pieces[position];
+    const uint64_t start_bytes = (uint64_t)position * save->lane->saver->spec.chunk_bytes;
+
+    if (result == 0) {
+        save->written_bytes += piece->length_bytes;
+        pcc_save_refer(save, start_bytes, start_bytes + piece->length_bytes, false);
+        piece->state = PCC_SAVE_CHUNK_WRITTEN;
+        pcc_kept_written(save->lane->saver->spec.kept, save->kept_place, position);
+        pcc_kept_referred(save->lane->saver->spec.kept, save->kept_place, position, false);
+        save->written++;
+    } else if (lost) {
+        offer_lost(save, position, result);
+    } else {
+        piece->state = PCC_SAVE_CHUNK_HELD;
+        slot_error(save, result, "write");
+    }
+}
+
+/* Nothing is written of what lies in the base: its owner keeps no chunk for it, so that it must lie
+ * there completely. */
+static void work_on_offer(struct pcc_save *save, uint32_t position)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    struct pcc_save_piece *piece = &save->pieces[position];
+    const uint64_t start_bytes = (uint64_t)position * saver->spec.chunk_bytes;
+    const uint64_t end_bytes = start_bytes + piece->length_bytes;
+    bool in_base = false, lost = false, tell = false;
+    int result = 0;
+
+    pcc_save_lock(save);
+    look_for_newer(save);
+    const bool start = !is_held_up(save);
+    const uint64_t tag = save->request.tag;
+    piece->state = start ? PCC_SAVE_CHUNK_WRITING : PCC_SAVE_CHUNK_HELD;
+    pcc_save_unlock(save);
+    if (!start)
+        return;
+    const struct pcc_known *known = pcc_save_known(save);
+    if (save->base_lost)
+        result = pcc_save_rescue(save, position, &lost);
+    else
+        in_base =
+            pcc_save_run(save, known, start_bytes, end_bytes, &in_base) == end_bytes && in_base;
+    pcc_save_lock(save);
+    if (save->base_lost)
+        offer_rescued(save, position, result, lost);
+    else
+        tell = offer_judge(save, position, in_base);
+    pcc_save_unlock(save);
+    if (tell && saver->spec.events->offered)
+        saver->spec.events->offered(saver->spec.owner, tag, start_bytes, in_base);
+}
+
+/* -- pieces -- */
+
 /* How many bytes were written. */
 static uint64_t write_piece(struct pcc_save *save, uint32_t position)
 {
@@ -193,7 +286,8 @@ static uint64_t write_piece(struct pcc_save *save, uint32_t position)
     if (first && saver->spec.events->writing)
         saver->spec.events->writing(saver->spec.owner, tag);
     hash_piece(save, position);
-    const struct pcc_known *known = save->has_base ? pcc_save_known(save) : NULL;
+    const struct pcc_known *known =
+        save->has_base && !save->base_lost ? pcc_save_known(save) : NULL;
     const int result = write_changed(save, known, position, slot_offset, &written_bytes);
     pcc_save_lock(save);
     save->written_bytes += written_bytes;
@@ -303,15 +397,18 @@ static void publish(struct pcc_save *save)
 
     pcc_save_lock(save);
     if (result == 0 && published == PCC_PUBLISH_BASE_LOST) {
-        /* All of it is written again, into the same slot. */
-        leave_base(save);
+        /* All of it is written again, into the same slot; without bytes of it, from the base. */
+        if (save->offered > 0)
+            save->base_lost = true;
+        else
+            leave_base(save);
         save->slot_doubtful = true;
         save->error = -PCC_E_DAMAGED;
         save->stage = "publish";
         pcc_save_unlock(save);
         return;
     }
-    if (result == 0 && published == PCC_PUBLISHED && save->has_base)
+    if (result == 0 && published == PCC_PUBLISHED && save->has_base && !save->base_lost)
         pcc_volume_judge_base(saver->volume, &save->base, save->request.frozen_bytes,
                               pcc_save_referred_bytes(save));
     /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
@@ -405,6 +502,7 @@ static void end(struct pcc_save *save)
     result.sequence = save->sequence;
     result.slot = save->slot;
     result.rehomed = save->moves;
+    result.copied_bytes = save->copied_bytes;
     result.written_bytes = save->written_bytes;
     result.times = save->times;
     leave_slot(save);
@@ -426,7 +524,10 @@ static uint64_t do_item(struct pcc_save *save, uint64_t item)
 {
     switch ((enum pcc_save_step)(item >> 32 & 0xffff)) {
     case PCC_SAVE_STEP_NONE:
-        return write_piece(save, (uint32_t)item);
+        if (!save->pieces[(uint32_t)item].offered)
+            return write_piece(save, (uint32_t)item);
+        work_on_offer(save, (uint32_t)item);
+        break;
     case PCC_SAVE_STEP_MANIFEST:
         write_manifest(save);
         break;

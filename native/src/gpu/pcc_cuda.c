@@ -288,12 +288,13 @@ static uint64_t piece_bytes(uint64_t length, uint64_t at)
 }
 
 /* Every piece up to `length` is tried, also after one was refused. */
-static int unpin(const struct pcc_gpu_device *device, uint8_t *bytes, uint64_t length)
+int pcc_gpu_unpin(const struct pcc_gpu_device *device, void *bytes, uint64_t length)
 {
+    uint8_t *const start = bytes;
     int error = 0;
 
     for (uint64_t at = 0; at < length; at += PCC_PIN_BYTES_MAX) {
-        const int result = pcc_cuda_code(device->cuda->host_unregister(bytes + at));
+        const int result = pcc_cuda_code(device->cuda->host_unregister(start + at));
         if (error == 0)
             error = result;
     }
@@ -310,14 +311,9 @@ int pcc_gpu_pin(const struct pcc_gpu_device *device, void *bytes, uint64_t lengt
                                                             CU_MEMHOSTREGISTER_PORTABLE);
         if (result == CUDA_SUCCESS)
             continue;
-        (void)unpin(device, start, at);
+        (void)pcc_gpu_unpin(device, start, at);
         const int error = pcc_cuda_code(result);
         return error == -PCC_E_BAD_HANDLE ? -PCC_E_DEVICE : error;
     }
     return 0;
-}
-
-int pcc_gpu_unpin(const struct pcc_gpu_device *device, void *bytes, uint64_t length)
-{
-    return unpin(device, bytes, length);
 }

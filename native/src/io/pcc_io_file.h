@@ -3,6 +3,7 @@
 #ifndef PCC_IO_FILE_H
 #define PCC_IO_FILE_H
 
+#include "io/pcc_guard.h"
 #include "io/pcc_io.h"
 
 /* Is this a file that a volume may lie in? Switches the descriptor to direct I/O. */
@@ -16,5 +17,18 @@ PCC_MUST_CHECK int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_i
 PCC_MUST_CHECK int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io **out);
 PCC_MUST_CHECK int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere,
                                      struct pcc_io **out);
+
+/* In what the engines on a shared mapping of the file differ. */
+struct pcc_mapping {
+    const char *name;
+    pcc_guard_copy_function *copy;
+    int flags;     /* of mmap */
+    bool persists; /* what `copy` has stored is durable when it returns */
+};
+
+/* 0 or -errno, or -PCC_E_UNSUPPORTED when the file cannot be mapped with these flags. fd stays the
+ * caller's on failure. */
+PCC_MUST_CHECK int pcc_mapped_start(int fd, uint64_t size_bytes, const struct pcc_mapping *how,
+                                    struct pcc_io **out);
 
 #endif

@@ -22,7 +22,7 @@
 #include <unistd.h>
 
 #include "base/pcc_map.h"
-#include "io/pcc_io_mapped.h"
+#include "io/pcc_io_file.h"
 
 struct mapped_io {
     struct pcc_io io; /* first member */

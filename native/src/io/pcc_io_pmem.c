@@ -11,7 +11,7 @@
  * durable: then all that pcc_io_mmap.c says holds. */
 #include <sys/mman.h>
 
-#include "io/pcc_io_mapped.h"
+#include "io/pcc_io_file.h"
 
 #ifndef MAP_SHARED_VALIDATE
 #define MAP_SHARED_VALIDATE 0x03

@@ -13,7 +13,7 @@ int pcc_page_plan(uint32_t chunk_bytes, uint32_t block_bytes, uint32_t chunk_cap
         return -EINVAL;
 
     uint32_t ring_capacity = 4;
-    while (ring_capacity <= 2 * chunk_capacity)
+    while (ring_capacity <= 2 * chunk_capacity + 4 * PCC_OFFERS)
         ring_capacity *= 2;
 
     const uint64_t ring_bytes = (uint64_t)ring_capacity * sizeof(struct pcc_message);
@@ -21,7 +21,7 @@ int pcc_page_plan(uint32_t chunk_bytes, uint32_t block_bytes, uint32_t chunk_cap
     const uint64_t to_daemon = to_client + ring_bytes;
     const uint64_t checksums = to_daemon + ring_bytes;
     const uint64_t blocks = chunk_bytes / block_bytes;
-    const uint64_t end = checksums + chunk_capacity * blocks * sizeof(uint64_t);
+    const uint64_t end = checksums + (chunk_capacity + PCC_OFFERS) * blocks * sizeof(uint64_t);
     /* 64 KiB: the page is a whole number of pages on every machine. */
     const uint64_t page_bytes = pcc_align_up(end, 65536);
     if (page_bytes > UINT32_MAX)
@@ -114,6 +114,11 @@ int pcc_ring_push(struct pcc_ring *ring, const struct pcc_message *message)
     /* Release pairs with the consumer's acquire of tail: message and chunk are seen whole. */
     atomic_store_explicit(&ring->index->tail, ring->own, memory_order_release);
     return 0;
+}
+
+uint32_t pcc_ring_used(const struct pcc_ring *ring)
+{
+    return ring->own - atomic_load_explicit(&ring->index->head, memory_order_relaxed);
 }
 
 int pcc_ring_pop(struct pcc_ring *ring, struct pcc_message *out)

@@ -46,6 +46,8 @@ PCC_MUST_CHECK int pcc_page_accept(void *bytes, uint64_t length_bytes, struct pc
 
 /* 0; -ENOBUFS when full; -PCC_E_BAD_PEER when the consumer's index is impossible. */
 PCC_MUST_CHECK int pcc_ring_push(struct pcc_ring *ring, const struct pcc_message *message);
+/* The producer: how many messages the consumer has not taken; what it claims, not to be trusted. */
+uint32_t pcc_ring_used(const struct pcc_ring *ring);
 /* 1 with a message; 0 when empty; -PCC_E_BAD_PEER when the producer's index is impossible. */
 PCC_MUST_CHECK int pcc_ring_pop(struct pcc_ring *ring, struct pcc_message *out);
 
@@ -53,6 +55,19 @@ static inline struct pcc_snapshot *pcc_page_snapshot(const struct pcc_page_view 
                                                      uint64_t snapshot)
 {
     return &view->page->snapshots[snapshot % PCC_SNAPSHOTS];
+}
+
+/* A chunk's row of the checksum table. */
+static inline uint64_t *pcc_page_checksums(const struct pcc_page_view *view, uint32_t chunk)
+{
+    return view->checksums + (size_t)chunk * view->geometry.blocks_per_chunk;
+}
+
+/* The checksums of an offer. */
+static inline uint64_t *pcc_page_offer(const struct pcc_page_view *view, uint32_t row)
+{
+    return view->checksums +
+           ((size_t)view->geometry.chunk_capacity + row) * view->geometry.blocks_per_chunk;
 }
 
 static inline struct pcc_device_words *pcc_page_words(const struct pcc_page_view *view,

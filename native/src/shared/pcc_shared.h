@@ -7,10 +7,12 @@
  *
  *   struct pcc_page | ring to_client | ring to_daemon | checksum table
  *
- * Both rings are single producer, single consumer, with room for every chunk, every segment and the
- * loads, so that an honest peer never finds one full. Bells are futex words: the side that produced
- * something increments the other's bell and wakes it (FUTEX_WAKE, shared); a waiter reads the bell,
- * looks for work, and sleeps only on the value it read. */
+ * The checksum table has a row for each chunk, and then PCC_OFFERS rows for what is offered.
+ *
+ * Both rings are single producer, single consumer, with room for every chunk, every segment, the
+ * loads and the offers, so that an honest peer never finds one full. Bells are futex words: the
+ * side that produced something increments the other's bell and wakes it (FUTEX_WAKE, shared); a
+ * waiter reads the bell, looks for work, and sleeps only on the value it read. */
 #ifndef PCC_SHARED_H
 #define PCC_SHARED_H
 
@@ -19,9 +21,10 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 6u
+#define PCC_PAGE_VERSION 7u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
+#define PCC_OFFERS 32u    /* of a session that are not answered; each has its checksums in a row */
 
 /* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
  *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
@@ -60,7 +63,8 @@ struct pcc_snapshot {
     _Atomic uint64_t word;
     _Atomic uint64_t outcome;
     _Atomic uint64_t sequence; /* its own, or for SUPERSEDED the newer one's */
-    uint64_t reserved[5];
+    _Atomic uint64_t base; /* from COPYING on: the sequence that blocks may lie in; 0: offer none */
+    uint64_t reserved[4];
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
 
@@ -84,12 +88,21 @@ struct pcc_ring_index { /* own cache lines for producer and consumer; free-runni
 enum pcc_message_kind {
     PCC_MSG_FREE = 1,     /* to client: this chunk is yours to fill */
     PCC_MSG_FULL = 2,     /* to daemon: chunk holds payload [offset, +length) of snapshot id */
-    PCC_MSG_DATA = 3,     /* to client: chunk holds checked payload of load id; give it back */
+    PCC_MSG_DATA = 3,     /* to client: chunk holds payload of load id; give it back */
     PCC_MSG_TAKEN = 4,    /* to daemon: load data copied out; also FREE chunks handed back unused */
     PCC_MSG_END = 5,      /* to client: load id has ended; result holds 0 or a negative code */
     PCC_MSG_RETIRE = 6,   /* to client: segment id, whose first chunk this is, has to go */
     PCC_MSG_RETURNED = 7, /* to daemon: it is unmapped, and none of its chunks is held */
+    PCC_MSG_OFFER = 8,  /* to daemon: as FULL, but of a piece that was only read: its checksums are
+                           in row `chunk`. It is not copied if all of it lies in the base */
+    PCC_MSG_ANSWER = 9, /* to client, of each offer: result 1 = it does, 0 = copy it */
 };
+
+/* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table
+ * while it copies them, so that they pass through memory once; if they do not match it copies none
+ * of that block, and its TAKEN has the result -PCC_E_DAMAGED. The daemon then reads again, checks,
+ * and judges: what a client says never calls a checkpoint damaged. */
+enum pcc_data { PCC_DATA_UNCHECKED = 0, PCC_DATA_CHECKED = 1 };
 
 struct pcc_message {
     uint32_t kind;
@@ -101,6 +114,16 @@ struct pcc_message {
 };
 _Static_assert(sizeof(struct pcc_message) == 32, "ring message");
 
+/* The payload before this is offered in whole chunks before a chunk of it is filled; never the last
+ * chunk of a payload, with which the client decides when a snapshot is complete. */
+static inline uint64_t pcc_offered_end(uint64_t offered_bytes, uint64_t payload_bytes,
+                                       uint64_t chunk_bytes)
+{
+    const uint64_t most = payload_bytes > 0 ? payload_bytes - 1 : 0;
+
+    return (offered_bytes < most ? offered_bytes : most) / chunk_bytes * chunk_bytes;
+}
+
 struct pcc_page {
     uint64_t magic;
     uint32_t version;
@@ -108,7 +131,7 @@ struct pcc_page {
     uint32_t chunk_bytes;
     uint32_t block_bytes;
     uint32_t chunk_capacity; /* chunk indices are below this */
-    uint32_t ring_capacity;  /* power of two, > 2 * chunk_capacity */
+    uint32_t ring_capacity;  /* power of two, > 2 * chunk_capacity + 4 * PCC_OFFERS */
     uint64_t session;
     _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
     /* Stored once, when the session is over: */

@@ -18,12 +18,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pccheck.restoring.opened import TensorInfo
-from pccheck_wire.errors import StateMismatchError
+from pccheck_wire.errors import StateMismatchError, UsageError
 
 #: The root of what PCcheckWriter saves has this key.
 PLANNED = "torch.distributed.checkpoint"
 #: In an optimizer's state.
 _GROUPS, _NAMES = "param_groups", "param_names"
+
+
+class WithoutId:
+    """A storage whose arguments name the checkpoint, as `id_hint` says."""
+
+    id_hint: str
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Raises UsageError for a `checkpoint_id`."""
+        if checkpoint_id is not None:
+            raise UsageError(f"checkpoint_id={checkpoint_id!r} is not used", hint=self.id_hint)
 
 
 class Index:

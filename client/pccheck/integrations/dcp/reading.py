@@ -23,7 +23,7 @@ from pccheck.restoring.opened import OpenCheckpoint, Wanted
 from pccheck.restoring.reading import RestoreResult
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
-from .index import Index
+from .index import Index, WithoutId
 
 #: How much host memory is used at once for tensors that are not read in place: those on a GPU.
 _BATCH_BYTES = 256 << 20
@@ -98,7 +98,7 @@ class _NothingError(NoCheckpointError):
     """The job has no checkpoint at all."""
 
 
-class PCcheckReader(StorageReader):
+class PCcheckReader(WithoutId, StorageReader):
     """For `torch.distributed.checkpoint.load(state, storage_reader=PCcheckReader(job))`; arguments
     as of `pccheck.Reader`, and a `step` (None: the newest that all ranks have).
 
@@ -109,6 +109,8 @@ class PCcheckReader(StorageReader):
     names, `optimizer.state.0.weight.exp_avg`. Only the bytes that this rank needs are read. A value
     that several ranks have saved is that of the rank of the same number, else of the first one.
     """
+
+    id_hint = "leave it out: PCcheckReader(job, step=step) says what is read"
 
     def __init__(
         self,
@@ -125,19 +127,6 @@ class PCcheckReader(StorageReader):
         self._opened: OpenCheckpoint | None = None
         self._index = Index({}, 0)
         self._error: PccheckError | None = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """False: the arguments of the constructor name the checkpoint."""
-        return False
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Raises UsageError for a `checkpoint_id`."""
-        if checkpoint_id is not None:
-            raise UsageError(
-                f"checkpoint_id={checkpoint_id!r} is not used",
-                hint="leave it out: PCcheckReader(job, step=step) says what is read",
-            )
 
     def close(self) -> None:
         """Closes the checkpoint. May be called again."""

@@ -25,7 +25,7 @@ from pccheck.state.shards import Shard
 from pccheck.warn import LOG
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, UsageError
 
-from .index import PLANNED, listed
+from .index import PLANNED, WithoutId, listed
 
 _SAVE_LIMIT_S = 300.0
 
@@ -70,7 +70,7 @@ def _finish(client: PCcheckClient, handle: Checkpoint, limit_s: float) -> None:
             LOG.warning("PCcheck: %s. Training continues", error)
 
 
-class PCcheckWriter(StorageWriter):
+class PCcheckWriter(WithoutId, StorageWriter):
     """For scripts that call `torch.distributed.checkpoint.save(state, storage_writer=...)`
     themselves, with any planner. One writer saves one step, and `checkpoint` is its handle.
 
@@ -80,23 +80,12 @@ class PCcheckWriter(StorageWriter):
     training changes them.
     """
 
+    id_hint = "leave it out: PCcheckWriter(client, step) says what is saved"
+
     def __init__(self, client: PCcheckClient, step: int, *, limit_s: float = _SAVE_LIMIT_S) -> None:
         self.checkpoint: Checkpoint | None = None
         self._client, self._step, self._limit_s = client, step, limit_s
         self._thread = threading.get_ident()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """False: the arguments of the constructor name the checkpoint."""
-        return False
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Raises UsageError for a `checkpoint_id`."""
-        if checkpoint_id is not None:
-            raise UsageError(
-                f"checkpoint_id={checkpoint_id!r} is not used",
-                hint="leave it out: PCcheckWriter(client, step) says what is saved",
-            )
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_more: Any) -> None:
         """Raises UsageError in another thread than the writer's, and for a second save."""
