@@ -648,15 +648,16 @@ class Tenant:
     async def reopen(self) -> None:
         """Closes a stopped volume and reads it from the media again; makes another one when its
         file is gone. Raises when that fails."""
+        if self.stopped and not self.volume_lost:
+            await self.look(listing=False)
+        if not self.volume_lost:
+            async with self._reopening:  # a request and a save may both find it stopped
+                if self.stopped:
+                    await self._reopen()
         if self.volume_lost:
             await self.register(self._room_bytes)
             self.stopped = False
             await self.retention.stage_again()
-            return
-        async with self._reopening:  # a request and a save may both find it stopped
-            if not self.stopped:
-                return
-            await self._reopen()
 
     async def _reopen(self) -> None:
         if not await self.ledger.until(lambda: not self._reading, UNBIND_LIMIT_S):
@@ -669,7 +670,10 @@ class Tenant:
             raise RefusedError("the stopped volume still has writes in progress")
         async with self.lock:
             if self.port is port and self.volumes.current is current:
-                await self.volumes.reopen(current)
+                if not await self.volumes.reopen(current):
+                    self.volume_lost = True
+                    self._registered_in = -1
+                    return
                 await self.bind(port, current)
             self.stopped = False
         self.leases.renew()

@@ -37,6 +37,7 @@ NAMED_MAX = 8  # jobs in a hint
 _LOST = {
     "REMOVED": "was removed or moved away while pccheckd had it open",
     "REPLACED": "was replaced by another file while pccheckd had it open",
+    "NOT_A_VOLUME": "was overwritten or replaced by another file while pccheckd had it open",
     "TRUNCATED": "was truncated while pccheckd had it open",
 }
 
@@ -160,7 +161,7 @@ class VolumeSet:
 
     def last_sequence(self) -> int:
         """The next sequence is above it, in every file."""
-        return max((item.info.next_sequence - 1 for item in self.open), default=self._passed)
+        return max(self._passed, *(item.info.next_sequence - 1 for item in self.open), 0)
 
     def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
         """Applies the agreement of the job's ranks to every open file; `pending` is what this rank
@@ -213,12 +214,12 @@ class VolumeSet:
             except _core.NativeError as error:
                 if item in self.open:
                     self._lose(item, error.code_name)
+                    self.gone.append(item)
                     found = True
         return found
 
     def _lose(self, item: OpenVolume, code: str) -> None:
         self.open.remove(item)
-        self.gone.append(item)
         self._known.add(item.path)
         self._passed = max(self._passed, item.info.next_sequence - 1)
         count = len(item.checkpoints)
@@ -303,7 +304,7 @@ class VolumeSet:
         generation = await self._engine.call(key.uid, layout.next_generation, config.storage, *key)
         path = layout.volume_path(config.storage, *key, generation)
         await self.refresh()
-        sequence = max(next_sequence, *(item.info.next_sequence for item in self.open), 1)
+        sequence = max(next_sequence, self.last_sequence() + 1)
         if (
             self.unreadable.keys() - self._known
         ):  # above what they hold, in case they can be read later
@@ -333,13 +334,18 @@ class VolumeSet:
         LOG.info("%s: created %s, %d slots, %s", key, path, config.slots, size_text(needed))
         return made
 
-    async def reopen(self, item: OpenVolume) -> None:
+    async def reopen(self, item: OpenVolume) -> bool:
         """Closes a stopped volume and reads it from the disk again, read-only when it can no longer
-        be written."""
+        be written. False: its file is no longer there."""
         await self._engine.call(self.key.uid, item.volume.close)
         try:
             fresh = await self._opened(item.path, item.generation)
-        except (OSError, _core.NativeError, PccheckError):
+        except (OSError, _core.NativeError, PccheckError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            code = "REMOVED" if missing else getattr(error, "code_name", "")
+            if code in _LOST:
+                self._lose(item, code)
+                return False
             with contextlib.suppress(OSError, _core.NativeError, PccheckError):
                 fresh = await self._opened(item.path, item.generation, writable=False)
                 item.volume, item.engine = fresh.volume, fresh.engine
@@ -347,6 +353,7 @@ class VolumeSet:
         item.volume, item.engine = fresh.volume, fresh.engine
         await self._engine.call(self.key.uid, item.read)
         LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
+        return True
 
     async def drop(self, item: OpenVolume) -> None:
         """Closes and unlinks an outgrown file; does nothing when it was lost meanwhile."""

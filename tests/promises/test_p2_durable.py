@@ -3,6 +3,7 @@ that are removed, replaced, moved or cut under a running daemon are noticed in t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -64,13 +65,15 @@ def saved(trainer: Trainer) -> tuple[str, str]:
 
 
 def steps_on_disk(daemon: Daemon) -> set[int]:
-    """Of whole checkpoints that anybody can find."""
+    """Of whole checkpoints that anybody can find. In a copy of a file that was being written the
+    older ones may be damaged."""
     found = set()
     for one in catalog.scan(daemon.storage).checkpoints:
         volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
-        volume.verify(one.sequence)
+        with contextlib.suppress(_core.NativeError):
+            volume.verify(one.sequence)
+            found.add(one.step)
         volume.close()
-        found.add(one.step)
     return found
 
 
@@ -131,6 +134,30 @@ def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
     daemon.kill()
     daemon.start()
     trainer.kill()
+    again = start_trainer(daemon)
+    assert again.restore()["step"] == newest
+    assert again.check(newest) == ""
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_file_that_goes_while_its_volume_has_stopped_is_replaced(
+    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+) -> None:
+    """A commit record failed, so the next save opens the file again, and finds another there."""
+    daemon = start_daemon(shim="eio:record-a:1")
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    daemon.armed.touch()
+    assert saved(trainer)[0] == "failed"
+    deed(volume_of(daemon))
+    ends = [saved(trainer) for _ in range(2)]
+    assert ends[-1][0] == "durable", ends
+    newest = trainer.step(0)
+    assert newest in steps_on_disk(daemon)
+    trainer.kill()
+    daemon.kill()
+    daemon.armed.unlink()
+    daemon.start()
     again = start_trainer(daemon)
     assert again.restore()["step"] == newest
     assert again.check(newest) == ""

@@ -344,6 +344,41 @@ def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
     run(work)
 
 
+@pytest.mark.parametrize("size", [None, 0, 1000])
+def test_a_stopped_volume_whose_file_goes_at_that_moment_is_lost(
+    run: Callable[[Work], None], size: int | None
+) -> None:
+    """Between the look and the opening: the next checkpoint goes into a new volume."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with near, far:
+            os.close(await tenant.attach(owner(), far.fileno()))
+            item = await tenant.register(1000)
+            tenant.stopped = True
+            looks = tenant.volumes.look
+
+            async def look() -> bool:
+                found = await looks()
+                if size is None:
+                    item.path.unlink(missing_ok=True)
+                elif tenant.stopped:
+                    os.truncate(item.path, size)
+                return found
+
+            tenant.volumes.look = look  # type: ignore[method-assign]
+            await tenant.reopen()
+            made = tenant.volumes.current
+            assert made is not None and made is not item and not tenant.stopped
+            assert made.info.next_sequence >= item.info.next_sequence
+            assert str(item.path) in " ".join(tenant.volumes.losses.values())
+            await tenant.detach(1)
+        await tenant.close()
+
+    run(work)
+
+
 def test_a_stopped_volume_is_reopened_once(run: Callable[[Work], None]) -> None:
     """A request and a save may find it stopped at the same time: the second one must not close the
     volume that the first has just bound."""
