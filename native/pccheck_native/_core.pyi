@@ -167,6 +167,7 @@ class SaveTimes(NamedTuple):
     written: int
     flushed: int
     durable: int
+    ended: int
 
 class Event(NamedTuple):
     kind: str  # copied writing durable superseded failed load_ended bad_peer detached

@@ -119,8 +119,8 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
     const struct pcc_save_times *times = &event->times;
     PyObject *when =
         pcc_py_result(state, PCC_PY_SAVE_TIMES,
-                      Py_BuildValue("(KKKKKK)", times->begin, times->first_write, times->sealed,
-                                    times->written, times->flushed, times->durable));
+                      Py_BuildValue("(KKKKKKK)", times->begin, times->first_write, times->sealed,
+                                    times->written, times->flushed, times->durable, times->ended));
     if (when == NULL)
         return NULL;
     return pcc_py_result(state, PCC_PY_EVENT,

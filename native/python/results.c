@@ -12,7 +12,7 @@ static const struct {
                             "payload_capacity volume_bytes record_number next_sequence "
                             "incarnation created_wall_ns done stopped free_slots valid_replicas "
                             "repaired_replicas damaged_records"},
-    [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable"},
+    [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},

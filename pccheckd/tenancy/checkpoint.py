@@ -139,8 +139,10 @@ class Checkpoint:
 
     @property
     def ended_ns(self) -> int:
-        """0 while it is live."""
-        return 0 if self.live else max(self.at_ns.values(), default=0)
+        """0 while it is live. The loop hears of an end after the core has given the lane on."""
+        if self.live:
+            return 0
+        return self.times_ns.get("ended") or max(self.at_ns.values(), default=0)
 
     def record(self, key: Key) -> Record:
         return Record(

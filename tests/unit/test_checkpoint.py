@@ -66,8 +66,19 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
     assert ledger.counters == {"skipped": 1}
 
 
-def event(kind: str) -> Event:
-    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0))
+def event(kind: str, ended: int = 0) -> Event:
+    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0, ended))
+
+
+@pytest.mark.parametrize("kind", ["durable", "superseded", "failed"])
+def test_it_ended_when_the_core_gave_its_lane_on(kind: str) -> None:
+    """Not when the loop heard of that: the next one may have begun before."""
+    ledger, item = Ledger(), checkpoint(State.COPYING)
+    item.sequence = 7
+    ledger.newest = (8, 8)
+    assert ledger.add(item)
+    assert ledger.apply(event(kind, ended=5), str) is item
+    assert item.ended_ns == 5
 
 
 def test_durable_may_overtake_copied() -> None:

@@ -23,6 +23,7 @@ enum pcc_save_end {
 
 struct pcc_save_times { /* CLOCK_MONOTONIC ns; 0 = never reached */
     uint64_t begin, first_write, sealed, written, flushed, durable;
+    uint64_t ended; /* its lane is free */
 };
 
 struct pcc_save_result {

@@ -514,6 +514,7 @@ static void end(struct pcc_save *save)
      * volume has stopped and the next begin says so. */
     if (tell)
         (void)!pcc_volume_publish_staged(saver->volume);
+    result.times.ended = pcc_now_ns(); /* before the next one can begin: no two share a lane */
     pcc_save_leave_lane(save);
     saver->spec.events->ended(saver->spec.owner, &result);
     pcc_save_leave_place(save);
