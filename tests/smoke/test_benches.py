@@ -15,6 +15,7 @@ BENCHES = {
     "core": ("--sizes", "32MiB", "--engine", "pwrite", *SMALL),
     "call_overhead": ("--calls", "2"),
     "growth": ("--points", "2", *SMALL),
+    "kills": ("--kills", "1", "--mib", "8", "--settings", "2,5"),
     "recover": ("--sizes", "32MiB", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),

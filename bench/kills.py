@@ -1,0 +1,273 @@
+"""What a kill costs: kills at random moments against the paper's model of recovery (4.2).
+
+    python -m bench.kills [--kills 8] [--mib 64] [--mib-per-s 128] [--step-ms 50]
+
+A trainer with steps of a given length saves every `f` steps to a disk of a given rate, N
+checkpoints in flight. It is killed at a random moment, alone or together with the daemon, and
+started again. The recovery lasts from the call of restore() until the step that had been done when
+the kill came is done again. The paper bounds it by
+
+    l + t f + t min(N f, T_w / t)
+
+(l the load, t a step, T_w from the request of a checkpoint to durable). The daemon outlives a
+trainer that is killed alone, and so does what it has copied: less is lost than in the model.
+Start of Python and import of torch are in neither.
+Writes bench/results/kills-DATE.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from bench import common
+from bench.common import MIB, BenchError, Spread
+from bench.figures.trainers import Paced
+from pccheck import PCcheckClient
+from pccheck_store.observer import Observer
+from pccheckctl.output.documents import rows, whole
+from tests.support.daemon import Daemon
+
+STEPS_MAX = 100_000
+LIMIT_S = 120.0
+SETTINGS = "1,10 2,5 2,20 4,5"
+VICTIMS = ("trainer", "trainer and daemon")
+
+
+class Progress:
+    """What a trainer has done, in a file that outlives it: CLOCK_MONOTONIC ns."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(8 * (STEPS_MAX + 4))
+            self._times = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+
+    def __getitem__(self, step: int) -> int:
+        """When the step was last done."""
+        return self._times[4 + step]
+
+    def did(self, step: int) -> None:
+        self._times[4 + step] = time.monotonic_ns()
+        self._times[0] = step
+
+    @property
+    def done(self) -> int:
+        """The last step."""
+        return self._times[0]
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """The step that came back last, and when its restore began and ended."""
+        return self._times[1], self._times[2], self._times[3]
+
+    @load.setter
+    def load(self, found: tuple[int, int, int]) -> None:
+        self._times[1], self._times[2], self._times[3] = found
+
+
+def train(options: argparse.Namespace) -> None:
+    """The victim."""
+    progress = Progress(options.progress)
+    trainer = Paced(options.mib * MIB, options.step_ms / 1e3)
+    with PCcheckClient(job="kills", socket=options.trainer, on_error="raise") as client:
+        client.attach(model=trainer.state.model, optimizer=trainer.optimizer)
+        began = time.monotonic_ns()
+        found = client.restore()
+        ended = time.monotonic_ns()
+        if found:
+            trainer.done = found.step or 0
+            if trainer.saved_step() != trainer.done:
+                raise BenchError(f"step {trainer.done} came back as {trainer.saved_step()}")
+        progress.did(trainer.done)
+        progress.load = trainer.done, began, ended
+        while True:
+            trainer.step(client.gate)
+            progress.did(trainer.done)
+            if trainer.done % options.every == 0:
+                client.checkpoint(step=trainer.done)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill and the recovery from it."""
+
+    load_s: float
+    lost_steps: int
+    recovery_s: float
+
+
+class Victim:
+    """A daemon, and one trainer after another."""
+
+    def __init__(self, options: argparse.Namespace, in_flight: int, every: int, scratch: Path):
+        self.options, self.every, self.in_flight = options, every, in_flight
+        dram = max(32, options.mib * (in_flight + 1))
+        self.daemon = Daemon(
+            "--slots", str(in_flight + 1), "--keep", "1", "--dram", f"{dram}MiB",
+            "--max-bandwidth", f"{options.mib_per_s}MiB", storage=scratch / "storage",
+        )  # fmt: skip
+        self._path = scratch / "progress"
+        self.progress = Progress(self._path)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        """Returns when the trainer trains."""
+        options, before = self.options, self.progress.load
+        words = [
+            "--trainer", self.daemon.socket, "--progress", self._path, "--every", self.every,
+            "--mib", options.mib, "--step-ms", options.step_ms,
+        ]  # fmt: skip
+        self._process = subprocess.Popen([sys.executable, "-m", "bench.kills", *map(str, words)])
+        self.until(lambda: self.progress.load != before)
+
+    def until(self, holds: object) -> None:
+        assert callable(holds) and self._process is not None
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise BenchError(f"the trainer does not train:\n{self.daemon.log.read_text()}")
+            time.sleep(0.002)
+
+    def kill(self, *, daemon: bool) -> Kill:
+        """Ends them at this moment, and starts them again."""
+        self.end()
+        if daemon:
+            self.daemon.kill()
+        killed, last = time.monotonic_ns(), self.progress.done
+        if daemon:
+            self.daemon.start()
+        self.begin()
+        restored, began, ended = self.progress.load
+        self.until(lambda: self.progress[last] > killed)
+        return Kill((ended - began) / 1e9, last - restored, (self.progress[last] - began) / 1e9)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+    def write_s(self) -> list[float]:
+        """From request to durable, of each checkpoint that this daemon knows."""
+        with Observer(str(self.daemon.socket)) as observer:
+            found = rows(observer.trace(3600), "checkpoints")
+        return [
+            (whole(one, "durable") - whole(one, "requested")) / 1e9
+            for one in found
+            if whole(one, "durable")
+        ]
+
+    def step_s(self, steps: int) -> list[float]:
+        """Of the last steps."""
+        last = self.progress.done
+        times = [self.progress[step] for step in range(last - steps, last + 1)]
+        return [(b - a) / 1e9 for a, b in pairwise(times)]
+
+
+@contextmanager
+def victim(options: argparse.Namespace, in_flight: int, every: int) -> Iterator[Victim]:
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+        (Path(scratch) / "storage").mkdir()
+        made = Victim(options, in_flight, every, Path(scratch).resolve())
+        try:
+            made.daemon.start()
+            made.begin()
+            yield made
+        finally:
+            made.end()
+            with suppress(AssertionError):
+                made.daemon.stop()
+            made.daemon.cleanup()
+
+
+def measure(options: argparse.Namespace, in_flight: int, every: int) -> list[dict[str, object]]:
+    """For each kind of kill: what the model takes, and what was measured."""
+    chance = random.Random(options.seed)
+    found: dict[str, list[Kill]] = {who: [] for who in VICTIMS}
+    steps_s: list[float] = []
+    writes_s: list[float] = []
+    with victim(options, in_flight, every) as at:
+        for _ in range(options.kills):
+            for who in VICTIMS:
+                # All lanes are in use by then; the moment is anywhere between two checkpoints.
+                first, run = at.progress.done, (in_flight + 2) * every
+                at.until(lambda first=first, run=run: at.progress.done >= first + run)
+                time.sleep(chance.random() * every * options.step_ms / 1e3)
+                steps_s += at.step_s(run)
+                writes_s += at.write_s()
+                found[who].append(at.kill(daemon=who != "trainer"))
+    step_s, write_s = statistics.fmean(steps_s), statistics.median(writes_s)
+    made: list[dict[str, object]] = []
+    for who, kills in found.items():
+        load_s = statistics.median(kill.load_s for kill in kills)
+        late_s = min(in_flight * every * step_s, write_s)
+        made.append({
+            "in_flight": in_flight, "every": every, "killed": who, "step_s": step_s,
+            "write_s": write_s, "load_s": load_s, "bound_s": load_s + every * step_s + late_s,
+            "mean_s": load_s + every * step_s / 2 + late_s,
+            "kills": [asdict(kill) for kill in kills],
+        })  # fmt: skip
+    return made
+
+
+def table(found: list[dict[str, object]]) -> list[str]:
+    lines = [
+        "| N | f | killed | t, ms | T_w, s | lost steps | recovery, s | mean, s | model's mean, s "
+        "| model's bound, s | above it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        kills = [Kill(**kill) for kill in one["kills"]]  # type: ignore[attr-defined]
+        took = [kill.recovery_s for kill in kills]
+        lost = Spread.of([float(kill.lost_steps) for kill in kills])
+        over = sum(seconds > float(str(one["bound_s"])) for seconds in took)
+        lines.append(
+            f"| {one['in_flight']} | {one['every']} | {one['killed']} "
+            f"| {float(str(one['step_s'])) * 1e3:.1f} | {one['write_s']:.2f} | {lost.text(0)} "
+            f"| {Spread.of(took).text(2)} | {statistics.fmean(took):.2f} | {one['mean_s']:.2f} "
+            f"| {one['bound_s']:.2f} | {over} of {len(took)} |"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--kills", type=int, default=8, help="of each kind, for each N and f")
+    parser.add_argument("--settings", default=SETTINGS, help="N,f: in flight and interval")
+    parser.add_argument("--mib", type=int, default=64, help="of the state")
+    parser.add_argument("--mib-per-s", type=int, default=128, help="of the disk")
+    parser.add_argument("--step-ms", type=float, default=50.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--trainer", help=argparse.SUPPRESS)
+    parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trainer:
+        train(options)
+    facts = common.facts_of(options.directory)
+    settings = [map(int, setting.split(",")) for setting in options.settings.split()]
+    found = [one for setting in settings for one in measure(options, *setting)]
+    lines = common.heading("What a kill costs, and the paper's model", facts)
+    lines += [
+        f"A state of {options.mib} MiB, steps of {options.step_ms:g} ms, a disk of "
+        f"{options.mib_per_s} MiB/s, {options.kills} kills of each kind; median [min-max].", "",
+    ]  # fmt: skip
+    lines += table(found)
+    common.write_results("kills", {"facts": facts, "runs": found}, "\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(common.exit_code(main))
