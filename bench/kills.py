@@ -87,16 +87,16 @@ def train(options: argparse.Namespace) -> None:
         found = client.restore()
         ended = time.monotonic_ns()
         if found:
-            trainer.done = found.step or 0
-            if trainer.saved_step() != trainer.done:
-                raise BenchError(f"step {trainer.done} came back as {trainer.saved_step()}")
-        progress.did(trainer.done)
-        progress.load = trainer.done, began, ended
+            trainer.steps_done = found.step or 0
+            if trainer.saved_step() != trainer.steps_done:
+                raise BenchError(f"step {trainer.steps_done} came back as {trainer.saved_step()}")
+        progress.did(trainer.steps_done)
+        progress.load = trainer.steps_done, began, ended
         while True:
             trainer.step(client.gate)
-            progress.did(trainer.done)
-            if trainer.done % options.every == 0:
-                client.checkpoint(step=trainer.done)
+            progress.did(trainer.steps_done)
+            if trainer.steps_done % options.every == 0:
+                client.checkpoint(step=trainer.steps_done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import torch
 
 from bench import common
 from bench.common import BenchError, exit_code
-from bench.figures.disk import unbounded
+from bench.figures.disk import unlimited
 from bench.figures.plan import CPU, Plan
 from bench.figures.registry import OURS
 from bench.figures.report import slowdown_table
@@ -196,7 +196,7 @@ def cost(options: argparse.Namespace) -> tuple[list[str], dict[str, object]]:
         figures=("cpu",), rounds=options.rounds, contenders=(OURS, "torch.save", UNSYNCED),
         cpu_intervals=(options.every,), width=options.width, layers=options.layers,
     )  # fmt: skip
-    with unbounded(options.directory) as disk:
+    with unlimited(options.directory) as disk:
         results = Bench(plan, disk, disk).run()
     lines = [
         "## What a checkpoint costs",

@@ -5,9 +5,9 @@
                             [--directory DIR | --image DIR] [--trace FILE]
 
 Root is needed: the disk is a file in --image behind a loop device, limited by the kernel. Without
-root, or for a disk as it is, use --directory. Flags choose cells; the CSV files name the command of
-every cell. Progress goes to stderr. Writes bench/results/figures-DATE.md with a picture and a CSV
-file for each figure beside it, and every run as JSON.
+root, or for a disk as it is, use --directory. Flags choose cells (points of the figures); the last
+column of each CSV file has the command for its row. Progress goes to stderr. Writes
+bench/results/figures-DATE.md, a picture and a CSV file for each figure, and every run as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from bench import common
 from bench.common import GIB, BenchError, exit_code
-from bench.figures.disk import Disk, bounded, unbounded
+from bench.figures.disk import Disk, limited, unlimited
 from bench.figures.goodput import Sample, make_trace, read_trace
 from bench.figures.paper import MODELS, TRACE_STEP_S
 from bench.figures.plan import CPU, FIGURES, FULL, QUICK, SMALLEST, Plan
@@ -33,14 +33,13 @@ from bench.figures.registry import ALL, OTHERS
 from bench.figures.report import Run, write
 from bench.figures.rounds import Bench
 
-#: Of the trace that is made when none is given: about as restless as the paper's.
+#: Of the trace that is made when none is given: about as many preemptions as in the paper's.
 GPUS, SAMPLES, LOST_AN_HOUR, BACK_AN_HOUR = 64, 215, 7.0, 6.0
 
 
 def _choice(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
-        # A contender's name may have a comma itself.
-        names = (text,) if text in allowed else tuple(text.split(","))
+        names = tuple(text.split(","))
         if unknown := [name for name in names if name not in allowed]:
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of: {'; '.join(allowed)}")
         return names
@@ -57,23 +56,24 @@ def _flags() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", action="store_true", help="about 10 minutes, not 90")
-    sizes.add_argument("--smallest", action="store_true", help="every kind of cell once")
+    sizes.add_argument("--quick", action="store_true", help="about 10 minutes instead of 90")
+    sizes.add_argument("--smallest", action="store_true", help="each kind of cell once, for tests")
     parser.add_argument("--only", type=_choice(FIGURES), help=", ".join(FIGURES))
     parser.add_argument("--model", type=_choice((*MODELS, CPU, "any")), help=", ".join(MODELS))
     parser.add_argument("--every", type=_numbers, help="intervals, in steps")
     parser.add_argument(
-        "--contender", type=_choice((*ALL, *OTHERS)), action="append", help="; ".join(ALL)
-    )
-    parser.add_argument("--setting", default="", help="of Figures 11 to 14, as in the CSV files")
-    parser.add_argument("--rounds", type=int)
+        "--contender", choices=(*ALL, *OTHERS), metavar="NAME", action="append",
+        help=f"may be repeated: {'; '.join(ALL)}",
+    )  # fmt: skip
+    parser.add_argument("--setting", default="", help="of Figures 10 to 14, as in the CSV files")
+    parser.add_argument("--rounds", type=int, help="how often each cell is measured")
     parser.add_argument("--size", type=common.parse_sizes, help="of the state, such as 16MiB")
-    parser.add_argument("--bandwidth", type=int, help="of the disk, in MB/s")
+    parser.add_argument("--bandwidth", type=int, help="of the limited disk, in MB/s")
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--directory", type=Path, help="measure this disk as it is")
     places.add_argument("--image", type=Path, default=Path(), help="where the limited disk is made")
     parser.add_argument("--trace", type=Path, help="a CSV file with the header ,Time,GPUs")
-    parser.add_argument("--seed", type=int, default=1, help="of the trace that is made without it")
+    parser.add_argument("--seed", type=int, default=1, help="of the trace made without --trace")
     return parser.parse_args()
 
 
@@ -82,7 +82,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     models = tuple(name for name in options.model or () if name in MODELS)
     chosen = {
         "figures": options.only, "models": models, "rounds": options.rounds,
-        "contenders": tuple(name for names in options.contender or () for name in names),
+        "contenders": tuple(options.contender or ()),
         "intervals": options.every, "cpu_intervals": options.every,
         "in_flight_intervals": options.every, "setting": options.setting,
         "payload_bytes": options.size[0] if options.size else 0,
@@ -107,13 +107,13 @@ def _trace(options: argparse.Namespace) -> tuple[list[Sample], str]:
 
 @contextlib.contextmanager
 def _disks(options: argparse.Namespace, plan: Plan) -> Iterator[tuple[Disk, Disk]]:
-    """The disk with a limit and the one as it is; twice the same with --directory."""
+    """The disk with a limit, and the disk as it is; with --directory both are the same."""
     common.require_room(options.directory or options.image, plan.image_bytes() + 8 * GIB)
-    with unbounded(options.directory or options.image) as fast:
+    with unlimited(options.directory or options.image) as fast:
         if options.directory:
             yield fast, fast
         else:
-            with bounded(options.image, plan.image_bytes(), plan.bandwidth) as slow:
+            with limited(options.image, plan.image_bytes(), plan.bandwidth) as slow:
                 yield slow, fast
 
 
@@ -130,7 +130,7 @@ def main() -> int:
     trace, trace_text = _trace(options)
     facts = common.facts_of(options.directory or options.image)
     with _disks(options, plan) as (slow, fast):
-        print(f"with a limit: {slow.text()}\nas it is: {fast.text()}", file=sys.stderr)
+        print(*(disk.text() for disk in dict.fromkeys((slow, fast))), sep="\n", file=sys.stderr)
         torch.set_num_threads(1)  # as many as the daemon leaves
         bench = Bench(plan, slow, fast)
         failure: BaseException | None = None

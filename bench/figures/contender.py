@@ -19,11 +19,15 @@ class Contender(ABC):
     """One way to checkpoint a trainer's state. `save` and `gate` are called by the training thread,
     `save` after an update, `gate` before the next one."""
 
+    #: Checkpoints after which nothing is made for the first time.
+    warm_saves = 2
+
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer = trainer
         self.state = trainer.state
         self.payload_bytes = trainer.payload_bytes
         self.directory = directory
+        self._landed: Landed = []
 
     @abstractmethod
     def start(self) -> None:
@@ -39,9 +43,9 @@ class Contender(ABC):
     def finish(self) -> None:
         """Returns when everything that was saved is as safe as this contender makes it."""
 
-    @abstractmethod
     def landed(self) -> Landed:
         """Steps of the checkpoints that a restart could get, and since when (monotonic)."""
+        return self._landed
 
     @abstractmethod
     def restart(self) -> None:
@@ -55,17 +59,15 @@ class Contender(ABC):
     def stop(self) -> None:
         """Ends processes and threads and removes files; also after a failure in `start`."""
 
-    #: Checkpoints after which nothing is made for the first time.
-    warm_saves = 2
-
 
 class Library(Contender):
-    """A rival of bench/rivals.py: to new files, one save at a time, synced; the newest two stay."""
+    """A rival of bench/rivals.py: one save at a time, into new files; the newest two saves stay."""
 
     def __init__(self, trainer: Trainer, directory: Path, rivals: Rivals, name: str) -> None:
         super().__init__(trainer, directory)
         self.rivals, self.name = rivals, name
         self.saver = RivalSaver((rivals.save | rivals.unsynced)[name], directory)
+        self._landed = self.saver.landed
 
     def start(self) -> None:
         pass
@@ -75,9 +77,6 @@ class Library(Contender):
 
     def finish(self) -> None:
         self.saver.finish()
-
-    def landed(self) -> Landed:
-        return self.saver.landed
 
     def restart(self) -> None:
         drop_cache(self.saver.made[-1])
@@ -96,7 +95,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def drop_cache(path: Path) -> None:
-    """Of a synced file, or of all files in a directory: the next read is one of the disk."""
+    """Of a synced file, or of all files in a directory: the next read comes from the disk."""
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)

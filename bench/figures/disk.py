@@ -1,8 +1,8 @@
-"""A disk of a known speed: a file behind a loop device, under a limit of the kernel's blkio cgroup.
+"""A disk of a known speed: a file behind a loop device, limited by the kernel's blkio cgroup.
 
 The disks of test machines acknowledge writes from a cache, or are much faster than the network disk
 of the paper. The limit is on the loop device, so it holds for direct writes, for pages that the
-kernel writes back, and for reads, whoever makes them.
+kernel writes back, and for reads, whichever process makes them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from bench.common import MIB, BenchError, file_system, require_room
 
-FIX = "run as root, or measure a disk as it is with --directory DIR"
-#: A limit that lets this much more or less pass than it says does not hold.
+FIX = "measure a disk as it is with --directory DIR"
+#: Measured speeds as parts of the limit, if the limit holds.
 LEAST, MOST = 0.6, 1.3
 
 
@@ -48,7 +48,7 @@ class Disk:
 
 
 @contextmanager
-def unbounded(directory: Path) -> Iterator[Disk]:
+def unlimited(directory: Path) -> Iterator[Disk]:
     """A new directory on the disk of `directory`; removed at the end."""
     with tempfile.TemporaryDirectory(prefix=".figures-", dir=directory) as made:
         path = Path(made).resolve()
@@ -56,11 +56,11 @@ def unbounded(directory: Path) -> Iterator[Disk]:
 
 
 @contextmanager
-def bounded(directory: Path, size_bytes: int, limit: int) -> Iterator[Disk]:
-    """A file system of `size_bytes` in a file in `directory`, that writes and reads at most `limit`
+def limited(directory: Path, size_bytes: int, limit: int) -> Iterator[Disk]:
+    """A file system of `size_bytes` in a file in `directory` that writes and reads at most `limit`
     bytes a second. Raises BenchError, with the fix, where that is not possible or does not hold."""
     if os.geteuid():
-        raise BenchError(f"a disk with a limit needs root: {FIX}")
+        raise BenchError(f"a disk with a limit needs root: run as root, or {FIX}")
     limiter = _find_limiter()
     require_room(directory, size_bytes)
     with ExitStack() as stack:
@@ -68,7 +68,8 @@ def bounded(directory: Path, size_bytes: int, limit: int) -> Iterator[Disk]:
         scratch = Path(stack.enter_context(made))
         image, path = scratch / "disk.img", scratch / "mounted"
         path.mkdir()
-        _lay_out(image, size_bytes)
+        with image.open("wb") as file:  # no holes: nothing is allocated while contenders write
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
         device = _call("losetup", "--direct-io=on", "--find", "--show", str(image))
         stack.callback(_call, "losetup", "--detach", device)
         _call("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
@@ -79,18 +80,12 @@ def bounded(directory: Path, size_bytes: int, limit: int) -> Iterator[Disk]:
         _speeds(path, limit // 4)  # the kernel lets a burst pass at first
         disk = Disk(path.resolve(), limit, *_speeds(path, limit))
         if not all(LEAST < speed / limit < MOST for speed in (disk.direct, disk.buffered)):
-            raise BenchError(f"the kernel's limit does not hold here ({disk.text()}): {FIX}")
+            raise BenchError(f"the kernel's limit does not hold here ({disk.text()}); {FIX}")
         yield disk
 
 
-def _lay_out(image: Path, size_bytes: int) -> None:
-    """Space without holes: the loop device's file allocates nothing while contenders write."""
-    with image.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-
-
 def _unmount(path: Path) -> None:
-    """Also when a process that was killed has not let go of its files yet."""
+    """Also when a process that was killed has not closed its files yet."""
     for _ in range(20):
         if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode == 0:
             return
@@ -102,9 +97,9 @@ def _call(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise BenchError(f"{command[0]} is missing: install it, or {FIX}") from None
+        raise BenchError(f"{command[0]} is missing; install it, or {FIX}") from None
     if done.returncode:
-        raise BenchError(f"{' '.join(command)} failed ({done.stderr.strip()}): {FIX}")
+        raise BenchError(f"{' '.join(command)} failed ({done.stderr.strip()}); {FIX}")
     return done.stdout.strip()
 
 
@@ -121,12 +116,12 @@ def _find_limiter() -> Limiter:
             return partial(_limit_v1, root)
         if kind == "cgroup2" and "io" in (root / "cgroup.controllers").read_text().split():
             return partial(_limit_v2, root)
-    raise BenchError(f"no cgroup with the controller blkio or io is mounted: {FIX}")
+    raise BenchError(f"no cgroup with the controller blkio or io is mounted; {FIX}")
 
 
 @contextmanager
 def _limit_v1(root: Path, number: str, limit: int) -> Iterator[None]:
-    """In the root group: there the kernel's own threads write back, and this process joins them."""
+    """In the root group: the kernel's threads write pages back there, and this process joins it."""
     files = [root / f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
     with _joined(root, "blkio"):
         try:
@@ -173,7 +168,7 @@ def _put(file: Path, text: str) -> None:
     try:
         file.write_text(text)
     except OSError as error:
-        raise BenchError(f"cannot write {text!r} to {file} ({error.strerror}): {FIX}") from None
+        raise BenchError(f"cannot write {text!r} to {file} ({error.strerror}); {FIX}") from None
 
 
 # -- what it lets through ----------------------------------------------------------------------

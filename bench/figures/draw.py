@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.common import Spread, require_pyplot
 from bench.figures.paper import MODELS
-from bench.figures.registry import (
-    ALL,
-    CHECKFREQ,
-    GEMINI,
-    GPM,
-    OUR_CHECKFREQ,
-    OUR_GPM,
-    OURS,
-)  # fmt: skip
-from bench.figures.results import Cell, Results
+from bench.figures.registry import ALL, CHECKFREQ, GEMINI, GPM, OUR_CHECKFREQ, OUR_GPM, OURS
+from bench.figures.results import Cell, Results, contenders_of, slowdown_of
 from bench.rivals import KEPT, TORCHSNAPSHOT
 
-#: Colour, marker, dashes, width. The paper's contenders are thick; our engine with the policy of
-#: one has its marker, hollow; libraries are thin and grey.
+#: Colour, marker, dashes, width. The paper's contenders have thick lines, libraries thin grey ones.
+#: Our engine with the policy of another contender has that contender's marker, hollow.
 LOOKS: dict[str, tuple[str, str, str, float]] = {
     OURS: ("#000000", "o", "-", 2.6),
     CHECKFREQ: ("#1f6fb4", "s", "--", 1.8),
@@ -40,23 +32,20 @@ SERIES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"))
 Point = tuple[float, Spread]
 
 
-def _line(axis: Any, name: str, points: Sequence[Point], where: Sequence[float]) -> None:
+def _line(axis: Any, name: str, points: Sequence[Point]) -> None:
     colour, marker, dashes, width = LOOKS.get(name, ("#707070", ".", "-", 0.9))
-    _around(axis, points, where, colour)
+    _extremes(axis, points, colour)
     axis.plot(
-        where, [spread.median for _, spread in points], label=name, color=colour, marker=marker,
-        linestyle=dashes, linewidth=width, markersize=6,
+        [where for where, _ in points], [spread.median for _, spread in points], label=name,
+        color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=6,
         markerfacecolor="white" if name in HOLLOW else colour,
         zorder=3 if name == OURS else 2,
     )  # fmt: skip
 
 
-def _around(axis: Any, points: Sequence[Point], where: Sequence[float], colour: str) -> None:
-    """Minimum and maximum."""
-    low = [spread.median - spread.low for _, spread in points]
-    high = [spread.high - spread.median for _, spread in points]
-    medians = [spread.median for _, spread in points]
-    axis.errorbar(where, medians, yerr=[low, high], fmt="none", ecolor=colour, elinewidth=0.7)
+def _extremes(axis: Any, points: Sequence[Point], colour: str) -> None:
+    for where, spread in points:
+        axis.plot([where, where], [spread.low, spread.high], color=colour, linewidth=0.7)
 
 
 def _panels(count: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
@@ -95,13 +84,8 @@ def _save(figure: Any, path: Path) -> None:
     require_pyplot().close(figure)
 
 
-def _names(cells: Iterable[Cell]) -> list[str]:
-    there = {cell.contender for cell in cells}
-    return [name for name in ALL if name in there] + sorted(there - {*ALL})
-
-
 def intervals(results: Results, figure: str, path: Path) -> None:
-    """Slowdown against interval, a panel for each model (for those that are one experiment)."""
+    """Slowdown against interval, a panel for each model; one for all models of an experiment."""
     cells = results.of(figure)
     panels: dict[tuple[object, ...], list[str]] = {}
     for model in dict.fromkeys(cell.workload for cell in cells):
@@ -112,13 +96,13 @@ def intervals(results: Results, figure: str, path: Path) -> None:
     for axis, models in zip(axes, panels.values(), strict=True):
         mine = [cell for cell in cells if cell.workload == models[0]]
         every = sorted({cell.every for cell in mine})
-        for name in _names(mine):
+        for name in contenders_of(mine):
             points = [
-                (every.index(cell.every), Spread.of([cost.slowdown for cost in cells[cell]]))
+                (every.index(cell.every), slowdown_of(cells[cell]))
                 for cell in sorted(mine, key=lambda cell: cell.every)
                 if cell.contender == name
             ]
-            _line(axis, name, points, [where for where, _ in points])
+            _line(axis, name, points)
         axis.axhline(1, color="black", linewidth=0.6)
         found = [cost.slowdown for cell in mine for cost in cells[cell]]
         _slowdowns(axis, min(found), max(found))
@@ -137,17 +121,16 @@ def intervals(results: Results, figure: str, path: Path) -> None:
 def rows(results: Results, figure: str, path: Path) -> None:
     """Slowdowns of one workload: a row for each contender, a marker for each interval."""
     cells = results.of(figure)
-    names = _names(cells)
+    names = contenders_of(cells)
     every = sorted({cell.every for cell in cells})
     picture, (axis,) = _panels(1, 1, 8.5, 0.28 * len(names) + 0.6)
     for f, (marker, _) in zip(every, SERIES, strict=False):
         mine = {cell.contender: cell for cell in cells if cell.every == f}
-        spreads = [(names.index(n), results.slowdown(cell)) for n, cell in mine.items()]
+        spreads = [(names.index(n), slowdown_of(cells[cell])) for n, cell in mine.items()]
         for row, spread in spreads:
-            if spread is not None:
-                axis.plot([spread.low, spread.high], [row, row], color="black", linewidth=0.7)
+            axis.plot([spread.low, spread.high], [row, row], color="black", linewidth=0.7)
         axis.plot(
-            [spread.median for _, spread in spreads if spread], [row for row, _ in spreads],
+            [spread.median for _, spread in spreads], [row for row, _ in spreads],
             marker=marker, linestyle="", color="black", label=f"f = {f}",
             markerfacecolor="white" if marker in "sD" else "black",
         )  # fmt: skip
@@ -173,7 +156,7 @@ def goodputs(
                 (every.index(f), Spread(value, value, value, 1))
                 for f, value in sorted(contenders[name].items())
             ]
-            _line(axis, name, points, [where for where, _ in points])
+            _line(axis, name, points)
         axis.axhline(ideal[model], color="black", linewidth=0.8, linestyle=(0, (1, 3)))
         axis.set_ylim(0, 1)
         _categories(axis, every, MODELS[model].name, "checkpoint every f steps", "goodput")
@@ -190,9 +173,8 @@ def sizes(results: Results, path: Path) -> None:
         points[float(size)] = Spread.of(seconds)
     picture, axes = _panels(len(places), 2, 5.6, 3.6)
     for axis, (place, contenders) in zip(axes, places.items(), strict=True):
-        for name in [name for name in LOOKS if name in contenders]:
-            line = sorted(contenders[name].items(), key=lambda item: item[0])
-            _line(axis, name, line, [size for size, _ in line])
+        for name in [name for name in ALL if name in contenders]:
+            _line(axis, name, sorted(contenders[name].items(), key=lambda item: item[0]))
         axis.set_xscale("log")
         axis.set_yscale("log")
         across = sorted({size for values in contenders.values() for size in values})
@@ -215,16 +197,15 @@ def series(
     lines: dict[str, dict[str, Spread]] = {}
     for cell, costs in results.of(figure).items():
         line, place = split(cell)
-        lines.setdefault(line, {})[place] = Spread.of([cost.slowdown for cost in costs])
+        lines.setdefault(line, {})[place] = slowdown_of(costs)
     places = sorted({place for points in lines.values() for place in points}, key=_number)
     picture, (axis,) = _panels(1, 1, 6.4, 3.2)
     for (line, points), (marker, dashes) in zip(sorted(lines.items()), SERIES, strict=False):
-        where = [number for number, place in enumerate(places) if place in points]
-        spreads = [points[places[number]] for number in where]
-        _around(axis, [(0.0, spread) for spread in spreads], where, "black")
+        there = [(at, points[place]) for at, place in enumerate(places) if place in points]
+        _extremes(axis, there, "black")
         axis.plot(
-            where, [spread.median for spread in spreads], label=line, marker=marker,
-            linestyle=dashes, color="black", markersize=6,
+            [where for where, _ in there], [spread.median for _, spread in there], label=line,
+            marker=marker, linestyle=dashes, color="black", markersize=6,
             markerfacecolor="white" if marker in "sD" else "black",
         )  # fmt: skip
     highest = max(spread.high for points in lines.values() for spread in points.values())

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from bench.common import BenchError, tensors_of
-from bench.figures.contender import Contender, Landed, bytes_of
-from bench.figures.peer import HEADER, LIMIT_S, receive
+from bench.figures.contender import Contender, bytes_of
+from bench.figures.peer import LIMIT_S, READ, WRITE, receive
 from bench.figures.trainers import Trainer
 
 PART_BYTES = 256 * 1024
@@ -28,7 +28,6 @@ class Gemini(Contender):
         self.link = link  #: bytes a second
         self.sent = threading.Event()
         self.sent.set()
-        self._landed: Landed = []
         self._failure: OSError | None = None
         self._thread: threading.Thread | None = None
         self._peer: subprocess.Popen[bytes] | None = None
@@ -61,7 +60,7 @@ class Gemini(Contender):
     def _send(self, step: int) -> None:
         assert self._socket is not None
         try:
-            self._socket.sendall(HEADER.pack(b"w", step))
+            self._socket.sendall(WRITE)
             start, done = time.monotonic(), 0
             for part in self._parts():
                 self._socket.sendall(part)
@@ -83,15 +82,12 @@ class Gemini(Contender):
         if self._failure is not None:
             raise BenchError(f"Gemini's peer failed: {self._failure}")
 
-    def landed(self) -> Landed:
-        return self._landed
-
     def restart(self) -> None:
         pass  # the peer's memory is what survives
 
     def load(self) -> None:
         assert self._socket is not None
-        self._socket.sendall(HEADER.pack(b"r", 0))
+        self._socket.sendall(READ)
         start, done = time.monotonic(), 0
         for part in self._parts():
             receive(self._socket, part)

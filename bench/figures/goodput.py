@@ -1,7 +1,7 @@
 """Goodput of a job on spot machines: pure arithmetic on a trace and on measured costs.
 
-The trace has the format of the paper's: a CSV with the header `,Time,GPUs`, seconds and the number
-of GPUs at that time.
+The trace has the paper's format: a CSV file with the header `,Time,GPUs`. `Time` is in seconds,
+`GPUs` is the number of GPUs that the job has from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A contender at an interval. Times are of the model that is meant, not of its scaled copy."""
+    """A contender at an interval. Times are those of the paper's model, not of the scaled one."""
 
     step_s: float  # without checkpoints
     slowdown: float
@@ -34,21 +34,21 @@ class Costs:
 def read_trace(lines: Iterable[str]) -> list[Sample]:
     rows = csv.DictReader(lines)
     if rows.fieldnames is None or not {"Time", "GPUs"} <= set(rows.fieldnames):
-        raise BenchError("a trace begins with the line ,Time,GPUs")
+        raise BenchError("not a trace: the first line must be ,Time,GPUs")
     try:
         samples = [Sample(float(row["Time"]), int(row["GPUs"])) for row in rows]
     except (TypeError, ValueError):
-        raise BenchError("a trace has a number, seconds and GPUs in every line") from None
+        raise BenchError("not a trace: a line is a number, a time and the GPUs") from None
     if len(samples) < 2 or any(b.seconds <= a.seconds for a, b in pairwise(samples)):
-        raise BenchError("a trace has two samples at least, and its times grow")
+        raise BenchError("not a trace: it must have two samples, and times that grow")
     return samples
 
 
 def make_trace(
     seed: int, gpus: int, samples: int, step_s: float, lost_an_hour: float, back_an_hour: float
 ) -> list[Sample]:
-    """Preemptions and replacements at random: `lost_an_hour` and `back_an_hour` times an hour a
-    machine goes or comes back, four GPUs at a time at most."""
+    """Random preemptions, `lost_an_hour` on average, and replacements, `back_an_hour`; each of one
+    to four GPUs."""
     chance, here, made = random.Random(seed), gpus, []
     for number in range(samples):
         made.append(Sample(number * step_s, here))
@@ -60,8 +60,8 @@ def make_trace(
 
 
 def stretches(trace: Sequence[Sample]) -> list[float]:
-    """Seconds of undisturbed training. GPUs that go interrupt the job; those that come do not, as
-    the job takes them at its next checkpoint. While no GPU is there, nothing trains."""
+    """Seconds of undisturbed training. A preemption interrupts the job; a replacement does not,
+    because the job uses new GPUs from its next checkpoint on. Without GPUs nothing trains."""
     found, since = [], trace[0].seconds
     for before, now in pairwise(trace):
         if now.gpus < before.gpus or (now.gpus and not before.gpus):
@@ -78,9 +78,9 @@ def preemptions(trace: Sequence[Sample]) -> int:
 
 
 def goodput(undisturbed: Sequence[float], costs: Costs) -> float:
-    """Steps kept, as a share of those of a job without checkpoints and without interruptions in the
-    same time. Each stretch begins with a load and ends with the loss of what was not safe; the last
-    one loses nothing, and the first one loads nothing."""
+    """Steps kept, as a share of the steps that a job without checkpoints and without interruptions
+    makes in the same time. Each stretch but the first begins with a load; each but the last ends
+    with the loss of what was not safe."""
     kept = 0.0
     for number, seconds in enumerate(undisturbed):
         training_s = seconds - (costs.load_s if number else 0.0)

@@ -15,9 +15,9 @@ from bench.figures.contender import Contender, Landed
 from bench.figures.registry import Make
 from bench.figures.trainers import Trainer
 
-#: Checkpoints before the clock starts, and while it runs. Where a checkpoint takes longer than its
-#: interval, those in flight hide the first ones.
-BOUND, UNBOUND = (3, 4), (1, 1)
+#: Checkpoints before the clock starts, and while it runs. Where the disk needs longer for a
+#: checkpoint than training for an interval, training does not wait for the first ones.
+DISK_BOUND, NOT_DISK_BOUND = (3, 4), (1, 1)
 LAG_SAMPLES = 500
 
 
@@ -57,7 +57,7 @@ def running(make: Make, trainer: Trainer, directory: Path) -> Iterator[Contender
             contender.start()
             for _ in range(contender.warm_saves):
                 trainer.step(contender.gate)
-                contender.save(trainer.done)
+                contender.save(trainer.steps_done)
             contender.gate()
             contender.finish()
             yield contender
@@ -69,8 +69,8 @@ def running(make: Make, trainer: Trainer, directory: Path) -> Iterator[Contender
 
 
 def bare_step(trainer: Trainer, steps: int) -> float:
-    """Seconds of a step without checkpoints: the best of three times `steps`, as on a machine with
-    other work a slow one says nothing of what checkpoints cost."""
+    """Seconds of a step without checkpoints: the fastest of three runs of `steps` steps. Other work
+    on the machine can only make a run slower."""
 
     def once() -> float:
         start = time.monotonic()
@@ -78,7 +78,7 @@ def bare_step(trainer: Trainer, steps: int) -> float:
             trainer.step(lambda: None)
         return (time.monotonic() - start) / steps
 
-    for _ in range(3):  # it may have been late before
+    for _ in range(3):  # whatever delayed the trainer before is over then
         trainer.step(lambda: None)
     return min(once() for _ in range(3))
 
@@ -87,12 +87,12 @@ def run(
     trainer: Trainer, contender: Contender, every: int, counts: tuple[int, int], bare_s: float
 ) -> Cost:
     """`counts`: checkpoints before the clock starts, and while it runs. The clock starts and stops
-    right after a checkpoint was called for."""
+    right after the call for a checkpoint."""
     warm, counted = counts
     held: list[float] = []
     called: dict[int, float] = {}
     ends: list[float] = []
-    first = trainer.done + 1
+    first = trainer.steps_done + 1
     since = time.monotonic()
 
     def gate() -> None:
@@ -105,9 +105,9 @@ def run(
         trainer.step(gate)
         ends.append(time.monotonic())
         if number % every == 0:
-            called[trainer.done] = time.monotonic()
-            contender.save(trainer.done)
-            held.append(time.monotonic() - called[trainer.done])
+            called[trainer.steps_done] = time.monotonic()
+            contender.save(trainer.steps_done)
+            held.append(time.monotonic() - called[trainer.steps_done])
         if number == warm * every:
             since = time.monotonic()
     until = time.monotonic()
@@ -132,22 +132,22 @@ def persist(trainer: Trainer, contender: Contender, count: int) -> list[float]:
     for _ in range(count):
         trainer.step(contender.gate)
         start = time.monotonic()
-        contender.save(trainer.done)
+        contender.save(trainer.steps_done)
         contender.gate()
         contender.finish()
-        seconds.append(dict(contender.landed())[trainer.done] - start)
+        seconds.append(dict(contender.landed())[trainer.steps_done] - start)
     return seconds
 
 
 def load(trainer: Trainer, contender: Contender) -> float:
-    """Seconds that a restart takes; it gets what was saved last, whole, or BenchError is raised."""
+    """Seconds that a restart takes. Raises BenchError unless it gets all of what was saved last."""
     persist(trainer, contender, 1)
-    saved = trainer.done
+    saved = trainer.steps_done
     contender.restart()
     start = time.monotonic()
     contender.load()
     seconds = time.monotonic() - start
     found = trainer.saved_step()
     if found not in (0, saved):
-        raise BenchError(f"a restart gets step {found}, not {saved}, which was safe")
+        raise BenchError(f"a restart got step {found}, but step {saved} was safe")
     return seconds

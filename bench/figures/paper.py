@@ -1,6 +1,6 @@
 """What the paper and its artefact (github.com/eth-easl/pccheck) say: models, disk, link, figures.
 
-A model is here what decides how much checkpoints cost: the bytes of a checkpoint on one machine,
+Two numbers of a model decide how much checkpoints cost: the bytes of a checkpoint on one machine,
 and the time of a step. Their ratio, the steps that one checkpoint needs to reach the disk, stays
 the same when bytes and disk are scaled down; `scaled` then gives the time of a step.
 """
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 GB = 1e9
 
-#: Bytes a second of the paper's disk, a pd-ssd of 1 TB. Not printed: the artefact's PCcheck waits
-#: for nothing but the disk at VGG16, f = 10, and takes 1.107 GB / (10 / 6.35 iterations a second)
-#: there (fig8_vgg16.csv); OPT-2.7B at f = 10 gives 0.74 (fig8_opt27.csv).
+#: Bytes a second of the paper's disk, a pd-ssd of 1 TB. Not printed: at VGG16, f = 10, the
+#: artefact's PCcheck waits for nothing but the disk, and writes 1.107 GB in 10 / 6.35 s
+#: (fig8_vgg16.csv). OPT-2.7B at f = 10 gives 0.74 GB/s (fig8_opt27.csv).
 DISK = 0.70 * GB
 #: Between the machines, as the paper measured it: 15 Gbit/s. Only Gemini uses it.
 LINK = 15e9 / 8
-#: The spot trace's samples are that far apart.
+#: Between two samples of the spot trace.
 TRACE_STEP_S = 63.0
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Table 3 of the paper, and the step that it does not print."""
+    """Table 3 of the paper, and the time of a step, which the paper does not print."""
 
     name: str
     checkpoint_bytes: float
@@ -78,6 +78,8 @@ MODELS = {
 _VGG = "artefact, fig8_vgg16.csv"
 _OPT = "artefact, fig8_opt27.csv"
 _TEXT = "the paper's text, quoted second-hand"
+#: PCcheck's highest goodput over that of another contender (Figure 9).
+GAINS = {"CheckFreq": 2.86, "GPM": 1.75, "Gemini": 2.75}
 #: (model, contender of the paper, interval) -> slowdown and where it stands.
 PRINTED: dict[tuple[str, str, int], tuple[float, str]] = {
     ("vgg16", "CheckFreq", 10): (15.743 / 2.939, _VGG),

@@ -8,19 +8,18 @@ prints its port, serves one connection, and ends with it.
 from __future__ import annotations
 
 import socket
-import struct
 import sys
 
-HEADER = struct.Struct("<cq")  # w: a checkpoint of this step follows; r: send back the newest
+WRITE, READ = b"w", b"r"  # a checkpoint follows; send back the newest
 LIMIT_S = 120.0
 
 
 def receive(connection: socket.socket, into: memoryview) -> None:
-    """Fills `into`; raises ConnectionError if the other end goes before."""
+    """Fills `into`; raises ConnectionError if the other end closes before that."""
     while into:
         count = connection.recv_into(into)
         if not count:
-            raise ConnectionResetError("the other end has gone")
+            raise ConnectionResetError("the other end has closed the connection")
         into = into[count:]
 
 
@@ -33,11 +32,11 @@ def serve(payload_bytes: int) -> None:
         connection, _ = server.accept()
     connection.settimeout(None)
     with connection:
-        header = bytearray(HEADER.size)
+        order = bytearray(1)
         while True:
             try:
-                receive(connection, memoryview(header))
-                if HEADER.unpack(header)[0] == b"r":
+                receive(connection, memoryview(order))
+                if order == READ:
                     connection.sendall(kept[newest])
                     continue
                 receive(connection, memoryview(kept[1 - newest]))

@@ -35,17 +35,17 @@ class Plan:
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = (
         (4 * MIB, 16 * MIB, 64 * MIB), (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB),
     )  # fmt: skip
-    #: The only ones of these that Figure 11 and the real training have.
-    some: tuple[str, ...] = (*ALL, *OTHERS)
+    #: Contenders that Figure 11 and real training may have.
+    beyond_fig8: tuple[str, ...] = (*ALL, *OTHERS)
     setting: str = ""
 
     def image_bytes(self) -> int:
-        """Slots, or a rival's files with one that is being written; and the file system's own."""
+        """For slots, or for a rival's files and the one that it writes; and for the file system."""
         largest = max(self.payload_bytes, *self.sizes[0])
         return 256 * MIB + (max(self.in_flight) + 5) * largest
 
     def model_groups(self) -> list[tuple[str, ...]]:
-        """Models whose ratios are the same up to a twentieth are the same experiment."""
+        """Models whose ratios differ by less than a twentieth are one experiment."""
         groups: list[list[str]] = []
         for name in sorted(self.models, key=lambda name: MODELS[name].ratio):
             if groups and MODELS[name].ratio < 1.05 * MODELS[groups[-1][0]].ratio:
@@ -64,7 +64,7 @@ QUICK = Plan(
 SMALLEST = Plan(
     rounds=1, models=("vgg16",), intervals=(2,), cpu_intervals=(1,), width=64, layers=1,
     payload_bytes=2 * MIB, bandwidth=50_000_000, in_flight=(1,), in_flight_intervals=(2,),
-    writers=(1,), dram=(2.0,), chunks=(4,), sizes=((MIB,), (MIB,)), some=(OURS, CHECKFREQ),
+    writers=(1,), dram=(2.0,), chunks=(4,), sizes=((MIB,), (MIB,)), beyond_fig8=(OURS, CHECKFREQ),
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ class Sensitivity:
 
 
 def sensitivity(plan: Plan) -> list[Sensitivity]:
-    """What the paper varies: the storage, here as the engine that writes; N at several intervals; p
+    """What the paper varies: the storage (here the engine that writes); N at several intervals; p
     for several N; M for several chunk sizes."""
     points = [
         Sensitivity("fig10", f"engine={name}", Knobs(engine=name), plan.in_flight_intervals)
@@ -106,11 +106,11 @@ def sensitivity(plan: Plan) -> list[Sensitivity]:
     ]
 
 
-#: The model of each figure, as in the artefact; Figure 13 has OPT-350M there, whose numbers are
+#: The model of each figure, as in the artefact; but its Figure 13 has OPT-350M, whose numbers are
 #: not known.
 SENSITIVITY_MODEL = {"fig10": "vgg16", "fig12": "vgg16", "fig13": "opt-1.3b", "fig14": "opt-1.3b"}
 
 
-def group_ratio(group: tuple[str, ...]) -> Model:
-    """Stands for its group: the model in the middle."""
+def middle_model(group: tuple[str, ...]) -> Model:
+    """The model that stands for its group."""
     return MODELS[group[len(group) // 2]]

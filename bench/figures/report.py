@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,18 @@ from bench.common import BenchError, Spread
 from bench.figures import draw
 from bench.figures.disk import Disk
 from bench.figures.goodput import Costs, Sample, goodput, preemptions, stretches
-from bench.figures.paper import DISK, LINK, MODELS
-from bench.figures.plan import Plan, group_ratio
-from bench.figures.registry import ALL, GEMINI, OTHERS, OURS
-from bench.figures.results import Cell, Results, csv_text, printed, table_text
+from bench.figures.paper import DISK, GAINS, LINK, MODELS
+from bench.figures.plan import CPU, Plan, middle_model
+from bench.figures.registry import ALL, OURS
+from bench.figures.results import (
+    Cell,
+    Results,
+    contenders_of,
+    csv_text,
+    printed,
+    slowdown_of,
+    table_text,
+)
 
 Goodputs = dict[str, dict[str, dict[int, float]]]
 
@@ -28,7 +36,7 @@ class Run:
     slow: Disk
     fast: Disk
     trace: Sequence[Sample]
-    trace_text: str  # where the trace is from
+    trace_text: str  # its origin
     bandwidth: float
     notes: Sequence[str] = ()
 
@@ -50,7 +58,7 @@ def goodputs(run: Run) -> Goodputs:
             undisturbed,
             Costs(
                 step_s=model.step_s,
-                slowdown=Spread.of([cost.slowdown for cost in costs]).median,
+                slowdown=slowdown_of(costs).median,
                 lag_steps=Spread.of([cost.lag_steps for cost in costs]).median,
                 load_s=scale * Spread.of(loads).median,
             ),
@@ -73,26 +81,20 @@ def ideal_goodputs(run: Run, models: Sequence[str]) -> dict[str, float]:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def _names(cells: Sequence[Cell]) -> list[str]:
-    there = {cell.contender for cell in cells}
-    return [name for name in (*ALL, *OTHERS) if name in there]
-
-
 def slowdown_table(results: Results, figure: str, workload: str) -> list[str]:
-    """A row for each contender, a column for each interval; the paper's value in brackets."""
+    """A row for each contender, a column for each interval; the paper's values in brackets."""
     cells = [cell for cell in results.of(figure) if cell.workload == workload]
     every = sorted({cell.every for cell in cells})
     lines = [
         "| | " + " | ".join(f"f = {f}" for f in every) + " | holds training, ms | safe after, s |",
         "|---" * (len(every) + 3) + "|",
     ]
-    for name in _names(cells):
+    for name in contenders_of(cells):
         texts = []
         mine = {cell.every: cell for cell in cells if cell.contender == name}
         for f in every:
-            spread = results.slowdown(mine[f]) if f in mine else None
+            text = slowdown_of(results.costs[mine[f]]).text(2) if f in mine else ""
             paper = printed(mine[f]) if f in mine else None
-            text = spread.text(2) if spread else ""
             texts.append(text + (f" (paper {paper[0]:.2f})" if paper else ""))
         costs = [cost for cell in mine.values() for cost in results.costs[cell]]
         held = Spread.of([cost.held_ms for cost in costs]).median
@@ -107,15 +109,15 @@ def setting_table(results: Results, figure: str) -> list[str]:
     lines = ["| | " + " | ".join(f"f = {f}" for f in every) + " |", "|---" * (len(every) + 1) + "|"]
     for setting in dict.fromkeys(cell.setting for cell in cells):
         mine = {cell.every: cell for cell in cells if cell.setting == setting}
-        spreads = [results.slowdown(mine[f]) if f in mine else None for f in every]
-        lines.append(f"| {setting} | " + " | ".join(s.text(2) if s else "" for s in spreads) + " |")
+        texts = [slowdown_of(cells[mine[f]]).text(2) if f in mine else "" for f in every]
+        lines.append(f"| {setting} | " + " | ".join(texts) + " |")
     return [*lines, ""]
 
 
 def size_table(results: Results) -> list[str]:
     settings = list(dict.fromkeys(cell.setting for cell in results.seconds))
     lines = ["| | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|"]
-    for name in _names(list(results.seconds)):
+    for name in contenders_of(results.seconds):
         found = {cell.setting: s for cell, s in results.seconds.items() if cell.contender == name}
         texts = [Spread.of(found[one]).text(3) if one in found else "" for one in settings]
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
@@ -131,14 +133,14 @@ def goodput_table(run: Run, found: Goodputs) -> list[str]:
             values = found[model][name]
             texts = [f"{values[f]:.3f}" if f in values else "" for f in every]
             lines.append(f"| {MODELS[model].name} | {name} | " + " | ".join(texts) + " |")
-        lines.append(f"| {MODELS[model].name} | ideal | " + f"{ideal:.3f} | " * len(every))
+        lines.append(f"| {MODELS[model].name} | ideal |" + f" {ideal:.3f} |" * len(every))
     return [*lines, ""]
 
 
 def best_gains(found: Goodputs) -> list[str]:
-    """PCcheck's goodput over that of the paper's rivals, where the difference is greatest."""
+    """PCcheck's goodput over that of the paper's rivals, where the ratio is highest."""
     lines = []
-    for name in ("CheckFreq", "GPM", GEMINI):
+    for name, paper in GAINS.items():
         gains = [
             (contenders[OURS][f] / value, MODELS[model].name, f)
             for model, contenders in found.items()
@@ -147,7 +149,7 @@ def best_gains(found: Goodputs) -> list[str]:
         ]
         if gains:
             gain, model, f = max(gains)
-            lines.append(f"- over {name}: at most {gain:.2f} ({model}, f = {f})")
+            lines.append(f"- to {name}'s: {gain:.2f} ({model}, f = {f}); paper {paper:.2f}")
     return [*lines, ""]
 
 
@@ -166,41 +168,41 @@ TITLES = {
 ABOUT = {
     "fig8": """\
 The trainer sleeps for a step, then really overwrites its state. Bytes and disk are scaled down; the
-steps that a checkpoint takes on the disk, m / (t T_S), are those of the paper's model. Models whose
-ratios are the same are one experiment. The clock starts when the checkpoints in flight no longer
-hide the first ones. Slowdowns are against steps without checkpoints just before each contender.
+steps that a checkpoint takes on the disk, m / (t T_S), are those of the paper's model. Models with
+the same ratio are one experiment. The clock starts when as many checkpoints are in flight as there
+can be: training does not wait for the first ones. Slowdowns are against steps without checkpoints
+just before each contender.
 
 What differs from the paper, and why:
 
 - **CheckFreq does as well as its policy allows.** In the artefact CheckFreq's one writer reaches
-  0.46 (VGG16) to 0.81 (OPT-2.7B) of the paper's disk, so that more writers and more checkpoints in
-  flight are worth the rest. Here one writer reaches the limit. What several in flight still buy is
-  that a checkpoint that comes late does not hold the next one.
-- **Nothing beats the disk.** Where f steps are shorter than m / T_S, every contender that writes
-  each checkpoint is slowed down to (m / T_S) / (f t) at least. Only Gemini, which does not write to
-  the disk, can be faster there, and what it saves is lost with the two machines.
+  0.46 (VGG16) to 0.81 (OPT-2.7B) of the paper's disk; more writers and more checkpoints in flight
+  use the rest. Here one writer reaches the limit. Several in flight still help when one checkpoint
+  is late: the next one need not wait for it.
+- **Nothing is faster than the disk.** Where f steps are shorter than m / T_S, the slowdown of a
+  contender that writes every checkpoint is at least (m / T_S) / (f t). Only Gemini, which does not
+  write to the disk, can be faster there, and its checkpoints are lost with the two machines.
 - **GPM waits for the disk.** The artefact's GPM takes 0.87 s for 1.1 GB (VGG16, f = 10), which is
   1.27 GB/s; its disk has about 0.70.
 - **Copies are faster here** in relation to a step: DRAM to DRAM, against PCIe in the paper.""",
     "cpu": """\
-A small GPT on all CPUs: the arithmetic of training and the work of a contender share them. On the
-disk as it is. Gemini is not here: its link has no rate without that of a disk.""",
+A small GPT, trained on the CPUs that the contender uses, too. On the disk as it is. Gemini is not
+here, because the rate of its link follows from the limit of the disk.""",
     "fig9": """\
-Computed, not run: measured slowdowns, measured losses (steps done and not yet safe, on average over
-a run) and measured loads, in the time of the paper's models. After a preemption the job loads what
-a restart gets; between preemptions it trains at its slowdown. "Ideal" is checkpoints at no cost
-after every step, loaded at the speed of the disk. GPUs that come do not interrupt the job. The
-artefact computes with f/2 or f lost steps, and counts a preemption for every four GPUs that go or
-come. Gemini's loads are from a peer that has survived.""",
+Computed, not run: from measured slowdowns, measured losses (steps done and not yet safe, on average
+over a run) and measured loads, in the time of the paper's models. After a preemption the job loads
+what a restart gets; between preemptions it trains at its slowdown. "Ideal": a checkpoint after
+every step at no cost, and loads at the speed of the disk. Replacements do not interrupt the job.
+The artefact computes with f/2 or f lost steps, and counts a preemption for every four GPUs that are
+lost or replaced. Gemini loads from a peer that has survived.""",
     "fig10": """\
 PCcheck alone. The paper has persistent memory here. The engine mmap writes volumes through a
 mapping and the page cache, on the disk with the limit: the plumbing of persistent memory without
 its speed. The engine pmem needs a DAX file system, and is left out where there is none.""",
-    "fig11": """\
-One checkpoint at a time, from the call until a restart could get it.""",
+    "fig11": "One checkpoint at a time, from the call until a restart could get it.",
     "fig12": """\
-PCcheck alone, M = max(2, N) checkpoints. With a disk that one checkpoint keeps busy, N cannot make
-checkpoints shorter than m / T_S; with N = 1 the next copy waits for the disk.""",
+PCcheck alone, M = max(2, N) checkpoints. One checkpoint keeps this disk busy, so with every N it
+takes m / T_S or longer; with N = 1 the next copy waits for the disk.""",
     "fig13": """\
 PCcheck alone, f = 10. The limit of this disk does not depend on the number of writers; the paper's
 does.""",
@@ -220,19 +222,26 @@ def _draw(run: Run, figure: str, path: Path, found: Goodputs) -> None:
         draw.goodputs(found, ideal_goodputs(run, list(found)), path)
     elif figure == "fig11":
         draw.sizes(results, path)
-    elif figure == "fig10":
-        draw.series(results, figure, path, "engine", lambda c: (f"f = {c.every}", c.setting))
-    elif figure == "fig12":
-        draw.series(results, figure, path, "N", lambda c: (f"f = {c.every}", c.setting))
-    elif figure == "fig13":
-        draw.series(results, figure, path, "writers p", _split)
-    elif figure == "fig14":
-        draw.series(results, figure, path, "DRAM M", lambda c: _split(c)[::-1])
+    else:
+        draw.series(results, figure, path, *LINES[figure])
+
+
+def _by_interval(cell: Cell) -> tuple[str, str]:
+    return f"f = {cell.every}", cell.setting
 
 
 def _split(cell: Cell) -> tuple[str, str]:
     first, second = cell.setting.split(" ")
     return first, second
+
+
+#: What grows along the axis, and a cell's line and place on the line.
+LINES: dict[str, tuple[str, Callable[[Cell], tuple[str, str]]]] = {
+    "fig10": ("engine", _by_interval),
+    "fig12": ("N", _by_interval),
+    "fig13": ("writers p", _split),
+    "fig14": ("DRAM M", lambda cell: _split(cell)[::-1]),
+}
 
 
 def _section(run: Run, figure: str, found: Goodputs, pictures: bool) -> list[str]:
@@ -243,7 +252,7 @@ def _section(run: Run, figure: str, found: Goodputs, pictures: bool) -> list[str
         _draw(run, figure, path, found)
         lines += [f"![{TITLES[figure]}]({path.name})", ""]
     if figure in ("fig8", "cpu"):
-        for group in run.plan.model_groups() if figure == "fig8" else [("gpt-cpu",)]:
+        for group in run.plan.model_groups() if figure == "fig8" else [(CPU,)]:
             if figure == "fig8":
                 lines += [f"**{', '.join(MODELS[name].name for name in group)}**", ""]
             for workload in _differing(results, figure, group):
@@ -251,8 +260,8 @@ def _section(run: Run, figure: str, found: Goodputs, pictures: bool) -> list[str
     elif figure == "fig9":
         lines += [
             f"Trace: {run.trace_text}; {len(run.trace)} samples, {preemptions(run.trace)} "
-            "preemptions. Highest gains of PCcheck (the paper: 2.86 over CheckFreq, 1.75 over GPM, "
-            "2.75 over Gemini):", "", *best_gains(found), *goodput_table(run, found),
+            "preemptions. Highest ratios of PCcheck's goodput:", "", *best_gains(found),
+            *goodput_table(run, found),
         ]  # fmt: skip
     elif figure == "fig11":
         lines += size_table(results)
@@ -262,7 +271,7 @@ def _section(run: Run, figure: str, found: Goodputs, pictures: bool) -> list[str
 
 
 def _differing(results: Results, figure: str, group: Sequence[str]) -> list[str]:
-    """One workload for all whose printed values are the same: mostly those without any."""
+    """The workloads of a group with values from the paper; if there are none, one for all."""
     cells = [cell for cell in results.of(figure) if cell.workload in group]
     with_values = [name for name in group if any(printed(c) for c in cells if c.workload == name)]
     return with_values or [group[0]]
@@ -273,7 +282,7 @@ def _models(run: Run) -> list[str]:
     lines += ["| | checkpoint, GB | machines | t, s | m / (t T_S) | t here, ms | t is from |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for group in run.plan.model_groups():
-        here = 1e3 * group_ratio(group).scaled(run.plan.payload_bytes, run.bandwidth)
+        here = 1e3 * middle_model(group).scaled(run.plan.payload_bytes, run.bandwidth)
         for name in group:
             model = MODELS[name]
             lines.append(
@@ -284,7 +293,7 @@ def _models(run: Run) -> list[str]:
         *lines, "",
         f"Checkpoint sizes: Table 3 of the paper. T_S, the paper's pd-ssd: {DISK / 1e9:.2f} GB/s "
         f"on each machine, from the artefact's own runs that wait for the disk only. Link between "
-        f"machines: 15 Gbit/s, {LINK / DISK:.2f} times T_S; here "
+        f"machines: {8 * LINK / 1e9:g} Gbit/s, {LINK / DISK:.2f} times T_S; here "
         f"{run.bandwidth * LINK / DISK / 1e6:.0f} MB/s.", "",
     ]  # fmt: skip
 
@@ -315,10 +324,10 @@ def write(run: Run, facts: dict[str, object]) -> None:
     lines += [
         f"Rounds: {run.plan.rounds}, contenders in turn; medians [min-max]. State "
         f"{run.plan.payload_bytes / 1e6:.1f} MB. Load average before: {load[0]:.1f}.", "",
-        f"- with a limit: {run.slow.text()}",
-        f"- as it is: {run.fast.text()}",
+        *(f"- {disk.text()}" for disk in dict.fromkeys((run.slow, run.fast))),
         *(f"- {note}" for note in run.notes), "",
-        f"Any cell again: the last column of the CSV files, such as `{_example(run)}`.", "",
+        "The last column of each CSV file has the command that measures its row again, such as "
+        f"`{next(iter((*run.results.costs, *run.results.seconds))).command()}`.", "",
     ]  # fmt: skip
     try:
         common.require_pyplot()
@@ -332,7 +341,3 @@ def write(run: Run, facts: dict[str, object]) -> None:
     document: dict[str, object] = {"facts": facts, "plan": run.plan, "bandwidth": run.bandwidth}
     document |= {"disks": [run.slow.facts(), run.fast.facts()], "results": run.results.document()}
     common.write_results("figures", document, "\n".join(lines))
-
-
-def _example(run: Run) -> str:
-    return next(iter((*run.results.costs, *run.results.seconds))).command()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from bench.common import Spread
 from bench.figures.measure import Cost
 from bench.figures.paper import PRINTED
+from bench.figures.registry import ALL, OTHERS
 
 HEADER = (
     "figure", "workload", "contender", "setting", "every", "runs",
@@ -21,7 +22,8 @@ HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one command measures again. `setting` is empty, or the knobs or the size."""
+    """A point of a figure, which one command measures again. `setting` is empty, or has the knobs
+    or the size."""
 
     figure: str
     workload: str
@@ -52,10 +54,6 @@ class Results:
     def of(self, figure: str) -> dict[Cell, list[Cost]]:
         return {cell: costs for cell, costs in self.costs.items() if cell.figure == figure}
 
-    def slowdown(self, cell: Cell) -> Spread | None:
-        costs = self.costs.get(cell)
-        return Spread.of([cost.slowdown for cost in costs]) if costs else None
-
     def figures(self) -> list[str]:
         return list(dict.fromkeys(cell.figure for cell in (*self.costs, *self.seconds)))
 
@@ -68,13 +66,22 @@ class Results:
         }
 
 
+def slowdown_of(costs: Sequence[Cost]) -> Spread:
+    return Spread.of([cost.slowdown for cost in costs])
+
+
+def contenders_of(cells: Iterable[Cell]) -> list[str]:
+    there = {cell.contender for cell in cells}
+    return [name for name in (*ALL, *OTHERS) if name in there]
+
+
 def printed(cell: Cell) -> tuple[float, str] | None:
     """The paper's slowdown for this cell, and where it stands."""
     return PRINTED.get((cell.workload, cell.contender, cell.every))
 
 
 def cost_row(cell: Cell, costs: Sequence[Cost]) -> list[object]:
-    slowdown = Spread.of([cost.slowdown for cost in costs])
+    slowdown = slowdown_of(costs)
     safe = Spread.of([cost.safe_s for cost in costs])
     paper = printed(cell) or ("", "")
     return [

@@ -7,19 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import TypeVar
 
 from bench.common import MIB
 from bench.figures import measure
 from bench.figures.disk import Disk
-from bench.figures.measure import BOUND, UNBOUND
+from bench.figures.measure import DISK_BOUND, NOT_DISK_BOUND
 from bench.figures.paper import DISK, LINK, MODELS, Model
-from bench.figures.plan import CPU, SENSITIVITY_MODEL, Plan, group_ratio, sensitivity
+from bench.figures.plan import CPU, SENSITIVITY_MODEL, Plan, middle_model, sensitivity
 from bench.figures.registry import GEMINI, OURS, available, maker
 from bench.figures.results import Cell, Results
 from bench.figures.service import Service
-from bench.figures.trainers import Gpt, Paced, Trainer
+from bench.figures.trainers import Gpt, Paced
 from bench.rivals import Rivals
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
 
 @dataclass
 class Bench:
-    """One run of a plan. `slow` is the disk with the limit, `fast` the one as it is; where no limit
-    is wanted both are the same."""
+    """One run of a plan. `slow` is the disk with the limit, `fast` is the disk as it is; without a
+    limit both are the same."""
 
     plan: Plan
     slow: Disk
@@ -78,7 +78,7 @@ class Bench:
         trainer = Paced(self.plan.payload_bytes, 1.0)
         with Rivals(trainer.state) as rivals:
             for group in self.plan.model_groups():
-                self._pace(trainer, group_ratio(group))
+                self._pace(trainer, middle_model(group))
                 for name in self._contenders(rivals, turn):
                     self._slowdown(trainer, rivals, group, name)
 
@@ -86,9 +86,10 @@ class Bench:
         trainer.step_s = model.scaled(trainer.payload_bytes, self.bandwidth)
         if trainer.step_s < 2 * trainer.update_s:
             note = (
-                f"NO FIGURES for {model.name}: a step of {1e3 * trainer.step_s:.2f} ms is too "
-                f"short to overwrite the state, which takes {1e3 * trainer.update_s:.2f} ms. This "
-                "disk is too fast for the paper's ratios; as root, leave out --directory"
+                f"the figures for {model.name} do not have the paper's ratio: a step of "
+                f"{1e3 * trainer.step_s:.2f} ms is too short to overwrite the state, which takes "
+                f"{1e3 * trainer.update_s:.2f} ms. This disk is too fast; run as root, without "
+                "--directory"
             )
             self.notes[note] = None
             self.say(note)
@@ -109,7 +110,8 @@ class Bench:
 
     def _counts(self, trainer: Paced, every: int) -> tuple[int, int]:
         written_s = trainer.payload_bytes / self.bandwidth
-        return BOUND if every * trainer.step_s < 1.2 * written_s else UNBOUND
+        is_disk_bound = every * trainer.step_s < 1.2 * written_s
+        return DISK_BOUND if is_disk_bound else NOT_DISK_BOUND
 
     # -- Figure 11 ---------------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class Bench:
         trainer = Paced(size_bytes, 0.02)
         with Rivals(trainer.state) as rivals:
             for name in self._contenders(rivals, turn):
-                if name not in self.plan.some or (name == GEMINI and not disk.limit):
+                if name not in self.plan.beyond_fig8 or (name == GEMINI and not disk.limit):
                     continue  # Gemini's link has no rate without a limit
                 make = maker(name, rivals, self.link)
                 with measure.running(make, trainer, disk.path) as contender:
@@ -136,7 +138,7 @@ class Bench:
                 self.results.seconds.setdefault(cell, []).extend(seconds)
                 self.say(f"fig11 {setting} {name}: {min(seconds):.3f} s")
 
-    # -- Figures 12 to 14 --------------------------------------------------------------------------
+    # -- Figures 10 and 12 to 14 -------------------------------------------------------------------
 
     def sensitivities(self, turn: int) -> None:
         trainer = Paced(self.plan.payload_bytes, 1.0)
@@ -144,17 +146,14 @@ class Bench:
             model = SENSITIVITY_MODEL[point.figure]
             self._pace(trainer, MODELS[model])
             bare_s = measure.bare_step(trainer, BARE_STEPS)
-
-            def make(trainer: Trainer, directory: Path, knobs: object = point.knobs) -> Service:
-                return Service(trainer, directory, knobs)  # type: ignore[arg-type]
-
+            make = partial(Service, knobs=point.knobs)
             with measure.running(make, trainer, self.slow.path) as contender:
                 assert isinstance(contender, Service)
                 if trouble := contender.other_engine():
                     self.notes[f"{point.figure} {point.setting}: not measured, {trouble}"] = None
                     continue
                 for every in point.intervals:
-                    counts = (2 * point.knobs.in_flight + 2, BOUND[1])
+                    counts = (2 * point.knobs.in_flight + 2, DISK_BOUND[1])
                     cost = measure.run(trainer, contender, every, counts, bare_s)
                     self.results.add(Cell(point.figure, model, OURS, every, point.setting), cost)
                     self.say(f"{point.figure} {point.setting} f={every}: {cost.slowdown:.2f}")
@@ -165,7 +164,7 @@ class Bench:
         trainer = Gpt(self.plan.width, self.plan.layers)
         with Rivals(trainer.state) as rivals:
             for name in self._contenders(rivals, turn):
-                if name in self.plan.some and name != GEMINI:
+                if name in self.plan.beyond_fig8 and name != GEMINI:
                     self._cpu(trainer, rivals, name)
 
     def _cpu(self, trainer: Gpt, rivals: Rivals, name: str) -> None:

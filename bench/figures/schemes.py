@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.common import sync_directory, tensors_of
-from bench.figures.contender import Contender, Landed, bytes_of, drop_cache
+from bench.figures.contender import Contender, bytes_of, drop_cache
 from bench.figures.trainers import Trainer
 from bench.rivals import sync_file
 
@@ -31,7 +31,6 @@ class CheckFreq(Contender):
         super().__init__(trainer, directory)
         self.copied = threading.Event()
         self.copied.set()
-        self._landed: Landed = []
         self._background = ThreadPoolExecutor(1, "CheckFreq")
         self._persisted: Future[None] | None = None
         self._snapshot: dict[str, torch.Tensor] = {}
@@ -72,9 +71,6 @@ class CheckFreq(Contender):
         if persisted is not None:
             persisted.result()
 
-    def landed(self) -> Landed:
-        return self._landed
-
     def _newest(self) -> Path:
         return self._path(len(self._landed) - 1)
 
@@ -101,7 +97,6 @@ class Gpm(Contender):
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         super().__init__(trainer, directory)
-        self._landed: Landed = []
         self._maps: list[mmap.mmap] = []
         self._newest = -1
 
@@ -136,9 +131,6 @@ class Gpm(Contender):
 
     def finish(self) -> None:
         pass  # `save` has waited for the disk
-
-    def landed(self) -> Landed:
-        return self._landed
 
     def restart(self) -> None:
         for number, mapped in enumerate(self._maps):

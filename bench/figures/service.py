@@ -1,8 +1,8 @@
 """PCcheck as a contender, and its engine held to the policy of CheckFreq or GPM.
 
 CheckFreq's policy is one checkpoint in flight; GPM's is that training waits until each checkpoint
-is durable. The difference to the schemes of the same name is plumbing, the difference to PCcheck is
-policy.
+is durable. Against the scheme of the same name this compares implementations, against PCcheck
+policies.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Service(Contender):
             self.handle.wait_durable(DURABLE_LIMIT_S)
 
     def landed(self) -> Landed:
-        """From the daemon's trace, which has a checkpoint a moment after its handle."""
+        """From the daemon's trace, where a checkpoint appears a moment after its handle's end."""
         assert self.ours is not None and self.handle is not None
         deadline = time.monotonic() + DURABLE_LIMIT_S
         with Observer(str(self.ours.daemon.socket)) as observer:

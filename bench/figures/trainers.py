@@ -24,7 +24,7 @@ class Trainer(ABC):
     state: State
 
     def __init__(self) -> None:
-        self.done = 0  #: steps
+        self.steps_done = 0
 
     @property
     def payload_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Trainer(ABC):
 
 
 class _Overwrite(torch.optim.Optimizer):
-    """Sets every element to the number of the step: a torn checkpoint gives itself away."""
+    """Sets every element to the number of the step, so that a torn checkpoint is noticed."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -54,11 +54,11 @@ class _Overwrite(torch.optim.Optimizer):
 
 
 class Paced(Trainer):
-    """An accelerator: a step takes `step_s` whatever the CPUs do, then the `payload_bytes` of the
-    state are really overwritten.
+    """An accelerator: a step takes `step_s` whatever the CPUs do. At its end the state, which has
+    `payload_bytes`, is really overwritten.
 
-    The accelerator has its next work in a queue: what delays it is a gate that holds the update,
-    and a call between two steps, but not a thread that wakes up late for want of a CPU.
+    An accelerator has its next work in a queue. So a gate that holds the update delays it, and a
+    call between two steps does, but not a thread that wakes up late because no CPU is free.
     """
 
     def __init__(self, payload_bytes: int, step_s: float) -> None:
@@ -82,8 +82,8 @@ class Paced(Trainer):
         ready = time.monotonic()
         gate()
         self._due += time.monotonic() - ready
-        self.done += 1
-        self.optimizer.number = self.done
+        self.steps_done += 1
+        self.optimizer.number = self.steps_done
         self.optimizer.step()
         self._ended = time.monotonic()
 
@@ -111,7 +111,7 @@ class Gpt(Trainer):
         loss.backward()
         gate()
         self.state.optimizer.step()
-        self.done += 1
+        self.steps_done += 1
 
 
 class _Model(nn.Module):

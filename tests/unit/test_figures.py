@@ -258,7 +258,7 @@ def test_a_disk_with_a_limit_needs_root_and_says_what_else_to_do(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with (
         pytest.raises(BenchError, match=r"needs root: run as root, or .* --directory DIR"),
-        disk.bounded(tmp_path, 64 * MIB, 10_000_000),
+        disk.limited(tmp_path, 64 * MIB, 10_000_000),
     ):
         pass
 
@@ -275,7 +275,7 @@ def test_the_limit_is_set_for_reads_and_writes_and_taken_back(tmp_path: Path) ->
 def test_a_disk_with_a_limit_leaves_nothing_behind(tmp_path: Path) -> None:
     """Also where the kernel has no limit to offer: then it says so."""
     try:
-        with disk.bounded(tmp_path, 192 * MIB, 100_000_000) as made:
+        with disk.limited(tmp_path, 192 * MIB, 100_000_000) as made:
             assert made.limit == 100_000_000
             raise KeyboardInterrupt
     except KeyboardInterrupt:
