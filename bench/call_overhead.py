@@ -3,14 +3,15 @@
     python -m bench.call_overhead [--calls 300]
 
 A real daemon; 250 small parameters with AdamW's three tensors each, so that the copy itself is
-short. Each call is timed from outside. In between the optimizer steps, other memory replaces what
-is in the caches, as a forward and a backward pass do, and the checkpoint becomes durable. After
-each call, in the same state of the caches, one look at every tensor is timed (its address and its
-count of changes, in a loop of Python): the least that a call which notices every replaced and
-every changed tensor would do without native help, and a measure of the machine's speed at that
-moment. Prints median, minimum, maximum and the 95th percentile in milliseconds, and the ratio to
-the look: model and optimizer alone, with scheduler and generators, and of a model that FSDP2 has
-sharded (on a mesh of one rank).
+short. Each call is timed from outside. Between two calls the optimizer steps, other memory replaces
+what is in the caches, as a forward and a backward pass do, and the checkpoint becomes durable.
+
+After each call one look at every tensor is timed, with the caches in the same state: its address
+and its count of changes, in a Python loop. A call that notices every replaced and every changed
+tensor could do no less without native code. The look also shows how fast the machine is just then.
+
+Prints milliseconds, and the ratio to the look: for model and optimizer alone, with scheduler and
+generators, and for a model that FSDP2 has sharded (on a mesh of one rank).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bench import common
+from bench.common import Spread
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 
@@ -57,12 +59,6 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    held = [*model.parameters(), *model.buffers()]
-    held += [value for entry in optimizer.state.values() for value in entry.values()]
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in held]
-
-
 def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
     model, optimizer = model_of(125, sharded=case == "sharded")
     more: dict[str, Any] = {}
@@ -71,7 +67,8 @@ def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
         more = {"scheduler": scheduler, "rng": True}
     took: list[float] = []
     looked: list[float] = []
-    watched = tensors_of(model, optimizer)
+    attached = common.tensors_of(model, optimizer).values()
+    watched = [getattr(tensor, "_local_tensor", tensor) for tensor in attached]
     other = torch.ones(OTHER_BYTES // 4)
     with PCcheckClient(job=f"call-{case}", socket=daemon.socket) as client:
         client.attach(model=model, optimizer=optimizer, **more)
@@ -89,11 +86,8 @@ def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
             other.add_(1)
     took, looked = took[20:], looked[20:]  # the first ones make the volume and the plan
     return {
-        "attached": CASES[case], "tensors": len(watched), "calls": calls,
-        "look_median_ms": round(statistics.median(looked), 4),
-        "look_min_ms": round(min(looked), 4),
-        "median_ms": round(statistics.median(took), 4), "min_ms": round(min(took), 4),
-        "max_ms": round(max(took), 4), "p95_ms": round(statistics.quantiles(took, n=20)[-1], 4),
+        "attached": CASES[case], "tensors": len(watched), "call_ms": Spread.of(took),
+        "p95_ms": statistics.quantiles(took, n=20)[-1], "look_ms": Spread.of(looked),
     }  # fmt: skip
 
 
@@ -110,15 +104,13 @@ def main() -> None:
     dist.destroy_process_group()
     lines = common.heading("How long checkpoint() holds the calling thread", facts)
     lines += [
-        "| attached | tensors | ms, median [min-max] | one look at each, ms | ratio | calls |"
-    ]
-    lines += ["|---|---|---|---|---|---|"]
-    lines += [
-        f"| {one['attached']} | {one['tensors']} | {one['median_ms']} "
-        f"[{one['min_ms']}-{one['max_ms']}] | {one['look_median_ms']} [{one['look_min_ms']}-] | "
-        f"{one['median_ms'] / one['look_median_ms']:.1f} | {one['calls']} |"
-        for one in found
-    ]
+        f"{calls} calls; ms, median [min-max].", "",
+        "| attached | tensors | checkpoint() | one look at each | ratio |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for one in found:
+        call, look = one["call_ms"], one["look_ms"]
+        cells = (one["attached"], one["tensors"], call.text(4), look.text(4))
+        lines += [f"| {' | '.join(map(str, cells))} | {call.median / look.median:.1f} |"]
     common.write_results("call_overhead", facts | {"runs": found}, "\n".join(lines) + "\n")
 
 

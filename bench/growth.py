@@ -1,20 +1,19 @@
-"""How does what a checkpoint costs grow: with its tensors, its bytes, N in flight, and sessions?
+"""How do the costs of a checkpoint grow: with its tensors, its bytes, N in flight, and sessions?
 
     python -m bench.growth [--rounds 5] [--only NAME ...] [--directory DIR]
 
-Real daemons; this process is the trainer, of one job or, for sessions, of many. Each question has a
-quantity that doubles from point to point while all else stays. The points of a round follow one
-another, in an order that turns with the rounds; a point's cost is its median. The exponent is the
-slope of log(cost) over log(quantity), fitted to the upper half of the points: a cost a + b x has an
-exponent of at most 1, so what exceeds 1 by more than the scatter grows faster than linearly.
-Writes bench/results/growth-DATE.{json,md}.
+Real daemons; this process is the trainer of one job or, for sessions, of many. Each question
+doubles one quantity from point to point. A round measures every point, every second round in the
+opposite order; a point's cost is the median of the rounds. The exponent is the slope of log(cost)
+over log(quantity), fitted to the upper half of the points. A cost a + b x has an exponent of at
+most 1; an exponent that exceeds 1 by more than the scatter means that the cost grows faster than
+the quantity. Writes bench/results/growth-DATE.{json,md}.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import statistics
 import sys
 import tempfile
@@ -28,12 +27,14 @@ import torch
 
 from bench import common
 from bench.common import MIB, Spread, cpu_seconds, exit_code
+from bench.ours import DURABLE_LIMIT_S
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 
 #: Cost -> its value at one point.
 Costs = dict[str, float]
-WARM = 3  # checkpoints before what counts: the volume is made, the plan, the memory
+WARM = 3  # checkpoints that do not count: they make volume, plan and memory
+COUNTED = 5  # checkpoints of a run
 STATE_BYTES = 16 * MIB
 DRAM_BYTES = 256 * MIB
 IN_FLIGHT_BYTES = 8 * MIB
@@ -79,7 +80,7 @@ def one_save(client: PCcheckClient, attached: Attached, daemon: Daemon, step: in
     began = time.perf_counter()
     handle = client.checkpoint(step=step)
     called = time.perf_counter()
-    handle.wait_durable(120)
+    handle.wait_durable(DURABLE_LIMIT_S)
     durable = time.perf_counter()
     costs = {
         "checkpoint(), ms": 1e3 * (called - began),
@@ -91,12 +92,12 @@ def one_save(client: PCcheckClient, attached: Attached, daemon: Daemon, step: in
     return costs
 
 
-def saves(directory: Path, tensors: int, state_bytes: int, rounds: int) -> Costs:
-    """Medians of some checkpoints, one at a time, and one restore of the last."""
+def saves(directory: Path, tensors: int, state_bytes: int) -> Costs:
+    """Medians of checkpoints that are taken one at a time, and one restore of the last."""
     attached = Attached(tensors, state_bytes)
     with daemon_on(directory, "--dram", f"{DRAM_BYTES // MIB}MiB") as daemon:
         with client_of(daemon, attached) as client:
-            made = [one_save(client, attached, daemon, n) for n in range(1, WARM + rounds + 1)]
+            made = [one_save(client, attached, daemon, n) for n in range(WARM + COUNTED)]
         again = Attached(tensors, state_bytes)
         with PCcheckClient("growth", 0, 1, socket=daemon.socket) as client:
             client.attach(model=again.model, optimizer=again.optimizer)
@@ -108,37 +109,37 @@ def saves(directory: Path, tensors: int, state_bytes: int, rounds: int) -> Costs
     return medians | {"restore(), ms": restored_ms}
 
 
-def with_tensors(directory: Path, tensors: int, rounds: int) -> Costs:
-    return saves(directory, tensors, STATE_BYTES, rounds)
+def with_tensors(directory: Path, tensors: int) -> Costs:
+    return saves(directory, tensors, STATE_BYTES)
 
 
-def with_bytes(directory: Path, mebibytes: int, rounds: int) -> Costs:
-    return saves(directory, 64, mebibytes * MIB, rounds)
+def with_bytes(directory: Path, mebibytes: int) -> Costs:
+    return saves(directory, 64, mebibytes * MIB)
 
 
-def with_in_flight(directory: Path, in_flight: int, rounds: int) -> Costs:
+def with_in_flight(directory: Path, in_flight: int) -> Costs:
     """As many checkpoints at a time as the daemon has slots for, on a slow disk."""
     attached = Attached(64, IN_FLIGHT_BYTES)
     flags = ("--slots", str(in_flight + 1), "--keep", "1", "--max-bandwidth", SLOW_DISK)
-    count = in_flight * rounds
+    count = in_flight * COUNTED
     dram = f"{max(64, 2 * (in_flight + 1) * IN_FLIGHT_BYTES // MIB)}MiB"
     with (
         daemon_on(directory, *flags, "--dram", dram, "--chunk", "4MiB") as daemon,
         client_of(daemon, attached) as client,
     ):
-        for step in range(1, WARM + 1):
+        for step in range(WARM):
             one_save(client, attached, daemon, step)
         daemon_s = cpu_seconds(daemon.pid)
-        for step in range(WARM + 1, WARM + count + 1):
+        for step in range(WARM, WARM + count):
             last = client.checkpoint(step=step)
             attached.step()
-        last.wait_durable(120)
+        last.wait_durable(DURABLE_LIMIT_S)
         spent_s = cpu_seconds(daemon.pid) - daemon_s
     return {"CPU of the daemon per checkpoint, ms": 1e3 * spent_s / count}
 
 
-def with_sessions(directory: Path, sessions: int, rounds: int) -> Costs:
-    """Each session saves in turn; the daemon's CPU time for one checkpoint among so many."""
+def with_sessions(directory: Path, sessions: int) -> Costs:
+    """The sessions save in turn."""
     states = [Attached(16, MIB) for _ in range(sessions)]
     with ExitStack() as stack:
         flags = ("--dram", f"{4 * sessions + 16}MiB", "--chunk", "1MiB")
@@ -149,8 +150,8 @@ def with_sessions(directory: Path, sessions: int, rounds: int) -> Costs:
         ]
         took: list[Costs] = []
         daemon_s = 0.0
-        for step in range(1, WARM + rounds + 1):
-            if step == WARM + 1:
+        for step in range(WARM + COUNTED):
+            if step == WARM:
                 daemon_s = cpu_seconds(daemon.pid)
             for client, state in zip(clients, states, strict=True):
                 took.append(one_save(client, state, daemon, step))
@@ -162,9 +163,8 @@ def with_sessions(directory: Path, sessions: int, rounds: int) -> Costs:
     }
 
 
-Question = tuple[str, Callable[[Path, int, int], Costs], list[int]]
 #: What grows, its measurement and its points.
-QUESTIONS: dict[str, Question] = {
+QUESTIONS: dict[str, tuple[str, Callable[[Path, int], Costs], list[int]]] = {
     "tensors": ("tensors of 16 MiB in all", with_tensors, [250 << n for n in range(7)]),
     "bytes": ("MiB", with_bytes, [1 << n for n in range(11)]),
     "in-flight": ("checkpoints in flight (N)", with_in_flight, [1, 2, 4, 8, 16]),
@@ -185,7 +185,7 @@ def measure(name: str, rounds: int, most: int, directory: Path) -> dict[int, lis
     found: dict[int, list[Costs]] = defaultdict(list)
     for turn in range(rounds):
         for point in points if turn % 2 == 0 else reversed(points):
-            found[point].append(work(directory, point, 5))
+            found[point].append(work(directory, point))
             print(f"  {name} {point}, round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     return dict(sorted(found.items()))
 
@@ -210,7 +210,7 @@ def table(name: str, found: dict[int, list[Costs]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--points", type=int, default=16, help="at most so many for a question")
+    parser.add_argument("--points", type=int, default=16, help="at most so many points a question")
     parser.add_argument("--only", choices=QUESTIONS, nargs="*", default=list(QUESTIONS))
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
@@ -219,14 +219,11 @@ def main() -> int:
     document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
     lines = common.heading("How the costs of a checkpoint grow", facts)
     lines += ["Median [min-max] of the rounds.", ""]
-    scratch = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.directory)).resolve()
-    try:
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
         for name in options.only:
-            found = measure(name, options.rounds, options.points, scratch)
+            found = measure(name, options.rounds, options.points, Path(scratch).resolve())
             document[name] = found
             lines += table(name, found)
-    finally:
-        shutil.rmtree(scratch)
     common.write_results("growth", document, "\n".join(lines))
     return 0
 
