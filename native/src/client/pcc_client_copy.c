@@ -19,6 +19,29 @@ bool pcc_client_copying(const struct pcc_client *client)
     return false;
 }
 
+/* The source that holds the payload at offset_bytes; NULL: there are zeros. *length_bytes is cut to
+ * what the source, or the gap, has from there on. */
+static const struct pcc_source *source_at(const struct pcc_job *job, uint64_t *cursor,
+                                          uint64_t offset_bytes, uint64_t *length_bytes)
+{
+    while (*cursor < job->source_count &&
+           pcc_range_end(&job->sources[*cursor].range) <= offset_bytes)
+        ++*cursor;
+    if (*cursor == job->source_count)
+        return NULL;
+    const struct pcc_source *source = &job->sources[*cursor];
+    const bool inside = source->range.offset_bytes <= offset_bytes;
+    const uint64_t end = inside ? pcc_range_end(&source->range) : source->range.offset_bytes;
+    if (*length_bytes > end - offset_bytes)
+        *length_bytes = end - offset_bytes;
+    return inside ? source : NULL;
+}
+
+static uint64_t address_at(const struct pcc_source *source, uint64_t offset_bytes)
+{
+    return source->range.address + (offset_bytes - source->range.offset_bytes);
+}
+
 CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t *out,
                            uint64_t offset_bytes, uint64_t length_bytes,
                            const struct pcc_client_device *device)
@@ -26,28 +49,15 @@ CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t 
     CUresult result = CUDA_SUCCESS;
 
     while (length_bytes > 0 && result == CUDA_SUCCESS) {
-        const struct pcc_source *source = &job->sources[*cursor];
         uint64_t count = length_bytes;
-        if (*cursor == job->source_count) {
+        const struct pcc_source *source = source_at(job, cursor, offset_bytes, &count);
+        if (source == NULL)
             memset(out, 0, count);
-        } else if (offset_bytes < source->range.offset_bytes) {
-            if (count > source->range.offset_bytes - offset_bytes)
-                count = source->range.offset_bytes - offset_bytes;
-            memset(out, 0, count);
-        } else {
-            const uint64_t into = offset_bytes - source->range.offset_bytes;
-            if (into >= source->range.length_bytes) {
-                ++*cursor;
-                continue;
-            }
-            if (count > source->range.length_bytes - into)
-                count = source->range.length_bytes - into;
-            if (source->device == PCC_HOST)
-                memcpy(out, (const uint8_t *)(uintptr_t)source->range.address + into, count);
-            else
-                result = device->gpu.cuda->copy_to_host(out, source->range.address + into, count,
-                                                        device->copy);
-        }
+        else if (source->device == PCC_HOST)
+            memcpy(out, (const void *)(uintptr_t)address_at(source, offset_bytes), count);
+        else
+            result = device->gpu.cuda->copy_to_host(out, address_at(source, offset_bytes), count,
+                                                    device->copy);
         out += count;
         offset_bytes += count;
         length_bytes -= count;
@@ -103,27 +113,18 @@ static void digest(const struct pcc_job *job, uint64_t *cursor, struct pcc_hash 
                    uint64_t offset_bytes, uint64_t length_bytes)
 {
     static const uint8_t zeros[4096];
-    const uint64_t end_bytes = offset_bytes + length_bytes;
 
-    while (offset_bytes < end_bytes) {
-        const struct pcc_range *range = &job->sources[*cursor].range;
-        const uint8_t *from = zeros;
-        uint64_t end = end_bytes;
-        if (*cursor < job->source_count && offset_bytes >= range->offset_bytes) {
-            if (offset_bytes >= pcc_range_end(range)) {
-                ++*cursor;
-                continue;
-            }
-            from =
-                (const uint8_t *)(uintptr_t)range->address + (offset_bytes - range->offset_bytes);
-            end = pcc_range_end(range) < end ? pcc_range_end(range) : end;
-        } else {
-            if (*cursor < job->source_count && range->offset_bytes < end)
-                end = range->offset_bytes;
-            end = offset_bytes + sizeof zeros < end ? offset_bytes + sizeof zeros : end;
-        }
-        pcc_hash_add(hash, from, end - offset_bytes);
-        offset_bytes = end;
+    while (length_bytes > 0) {
+        uint64_t count = length_bytes;
+        const struct pcc_source *source = source_at(job, cursor, offset_bytes, &count);
+        const void *from = zeros;
+        if (source != NULL)
+            from = (const void *)(uintptr_t)address_at(source, offset_bytes);
+        else if (count > sizeof zeros)
+            count = sizeof zeros;
+        pcc_hash_add(hash, from, count);
+        offset_bytes += count;
+        length_bytes -= count;
     }
 }
 
