@@ -181,7 +181,7 @@ int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_o
         }
         *lost_out = result != 0;
         if (result == 0)
-            result = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, room, to + at);
+            result = pcc_save_write_all(saver, bytes, room, to + at);
     }
     return result;
 }

@@ -37,7 +37,7 @@ struct pcc_save_piece {
     uint32_t length_bytes;
     uint32_t index; /* the owner's name */
     uint8_t state;
-    bool offered;   /* it has no bytes: it lies in the base, or does not count */
+    bool offered;   /* without bytes */
     bool asked;     /* it was offered before, and has to come with its bytes */
     bool hashed;    /* its checksums are in the manifest */
     bool announced; /* chunk_written or offered was called */
@@ -82,7 +82,7 @@ struct pcc_save {
     uint32_t written;
     uint32_t uncached;
     uint32_t offered; /* pieces without bytes: without the base they are nowhere */
-    bool adopted;     /* nobody can hand over again what was offered */
+    bool adopted;     /* no trainer can hand over what was offered */
     uint32_t pending;
     enum pcc_save_step last_step; /* the last step that succeeded in the present slot */
     bool sealed;
@@ -168,6 +168,9 @@ static inline void pcc_save_unlock(struct pcc_save *save)
 }
 
 /* -- pcc_save_work.c -- */
+/* Without locks. What fails for scarcity is written again, for a second at most. */
+PCC_MUST_CHECK int pcc_save_write_all(const struct pcc_saver *saver, const void *bytes,
+                                      uint64_t length, uint64_t offset);
 /* With the lane's lock held: queues one piece, or the next step when nothing is pending. */
 void pcc_save_queue_piece(struct pcc_save *save, uint32_t position);
 void pcc_save_advance(struct pcc_save *save);

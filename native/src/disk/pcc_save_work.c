@@ -82,9 +82,8 @@ static bool is_scarcity(int error)
            error == -EINTR;
 }
 
-/* Without locks. Writes again what failed for scarcity, for a second at most. */
-static int write_all(const struct pcc_saver *saver, const void *bytes, uint64_t length,
-                     uint64_t offset)
+int pcc_save_write_all(const struct pcc_saver *saver, const void *bytes, uint64_t length,
+                       uint64_t offset)
 {
     int error = pcc_io_write_all(pcc_volume_io(saver->volume), bytes, length, offset);
 
@@ -155,8 +154,9 @@ static int write_changed(const struct pcc_save *save, const struct pcc_known *kn
         if (in_base)
             continue;
         const uint64_t length_bytes = pcc_align_up(next - at, PCC_IO_ALIGN);
-        result = write_all(save->lane->saver, (const uint8_t *)piece->bytes + (at - start_bytes),
-                           length_bytes, slot_offset_bytes + at);
+        result = pcc_save_write_all(save->lane->saver,
+                                    (const uint8_t *)piece->bytes + (at - start_bytes),
+                                    length_bytes, slot_offset_bytes + at);
         *written_out += result == 0 ? length_bytes : 0;
     }
     return result;
@@ -231,8 +231,8 @@ static void offer_rescued(struct pcc_save *save, uint32_t position, int result, 
     }
 }
 
-/* Nothing is written of what lies in the base: its owner keeps no chunk for it, so that it must lie
- * there completely. */
+/* If all of the piece lies in the base, nothing is written. If only a part does, all of it has to
+ * come, because the owner has no chunk for it. */
 static void work_on_offer(struct pcc_save *save, uint32_t position)
 {
     const struct pcc_saver *saver = save->lane->saver;
@@ -328,9 +328,10 @@ static void write_manifest(struct pcc_save *save)
     pcc_manifest_seal(save->manifest, &saver->identity, save->slot, checksums, &save->entry);
     const uint64_t room = pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN);
     memset(save->manifest + save->entry.manifest_bytes, 0, room - save->entry.manifest_bytes);
-    const int result = write_all(saver, save->manifest, room,
-                                 pcc_geometry_slot_offset(&saver->geometry, save->slot) +
-                                     pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
+    const int result =
+        pcc_save_write_all(saver, save->manifest, room,
+                           pcc_geometry_slot_offset(&saver->geometry, save->slot) +
+                               pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
     pcc_save_lock(save);
     if (result == 0) {
         save->written_bytes += room;
@@ -514,7 +515,7 @@ static void end(struct pcc_save *save)
      * volume has stopped and the next begin says so. */
     if (tell)
         (void)!pcc_volume_publish_staged(saver->volume);
-    result.times.ended = pcc_now_ns(); /* before the next one can begin: no two share a lane */
+    result.times.ended = pcc_now_ns(); /* the next one begins after this time */
     pcc_save_leave_lane(save);
     saver->spec.events->ended(saver->spec.owner, &result);
     pcc_save_leave_place(save);
