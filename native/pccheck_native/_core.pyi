@@ -178,10 +178,10 @@ class Event(NamedTuple):
     slot: int
     error: int  # 0 or negative code
     error_name: str  # "" or e.g. "EIO", "ABORTED"
-    stage: str  # "" or write, flush, publish, copy
+    stage: str  # "" or write, flush, publish, copy, base
     rehomed: int
-    copied_bytes: int  # of the payload into DRAM, by the save that has ended
-    written_bytes: int  # to the volume, by it
+    copied_bytes: int  # into DRAM, by the save that has ended
+    written_bytes: int  # to the volume, by that save
     times: SaveTimes
 
 @final
@@ -295,7 +295,7 @@ class Channel:
         tree_offset: int,
         tree_bytes: int,
         frozen_bytes: int = 0,  # so much of it probably is as it was: may refer to a base
-        offered_bytes: int = 0,  # as in Link.submit: the client's own number
+        offered_bytes: int = 0,  # the number that the client gives to Link.submit
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
     def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's

@@ -56,7 +56,7 @@ struct pcc_submission {
     uint32_t pulled_devices;
     /* A prefix that probably has not changed since an earlier snapshot. If the daemon has a base
      * for it, whole chunks of it are read in place, and copied only if their checksums are not
-     * those of the base. The daemon has to know the same number; no device memory lies there. */
+     * those of the base. `Begin` has to name the same number. No device memory lies there. */
     uint64_t offered_bytes;
     /* Nothing keeps the source as it is while it is read: the last chunk stays here, and so the
      * daemon cannot vouch, until pcc_client_confirm. */

@@ -3,9 +3,9 @@
  * a chunk. The source counts as read when every offer has been answered and what was wanted is
  * copied.
  *
- * The last piece of a payload is never offered, and waits for the offers before it: the daemon
- * cannot accept the snapshot before the client has decided that it may, and a chunk that is kept
- * for that never keeps a piece that is wanted from being copied. */
+ * The last piece of a payload is never offered: the client may keep its chunk until it has decided
+ * that the daemon may accept the snapshot. That chunk is filled after all answers, so that it is
+ * never missing for a piece that has changed. */
 #include "client/pcc_client_private.h"
 
 /* False also for one whose snapshot ended before it was answered. */
@@ -23,8 +23,8 @@ static bool may_offer(const struct pcc_client *client, const struct pcc_job *job
                                 memory_order_relaxed) != 0;
 }
 
-/* A row to use; NULL: not now. What was offered for snapshots that have ended may still be in the
- * ring, which has room for so many. */
+/* An unused row; NULL: none now. Offers of snapshots that have ended may still be in the ring,
+ * which has room for PCC_OFFERS of them. */
 static struct pcc_offer *row_find(struct pcc_client *client)
 {
     if (pcc_ring_used(&client->view.to_daemon) >= PCC_OFFERS) {

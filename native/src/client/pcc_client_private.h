@@ -120,13 +120,13 @@ struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; th
 enum pcc_offer_state {
     PCC_OFFER_NONE = 0,
     PCC_OFFER_ASKED,
-    PCC_OFFER_WANTED, /* the daemon wants the bytes; read once more, into a chunk */
+    PCC_OFFER_WANTED, /* it has changed: it is read once more, into a chunk */
 };
 
 struct pcc_offer { /* a piece that was read in place; the thread's own */
     enum pcc_offer_state state;
     struct pcc_job *job;
-    uint64_t snapshot; /* of the job then: else the offer is over */
+    uint64_t snapshot; /* of the job; the offer is over when the job has another */
     uint64_t offset_bytes;
     uint64_t length_bytes;
 };
@@ -213,7 +213,7 @@ struct pcc_client {
     uint32_t free_count;
     struct pcc_chunk_list landed;        /* filled by copies, not handed over yet */
     uint32_t kept;                       /* jobs whose last chunk is */
-    struct pcc_offer offers[PCC_OFFERS]; /* each has a row of the page's checksums */
+    struct pcc_offer offers[PCC_OFFERS]; /* each with its row of the page's checksum table */
     bool polling;                        /* something of a GPU is to be asked for soon */
     struct pcc_crew crew;                /* moves host memory with the thread */
 };

@@ -177,15 +177,16 @@ PCC_MUST_CHECK uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
                             uint64_t sequence);
 
-/* Sends checked payload [offset, +length) of `sequence` to the attached client as DATA messages,
- * from cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it.
+/* Sends payload [offset, +length) of `sequence` to the attached client as DATA messages, from
+ * cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it. The
+ * client checks the bytes; after a complaint they are read again and checked before they are sent.
  * `own`: the volume is one that this tenant saves to; what is cached of the same sequence is not
  * another rank's. One load at a time per tenant (-EBUSY). Returns at once. */
 PCC_MUST_CHECK int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool own,
                                    uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
                                    uint64_t load_id);
-/* True when every chunk of `sequence` is cached, and those of its base, where pieces of it were not
- * copied: it can be recovered from DRAM. */
+/* True when every chunk of `sequence` is cached, and of its base those that were not copied again:
+ * it can be recovered from DRAM. */
 bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence);
 
 struct pcc_tenant_usage {

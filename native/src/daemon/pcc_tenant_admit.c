@@ -107,11 +107,11 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
     if (save == NULL)
         return -ENOMEM;
     tagged.tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);
+    if (map != 0) /* the daemon fills the beginning by itself */
+        tagged.offered_bytes = 0;
     error = pcc_save_begin(tenant->bindings[tenant->bound].saver, &tagged, &saved, &sequence);
     if (error != 0)
         return error;
-    if (map != 0) /* the daemon fills the beginning by itself */
-        tagged.offered_bytes = 0;
     save_fill(tenant, save, snapshot, &tagged, saved, sequence);
     /* Relaxed: the word's move publishes it. */
     atomic_store_explicit(&pcc_page_snapshot(&tenant->view, snapshot)->base,

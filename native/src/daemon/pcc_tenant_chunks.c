@@ -174,7 +174,7 @@ void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, const struct pcc_tenant
 {
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
-        /* What was not copied is as new as what was: a restart reads both. */
+        /* The base's chunks stay as long as the copied ones: a restore reads both. */
         if (keep_cached && save->referred > 0 && chunk->sequence == save->base &&
             chunk->state == PCC_CHUNK_CACHED)
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);

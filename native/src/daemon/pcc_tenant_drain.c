@@ -117,8 +117,8 @@ void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save 
     }
 }
 
-static void see(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                uint64_t offset_bytes, bool seen)
+static void seen_set(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                     uint64_t offset_bytes, bool seen)
 {
     const uint64_t part = offset_bytes / tenant->spec.chunk_bytes;
 
@@ -131,7 +131,7 @@ static void see(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
 void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                          uint64_t offset_bytes)
 {
-    see(tenant, save, offset_bytes, true);
+    seen_set(tenant, save, offset_bytes, true);
     save->received++;
 }
 
@@ -179,7 +179,7 @@ static int take_full(struct pcc_tenant *tenant, const struct pcc_message *messag
     if (save == NULL)
         return -PCC_E_BAD_PEER;
     const bool goes_on = !save->aborted && save->save != NULL;
-    if (goes_on && save->wanted == 0) /* not before it was offered */
+    if (goes_on && save->wanted == 0) /* a piece that is to be offered first */
         return -PCC_E_BAD_PEER;
 
     pcc_tenant_received(tenant, save, message->offset_bytes);
@@ -196,7 +196,7 @@ static int take_full(struct pcc_tenant *tenant, const struct pcc_message *messag
     return pcc_tenant_copy_check(tenant, save);
 }
 
-/* The saver compares: reading what the base has may take a disk's time. */
+/* A writer compares, because reading the base's manifest may wait for the disk. */
 static int take_offer(struct pcc_tenant *tenant, const struct pcc_message *message)
 {
     struct pcc_tenant_save *save = piece_of(tenant, message);
@@ -217,7 +217,7 @@ static int take_offer(struct pcc_tenant *tenant, const struct pcc_message *messa
         return -PCC_E_BAD_PEER;
     if (error != 0)
         pcc_tenant_abort(tenant, save, error);
-    see(tenant, save, message->offset_bytes, true);
+    seen_set(tenant, save, message->offset_bytes, true);
     return 0;
 }
 
@@ -371,7 +371,7 @@ static void answer(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint
         if (pcc_tenant_copy_check(tenant, save) != 0)
             pcc_tenant_break(tenant);
     } else { /* it needs a chunk after all */
-        see(tenant, save, offset_bytes, false);
+        seen_set(tenant, save, offset_bytes, false);
         save->wanted++;
         tenant->missing++;
         pcc_tenant_hand_out(tenant);

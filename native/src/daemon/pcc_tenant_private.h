@@ -44,8 +44,8 @@ struct pcc_tenant_chunk {
     uint64_t sequence;     /* of cached content; 0 = none */
     uint64_t offset_bytes; /* of cached or lent content within its payload */
     uint32_t length_bytes;
-    uint32_t payload_chunks; /* chunks of that whole payload, but for those that lie in ... */
-    uint64_t base;           /* ... this one's, which was not copied again; 0 = all were copied */
+    uint32_t payload_chunks; /* chunks of that payload that were copied */
+    uint64_t base;           /* the sequence whose chunks hold the others; 0 = all were copied */
 };
 
 /* What may be filled again, in this order. Chunks of retiring segments are in no list. */
@@ -153,8 +153,8 @@ struct pcc_tenant_load {
     uint64_t next_bytes; /* the next piece starts here */
     uint64_t end_bytes;
     uint32_t lent; /* chunks READING or LENT */
-    bool
-        careful; /* the client could not check a chunk, or found it damaged: all are checked here */
+    /* Chunks are checked here, because the client cannot, or has found one that is damaged. */
+    bool careful;
     int result;
 };
 

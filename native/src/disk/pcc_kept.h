@@ -122,7 +122,7 @@ void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t positi
                     uint64_t segment, uint32_t chunk, bool hashed);
 void pcc_kept_hashed(const struct pcc_kept *kept, uint32_t place, uint32_t position);
 void pcc_kept_written(const struct pcc_kept *kept, uint32_t place, uint32_t position);
-/* With its checksums, which are in the manifest; or no longer, after it was written. */
+/* After its checksums were put into the manifest; or no longer, after it was written. */
 void pcc_kept_referred(const struct pcc_kept *kept, uint32_t place, uint32_t position,
                        bool referred);
 void pcc_kept_reused(const struct pcc_kept *kept, uint32_t place, uint32_t position);

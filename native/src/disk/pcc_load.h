@@ -28,14 +28,14 @@ uint64_t pcc_load_base_of(const struct pcc_load *load, uint64_t offset_bytes,
  * block aligned, length too unless it ends the payload. 0 or -PCC_E_DAMAGED. */
 PCC_MUST_CHECK int pcc_load_check(const struct pcc_load *load, const void *bytes,
                                   uint64_t offset_bytes, uint64_t length_bytes);
-/* Reads one chunk into an aligned buffer with room for length rounded up to PCC_IO_ALIGN, for
- * somebody else to check. -PCC_E_UNREADABLE after a read error. */
+/* Reads one chunk, unchecked, into an aligned buffer with room for length rounded up to
+ * PCC_IO_ALIGN. -PCC_E_UNREADABLE after a read error. */
 PCC_MUST_CHECK int pcc_load_read(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
                                  uint64_t length_bytes);
 /* Reads and checks. Also -PCC_E_DAMAGED. */
 PCC_MUST_CHECK int pcc_load_chunk(struct pcc_load *load, void *bytes, uint64_t offset_bytes,
                                   uint64_t length_bytes);
-/* The checksums of the blocks from the one that begins at offset on. */
+/* The checksums of the block that begins at offset, and of those after it. */
 const uint64_t *pcc_load_checksums(const struct pcc_load *load, uint64_t offset_bytes);
 
 /* The chunk size for reads that is next to `wanted_bytes`: whole blocks, whole direct-I/O units. */

@@ -58,8 +58,8 @@ struct pcc_save_events { /* called from writer threads without locks held; must 
     /* The chunk is on the disk (not flushed): cached from now on. Owner may take it back with
      * pcc_save_uncache(). */
     void (*chunk_written)(void *owner, uint64_t tag, uint32_t index);
-    /* A piece that was offered, not of an adopted save: it lies in the base and counts as written,
-     * or it counts as never handed over, and is to come with its bytes. */
+    /* A piece was offered: it lies in the base and counts as written, or it counts as never handed
+     * over, and has to be, with its bytes. Not called for an adopted save. */
     void (*offered)(void *owner, uint64_t tag, uint64_t payload_offset_bytes, bool in_base);
     /* The lane and the save are gone when this returns. */
     void (*ended)(void *owner, const struct pcc_save_result *result);
@@ -96,7 +96,7 @@ struct pcc_save_request {
      * before: worth a base, which takes a slot for as long as it is referred to. 0: written whole.
      */
     uint64_t frozen_bytes;
-    uint64_t offered_bytes; /* the owner's: a prefix that is offered, if there is a base */
+    uint64_t offered_bytes; /* for the owner: a prefix that is offered, if there is a base */
 };
 
 /* The next one begins while the end of the last is being reported. */
@@ -123,8 +123,8 @@ PCC_MUST_CHECK int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint6
  * chunk, aligned) and checks it. -PCC_E_DAMAGED, -PCC_E_ABORTED (save `tag` has ended). */
 PCC_MUST_CHECK int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position,
                                   void *bytes);
-/* True when the piece lay in the base, all of it: it is to be offered again. What is found changed
- * now ends the save. */
+/* True when all of the piece lay in the base: it is to be offered again. If it is not in the base
+ * any more, the save fails. */
 bool pcc_save_was_referred(const struct pcc_save *save, uint32_t position);
 /* Its checksums as kept; NULL when it had none. */
 const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t position);
@@ -136,7 +136,7 @@ bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void
  * -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
 PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
                                   struct pcc_save **out, uint64_t *sequence_out);
-/* What unchanged blocks may be found in, until the save ends; 0: it has no base. */
+/* The sequence of the base, which is kept until the save ends; 0: there is none. */
 uint64_t pcc_save_base(const struct pcc_save *save);
 /* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged
  * until chunk_written. -EINVAL when it does not fit the payload or came before; also when it is

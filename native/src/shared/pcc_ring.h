@@ -46,7 +46,7 @@ PCC_MUST_CHECK int pcc_page_accept(void *bytes, uint64_t length_bytes, struct pc
 
 /* 0; -ENOBUFS when full; -PCC_E_BAD_PEER when the consumer's index is impossible. */
 PCC_MUST_CHECK int pcc_ring_push(struct pcc_ring *ring, const struct pcc_message *message);
-/* The producer: how many messages the consumer has not taken; what it claims, not to be trusted. */
+/* For the producer: how many messages the consumer has not taken, if its index can be trusted. */
 uint32_t pcc_ring_used(const struct pcc_ring *ring);
 /* 1 with a message; 0 when empty; -PCC_E_BAD_PEER when the producer's index is impossible. */
 PCC_MUST_CHECK int pcc_ring_pop(struct pcc_ring *ring, struct pcc_message *out);

@@ -24,7 +24,7 @@
 #define PCC_PAGE_VERSION 7u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
-#define PCC_OFFERS 32u    /* of a session that are not answered; each has its checksums in a row */
+#define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
 
 /* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
  *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
@@ -63,7 +63,7 @@ struct pcc_snapshot {
     _Atomic uint64_t word;
     _Atomic uint64_t outcome;
     _Atomic uint64_t sequence; /* its own, or for SUPERSEDED the newer one's */
-    _Atomic uint64_t base; /* from COPYING on: the sequence that blocks may lie in; 0: offer none */
+    _Atomic uint64_t base;     /* from COPYING on: the base's sequence; 0: nothing is offered */
     uint64_t reserved[4];
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
@@ -101,7 +101,7 @@ enum pcc_message_kind {
 /* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table
  * while it copies them, so that they pass through memory once; if they do not match it copies none
  * of that block, and its TAKEN has the result -PCC_E_DAMAGED. The daemon then reads again, checks,
- * and judges: what a client says never calls a checkpoint damaged. */
+ * and judges: a client's complaint alone never makes a checkpoint count as damaged. */
 enum pcc_data { PCC_DATA_UNCHECKED = 0, PCC_DATA_CHECKED = 1 };
 
 struct pcc_message {
@@ -114,8 +114,8 @@ struct pcc_message {
 };
 _Static_assert(sizeof(struct pcc_message) == 32, "ring message");
 
-/* The payload before this is offered in whole chunks before a chunk of it is filled; never the last
- * chunk of a payload, with which the client decides when a snapshot is complete. */
+/* Where what is offered ends, in whole chunks. The last chunk of a payload is never offered: by
+ * keeping it the client decides when a snapshot is complete. */
 static inline uint64_t pcc_offered_end(uint64_t offered_bytes, uint64_t payload_bytes,
                                        uint64_t chunk_bytes)
 {
