@@ -200,8 +200,8 @@ class Begin(Message):
     #: So many bytes of the payload are of tensors that do not train. Unless 0, the checkpoint may
     #: refer to an earlier one, whose slot is then kept; checksums decide what is written again.
     frozen_bytes: int = 0
-    #: If it has such an earlier one, whole chunks of the payload before this byte are offered by
-    #: their checksums, and copied only where these differ. The native link gets the same number.
+    #: If there is such an earlier one, whole chunks of the payload before this byte are offered by
+    #: their checksums, and copied only if these differ. `Link.submit` gets the same number.
     offered_bytes: int = 0
     interval: int = 0  # steps between checkpoints, as should_checkpoint() chose; 0: the script does
 

@@ -56,10 +56,10 @@ class Metrics:
         )
         self._bytes = self._counter("durable_bytes", "Payload that became durable", RANK)
         self._copied = self._counter(
-            "copied_bytes", "Copied into DRAM for checkpoints, of unchanged tensors not all", RANK
+            "copied_bytes", "Copied into DRAM for checkpoints; less if tensors are unchanged", RANK
         )
         self._written = self._counter(
-            "written_bytes", "Written to volumes for checkpoints, unchanged tensors not again", RANK
+            "written_bytes", "Written to volumes for checkpoints; unchanged tensors once", RANK
         )
         self._rehomed = self._counter(
             "rehomed", "Moves of checkpoints to another slot after a write error", RANK

@@ -67,7 +67,7 @@ class Record(NamedTuple):
     sequence: int
     slot: int | None
     payload_bytes: int
-    copied_bytes: int  # into DRAM: what has not changed is not copied, where it can be read
+    copied_bytes: int  # into DRAM: host memory that has not changed is not copied
     written_bytes: int  # to the volume: what has not changed is not written again
     pulled: bool
     state: str
@@ -114,7 +114,7 @@ class Checkpoint:
     held_at_ns: int = 0
     held_ns: int = 0
     frozen_bytes: int = 0  # of tensors that do not train, if it is worth a slot
-    offered_bytes: int = 0  # of it, what the client reads in place first
+    offered_bytes: int = 0  # of these, what the client reads in place first
     copied_bytes: int = 0
     written_bytes: int = 0
     sequence: int = 0  # the same on every rank of a group, from the request on
@@ -139,7 +139,8 @@ class Checkpoint:
 
     @property
     def ended_ns(self) -> int:
-        """0 while it is live. The loop hears of an end after the core has given the lane on."""
+        """0 while it is live. The core's time counts, because the next checkpoint may begin before
+        the event loop learns of the end."""
         if self.live:
             return 0
         return self.times_ns.get("ended") or max(self.at_ns.values(), default=0)

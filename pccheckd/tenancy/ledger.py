@@ -34,8 +34,8 @@ _COPY_FAILED = {
     ),
 }  # fmt: skip
 _BASE_LOST = (
-    "the earlier checkpoint that has its unchanged tensors is damaged or cannot be read",
-    "the next checkpoint is written whole; see: pccheckctl verify, and the kernel's log",
+    "the earlier checkpoint that holds its unchanged tensors is damaged or cannot be read",
+    "the next checkpoint is written whole; run pccheckctl verify, and look at the kernel's log",
 )
 _RESET_HINT = (
     "nothing to do: a later checkpoint goes into a new volume. Only if the storage directory "

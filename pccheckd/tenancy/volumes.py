@@ -161,7 +161,7 @@ class VolumeSet:
 
     def last_sequence(self) -> int:
         """The next sequence is above it, in every file."""
-        return max(self._passed, *(item.info.next_sequence - 1 for item in self.open), 0)
+        return max([self._passed, *(item.info.next_sequence - 1 for item in self.open)])
 
     def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
         """Applies the agreement of the job's ranks to every open file; `pending` is what this rank
@@ -305,9 +305,7 @@ class VolumeSet:
         path = layout.volume_path(config.storage, *key, generation)
         await self.refresh()
         sequence = max(next_sequence, self.last_sequence() + 1)
-        if (
-            self.unreadable.keys() - self._known
-        ):  # above what they hold, in case they can be read later
+        if self.unreadable.keys() - self._known:  # they may be readable later: above what they hold
             sequence = max(sequence, generation << SEQUENCE_BITS)
 
         def create() -> None:

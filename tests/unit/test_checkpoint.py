@@ -71,8 +71,8 @@ def event(kind: str, ended: int = 0) -> Event:
 
 
 @pytest.mark.parametrize("kind", ["durable", "superseded", "failed"])
-def test_it_ended_when_the_core_gave_its_lane_on(kind: str) -> None:
-    """Not when the loop heard of that: the next one may have begun before."""
+def test_it_ended_when_the_core_freed_its_lane(kind: str) -> None:
+    """Not when the event loop learned of that: the next one may have begun before."""
     ledger, item = Ledger(), checkpoint(State.COPYING)
     item.sequence = 7
     ledger.newest = (8, 8)

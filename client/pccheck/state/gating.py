@@ -68,7 +68,8 @@ class Gating:
                 view.volatile = not self._in_place(view)
 
     def _in_place(self, view: View) -> bool:
-        uncounted = view.tensor is not None and view.tensor.is_inference()  # its changes, by torch
+        # torch does not count changes of inference tensors.
+        uncounted = view.tensor is not None and view.tensor.is_inference()
         if view.storage in self._buffers or uncounted:
             return False
         if self.mode == "manual" or view.storage in self._gated:
