@@ -93,7 +93,7 @@ def ended(
         session=session, snapshot=1, step=1, payload_bytes=1, tree_offset=0, tree_bytes=1,
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
     )  # fmt: skip
-    times = SaveTimes(0, 0, 0, 0, 0, 0)
+    times = SaveTimes(*[0] * len(SaveTimes._fields))
     pulling.note(checkpoint, Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, times))
 
 

@@ -340,7 +340,8 @@ def test_a_stale_map_fails_the_checkpoint_at_once(
      ("BAD_HANDLE", "no longer shares"), ("ABORTED", "before its copy was complete")],
 )  # fmt: skip
 def test_failed_copies_say_why(error_name: str, reason: str) -> None:
-    event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", *[0] * 3, SaveTimes(*[0] * 6))
+    times = SaveTimes(*[0] * len(SaveTimes._fields))
+    event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", 0, 0, 0, times)
     text, hint = ledger.failure_text(event)
     assert reason in text
     assert bool(hint) is (error_name != "ABORTED")
