@@ -26,9 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -108,6 +108,21 @@ class Kill:
     recovery_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One kind of kill: what was measured, and what the model says."""
+
+    in_flight: int
+    every: int
+    killed: str
+    step_s: float
+    write_s: float
+    load_s: float
+    bound_s: float
+    mean_s: float
+    kills: list[Kill]
+
+
 class Victim:
     """A daemon, and one trainer after another."""
 
@@ -132,13 +147,19 @@ class Victim:
         self._process = subprocess.Popen([sys.executable, "-m", "bench.kills", *map(str, words)])
         self.until(lambda: self.progress.load != before)
 
-    def until(self, holds: object) -> None:
-        assert callable(holds) and self._process is not None
+    def until(self, holds: Callable[[], bool]) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + LIMIT_S
         while not holds():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise BenchError(f"the trainer does not train:\n{self.daemon.log.read_text()}")
+                log = self.daemon.log.read_text()
+                raise BenchError(f"the trainer has ended or hangs. The daemon's log:\n{log}")
             time.sleep(0.002)
+
+    def train(self, steps: int) -> None:
+        """Returns when so many more steps are done."""
+        last = self.progress.done + steps
+        self.until(lambda: self.progress.done >= last)
 
     def kill(self, *, daemon: bool) -> Kill:
         """Ends them at this moment, and starts them again."""
@@ -191,8 +212,7 @@ def victim(options: argparse.Namespace, in_flight: int, every: int) -> Iterator[
             made.daemon.cleanup()
 
 
-def measure(options: argparse.Namespace, in_flight: int, every: int) -> list[dict[str, object]]:
-    """For each kind of kill: what the model takes, and what was measured."""
+def measure(options: argparse.Namespace, in_flight: int, every: int) -> list[Measured]:
     chance = random.Random(options.seed)
     found: dict[str, list[Kill]] = {who: [] for who in VICTIMS}
     steps_s: list[float] = []
@@ -201,42 +221,39 @@ def measure(options: argparse.Namespace, in_flight: int, every: int) -> list[dic
         for _ in range(options.kills):
             for who in VICTIMS:
                 # All lanes are in use by then; the moment is anywhere between two checkpoints.
-                first, run = at.progress.done, (in_flight + 2) * every
-                at.until(lambda first=first, run=run: at.progress.done >= first + run)
+                run = (in_flight + 2) * every
+                at.train(run)
                 time.sleep(chance.random() * every * options.step_ms / 1e3)
                 steps_s += at.step_s(run)
                 writes_s += at.write_s()
                 found[who].append(at.kill(daemon=who != "trainer"))
     step_s, write_s = statistics.fmean(steps_s), statistics.median(writes_s)
-    made: list[dict[str, object]] = []
+    late_s = min(in_flight * every * step_s, write_s)
+    made = []
     for who, kills in found.items():
         load_s = statistics.median(kill.load_s for kill in kills)
-        late_s = min(in_flight * every * step_s, write_s)
-        made.append({
-            "in_flight": in_flight, "every": every, "killed": who, "step_s": step_s,
-            "write_s": write_s, "load_s": load_s, "bound_s": load_s + every * step_s + late_s,
-            "mean_s": load_s + every * step_s / 2 + late_s,
-            "kills": [asdict(kill) for kill in kills],
-        })  # fmt: skip
+        bound_s, mean_s = (load_s + part * every * step_s + late_s for part in (1, 0.5))
+        made.append(
+            Measured(in_flight, every, who, step_s, write_s, load_s, bound_s, mean_s, kills)
+        )
     return made
 
 
-def table(found: list[dict[str, object]]) -> list[str]:
+def table(found: list[Measured]) -> list[str]:
     lines = [
         "| N | f | killed | t, ms | T_w, s | lost steps | recovery, s | mean, s | model's mean, s "
         "| model's bound, s | above it |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
-        kills = [Kill(**kill) for kill in one["kills"]]  # type: ignore[attr-defined]
-        took = [kill.recovery_s for kill in kills]
-        lost = Spread.of([float(kill.lost_steps) for kill in kills])
-        over = sum(seconds > float(str(one["bound_s"])) for seconds in took)
+        took = [kill.recovery_s for kill in one.kills]
+        lost = Spread.of([kill.lost_steps for kill in one.kills])
+        over = sum(seconds > one.bound_s for seconds in took)
         lines.append(
-            f"| {one['in_flight']} | {one['every']} | {one['killed']} "
-            f"| {float(str(one['step_s'])) * 1e3:.1f} | {one['write_s']:.2f} | {lost.text(0)} "
-            f"| {Spread.of(took).text(2)} | {statistics.fmean(took):.2f} | {one['mean_s']:.2f} "
-            f"| {one['bound_s']:.2f} | {over} of {len(took)} |"
+            f"| {one.in_flight} | {one.every} | {one.killed} | {one.step_s * 1e3:.1f} "
+            f"| {one.write_s:.2f} | {lost.text(0)} | {Spread.of(took).text(2)} "
+            f"| {statistics.fmean(took):.2f} | {one.mean_s:.2f} | {one.bound_s:.2f} "
+            f"| {over} of {len(took)} |"
         )
     return lines
 
