@@ -155,6 +155,40 @@ static void test_with_two_chunks(void)
     fixture_close(&f);
 }
 
+/* All of it has changed, and the disk is slow: the trainer waits until all has been read, and not
+ * until it is written. */
+static void test_answers_do_not_wait_for_writes(void)
+{
+    static const struct settings slow = {
+        .payload_capacity = 8u << 20, .memory_bytes = 16u << 20, .bytes_per_second = 1ull << 40};
+    const uint64_t count = 3 * PCC_OFFERS * CHUNK + 99;
+    uint8_t *large = malloc(count);
+    struct pcc_tenant_usage usage;
+    struct fixture f;
+
+    CHECK(large != NULL);
+    fixture_open(&f, &slow);
+    f.frozen_bytes = count;
+    link_open(&f);
+    pattern(large, count, 1);
+    (void)save(&f, 1, large, count);
+    CHECK_EQUAL(ended(&f).copied_bytes, count);
+    pattern(large, count, 2);
+    pcc_io_limit(pcc_volume_io(f.volume), 16 * CHUNK);
+    submit(&f, 2, large, count);
+    const uint64_t sequence = begin_wait(&f, 2, count);
+    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_READ, soon()) == 0);
+    pcc_tenant_usage(f.tenant, &usage);
+    CHECK(usage.full_chunks > 2 * PCC_OFFERS); /* and not written */
+    pcc_io_limit(pcc_volume_io(f.volume), 1ull << 40);
+    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_DURABLE, soon()) == 0);
+    CHECK_EQUAL(ended(&f).copied_bytes, count);
+    load_equals(&f, sequence, 1, large, count);
+    detach(&f);
+    fixture_close(&f);
+    free(large);
+}
+
 /* The trainer is killed somewhere on the way: it ends, and what is durable is whole. */
 static void test_trainer_killed(void)
 {
@@ -370,6 +404,7 @@ int main(void)
     RUN(test_what_is_in_the_base_needs_no_chunk);
     RUN(test_a_longer_chunk_of_the_base);
     RUN(test_with_two_chunks);
+    RUN(test_answers_do_not_wait_for_writes);
     RUN(test_trainer_killed);
     RUN(test_lies);
     RUN(test_a_false_offer);
