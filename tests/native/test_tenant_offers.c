@@ -106,6 +106,33 @@ static void test_a_longer_chunk_of_the_base(void)
     fixture_close(&f);
 }
 
+/* A part of a chunk, all of which the base has, but not the rest of that chunk: the base's chunk is
+ * not it, though it is cached. */
+static void test_a_part_of_a_chunk(void)
+{
+    static uint8_t got[2 * BLOCK];
+    const struct pcc_range range = {(uintptr_t)got, 3 * CHUNK, sizeof got};
+    struct fixture f;
+
+    fixture_open(&f, &roomy);
+    f.frozen_bytes = FROZEN;
+    link_open(&f);
+    content(1);
+    CHECK_EQUAL(copied(&f, 1), WHOLE);
+    bytes[4 * CHUNK - 5] ^= 1;
+    const uint64_t sequence = save(&f, 2, bytes, WHOLE);
+    CHECK_EQUAL(ended(&f).copied_bytes, WHOLE - FROZEN + CHUNK);
+    for (uint32_t i = 0; i < f.tenant->chunk_count; i++) /* re-used, say */
+        if (f.tenant->chunks[i].sequence == sequence)
+            f.tenant->chunks[i].offset_bytes = 2 * WHOLE;
+    CHECK(load(&f, sequence, 1, &range, 1, 3 * CHUNK, sizeof got) == 0);
+    CHECK(memcmp(got, bytes + 3 * CHUNK, sizeof got) == 0);
+    CHECK(!f.tenant->load.careful);                   /* the client found nothing damaged */
+    CHECK(pcc_tenant_cached(f.tenant, sequence - 1)); /* and the base is as cached as it was */
+    detach(&f);
+    fixture_close(&f);
+}
+
 /* All but one of the chunks may be held for something else: what is asked for still gets one. */
 static void test_with_two_chunks(void)
 {
@@ -403,6 +430,7 @@ int main(void)
 {
     RUN(test_what_is_in_the_base_needs_no_chunk);
     RUN(test_a_longer_chunk_of_the_base);
+    RUN(test_a_part_of_a_chunk);
     RUN(test_with_two_chunks);
     RUN(test_answers_do_not_wait_for_writes);
     RUN(test_trainer_killed);
