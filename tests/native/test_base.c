@@ -308,6 +308,29 @@ static void test_damage_of_a_base_is_damage_of_both(void)
     owner_free(owner);
 }
 
+/* It cannot be written again, because the memory of some chunks is used for something else. */
+static void test_damage_of_a_base_ends_what_is_not_in_memory(void)
+{
+    struct owner *owner = owner_new(5, 2, 2, 0);
+
+    (void)saved(owner, 1, 7, FROZEN);
+    struct payload payload = begun(owner, 2, 7, FROZEN);
+    for (uint32_t i = 0; i < 6; i++)
+        CHECK_EQUAL(payload_chunk(&payload, i), 0);
+    run(owner);
+    CHECK(pcc_save_uncache(owner->saver, 2, 5));
+    CHECK_EQUAL(pcc_save_seal(payload.save), 0);
+    CHECK_EQUAL(pcc_volume_flag(owner->volume, 1, PCC_SLOT_DAMAGED, 0, true), 0);
+    run(owner);
+    const struct pcc_save_result result = owner_wait(owner, 2);
+    CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(result.error, -PCC_E_DAMAGED);
+    CHECK(strcmp(result.stage, "base") == 0); /* it is not the volume's record that failed */
+    CHECK(!pcc_volume_stopped(owner->volume));
+    free(payload.memory);
+    owner_free(owner);
+}
+
 /* The first save that finds the damage is written whole, and its record drops the checkpoint with
  * the damage flag. The base is not sound again by that. */
 static void test_damage_outlives_the_checkpoint_that_showed_it(void)
@@ -632,6 +655,7 @@ int main(void)
     RUN(test_a_base_is_not_taken_where_slots_are_few);
     RUN(test_a_base_in_use_stays);
     RUN(test_damage_of_a_base_is_damage_of_both);
+    RUN(test_damage_of_a_base_ends_what_is_not_in_memory);
     RUN(test_damage_outlives_the_checkpoint_that_showed_it);
     RUN(test_without_its_manifest_a_base_is_none);
     RUN(test_a_bad_slot_is_left_with_the_base_kept);

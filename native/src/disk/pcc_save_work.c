@@ -412,7 +412,7 @@ static void publish(struct pcc_save *save)
             leave_base(save);
         save->slot_doubtful = true;
         save->error = -PCC_E_DAMAGED;
-        save->stage = "publish";
+        save->stage = "base"; /* nothing is wrong with the volume, should this be its end */
         pcc_save_unlock(save);
         return;
     }
