@@ -212,6 +212,26 @@ static void test_what_has_changed_once_is_not_written_for_ever(void)
     owner_free(owner);
 }
 
+/* What all changes each time (an average of the weights, say) is offered ever more seldom. */
+static void test_what_all_changes_each_time_gets_few_bases(void)
+{
+    struct owner *owner = owner_new(5, 2, 2, 0);
+    uint32_t bases = 0;
+
+    for (uint64_t tag = 1; tag <= 200; tag++) {
+        struct payload payload = begun(owner, tag, tag, FROZEN);
+        bases += pcc_save_base(payload.save) != 0;
+        CHECK_EQUAL(finished(owner, &payload).written_bytes, WHOLE);
+    }
+    CHECK_EQUAL(bases, 9);                      /* after 1, 1, 2, 4, ... 64 and 64 */
+    for (uint64_t tag = 201; tag <= 270; tag++) /* and then it does not */
+        (void)saved(owner, tag, 7, FROZEN);
+    CHECK_EQUAL(saved(owner, 271, 7, FROZEN), CHANGED);
+    CHECK_EQUAL(saved(owner, 272, 8, FROZEN), WHOLE); /* the next surprise is the first one */
+    CHECK_EQUAL(saved(owner, 273, 8, FROZEN), CHANGED);
+    owner_free(owner);
+}
+
 static void test_a_base_is_not_taken_where_slots_are_few(void)
 {
     static const struct {
@@ -652,6 +672,7 @@ int main(void)
     RUN(test_it_goes_on_after_an_opening);
     RUN(test_what_has_changed_after_all_is_written);
     RUN(test_what_has_changed_once_is_not_written_for_ever);
+    RUN(test_what_all_changes_each_time_gets_few_bases);
     RUN(test_a_base_is_not_taken_where_slots_are_few);
     RUN(test_a_base_in_use_stays);
     RUN(test_damage_of_a_base_is_damage_of_both);
