@@ -90,7 +90,7 @@ void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool in
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
 
     tenant->load.lent--;
-    if (!intact && chunk->lent_unchecked)
+    if (!intact && chunk->lent_unchecked && chunk->lent_to == tenant->load.id)
         go_back_to(&tenant->load, chunk->offset_bytes);
     chunk->lent_unchecked = false;
     if (chunk->lent_cached && intact) {
@@ -122,6 +122,7 @@ static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *
 
     chunk->offset_bytes = piece->offset_bytes;
     chunk->lent_unchecked = !checked;
+    chunk->lent_to = tenant->load.id;
     if (!checked)
         checksums_put(tenant, index, piece);
     pcc_tenant_grant_segments(tenant);
