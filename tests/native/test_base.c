@@ -212,6 +212,26 @@ static void test_what_has_changed_once_is_not_written_for_ever(void)
     owner_free(owner);
 }
 
+/* What all changes each time (an average of the weights, say) is offered ever more seldom. */
+static void test_what_all_changes_each_time_gets_few_bases(void)
+{
+    struct owner *owner = owner_new(5, 2, 2, 0);
+    uint32_t bases = 0;
+
+    for (uint64_t tag = 1; tag <= 200; tag++) {
+        struct payload payload = begun(owner, tag, tag, FROZEN);
+        bases += pcc_save_base(payload.save) != 0;
+        CHECK_EQUAL(finished(owner, &payload).written_bytes, WHOLE);
+    }
+    CHECK_EQUAL(bases, 9);                      /* after 1, 1, 2, 4, ... 64 and 64 */
+    for (uint64_t tag = 201; tag <= 270; tag++) /* and then it does not */
+        (void)saved(owner, tag, 7, FROZEN);
+    CHECK_EQUAL(saved(owner, 271, 7, FROZEN), CHANGED);
+    CHECK_EQUAL(saved(owner, 272, 8, FROZEN), WHOLE); /* the next surprise is the first one */
+    CHECK_EQUAL(saved(owner, 273, 8, FROZEN), CHANGED);
+    owner_free(owner);
+}
+
 static void test_a_base_is_not_taken_where_slots_are_few(void)
 {
     static const struct {
@@ -305,6 +325,29 @@ static void test_damage_of_a_base_is_damage_of_both(void)
         CHECK(base < payload.sequence);
     }
     CHECK_EQUAL(saved(owner, 9, 7, FROZEN), CHANGED);
+    owner_free(owner);
+}
+
+/* It cannot be written again, because the memory of some chunks is used for something else. */
+static void test_damage_of_a_base_ends_what_is_not_in_memory(void)
+{
+    struct owner *owner = owner_new(5, 2, 2, 0);
+
+    (void)saved(owner, 1, 7, FROZEN);
+    struct payload payload = begun(owner, 2, 7, FROZEN);
+    for (uint32_t i = 0; i < 6; i++)
+        CHECK_EQUAL(payload_chunk(&payload, i), 0);
+    run(owner);
+    CHECK(pcc_save_uncache(owner->saver, 2, 5));
+    CHECK_EQUAL(pcc_save_seal(payload.save), 0);
+    CHECK_EQUAL(pcc_volume_flag(owner->volume, 1, PCC_SLOT_DAMAGED, 0, true), 0);
+    run(owner);
+    const struct pcc_save_result result = owner_wait(owner, 2);
+    CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
+    CHECK_EQUAL(result.error, -PCC_E_DAMAGED);
+    CHECK(strcmp(result.stage, "base") == 0); /* it is not the volume's record that failed */
+    CHECK(!pcc_volume_stopped(owner->volume));
+    free(payload.memory);
     owner_free(owner);
 }
 
@@ -630,9 +673,11 @@ int main(void)
     RUN(test_it_goes_on_after_an_opening);
     RUN(test_what_has_changed_after_all_is_written);
     RUN(test_what_has_changed_once_is_not_written_for_ever);
+    RUN(test_what_all_changes_each_time_gets_few_bases);
     RUN(test_a_base_is_not_taken_where_slots_are_few);
     RUN(test_a_base_in_use_stays);
     RUN(test_damage_of_a_base_is_damage_of_both);
+    RUN(test_damage_of_a_base_ends_what_is_not_in_memory);
     RUN(test_damage_outlives_the_checkpoint_that_showed_it);
     RUN(test_without_its_manifest_a_base_is_none);
     RUN(test_a_bad_slot_is_left_with_the_base_kept);

@@ -1,6 +1,7 @@
 /* What no honest client says. The client here is hand-made: it maps the page and writes into it
  * what it likes. Each lie ends the session with BAD_PEER and nothing else: no copy is vouched for,
  * and the tenant serves the next session. Then the races that an honest client can lose. */
+#include <fcntl.h>
 #include <signal.h>
 
 #include "base/pcc_hash.h"
@@ -365,8 +366,7 @@ static void test_scribbling_is_no_damage(void)
     fixture_close(&f);
 }
 
-/* The next message of a load; when it is DATA, its chunk goes back with that result. */
-static struct pcc_message load_next(struct fixture *f, int32_t result)
+static struct pcc_message data_next(struct fixture *f)
 {
     struct pcc_message message;
     const uint64_t deadline = soon();
@@ -375,12 +375,25 @@ static struct pcc_message load_next(struct fixture *f, int32_t result)
         CHECK(pcc_now_ns() < deadline);
         (void)usleep(200);
     }
-    if (message.kind == PCC_MSG_DATA) {
-        const struct pcc_message back = {
-            .kind = PCC_MSG_TAKEN, .chunk = message.chunk, .id = message.id, .result = result};
-        say(f, &back);
-        ring(f);
-    }
+    return message;
+}
+
+static void give_back(struct fixture *f, const struct pcc_message *data, int32_t result)
+{
+    const struct pcc_message back = {
+        .kind = PCC_MSG_TAKEN, .chunk = data->chunk, .id = data->id, .result = result};
+
+    say(f, &back);
+    ring(f);
+}
+
+/* The next message of a load; when it is DATA, its chunk goes back with that result. */
+static struct pcc_message load_next(struct fixture *f, int32_t result)
+{
+    const struct pcc_message message = data_next(f);
+
+    if (message.kind == PCC_MSG_DATA)
+        give_back(f, &message, result);
     return message;
 }
 
@@ -420,6 +433,48 @@ static void test_doubts(void)
     while (load_next(&f, -PCC_E_DAMAGED).result != PCC_DATA_CHECKED)
         continue;
     CHECK_EQUAL(event_until(&f, PCC_EVENT_BAD_PEER).session, f.session);
+    detach(&f);
+    fixture_close(&f);
+}
+
+/* A load that has found damage ends while chunks of it are out. What the client says of these does
+ * not concern the next load. */
+static void test_late_doubts(void)
+{
+    struct fixture f;
+    static uint8_t bytes[PAYLOAD];
+    struct pcc_message sent[4], message;
+
+    fixture_open(&f, &roomy);
+    pattern(bytes, sizeof(bytes), 3);
+    link_open(&f);
+    const uint64_t sequence = save(&f, 1, bytes, sizeof(bytes));
+    detach(&f);
+    page_open(&f);
+    CHECK(pcc_tenant_load(f.tenant, f.volume, false, sequence, 0, PAYLOAD, 5) == 0);
+    for (uint32_t i = 0; i < 4; i++)
+        sent[i] = data_next(&f);
+    const struct pcc_geometry geometry = pcc_volume_geometry(f.volume);
+    const int fd = open(f.path, O_WRONLY | O_CLOEXEC);
+    CHECK(fd >= 0);
+    for (uint32_t slot = 0; slot < geometry.slot_count; slot++)
+        CHECK(pwrite(fd, "rot", 3, (off_t)pcc_geometry_slot_offset(&geometry, slot)) == 3);
+    CHECK(close(fd) == 0);
+    for (uint32_t i = 0; i < 4; i++)
+        if (sent[i].offset_bytes == 0)
+            give_back(&f, &sent[i], -PCC_E_DAMAGED);
+    CHECK(event_until(&f, PCC_EVENT_LOAD_ENDED).error == -PCC_E_DAMAGED);
+    while (load_next(&f, 0).kind != PCC_MSG_END)
+        continue;
+    CHECK(pcc_tenant_load(f.tenant, f.volume, false, sequence, 3 * CHUNK, 1000, 6) == 0);
+    message = data_next(&f);
+    CHECK(message.id == 6 && message.offset_bytes == 3 * CHUNK);
+    for (uint32_t i = 0; i < 4; i++)
+        if (sent[i].offset_bytes != 0)
+            give_back(&f, &sent[i], -PCC_E_DAMAGED);
+    give_back(&f, &message, 0);
+    message = load_next(&f, 0); /* and nothing is sent again */
+    CHECK(message.kind == PCC_MSG_END && message.result == 0);
     detach(&f);
     fixture_close(&f);
 }
@@ -576,6 +631,7 @@ int main(void)
     RUN(test_late_writes);
     RUN(test_scribbling_is_no_damage);
     RUN(test_doubts);
+    RUN(test_late_doubts);
     RUN(test_nothing_else_is_left);
     RUN(test_the_dead_write_nothing);
     RUN(test_a_closed_link_has_nothing);

@@ -106,6 +106,33 @@ static void test_a_longer_chunk_of_the_base(void)
     fixture_close(&f);
 }
 
+/* A part of a chunk, all of which the base has, but not the rest of that chunk: the base's chunk is
+ * not it, though it is cached. */
+static void test_a_part_of_a_chunk(void)
+{
+    static uint8_t got[2 * BLOCK];
+    const struct pcc_range range = {(uintptr_t)got, 3 * CHUNK, sizeof got};
+    struct fixture f;
+
+    fixture_open(&f, &roomy);
+    f.frozen_bytes = FROZEN;
+    link_open(&f);
+    content(1);
+    CHECK_EQUAL(copied(&f, 1), WHOLE);
+    bytes[4 * CHUNK - 5] ^= 1;
+    const uint64_t sequence = save(&f, 2, bytes, WHOLE);
+    CHECK_EQUAL(ended(&f).copied_bytes, WHOLE - FROZEN + CHUNK);
+    for (uint32_t i = 0; i < f.tenant->chunk_count; i++) /* re-used, say */
+        if (f.tenant->chunks[i].sequence == sequence)
+            f.tenant->chunks[i].offset_bytes = 2 * WHOLE;
+    CHECK(load(&f, sequence, 1, &range, 1, 3 * CHUNK, sizeof got) == 0);
+    CHECK(memcmp(got, bytes + 3 * CHUNK, sizeof got) == 0);
+    CHECK(!f.tenant->load.careful);                   /* the client found nothing damaged */
+    CHECK(pcc_tenant_cached(f.tenant, sequence - 1)); /* and the base is as cached as it was */
+    detach(&f);
+    fixture_close(&f);
+}
+
 /* All but one of the chunks may be held for something else: what is asked for still gets one. */
 static void test_with_two_chunks(void)
 {
@@ -153,6 +180,40 @@ static void test_with_two_chunks(void)
     } while (usage.in_flight > 0 || usage.granted_chunks > 0 || usage.lent_chunks > 0);
     detach(&f);
     fixture_close(&f);
+}
+
+/* All of it has changed, and the disk is slow: the trainer waits until all has been read, and not
+ * until it is written. */
+static void test_answers_do_not_wait_for_writes(void)
+{
+    static const struct settings slow = {
+        .payload_capacity = 8u << 20, .memory_bytes = 16u << 20, .bytes_per_second = 1ull << 40};
+    const uint64_t count = 3 * PCC_OFFERS * CHUNK + 99;
+    uint8_t *large = malloc(count);
+    struct pcc_tenant_usage usage;
+    struct fixture f;
+
+    CHECK(large != NULL);
+    fixture_open(&f, &slow);
+    f.frozen_bytes = count;
+    link_open(&f);
+    pattern(large, count, 1);
+    (void)save(&f, 1, large, count);
+    CHECK_EQUAL(ended(&f).copied_bytes, count);
+    pattern(large, count, 2);
+    pcc_io_limit(pcc_volume_io(f.volume), 16 * CHUNK);
+    submit(&f, 2, large, count);
+    const uint64_t sequence = begin_wait(&f, 2, count);
+    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_READ, soon()) == 0);
+    pcc_tenant_usage(f.tenant, &usage);
+    CHECK(usage.full_chunks > 2 * PCC_OFFERS); /* and not written */
+    pcc_io_limit(pcc_volume_io(f.volume), 1ull << 40);
+    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_DURABLE, soon()) == 0);
+    CHECK_EQUAL(ended(&f).copied_bytes, count);
+    load_equals(&f, sequence, 1, large, count);
+    detach(&f);
+    fixture_close(&f);
+    free(large);
 }
 
 /* The trainer is killed somewhere on the way: it ends, and what is durable is whole. */
@@ -369,7 +430,9 @@ int main(void)
 {
     RUN(test_what_is_in_the_base_needs_no_chunk);
     RUN(test_a_longer_chunk_of_the_base);
+    RUN(test_a_part_of_a_chunk);
     RUN(test_with_two_chunks);
+    RUN(test_answers_do_not_wait_for_writes);
     RUN(test_trainer_killed);
     RUN(test_lies);
     RUN(test_a_false_offer);

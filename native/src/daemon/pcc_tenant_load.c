@@ -59,11 +59,8 @@ static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
 
 /* Only whole: the chunk of a base may be longer or shorter than this payload's. */
 static int64_t cached_find(const struct pcc_tenant *tenant, uint64_t sequence,
-                           uint64_t offset_bytes)
+                           uint64_t offset_bytes, uint64_t length_bytes)
 {
-    const uint64_t left = pcc_load_entry(tenant->load.load)->payload_bytes - offset_bytes;
-    const uint64_t length_bytes = left < tenant->spec.chunk_bytes ? left : tenant->spec.chunk_bytes;
-
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
         if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == sequence &&
@@ -93,7 +90,7 @@ void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool in
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
 
     tenant->load.lent--;
-    if (!intact && chunk->lent_unchecked)
+    if (!intact && chunk->lent_unchecked && chunk->lent_to == tenant->load.id)
         go_back_to(&tenant->load, chunk->offset_bytes);
     chunk->lent_unchecked = false;
     if (chunk->lent_cached && intact) {
@@ -125,6 +122,7 @@ static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *
 
     chunk->offset_bytes = piece->offset_bytes;
     chunk->lent_unchecked = !checked;
+    chunk->lent_to = tenant->load.id;
     if (!checked)
         checksums_put(tenant, index, piece);
     pcc_tenant_grant_segments(tenant);
@@ -143,12 +141,13 @@ static bool send_cached(struct pcc_tenant *tenant, const struct piece *piece)
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
     const uint64_t sequence = tenant->load.cached_as;
     const uint64_t at = piece->offset_bytes / chunk_bytes * chunk_bytes;
-    int64_t found = cached_find(tenant, sequence, at);
+    const uint64_t left = pcc_load_entry(tenant->load.load)->payload_bytes - at;
+    const uint64_t length = left < chunk_bytes ? left : chunk_bytes;
+    int64_t found = cached_find(tenant, sequence, at, length);
 
     if (found < 0 && sequence != 0) { /* what was never copied is perhaps cached of the base */
-        const uint64_t base =
-            pcc_load_base_of(tenant->load.load, piece->offset_bytes, piece->length_bytes);
-        found = base != 0 ? cached_find(tenant, base, at) : -1;
+        const uint64_t base = pcc_load_base_of(tenant->load.load, at, length);
+        found = base != 0 ? cached_find(tenant, base, at, length) : -1;
     }
     if (found < 0)
         return false;

@@ -39,6 +39,7 @@ struct pcc_tenant_chunk {
     struct pcc_tenant_chunk *next, *before; /* in one of the tenant's lists; NULL: in none */
     bool lent_cached;      /* READING, LENT: it is CACHED again when it comes back */
     bool lent_unchecked;   /* LENT: the client checks it */
+    uint64_t lent_to;      /* LENT: the load, which may have ended */
     bool settling;         /* its bytes are being checked, whatever becomes of its save */
     uint64_t tag;          /* of the save it belongs to; FULL and cached ones */
     uint64_t sequence;     /* of cached content; 0 = none */

@@ -115,7 +115,7 @@ struct pcc_lane {
     struct pcc_saver *saver;
     pthread_mutex_t lock;   /* of the work items and of both saves */
     pthread_cond_t changed; /* an item was added, or the lane closes */
-    uint64_t *work;         /* a ring of [work_capacity], first in first out */
+    uint64_t *work; /* a ring of [work_capacity]; first in first out, but offers come first */
     uint64_t work_capacity; /* every piece and one step of each place */
     uint64_t work_first;
     uint64_t work_count;

@@ -17,13 +17,17 @@ static uint64_t make_item(const struct pcc_save *save, enum pcc_save_step step, 
     return (uint64_t)save->place << 48 | (uint64_t)step << 32 | position;
 }
 
-static void push(struct pcc_save *save, uint64_t item)
+/* With `first` it goes before what is queued already. */
+static void push(struct pcc_save *save, uint64_t item, bool first)
 {
     struct pcc_lane *lane = save->lane;
 
     /* A piece is queued again only after its item was taken, and so is a step. */
     PCC_ASSERT(lane->work_count < lane->work_capacity);
-    lane->work[(lane->work_first + lane->work_count++) % lane->work_capacity] = item;
+    if (first)
+        lane->work_first = (lane->work_first + lane->work_capacity - 1) % lane->work_capacity;
+    lane->work[(lane->work_first + (first ? 0 : lane->work_count)) % lane->work_capacity] = item;
+    lane->work_count++;
     save->pending++;
     pcc_pace_step_queued(lane->saver->identity.uid);
     (void)pthread_cond_signal(&lane->changed);
@@ -31,8 +35,12 @@ static void push(struct pcc_save *save, uint64_t item)
 
 void pcc_save_queue_piece(struct pcc_save *save, uint32_t position)
 {
-    save->pieces[position].state = PCC_SAVE_CHUNK_QUEUED;
-    push(save, make_item(save, PCC_SAVE_STEP_NONE, position));
+    struct pcc_save_piece *piece = &save->pieces[position];
+
+    piece->state = PCC_SAVE_CHUNK_QUEUED;
+    /* A trainer waits for the answer to an offer, which writes nothing: it does not wait for what
+     * the disk has still to take. */
+    push(save, make_item(save, PCC_SAVE_STEP_NONE, position), piece->offered && !piece->announced);
 }
 
 /* True when no more bytes may go to the present slot. */
@@ -59,7 +67,7 @@ void pcc_save_advance(struct pcc_save *save)
         return;
     const enum pcc_save_step step = next_step(save);
     if (step != PCC_SAVE_STEP_NONE)
-        push(save, make_item(save, step, 0));
+        push(save, make_item(save, step, 0), false);
 }
 
 /* A newer checkpoint makes this one needless, or another rank will never have it: what is left of
@@ -405,7 +413,7 @@ static void publish(struct pcc_save *save)
             leave_base(save);
         save->slot_doubtful = true;
         save->error = -PCC_E_DAMAGED;
-        save->stage = "publish";
+        save->stage = "base"; /* nothing is wrong with the volume, should this be its end */
         pcc_save_unlock(save);
         return;
     }

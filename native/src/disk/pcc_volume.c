@@ -6,6 +6,7 @@
 #include "disk/pcc_volume_private.h"
 
 #define PATIENCE_MAX 1024u
+#define REST_MAX 63u
 
 /* -- opening and closing -- */
 
@@ -485,8 +486,13 @@ bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out)
     (void)pthread_mutex_lock(&volume->lock);
     const uint64_t sequence = base_to_take(volume);
     const uint32_t slot = pcc_record_find(&volume->staged, sequence);
-    const bool found = slot < PCC_SLOTS_MAX && sequence != volume->base.poor &&
-                       has_room_for_base(volume, slot) && take_base(volume, sequence, out);
+    bool found =
+        slot < PCC_SLOTS_MAX && sequence != volume->base.poor && has_room_for_base(volume, slot);
+    if (found && volume->base.rest > 0) {
+        volume->base.rest--;
+        found = false;
+    }
+    found = found && take_base(volume, sequence, out);
     (void)pthread_mutex_unlock(&volume->lock);
     return found;
 }
@@ -533,6 +539,11 @@ void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *bas
         begin_judging(volume, sequence, missed_bytes);
     volume->base.missed_bytes = missed_bytes;
     volume->base.wasted_bytes += missed_bytes;
+    /* What most of has changed, in one base after the other, changes each time: a base costs its
+     * trainer a second look at all of it. */
+    if (missed_bytes > frozen_bytes / 2 && volume->base.poor != sequence)
+        volume->base.rest =
+            volume->base.patience <= REST_MAX ? volume->base.patience - 1 : REST_MAX;
     if (missed_bytes > frozen_bytes / 2 ||
         (missed_bytes > 0 && volume->base.wasted_bytes / volume->base.patience >= frozen_bytes))
         volume->base.poor = sequence;

@@ -37,6 +37,7 @@ struct pcc_volume {
         uint64_t missed_bytes; /* that the last save did not find in it */
         uint64_t wasted_bytes; /* that all did not */
         uint32_t patience;     /* how often its size may be wasted */
+        uint32_t rest;         /* saves that begin without one */
     } base;
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
