@@ -112,7 +112,11 @@ demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit fo
 examples: $(READY) ## runs every script in examples/, kills it, and checks that it resumes
 	$(BIN)/python -m tests.smoke.examples
 
+# Without network there are no pictures.
+PLOTS = -$(BIN)/python -m pip install -q -c constraints.txt 'matplotlib>=3.8'
+
 resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16, DDP and FSDP2
+	$(PLOTS)
 	$(BIN)/python -m bench.resume_check
 
 bench: $(READY) ## persist, the core alone, the call and recover; results go to bench/results/
@@ -125,7 +129,7 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 
 TRACE ?=
 figures: $(READY) ## as root: the paper's figures with its rivals, in 90 minutes (QUICK=1: 10); TRACE=FILE for Figure 9
-	$(BIN)/python -m pip install -q -c constraints.txt 'matplotlib>=3.8'
+	$(PLOTS)
 	-$(BIN)/python -m pip install -q -c constraints.txt torchsnapshot
 	$(BIN)/python -m bench.figures $(if $(QUICK),--quick) $(if $(TRACE),--trace $(TRACE))
 
