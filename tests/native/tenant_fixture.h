@@ -98,6 +98,19 @@ static inline struct pcc_event event_until(struct fixture *f, uint32_t kind)
     return event;
 }
 
+/* What is used as soon as no checkpoint is in flight. */
+static inline struct pcc_tenant_usage usage_at_rest(struct fixture *f)
+{
+    struct pcc_tenant_usage usage;
+    const uint64_t deadline = soon();
+
+    do {
+        pcc_tenant_usage(f->tenant, &usage);
+        CHECK(pcc_now_ns() < deadline);
+    } while (usage.in_flight > 0);
+    return usage;
+}
+
 static inline void ends_close(struct fixture *f)
 {
     CHECK(close(f->sockets[0]) == 0);

@@ -141,7 +141,6 @@ static void test_lies(void)
 {
     struct fixture f;
     uint32_t chunks[4];
-    struct pcc_tenant_usage usage;
 
     fixture_open(&f, &roomy);
     for (uint32_t lie = 0; lie < LIE_COUNT; lie++) {
@@ -157,11 +156,7 @@ static void test_lies(void)
         word_set(&f, 3, PCC_WORD_REQUESTED);
         CHECK(lie == LIE_WORD_SCRIBBLED || begin(&f, 3, PAYLOAD, &sequence) == -ENOTCONN);
         detach(&f);
-        const uint64_t deadline = soon();
-        do {
-            pcc_tenant_usage(f.tenant, &usage);
-            CHECK(pcc_now_ns() < deadline);
-        } while (usage.in_flight > 0);
+        const struct pcc_tenant_usage usage = usage_at_rest(&f);
         CHECK(usage.granted_chunks == 0 && usage.full_chunks == 0 && usage.lent_chunks == 0);
         renew(&f, &roomy);
     }

@@ -380,7 +380,6 @@ static void tell(struct fixture *f, enum lie lie, uint32_t chunk)
 
 static void test_lies(void)
 {
-    struct pcc_tenant_usage usage;
     struct fixture f;
 
     for (uint32_t lie = 0; lie < LIE_COUNT; lie++) {
@@ -390,11 +389,7 @@ static void test_lies(void)
         ring(&f);
         CHECK(event_until(&f, PCC_EVENT_BAD_PEER).session == f.session);
         detach(&f);
-        const uint64_t deadline = soon();
-        do {
-            pcc_tenant_usage(f.tenant, &usage);
-            CHECK(pcc_now_ns() < deadline);
-        } while (usage.in_flight > 0);
+        const struct pcc_tenant_usage usage = usage_at_rest(&f);
         CHECK(usage.granted_chunks == 0 && usage.full_chunks == 0);
         fixture_close(&f);
     }

@@ -257,16 +257,17 @@ class Attacker:
             yield
 
     def false_offers(self) -> Step:
-        """Offers what has no base or has changed, and other numbers than Begin told."""
+        """Some offers have no base, others have changed bytes; Begin and the link name different
+        numbers of offered bytes."""
         counts = (0, 1, 1 << 20, 3 << 20, 4 << 20, 2**62, 2**63, 2**64 - 1, -1)
         for number in itertools.count(1):
             try:
                 with Rank(Path(self.path), job="evil") as rank:
                     rank.register(4 << 20)
                     for step in range(8):
-                        told, done = self.chance.choice(counts), self.chance.choice(counts)
+                        frozen, offered = self.chance.choice(counts), self.chance.choice(counts)
                         data = payload_of(number, 3 << 20) + payload_of(step, 1 << 20)
-                        rank.begin(step, data, frozen=told, offered=max(done, 0))
+                        rank.begin(step, data, frozen=frozen, offered=max(offered, 0))
                         yield
             except (PccheckError, OSError, NativeError):
                 yield  # the session has ended

@@ -132,8 +132,8 @@ class Rank:
         ))  # fmt: skip
         if fill:
             ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
-            told = frozen if offered is None else offered
-            self.link.submit(snapshot, ranges, b"", tail, len(body), offered_bytes=told)
+            offered = frozen if offered is None else offered
+            self.link.submit(snapshot, ranges, b"", tail, len(body), offered_bytes=offered)
         return snapshot
 
     def _is_read(self, snapshot: int) -> bool:

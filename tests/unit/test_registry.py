@@ -8,7 +8,8 @@ import fcntl
 import functools
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from pccheckd.core.port import Owner, Port
 from pccheckd.jobs import registry as registry_module
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED, Key
 from pccheckd.upkeep import expiry
 from tests.support.coreloop import BLOCK_BYTES, Loop
@@ -71,6 +73,16 @@ def owner(*, world_size: int = 1, fresh: bool = False) -> Owner:
         fresh=fresh, process=bytes([world_size]) * 16, solo=False, restored=None,
         on_event=lambda event: None,
     )  # fmt: skip
+
+
+@asynccontextmanager
+async def trainer_of(tenant: Tenant) -> AsyncIterator[None]:
+    """Meanwhile a trainer is attached."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        os.close(await tenant.attach(owner(), far.fileno()))
+        yield
+        await tenant.detach(1)
 
 
 def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> None:
@@ -314,12 +326,9 @@ def test_a_follower_that_cannot_be_read_is_never_outnumbered_by_its_own_sequence
 
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with near, far:
-            os.close(await tenant.attach(owner(), far.fileno()))
+        async with trainer_of(tenant):
             made = await tenant.register(1000)
             assert made.generation == 2 and made.info.next_sequence == 2 << 32
-            await tenant.detach(1)
         await tenant.close()
 
     run(work)
@@ -352,9 +361,7 @@ def test_a_stopped_volume_whose_file_goes_at_that_moment_is_lost(
 
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with near, far:
-            os.close(await tenant.attach(owner(), far.fileno()))
+        async with trainer_of(tenant):
             item = await tenant.register(1000)
             tenant.stopped = True
             looks = tenant.volumes.look
@@ -373,7 +380,6 @@ def test_a_stopped_volume_whose_file_goes_at_that_moment_is_lost(
             assert made is not None and made is not item and not tenant.stopped
             assert made.info.next_sequence >= item.info.next_sequence
             assert str(item.path) in " ".join(tenant.volumes.losses.values())
-            await tenant.detach(1)
         await tenant.close()
 
     run(work)
