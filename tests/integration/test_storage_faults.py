@@ -68,15 +68,15 @@ def test_a_failure_after_the_call_is_told_by_the_next(start_daemon: Start, on_er
     with PCcheckClient(job="job", socket=daemon.socket, on_error=on_error) as client:
         client.checkpoint([1]).wait_durable(30)
         daemon.armed.touch()
-        handle = client.checkpoint([2])
-        with pytest.raises(CheckpointFailedError):
-            handle.wait_durable(30)
         told = (
             pytest.raises(CheckpointFailedError, match="step 2 failed")
             if on_error == "raise"
             else pytest.warns(PccheckWarning, match="step 2 failed")
         )
         with told:
+            handle = client.checkpoint([2])  # raises itself when the disk fails that soon
+            with pytest.raises(CheckpointFailedError):
+                handle.wait_durable(30)
             for step in range(3, 103):
                 client.checkpoint([step], step=step)
         assert client.checkpoint([1000], step=1000).wait_durable(30).step == 1000
