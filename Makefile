@@ -115,7 +115,7 @@ examples: $(READY) ## runs every script in examples/, kills it, and checks that 
 # Without network there are no pictures.
 PLOTS = -$(BIN)/python -m pip install -q -c constraints.txt 'matplotlib>=3.8'
 
-resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16, DDP and FSDP2
+resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16, DDP, FSDP2 and Hugging Face
 	$(PLOTS)
 	$(BIN)/python -m bench.resume_check
 

@@ -1,6 +1,6 @@
 """Compares killed and resumed runs with uninterrupted runs, bit for bit.
 
-    python -m bench.resume_check [--kinds fp32 bf16 ddp fsdp2] [--steps 200] [--every 10]
+    python -m bench.resume_check [--kinds fp32 bf16 ddp fsdp2 hf] [--steps 200] [--every 10]
                                  [--small] [--no-cost] [--directory DIR]
 
 For each kind of training, all with the same seed:
@@ -11,8 +11,9 @@ For each kind of training, all with the same seed:
 
 The three loss curves must be the same in every bit. Otherwise this names the first step that
 differs, and ends with 1. fp32 and bf16 train examples/char_gpt.py: scheduler, dropout, a shuffled
-loader. ddp and fsdp2 train examples/ddp.py and examples/fsdp2.py with two ranks under torchrun. A
-picture shows the curves of each kind; it needs matplotlib (the extra `plot`).
+loader. ddp and fsdp2 train examples/ddp.py and examples/fsdp2.py with two ranks under torchrun, hf
+trains examples/hf_trainer.py with Hugging Face's Trainer (the extra `huggingface`). A picture shows
+the curves of each kind; it needs matplotlib (the extra `plot`).
 
 Then bench.figures measures what the checkpoints cost, against torch.save at the same interval.
 Writes bench/results/resume_check-DATE.{json,md} and resume_check-KIND-DATE.png.
@@ -56,6 +57,7 @@ KINDS = {
     "bf16": Kind("char_gpt.py", flags=("--dtype", "bfloat16")),
     "ddp": Kind("ddp.py", ranks=2),
     "fsdp2": Kind("fsdp2.py", ranks=2),
+    "hf": Kind("hf_trainer.py"),
 }
 #: From this load for each CPU on, a report says that the machine was busy.
 LOADED = 0.3
