@@ -269,6 +269,7 @@ class Search:
         # Asked again and again with the same arguments, and pure:
         self._lowered: dict[tuple[int, Smaller], int] = {}
         self._moves: dict[Any, list[Move]] = {}
+        self._told: dict[tuple[int, Obeyed], int] = {}
         self._records: dict[Any, tuple[int, bool]] = {}
         self._gone: dict[Any, tuple[int, ...]] = {}
         self._agreements: dict[Any, Obeyed] = {}
@@ -286,10 +287,14 @@ class Search:
         config = self.config
         frontier = [self.first()]
         seen = set(frontier)
+        met: set[State] = set()  # as they came: half of them come again
         while frontier:
             following: list[State] = []
             for state in frontier:
                 for label, raw in self.successors(state):
+                    if raw in met:
+                        continue
+                    met.add(raw)
                     made = self.canonical(raw)
                     if made in seen:
                         continue
@@ -683,9 +688,12 @@ class Search:
             number = self.number(one._replace(seen=now))
             found.append(((place, "is looked at", ""), _at(state, place, number)))
         for said in [state.decided] if self.stale else self._said(state, agreed):
-            number = self.number(one._replace(obeys=said))
-            if number != rank.number:
-                found.append(((place, "hears", said), _at(state, place, number)))
+            heard = self._told.get((rank.number, said))
+            if heard is None:
+                heard = self.number(one._replace(obeys=said))
+                self._told[rank.number, said] = heard
+            if heard != rank.number:
+                found.append(((place, "hears", said), _at(state, place, heard)))
 
     def _suffer(self, found: list[Made], state: State, place: int, one: One) -> None:
         """What happens to one rank."""
