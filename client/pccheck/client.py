@@ -174,7 +174,7 @@ class PCcheckClient:
             if self._session.error is None:
                 self._warner.once("daemon", f"training continues WITHOUT checkpoints: {error}")
             else:
-                self._session.warn_disconnected()
+                self._session.warn_disconnected(private=self._private is not None)
 
     @property
     def connected(self) -> bool:
@@ -412,7 +412,7 @@ class PCcheckClient:
         elif not busy and self._session.current() is not None:
             self._saver.failures.report(step, str(error))
         elif not busy:
-            self._session.warn_disconnected()
+            self._session.warn_disconnected(private=self._private is not None)
         if self._private is not None and self._session.current() is None:
             self._private.ensure_later()
         LOG.debug("step %d: %s", step, error)

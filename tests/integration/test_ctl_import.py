@@ -109,10 +109,10 @@ def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: P
         words = ("export", "source", "--format", kind, "-o", target)
         ran = online(ctl, daemon, *words) if kind == "torch" else ctl(daemon.storage, *words)
         assert ran.code == 0, ran.err
-        ran = online(ctl, daemon, "import", kind, target, "--step", 7, "--json")
+        ran = online(ctl, daemon, "import", kind, target, "--json")
         assert ran.code == 0, ran.out
         assert ran.json["imported"]["attached"] == ["kinds", "model", "optimizer", "rng", "values"]
-        assert ran.json["imported"]["format"] == kind
+        assert (ran.json["imported"]["format"], ran.json["imported"]["step"]) == (kind, 7)
         fresh = Things(4)
         with PCcheckClient(kind, 0, 1, socket=daemon.socket, on_error="raise") as client:
             fresh.attach(client, rng=True)
@@ -255,7 +255,6 @@ def test_files_of_scripts(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None
 
 def test_without_a_daemon(ctl: Ctl, tmp_path: Path) -> None:
     """A private daemon writes it, also into a directory that is new."""
-    (tmp_path / "storage").mkdir()
     safetensors_torch.save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", {"step": "4"})
     words = ("import", "job", tmp_path / "w.safetensors")
     ran = ctl(tmp_path / "storage", *words)

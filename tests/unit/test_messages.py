@@ -387,7 +387,7 @@ WORDS: dict[str, str] = {
     "no daemon": (
         "PCcheck: training continues WITHOUT checkpoints: no daemon listens at DIR/none "
         "(start it with: pccheckd --storage DIR). The client connects as soon as a pccheckd "
-        "runs there."
+        "runs there; until then restore() raises."
     ),
     "no daemon, raised": ("no daemon listens at DIR/none (start it with: pccheckd --storage DIR)"),
     "silent daemon": (

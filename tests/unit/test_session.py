@@ -247,7 +247,7 @@ def test_no_daemon_is_warned_of_once_until_one_comes(
     with pytest.warns(PccheckWarning, match="training continues WITHOUT checkpoints") as caught:
         for _ in range(3):
             made.reconnect()
-            made.warn_disconnected()
+            made.warn_disconnected(private=False)
     assert len(caught) == 1
     daemons.error, daemons.now_s = None, daemons.now_s + 60
     made.reconnect()
@@ -260,7 +260,7 @@ def test_a_refusal_does_not_promise_what_only_a_daemon_that_starts_can_keep(
     made, daemons.error = session(), RefusedError("is already served")
     made.reconnect()
     with pytest.warns(PccheckWarning, match=r"served\. Later calls of checkpoint\(\) try"):
-        made.warn_disconnected()
+        made.warn_disconnected(private=False)
 
 
 def test_it_does_not_connect_with_its_last_descriptors(

@@ -226,6 +226,10 @@ def open_socket(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
 
 
 def no_directory(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
+    return storage.access(path / "none" / "below", None)
+
+
+def new_directory(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     return storage.access(path / "none", None)
 
 
@@ -285,9 +289,17 @@ DOCTOR: dict[
     "no storage": (
         no_directory,
         (
-            "there is no directory DIR/none",
+            "there is no directory DIR/none/below",
             "pccheckd cannot start there",
-            "create it, owned by the user that runs pccheckd: mkdir -p DIR/none",
+            "create it, owned by the user that runs pccheckd: mkdir -p DIR/none/below",
+        ),
+    ),
+    "new storage": (
+        new_directory,
+        (
+            "there is no directory DIR/none",
+            "pccheckd creates it, and then finds no checkpoints",
+            "if there should be some: mount the disk, or name the directory they are in",
         ),
     ),
     "owner": (

@@ -124,14 +124,17 @@ class Session:
         self._delay_s, self._next_try_s = BACKOFF_FIRST_S, 0.0
         return self._connection
 
-    def warn_disconnected(self) -> None:
-        """Warns once why there is no connection."""
+    def warn_disconnected(self, *, private: bool) -> None:
+        """Warns once why there is no connection. `private`: the client starts the daemon itself."""
+        why = str(self.error or "no daemon")
         then = "The client connects as soon as a pccheckd runs there"
         if self.error is not None and not isinstance(self.error, DaemonUnreachableError):
             then = "Later calls of checkpoint() try to connect again"
+        elif self.error is not None and private:
+            why, then = self.error.message, "The client starts its private daemon again"
         self._warner.once(
             "daemon",
-            f"training continues WITHOUT checkpoints: {self.error or 'no daemon'}. {then}.",
+            f"training continues WITHOUT checkpoints: {why}. {then}; until then restore() raises.",
         )
 
     def register(self, connection: Connection, payload_bytes: int) -> None:

@@ -53,10 +53,17 @@ def file_system(place: Path) -> Iterator[Finding]:
 def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
     """Whether the directory exists, and who may use it."""
     if not place.is_dir():
-        yield problem(
-            "storage", f"there is no directory {place}", costs="pccheckd cannot start there",
-            mend=f"create it, owned by the user that runs pccheckd: mkdir -p {place}",
-        )  # fmt: skip
+        missing = f"there is no directory {place}"
+        if place.parent.is_dir():
+            yield warning(
+                "storage", missing, costs="pccheckd creates it, and then finds no checkpoints",
+                mend="if there should be some: mount the disk, or name the directory they are in",
+            )  # fmt: skip
+        else:
+            yield problem(
+                "storage", missing, costs="pccheckd cannot start there",
+                mend=f"create it, owned by the user that runs pccheckd: mkdir -p {place}",
+            )  # fmt: skip
         return
     found = place.stat()
     owner = os.geteuid() if daemon_uid is None else daemon_uid

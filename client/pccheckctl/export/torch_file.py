@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import mmap
 import os
 import signal
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ from pccheck_store.selection import as_tensor
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
-from pccheckctl.output.files import Output, reserve
+from pccheckctl.output.files import NOTE, Output, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +73,36 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
         else:
             with os.fdopen(os.dup(output.descriptor), "wb") as file:
                 torch.save(state, file)
+        _note_step(output, content.step)
     return plain.changed
+
+
+def _note_step(output: Output, step: int) -> None:
+    """Where no loader looks, `import` finds the step of the checkpoint again: in a file beside
+    those of a directory, or as the comment of the archive that a torch file is."""
+    note = json.dumps({"step": step}).encode()
+    if output.directory:
+        (output.temporary / NOTE).write_bytes(note)
+        return
+    with (
+        os.fdopen(os.dup(output.descriptor), "r+b") as file,
+        zipfile.ZipFile(file, "a") as archive,
+    ):
+        archive.comment = note
+
+
+def noted_step(path: Path) -> int:
+    """What `write` noted; 0 for what other software wrote."""
+    try:
+        if path.is_dir():
+            note = (path / NOTE).read_bytes()
+        else:
+            with zipfile.ZipFile(path) as archive:
+                note = archive.comment
+        step = json.loads(note)["step"]
+    except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
+        return 0
+    return step if type(step) is int and step >= 0 else 0
 
 
 def storages(total_bytes: int, beside: Path) -> Callable[[int], torch.UntypedStorage]:

@@ -4,6 +4,7 @@ the state of a new job, from which `restore()` continues."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,6 +65,9 @@ def _place(arguments: argparse.Namespace) -> Path | None:
         layout.check_job(job)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if arguments.storage:
+        with contextlib.suppress(OSError):  # choose() reports that it is missing
+            Path(arguments.storage).mkdir()  # as pccheckd does
     with choose(arguments) as chosen:
         if isinstance(chosen, Storage):
             storage: Path | None = chosen.path

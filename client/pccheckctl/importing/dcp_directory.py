@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pccheck_store.selection import contiguous_strides
 from pccheck_wire.errors import PccheckError, UnsupportedStateError
-from pccheckctl.export.torch_file import storages
+from pccheckctl.export.torch_file import noted_step, storages
 
 from .found import Found
 from .torch_file import refused
@@ -51,7 +51,7 @@ def read(path: Path) -> Found:
             load(flat, storage_reader=reader, planner=_Planner(path), no_dist=True)
         names = metadata.planner_data
         nested = unflatten_state_dict(flat, names) if isinstance(names, dict) else flat
-        return Found.of_state(_numbered(nested))
+        return Found.of_state(_numbered(nested), noted_step(path))
     except CheckpointException as error:
         failure: BaseException = next(iter(error.failures.values()))[0]
     except Exception as error:  # of a damaged or a foreign file

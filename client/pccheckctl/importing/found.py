@@ -20,12 +20,12 @@ class Found:
     notes: list[str] = field(default_factory=list)  #: what was left out or changed
 
     @classmethod
-    def of_state(cls, state: object) -> Found:
-        """A state in the structure that was saved."""
+    def of_state(cls, state: object, noted: int) -> Found:
+        """A state in the structure that was saved; `noted` is the step that its export noted."""
         import torch
 
         items = state if isinstance(state, Mapping) else {}
         steps = [items[name] for name in STEP_NAMES if name in items]
         known = [step for step in steps if type(step) is int and step >= 0]
         flat = any(isinstance(value, torch.Tensor) for value in items.values())
-        return cls(state, step=known[0] if known else 0, flat=flat)
+        return cls(state, step=noted or next(iter(known), 0), flat=flat)

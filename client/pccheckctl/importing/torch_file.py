@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from pccheck_wire.errors import PccheckError, UnsupportedStateError
+from pccheckctl.export.torch_file import noted_step
 
 from .found import Found
 
 
 def read(path: Path) -> Found:
     """Raises UnsupportedStateError for a pickle that needs code, PccheckError for another file."""
-    return Found.of_state(_load(path))
+    return Found.of_state(_load(path), noted_step(path))
 
 
 def _load(path: Path) -> object:

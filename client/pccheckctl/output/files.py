@@ -17,9 +17,12 @@ from pccheck_wire.errors import PccheckError, StorageFullError, UsageError
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 
+#: In a directory of torch.distributed.checkpoint: what that has no place for.
+NOTE = "pccheck.json"
+
 #: Directories that are written: the name of the file that each has, and the names of the others.
 DIRECTORIES = {
-    "dcp": (".metadata", "*.distcp"),
+    "dcp": (".metadata", "*.distcp", NOTE),
     "huggingface": ("model*.safetensors", "model.safetensors.index.json"),
 }
 
@@ -130,7 +133,7 @@ def _holds(place: Path, directory: str) -> bool:
     if not place.is_dir() or place.is_symlink():
         return False
     names = [file.name for file in place.iterdir()]
-    needed, _ = patterns = DIRECTORIES[directory]
+    needed, *_ = patterns = DIRECTORIES[directory]
     return any(fnmatchcase(name, needed) for name in names) and all(
         any(fnmatchcase(name, pattern) for pattern in patterns) for name in names
     )
