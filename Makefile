@@ -16,7 +16,7 @@ PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples doc
 PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format native sanitize demo examples bench resume-check crash campaign \
+.PHONY: help venv build test pytest lint format native sanitize demo examples bench resume-check crash campaign \
 	figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
@@ -41,9 +41,12 @@ build: ## compiles the C core again
 	@rm -rf build $(READY)
 	@$(MAKE) --no-print-directory $(READY)
 
-WORKERS ?= 3
-test: $(READY) ## everything: lint and the C tests, then pytest with the crash states and kills, in WORKERS (3)
-	@$(MAKE) --no-print-directory -j2 -Oline JOBS= lint native
+test: $(READY) ## everything at once: lint, the C tests, and pytest with the crash states and kills
+	@$(MAKE) --no-print-directory -j3 JOBS= lint native pytest
+
+# More than there are CPUs: a third of the time tests wait for a disk, or for a process.
+WORKERS ?= 5
+pytest: $(READY) ## all tests in Python, WORKERS (5) at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
