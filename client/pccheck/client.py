@@ -329,7 +329,9 @@ class PCcheckClient:
             if self._interval is not None:
                 self._interval.requested(made)
         if self._options.raises and made.state is CheckpointState.FAILED:
-            raise CheckpointFailedError(f"checkpoint of step {number} failed: {made.reason}")
+            reason = made.reason
+            made.reported = True  # here, not by the next call as well
+            raise CheckpointFailedError(f"checkpoint of step {number} failed: {reason}")
         return Checkpoint(made)
 
     def _numbered(self, state: object, step: int | None) -> int:

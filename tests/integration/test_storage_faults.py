@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from pccheck import CheckpointFailedError, PCcheckClient, PccheckWarning
+from pccheck.saving.in_flight import InFlight
+from pccheck.saving.saver import Saver
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role
 from tests.support.daemon import Daemon
@@ -80,6 +82,28 @@ def test_a_failure_after_the_call_is_told_by_the_next(start_daemon: Start, on_er
             for step in range(3, 103):
                 client.checkpoint([step], step=step)
         assert client.checkpoint([1000], step=1000).wait_durable(30).step == 1000
+
+
+def test_a_failure_that_the_call_itself_raises_is_told_once(
+    start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Saver.submit
+
+    def slow(*arguments: Any) -> InFlight:
+        """The disk fails before the call returns."""
+        made = submit(*arguments)
+        with suppress(CheckpointFailedError):
+            made.wait_durable(30)
+        return made
+
+    daemon = start_daemon(shim="eio:record-a:1")
+    monkeypatch.setattr(Saver, "submit", slow)
+    with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
+        client.checkpoint([1])
+        daemon.armed.touch()
+        with pytest.raises(CheckpointFailedError, match="step 2 failed"):
+            client.checkpoint([2])
+        assert client.checkpoint([3]).wait_durable(30).step == 3
 
 
 def test_a_reader_that_stays_does_not_keep_a_stopped_volume(start_daemon: Start) -> None:

@@ -213,7 +213,7 @@ class FakeSession:
     def say_goodbye(self, done: bool, left_s: float | None = None) -> None:
         pass
 
-    def warn_disconnected(self) -> None:
+    def warn_disconnected(self, *, private: bool) -> None:
         pass
 
     def close(self) -> None:

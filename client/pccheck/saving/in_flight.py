@@ -99,7 +99,7 @@ class InFlight:
         self.is_unknown = False
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: the daemon pulls its device part, and has not yet
-        self.reported = False  #: the user was warned of what made it fail
+        self.reported = False  #: the user was told what made it fail
         self._settled = False  # its entry in the page belongs to another snapshot now
 
     @classmethod
@@ -113,7 +113,7 @@ class InFlight:
         """The client itself knows how it ended; the page is not read any more."""
         with self._lock:
             self._state, self._reason, self._described = state, reason, True
-            self.reported = reported
+            self.reported |= reported
             self._connection = None
 
     @property
@@ -272,7 +272,7 @@ class InFlight:
             self.copy_broke = now.word == WORD_REFUSED and state is CheckpointState.FAILED
             if now.word == WORD_ABANDONED and now.error_name and alive:
                 self._reason, self._described = abandoned_because(now.error_name), True
-                self.reported = now.error_name == TIMED_OUT
+                self.reported |= now.error_name == TIMED_OUT
             if state is CheckpointState.SUPERSEDED:
                 self._newer = Durable(now.sequence, None)
             elif now.sequence:
