@@ -44,7 +44,7 @@ build: ## compiles the C core again
 test: $(READY) ## everything at once: lint, the C tests, and pytest with the crash states and kills
 	@$(MAKE) --no-print-directory -j3 JOBS= lint native pytest
 
-# More than there are CPUs: a third of the time tests wait for a disk, or for a process.
+# More than the CPUs of a small machine: tests also wait for disks and for processes.
 WORKERS ?= 5
 pytest: $(READY) ## all tests in Python, WORKERS (5) at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

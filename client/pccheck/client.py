@@ -329,9 +329,8 @@ class PCcheckClient:
             if self._interval is not None:
                 self._interval.requested(made)
         if self._options.raises and made.state is CheckpointState.FAILED:
-            reason = made.reason
-            made.reported = True  # here, not by the next call as well
-            raise CheckpointFailedError(f"checkpoint of step {number} failed: {reason}")
+            made.reported = True  # by this call: the next one does not raise it again
+            raise CheckpointFailedError(f"checkpoint of step {number} failed: {made.reason}")
         return Checkpoint(made)
 
     def _numbered(self, state: object, step: int | None) -> int:

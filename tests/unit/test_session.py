@@ -263,6 +263,15 @@ def test_a_refusal_does_not_promise_what_only_a_daemon_that_starts_can_keep(
         made.warn_disconnected(private=False)
 
 
+def test_who_has_a_private_daemon_is_not_told_to_start_one(daemons: Daemons) -> None:
+    made = session()
+    daemons.error = DaemonUnreachableError("no daemon listens", hint="start it with: pccheckd")
+    made.reconnect()
+    with pytest.warns(PccheckWarning, match="The client starts its private daemon again") as caught:
+        made.warn_disconnected(private=True)
+    assert "start it with" not in str(caught[0].message)
+
+
 def test_it_does_not_connect_with_its_last_descriptors(
     daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,14 +127,14 @@ class Session:
     def warn_disconnected(self, *, private: bool) -> None:
         """Warns once why there is no connection. `private`: the client starts the daemon itself."""
         why = str(self.error or "no daemon")
-        then = "The client connects as soon as a pccheckd runs there"
+        then = "The client connects as soon as a pccheckd runs there; until then restore() raises"
         if self.error is not None and not isinstance(self.error, DaemonUnreachableError):
             then = "Later calls of checkpoint() try to connect again"
         elif self.error is not None and private:
             why, then = self.error.message, "The client starts its private daemon again"
         self._warner.once(
             "daemon",
-            f"training continues WITHOUT checkpoints: {why}. {then}; until then restore() raises.",
+            f"training continues WITHOUT checkpoints: {why}. {then}.",
         )
 
     def register(self, connection: Connection, payload_bytes: int) -> None:

@@ -99,7 +99,7 @@ class InFlight:
         self.is_unknown = False
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: the daemon pulls its device part, and has not yet
-        self.reported = False  #: the user was told what made it fail
+        self.reported = False  #: the user knows why it failed
         self._settled = False  # its entry in the page belongs to another snapshot now
 
     @classmethod
