@@ -19,3 +19,4 @@ with PCcheckClient(autostart=True, storage="checkpoints") as client:
         if step % 10 == 0:
             client.checkpoint(step=step)  # returns at once; training continues
             print(f"step {step} loss {loss.item():.4f}")
+print("all 2000 steps are done")
