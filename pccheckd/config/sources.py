@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +158,8 @@ def _exists(path: Path) -> bool:
 def _lines(path: Path) -> Mapping[str, str]:
     """The text of each value, by key, as it would be written on the command line. Raises UsageError
     for a file that cannot be read, is not TOML or has an unknown key."""
+    import tomllib  # only where there is a file: the import takes time
+
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import psutil
-
 from pccheck_native import _core, catalog, layout
 from pccheck_native.subset import Pieces
 from pccheck_wire.basics import size_text
@@ -383,5 +381,7 @@ def _result_of(error: BaseException) -> Result:
 
 def _yield_disk() -> None:
     """Reads of this thread come after all others, where the disk's scheduler knows priorities."""
+    import psutil  # not before the daemon is ready: the import takes time
+
     with contextlib.suppress(OSError, psutil.Error):
         psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_IDLE)

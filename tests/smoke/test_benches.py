@@ -21,6 +21,7 @@ BENCHES = {
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
     "resume_check": ("--small",),
     "figures": ("--smallest", "--directory", "."),
+    "tune": ("--smallest", "--model", "opt-2.7b", *SMALL, "--directory", "."),
 }
 #: They leave no document in results/.
 OTHERS = {"startup": ("--runs", "1"), "timeline": ("-o", "timeline.png")}
