@@ -16,7 +16,7 @@ CPU = "gpt-cpu"
 @dataclass(frozen=True, slots=True)
 class Plan:
     figures: tuple[str, ...] = FIGURES
-    rounds: int = 3
+    rounds: int = 2
     models: tuple[str, ...] = tuple(MODELS)
     contenders: tuple[str, ...] = ALL
     intervals: tuple[int, ...] = (10, 25, 50, 100)
