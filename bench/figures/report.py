@@ -253,9 +253,12 @@ def _section(run: Run, figure: str, found: Goodputs, pictures: bool) -> list[str
         lines += [f"![{TITLES[figure]}]({path.name})", ""]
     if figure in ("fig8", "cpu"):
         for group in run.plan.model_groups() if figure == "fig8" else [(CPU,)]:
-            if figure == "fig8":
-                lines += [f"**{', '.join(MODELS[name].name for name in group)}**", ""]
-            for workload in _differing(results, figure, group):
+            tables = _differing(results, figure, group)
+            for workload in tables:
+                if figure == "fig8":
+                    names = ", ".join(MODELS[name].name for name in group)
+                    paper = f"; paper: {MODELS[workload].name}" if len(tables) > 1 else ""
+                    lines += [f"**{names}{paper}**", ""]
                 lines += slowdown_table(results, figure, workload)
     elif figure == "fig9":
         lines += [
