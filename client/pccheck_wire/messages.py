@@ -63,8 +63,8 @@ _M = TypeVar("_M", bound=Message)
 @dataclass_transform(frozen_default=True)
 def message(tag: str) -> Callable[[type[_M]], type[_M]]:
     """A dataclass that goes over the wire under this tag. Nothing may change its fields, which mypy
-    checks. `dataclass` makes only the constructor: to make all methods of all messages would be a
-    third of the time that `pccheckctl status` takes."""
+    checks. `dataclass` makes only the constructor: to make all methods of all messages was the
+    slowest import of pccheckd."""
 
     def make(kind: type[_M]) -> type[_M]:
         kind.TAG = tag
