@@ -125,9 +125,11 @@ class Job:
         another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
         before = self.starts.current
+        volumes = self.tenants[rank].volumes
         start = self.starts.join(
             rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
             known=known, moved=moved,
+            found=None if volumes.unreadable else volumes.newest_incarnation(),
         )  # fmt: skip
         if start is not before:
             self._read_again()

@@ -10,6 +10,11 @@ if that is open, or the place of a process that has ended without asking for a c
 a new start begins. A process that has asked for checkpoints in an older start is *fenced*: it gets
 no more of them until it restores, which makes it a member of the newest start, or begins a new one
 if all processes of the newest have ended. One that has asked for none moves along by itself.
+
+A daemon that is restarted does not know which ranks had joined a start. But a rank registers before
+it asks, and its volume names the start then. So a rank whose volume named only earlier starts when
+its new process came has saved nothing in this one, and its place is free, whoever comes first: the
+processes that an earlier daemon served, or the ranks that were late.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ class Member:
     process: bytes
     live: bool = True
     begun: bool = False  # has asked for a checkpoint
+    #: The newest incarnation that the volumes of its rank named when it came; None: not known.
+    found: int | None = None
 
 
 @dataclass(slots=True)
@@ -37,8 +44,9 @@ class Start:
     launch: str
     world_size: int
     members: dict[int, Member] = field(default_factory=dict)
-    #: Every rank has joined, or the daemon was restarted and does not know which had.
-    closed: bool = False
+    closed: bool = False  # every rank has joined
+    #: An earlier daemon began it, and only the volumes tell which ranks had joined.
+    rejoined: bool = False
     #: The job's newest sequence when it began: its members request what comes after.
     above: int | None = None
     #: The number its members use, from an earlier daemon that did not see newer runs.
@@ -49,6 +57,20 @@ class Start:
         if self.above is None:
             self.above = sequence
         return self.above
+
+    def has_place(self, rank: int, launch: str, world_size: int) -> bool:
+        """Not every rank has joined it, and this one has no process that lives or has saved."""
+        if self.closed or (self.launch, self.world_size) != (launch, world_size):
+            return False
+        before = self.members.get(rank)
+        return before is None or not (before.live or before.begun)
+
+    def is_late_half_of(self, was: int) -> bool:
+        """Its members are new, and their ranks had not registered in the start `was`."""
+        every = [member.found for member in self.members.values()]
+        return not (self.rejoined or self.known_as) and all(
+            found is not None and found < was for found in every
+        )
 
     @property
     def is_live(self) -> bool:
@@ -102,22 +124,27 @@ class Starts:
         was: int,
         known: int,
         moved: bool = False,
+        found: int | None = None,
     ) -> Start:
         """The start of a process that connects.
 
         `was` is the incarnation that an earlier daemon gave it (0: it is new), `known` the newest
-        one that the job's volumes name; `moved`: these are other volumes than `was` is of.
+        one that the job's volumes name, and `found` the newest one that the volumes of its rank
+        name (None: not all could be read); `moved`: these are other volumes than `was` is of.
         """
         start = self.of(rank, process)
         if was > INCARNATION_MAX:  # no daemon gives out such a number
             was = 0
         if start is None or start.world_size != world_size:
             start = (
-                self._rejoined(was, launch, world_size, max(known, was + 1) if moved else known)
+                self._rejoined(
+                    rank, was, launch, world_size, max(known, was + 1) if moved else known
+                )
                 if was
-                else self._open(rank, launch, world_size) or self._begin(launch, world_size, known)
+                else self._open(rank, launch, world_size, found)
+                or self._begin(launch, world_size, known)
             )
-            start.members[rank] = Member(process, begun=bool(was))
+            start.members[rank] = Member(process, begun=bool(was), found=found)
         start.members[rank].live = True
         start.closed = start.closed or len(start.members) == world_size
         self._gather()
@@ -183,31 +210,36 @@ class Starts:
                 ):
                     self.follow(rank, member.process)
 
-    def _open(self, rank: int, launch: str, world_size: int) -> Start | None:
+    def _open(self, rank: int, launch: str, world_size: int, found: int | None) -> Start | None:
         """The newest start, if a new process may join it."""
         start = self.current
-        if (
-            start is None
-            or start.closed
-            or start.world_size != world_size
-            or start.launch != launch
-        ):
+        if start is None or not start.has_place(rank, launch, world_size):
             return None
-        before = start.members.get(rank)
-        return start if before is None or not (before.live or before.begun) else None
+        if start.rejoined and (found is None or found >= start.incarnation):
+            return None  # another process of this rank has taken part in it
+        return start
 
     def _begin(self, launch: str, world_size: int, known: int) -> Start:
         newest = max((start.incarnation for start in self._starts), default=0)
         return self._add(Start(max(newest, known) + 1, launch, world_size))
 
-    def _rejoined(self, was: int, launch: str, world_size: int, known: int) -> Start:
+    def _rejoined(self, rank: int, was: int, launch: str, world_size: int, known: int) -> Start:
         """The start of a process that an earlier daemon served."""
         for start in reversed(self._starts):
             if was in (start.incarnation, start.known_as) and start.world_size == world_size:
                 return start
         newer = [start for start in self._starts if start.incarnation > was and start.counts]
+        late = self.current
+        if (
+            late is not None
+            and late.incarnation > was
+            and late.has_place(rank, launch, world_size)
+            and late.is_late_half_of(was)
+        ):
+            late.known_as = was
+            return late
         if newer or was >= known:
-            return self._add(Start(was, launch, world_size, closed=True))
+            return self._add(Start(was, launch, world_size, rejoined=True))
         # The volumes have newer runs than that daemon saw: this start comes after them.
         start = self._begin(launch, world_size, known)
         start.closed, start.known_as = True, was

@@ -239,6 +239,53 @@ def test_the_first_to_reconnect_does_not_split_the_step(
     assert restored(ranks(start_trainer, daemon, "1")) == [step, step]
 
 
+@pytest.mark.parametrize("first_back", [0, 1])
+def test_a_daemon_that_is_restarted_while_the_ranks_come(
+    start_daemon: Start, start_trainer: Connect, first_back: int
+) -> None:
+    """Rank 0 has restored, and rank 1 comes to the next daemon, before or after rank 0 is back."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    before = ranks(start_trainer, daemon, "0")
+    save(before, to=2)
+    end(before)
+    (early,) = ranks(start_trainer, daemon, "1", only=1)
+    assert restored([early]) == [2]
+    early.evaluate(_register)  # as restore() has announced
+    daemon.kill()
+    daemon.start()
+    deadline = time.monotonic() + LIMIT_S
+    if first_back == 0:
+        early.step()
+        while not early.evaluate(_is_connected):
+            assert time.monotonic() < deadline
+            early.checkpoint()
+            time.sleep(0.1)
+    environment = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "1"}
+    late = start_trainer(
+        daemon, COUNTS, rank=1, world_size=2,
+        environment=environment | {"LOCAL_WORLD_SIZE": "2"},
+    )  # fmt: skip
+    group = [early, late]
+    assert restored([late]) == [2]
+    while late.evaluate(_now) < early.evaluate(_now):
+        late.step()
+    while not all(trainer.evaluate(_is_connected) for trainer in group):
+        assert time.monotonic() < deadline
+        for trainer in group:
+            trainer.step()
+            trainer.checkpoint()
+        time.sleep(0.1)
+    save(group)
+    step = early.evaluate(_now)
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "2")) == [step, step]
+
+
+def _register(trainer: Any) -> None:
+    session = trainer.client._session
+    session.register(session.require(), 1 << 20)
+
+
 def renew(trainer: Trainer, daemon: Daemon, rank: int, **options: object) -> None:
     """Closes the client; a new one in the same process goes on with the same tensors."""
     trainer.evaluate(_Renew(str(daemon.socket), rank, options))

@@ -22,11 +22,12 @@ class Process:
         self.name = Process.count.to_bytes(4, "big")
         self.incarnation = 0
 
-    def joins(self, starts: Starts, known: int = 0) -> int:
-        """Its first session, or another one. `known`: the newest incarnation in the volumes."""
+    def joins(self, starts: Starts, known: int = 0, found: int | None = None) -> int:
+        """Its first session, or another one. `known`: the newest incarnation in the volumes;
+        `found`: in those of its rank."""
         self.incarnation = starts.join(
             self.rank, self.name, launch=self.launch, world_size=self.world, was=self.incarnation,
-            known=known,
+            known=known, found=found,
         ).incarnation  # fmt: skip
         return self.incarnation
 
@@ -254,6 +255,53 @@ def test_one_rank_is_replaced_while_there_is_no_daemon() -> None:
         assert new.asks(starts) == 2
         assert ranks[0].restores(starts) == 2
         assert ranks[0].asks(starts) == 2
+
+
+@pytest.mark.parametrize("late_first", [False, True])
+@pytest.mark.parametrize("launch", ["", "run"])
+def test_a_daemon_that_ended_before_all_ranks_had_joined(late_first: bool, launch: str) -> None:
+    """Only ranks 0 and 2 had registered in start 2: the volume of rank 1 names start 1."""
+    old, starts = Starts(), Starts()
+    ended(old, launched(old, launch, 3))
+    early = [Process(0, launch, 3), Process(2, launch, 3)]
+    late = Process(1, launch, 3)
+    assert [one.joins(old, 1, found=1) for one in early] == [2, 2]
+    if late_first:
+        late.joins(starts, 2, found=1)
+    for one in early:
+        one.joins(starts, 2, found=2)
+    if not late_first:
+        late.joins(starts, 2, found=1)
+    assert are_one(starts, [*early, late])
+    newest = 3 if late_first else 2
+    assert [one.asks(starts) for one in (*early, late)] == [newest] * 3
+    assert starts.current is not None and starts.current.closed
+    assert Process(0, launch, 3).joins(starts, newest, found=newest) == newest + 1
+
+
+@pytest.mark.parametrize("late_first", [False, True])
+@pytest.mark.parametrize("found", [2, 3, None])
+def test_a_place_that_may_have_been_taken_is_not_free(found: int | None, late_first: bool) -> None:
+    """The volume of rank 1 names start 2 or a newer one, or cannot be read."""
+    starts = Starts()
+    there, late = Process(0), Process(1)
+    there.incarnation = 2
+    for process in [late, there] if late_first else [there, late]:
+        process.joins(starts, 2, found=2 if process is there else found)
+    assert (there.incarnation, late.incarnation) == (2, 3)
+    assert there.asks(starts) == 0
+    assert late.asks(starts) == 3
+
+
+def test_late_ranks_of_another_launch_or_size_complete_nothing() -> None:
+    for launch, world in (("other", 2), ("", 3)):
+        for late_first in (False, True):
+            starts = Starts()
+            there, late = Process(0), Process(1, launch, world)
+            there.incarnation = 2
+            for process in [late, there] if late_first else [there, late]:
+                process.joins(starts, 2, found=2 if process is there else 1)
+            assert (there.incarnation, late.incarnation) == (2, 3)
 
 
 def test_the_volumes_have_newer_runs_than_who_comes_back() -> None:
