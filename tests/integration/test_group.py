@@ -281,6 +281,34 @@ def test_a_daemon_that_is_restarted_while_the_ranks_come(
     assert restored(ranks(start_trainer, daemon, "2")) == [step, step]
 
 
+def test_a_daemon_that_ends_after_a_survivor_has_restored(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Rank 1 is replaced, and rank 0 restores with it: the next daemon learns that from both."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "")
+    save(group, to=2)
+    group[1].kill()
+    group[1] = start_trainer(
+        daemon, COUNTS, rank=1, world_size=2, environment={"LOCAL_WORLD_SIZE": "2"}
+    )
+    assert restored([group[1], group[0]]) == [2, 2]
+    time.sleep(0.5)  # not synchronisation: what restore() has announced is answered meanwhile
+    daemon.kill()
+    daemon.start()
+    deadline = time.monotonic() + LIMIT_S
+    while not all(trainer.evaluate(_is_connected) for trainer in group):
+        assert time.monotonic() < deadline
+        for trainer in group:
+            trainer.step()
+            trainer.checkpoint()
+        time.sleep(0.1)
+    save(group)
+    step = group[0].evaluate(_now)
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "")) == [step, step]
+
+
 def _register(trainer: Any) -> None:
     session = trainer.client._session
     session.register(session.require(), 1 << 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ class Connection:
         self.requests: list[Any] = []
         self.error: PccheckError | None = None
         self.absent: list[int] = []
+        self.arrived: list[tuple[Callable[[Any], None], Any]] = []
 
     def alive(self) -> bool:
         return self.lives
@@ -48,8 +49,14 @@ class Connection:
             return Registered(4, 2, 2, 0, 2.0, "v", absent=self.absent, incarnation=9)
         return Done()
 
-    def post(self, body: Any) -> None:
+    def ask(self, body: Any, callback: Callable[[Any], None]) -> None:
         self.requests.append(body)
+        self.arrived.append((callback, Registered(4, 2, 2, 0, 2.0, "v", incarnation=9)))
+
+    def pump(self) -> None:
+        while self.arrived:
+            callback, answer = self.arrived.pop(0)
+            callback(answer)
 
     def gone(self) -> DaemonUnreachableError:
         return GONE
@@ -153,6 +160,17 @@ def test_a_second_client_is_a_new_start_only_of_a_lone_rank(
 
 
 # -- P7 ----------------------------------------------------------------------------------------
+
+
+def test_a_reconnect_names_the_start_that_it_restored_in(daemons: Daemons) -> None:
+    """The answer has arrived, and no checkpoint was asked for since."""
+    client = session(rank=1, world=2)
+    connection: Any = client.require()
+    client.took_over(connection, 3)
+    client.announce(connection, MIB)
+    connection.lives = False
+    client.reconnect()
+    assert [hello.incarnation for hello in daemons.attempts] == [0, 9]
 
 
 def test_an_empty_volume_counts_as_restored(daemons: Daemons) -> None:

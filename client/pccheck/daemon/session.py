@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -22,6 +23,7 @@ from pccheck_wire.messages import (
     Hello,
     Register,
     Registered,
+    ReplyBody,
     Restored,
     Role,
 )
@@ -180,8 +182,13 @@ class Session:
         return world_size == 1 or self._solo
 
     def announce(self, connection: Connection, payload_bytes: int) -> None:
-        """Makes the daemon allocate already, so that the first checkpoint does not wait for it."""
-        connection.post(Register(-(-payload_bytes // _MIB) * _MIB))
+        """Makes the daemon allocate already, so that the first checkpoint does not wait for it. The
+        answer names the start that this process belongs to since it has restored."""
+        connection.ask(Register(-(-payload_bytes // _MIB) * _MIB), self._announced)
+
+    def _announced(self, answer: ReplyBody) -> None:
+        if isinstance(answer, Registered):
+            self.incarnation = answer.incarnation or self.incarnation
 
     def took_over(self, connection: Connection, sequence: int) -> None:
         """The newest checkpoint is restored (0: there is none). Ends the daemon's protection of the
@@ -225,6 +232,8 @@ class Session:
         connection, self._connection = self._connection, None
         if connection is not None:
             self.error = connection.gone()
+            with contextlib.suppress(PccheckError):
+                connection.pump()  # what the next daemon is told may have arrived
             connection.close()
 
     def _greet(self, connection: Connection) -> None:
