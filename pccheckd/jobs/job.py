@@ -278,14 +278,25 @@ class Job:
         """What is known now, for `group.py`."""
         return {rank: self._rank(tenant) for rank, tenant in self.tenants.items()}
 
+    def _with_lost(self, ranks: dict[int, Rank]) -> dict[int, Rank]:
+        """With what was in files that are not at their paths any more. Such a file may come back
+        with its directory or its disk: the other ranks keep their parts, as if it were here."""
+        lost = {rank: tenant.volumes.lost for rank, tenant in self.tenants.items()}
+        return {
+            rank: known._replace(
+                held=frozenset(known.held) | {_held(one, usable=True) for one in lost[rank]}
+            )
+            if lost[rank] else known
+            for rank, known in ranks.items()
+        }  # fmt: skip
+
     def _rank(self, tenant: Tenant) -> Rank:
         owner = tenant.owner
         start = self.starts.of(tenant.key.rank, owner.process) if owner is not None else None
         live = start is not None and start is self.starts.current and not tenant.leaving
         return Rank(
             held=frozenset(
-                Held(one.sequence, one.step, one.incarnation, one.world_size, tenant.is_usable(one))
-                for one in tenant.volumes.checkpoints()
+                _held(one, usable=tenant.is_usable(one)) for one in tenant.volumes.checkpoints()
             ),
             pending=tenant.pending(),
             asked=self.asked(tenant.key.rank) if live else None,
@@ -306,7 +317,8 @@ class Job:
         if not self.is_shared:
             return
         ranks, world_size = self.ranks(), self.world_size
-        agreed, before = group.agree(ranks, world_size, self._keep(), self._short), self.agreement
+        everything, before = self._with_lost(ranks), self.agreement
+        agreed = group.agree(everything, world_size, self._keep(), self._short)
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {one.sequence for known in ranks.values() for one in known.held}
@@ -491,3 +503,7 @@ class Job:
             return
         for tenant in members:
             await tenant.retention.release()
+
+
+def _held(one: catalog.Checkpoint, *, usable: bool) -> Held:
+    return Held(one.sequence, one.step, one.incarnation, one.world_size, usable)

@@ -126,6 +126,8 @@ class VolumeSet:
         #: What happened to files while they were open, until a checkpoint is durable elsewhere, ...
         self.losses: dict[Path, str] = {}
         self.remembered: deque[str] = deque(maxlen=LOSSES_TOLD)  # ... and from then on
+        #: What they held, as long: they may come back, so other ranks keep their parts of it.
+        self.lost: list[catalog.Checkpoint] = []
         self._known: set[Path] = set()  # were open here, so their sequences are known ...
         self._passed = 0  # ... of those that are gone
 
@@ -212,6 +214,8 @@ class VolumeSet:
             except (OSError, ValueError):  # the disk does not answer, or it is being reopened
                 continue
             except _core.NativeError as error:
+                with contextlib.suppress(OSError, ValueError, _core.NativeError):
+                    await self._engine.call(self.key.uid, item.read)  # what it held at the end
                 if item in self.open:
                     self._lose(item, error.code_name)
                     self.gone.append(item)
@@ -222,6 +226,7 @@ class VolumeSet:
         self.open.remove(item)
         self._known.add(item.path)
         self._passed = max(self._passed, item.info.next_sequence - 1)
+        self.lost += item.checkpoints
         count = len(item.checkpoints)
         held = "1 checkpoint" if count == 1 else f"{count} checkpoints"
         self.losses[item.path] = (
@@ -236,6 +241,7 @@ class VolumeSet:
         """A checkpoint is durable: earlier losses are history."""
         self.remembered.extend(self.losses.values())
         self.losses.clear()
+        self.lost.clear()
 
     async def close_lost(self, item: OpenVolume) -> None:
         """Closes a missing one; another file at its path must not be removed."""

@@ -309,6 +309,35 @@ def test_a_daemon_that_ends_after_a_survivor_has_restored(
     assert restored(ranks(start_trainer, daemon, "")) == [step, step]
 
 
+def test_one_rank_finds_the_storage_directory_away(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """What all ranks had stays on the rank that noticed nothing: the directory comes back."""
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    save(group, to=2)
+    away = daemon.storage.with_name("away")
+    daemon.storage.rename(away)
+    group[1].step()
+    assert group[1].ended(group[1].checkpoint()) == "failed"
+    deadline = time.monotonic() + LIMIT_S
+    while "is not there" not in daemon.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.2)  # not synchronisation: the ranks have decided without the file of rank 1
+    away.rename(daemon.storage)
+    for step in (3, 4, 5, 6, 7):
+        assert group[0].step() == step
+        assert group[0].ended(group[0].checkpoint()) in ("durable", "skipped")
+    end(group)
+    again = ranks(start_trainer, daemon, "1")
+    assert restored(again) == [2, 2]
+    save(again)
+    end(again)
+    assert restored(ranks(start_trainer, daemon, "2")) == [3, 3]
+
+
 def _register(trainer: Any) -> None:
     session = trainer.client._session
     session.register(session.require(), 1 << 20)
