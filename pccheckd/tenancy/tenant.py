@@ -263,6 +263,8 @@ class Tenant:
         current = self.volumes.current
         if current is None:
             return True  # a volume is made first
+        if self.stopped or self.volume_lost or current.info.stopped:
+            return True  # the volume is opened again first
         busy = sum(found.state is not State.REQUESTED for found in self.ledger.live())
         info = current.info
         if busy >= info.slots - info.keep:

@@ -284,6 +284,7 @@ class VolumeSet:
             await self._engine.call(self.key.uid, current.read)
         except (OSError, ValueError, _core.NativeError) as error:
             LOG.warning("%s: cannot recycle slots: %s", self.key, error)
+            await self.refresh()  # it may have stopped
             return False
         return current.info.free_slots > 0
 

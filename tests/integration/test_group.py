@@ -338,6 +338,34 @@ def test_one_rank_finds_the_storage_directory_away(
     assert restored(ranks(start_trainer, daemon, "2")) == [3, 3]
 
 
+def test_slots_that_could_not_be_recycled_do_not_skip_for_ever(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """With on_busy="skip" nobody begins a checkpoint that a full volume has no slot for: its record
+    failed while the directory was away, and the volume has to be opened again."""
+    daemon = start_daemon("--slots", "3", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0", on_busy="skip")
+    save(group, to=1)
+
+    def asks(rank: int) -> str:
+        group[rank].step()
+        return group[rank].ended(group[rank].checkpoint())
+
+    assert [asks(0), asks(0)] == ["durable", "durable"]
+    group[1].step(2)
+    assert [asks(1), asks(0)] == ["skipped", "skipped"]  # what only rank 0 has is given up
+    assert asks(1) == "durable"
+    away = daemon.storage.with_name("away")
+    daemon.storage.rename(away)
+    assert asks(0) in ("failed", "skipped")
+    assert "cannot recycle slots" in daemon.log.read_text()
+    away.rename(daemon.storage)
+    deadline = time.monotonic() + LIMIT_S
+    while {asks(rank) for rank in (0, 1)} & {"skipped", "failed"}:
+        assert time.monotonic() < deadline
+    save(group)
+
+
 def _register(trainer: Any) -> None:
     session = trainer.client._session
     session.register(session.require(), 1 << 20)
