@@ -256,6 +256,21 @@ def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
     assert "newest durable checkpoint is step 3: a restart resumes there" in again.warnings[-1]
 
 
+def test_a_run_that_never_met_its_daemon_does_not_deny_earlier_checkpoints(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    before = start_trainer(daemon)
+    assert saved(before)[0] == "durable"
+    before.close()
+    daemon.kill()
+    after = start_trainer(daemon)
+    assert saved(after)[0] == "failed"
+    after.close()
+    assert "no durable checkpoint" not in after.warnings[-1]
+    assert "resumes from the newest one of an earlier run" in after.warnings[-1]
+
+
 def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
     start_daemon: Start, start_trainer: Connect
 ) -> None:

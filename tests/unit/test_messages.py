@@ -128,13 +128,13 @@ def moved(kit: Kit) -> None:
     saver._report_moved()
 
 
-def last_ones(kit: Kit, *steps: int, durable: int | None = None) -> None:
+def last_ones(kit: Kit, *steps: int, durable: int | None = None, known: bool = False) -> None:
     failures = kit.client()._saver.failures
     if durable is not None:
         failures.durable(durable, 1)
     for step in steps:
         failures.failed(InFlight.ended(step, CheckpointState.FAILED, "no space left in /data"))
-    failures.report_last(None, known=False)
+    failures.report_last(None, known=known)
 
 
 def stalled(kit: Kit) -> None:
@@ -331,7 +331,8 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "stalled": stalled,
     "failed": lambda kit: kit.client()._saver.failures.report(5, "no space left in /data"),
     "last ones failed": lambda kit: last_ones(kit, 5, 6, durable=4),
-    "all failed": lambda kit: last_ones(kit, 5),
+    "all failed": lambda kit: last_ones(kit, 5, known=True),
+    "none is known": lambda kit: last_ones(kit, 5),
     "too many": lambda _: raised(too_many()),
     "no GPU memory": staging,
     "not copied": waits("wait_copied"),
@@ -552,6 +553,11 @@ WORDS: dict[str, str] = {
         "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. There is no durable "
         "checkpoint, so a restart begins at the start of training. Remove the cause before that "
         "(see: pccheckctl status)"
+    ),
+    "none is known": (
+        "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. No checkpoint of this "
+        "run is known to be durable: a restart resumes from the newest one of an earlier run, or "
+        "begins at the start of training. Remove the cause before that (see: pccheckctl status)"
     ),
     "too many": (
         "64 checkpoints are in flight, and no more fit (save less often, or see what delays "

@@ -58,18 +58,25 @@ class Failures:
 
     def report_last(self, saved_step: int | None, *, known: bool) -> None:
         """Warns at the end of a run whose last checkpoints failed. `saved_step` is the newest
-        durable one, or None, if that is `known`; otherwise what this process knows counts."""
+        durable one, or None, if that is `known`; otherwise what this process knows counts, which
+        says nothing about the runs before it."""
         if not self.count or self._last is None:
             return
         step = saved_step if known else self._durable_step
         since = "" if self._durable_step is None else f" since step {self._durable_step}"
         failed = "1 checkpoint" if self.count == 1 else f"{self.count} checkpoints"
-        then = (
-            "There is no durable checkpoint, so a restart begins at the start of training"
-            if step is None
-            else f"The newest durable checkpoint is step {step}: a restart resumes there, and "
-            "repeats the steps after it"
-        )
+        if step is not None:
+            then = (
+                f"The newest durable checkpoint is step {step}: a restart resumes there, and "
+                "repeats the steps after it"
+            )
+        elif known:
+            then = "There is no durable checkpoint, so a restart begins at the start of training"
+        else:
+            then = (
+                "No checkpoint of this run is known to be durable: a restart resumes from the "
+                "newest one of an earlier run, or begins at the start of training"
+            )
         self._warner.once(
             "last",
             f"{failed} failed{since}, up to step {self._last.step}: "
