@@ -252,3 +252,57 @@ def test_a_runtime_directory_that_others_can_read_is_refused(
     (tmp_path / f"pccheck-{os.getuid()}").mkdir(mode=0o755)
     with pytest.raises(PccheckError, match="other users can read it"):
         machine.daemon()
+
+
+@pytest.mark.parametrize("kind", ["file", "missing"])
+def test_without_a_runtime_directory_of_its_own_it_takes_a_temporary_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    given = tmp_path / "given"
+    if kind == "file":
+        given.touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(given))
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert machine.daemon().directory.parent == tmp_path / f"pccheck-{os.getuid()}"
+
+
+def test_a_runtime_directory_that_cannot_be_made_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    with pytest.raises(PccheckError, match=r"cannot make the directory .*: Not a directory"):
+        machine.daemon()
+
+
+def test_what_the_system_refuses_is_an_error_of_pccheck(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only such an error leaves the training running."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(module.subprocess, "Popen", refuse)
+    with pytest.raises(PccheckError, match=r"cannot start a private pccheckd: .*unavailable"):
+        machine.daemon().ensure()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "denied/storage"])
+def test_a_storage_directory_that_cannot_be_looked_at_ends_no_training(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Neither when its client is made nor, at the end of the training, when it is closed."""
+    real = module.Path.is_dir
+
+    def is_dir(path: Path) -> bool:  # what an ordinary user gets; tests may run as root
+        if "denied" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(module.Path, "is_dir", is_dir)
+    daemon = machine.daemon(name)
+    with pytest.raises(PccheckError, match="cannot make the storage directory"):
+        daemon.ensure()
+    daemon.release()

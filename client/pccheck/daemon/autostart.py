@@ -66,7 +66,20 @@ class PrivateDaemon:
         _OF_THIS_PROCESS.add(self)
 
     def ensure(self) -> None:
-        """Starts it unless it runs. Raises PccheckError with the last line of its log."""
+        """Starts it unless it runs. Raises PccheckError with the last line of its log, or why it
+        cannot be started here."""
+        try:
+            self._ensure()
+        except PccheckError:  # one of them is a TimeoutError
+            raise
+        except OSError as error:  # no space for its log, no process, a path of another user
+            raise PccheckError(
+                f"cannot start a private pccheckd: {error}",
+                hint="free what is missing, or choose other directories with storage= and "
+                "XDG_RUNTIME_DIR",
+            ) from error
+
+    def _ensure(self) -> None:
         try:
             self.storage.mkdir(exist_ok=True)  # not its parents: they may be a disk not mounted yet
         except OSError as error:
@@ -184,9 +197,10 @@ class PrivateDaemon:
         _OF_THIS_PROCESS.discard(self)
         if any(other.storage == self.storage for other in _OF_THIS_PROCESS):
             return
-        # When the directory was removed, no process looks for its daemon.
-        locked = self._locked() if self.storage.is_dir() else contextlib.nullcontext()
-        with contextlib.suppress(PccheckError, OSError, ValueError), locked:
+        with contextlib.suppress(PccheckError, OSError, ValueError), contextlib.ExitStack() as held:
+            # When the directory was removed, no process looks for its daemon.
+            if self.storage.is_dir():  # raises where another user's directory is in the way
+                held.enter_context(self._locked())
             pid = int((self.socket.resolve().parent / "pid").read_text())
             with attach.observe(self.socket, version=VERSION, timeout_s=_PROBE_LIMIT_S) as seen:
                 ends = seen.welcome.pid == pid and _nobody_else(seen)
@@ -258,9 +272,16 @@ def _runtime_root() -> Path:
     """A directory that only this uid can use; short, because socket paths end at 107 bytes."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     root = Path(given) / "pccheck" if given else Path(tempfile.gettempdir())
-    if not given or len(str(root)) > 40 or not Path(given).is_dir():
+    # After `su` or `sudo -E` it is the directory of another user.
+    if not given or len(str(root)) > 40 or not os.access(f"{given}/.", os.W_OK | os.X_OK):
         root = Path(tempfile.gettempdir()) / f"pccheck-{os.getuid()}"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise PccheckError(
+            f"cannot make the directory {root}: {error.strerror}",
+            hint="set XDG_RUNTIME_DIR to a directory of yours of mode 0700",
+        ) from error
     owner = root.lstat()
     if owner.st_uid != os.getuid() or (owner.st_mode & 0o077 and not given):
         raise PccheckError(
