@@ -195,6 +195,10 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
     """The error when a job has only this volume, which cannot be read."""
     if item.code_name in ("EACCES", "EPERM"):
         return denied(item.file.path)
+    if item.code_name == "LINK":
+        return PccheckError(
+            item.reason, hint=f"{layout.LINKED_HINT}; its job gets no checkpoints before"
+        )
     kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
     return (kind or PccheckError)(
         f"the volume {item.file.path} cannot be read: {reason_of(item)}",

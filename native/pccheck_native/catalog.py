@@ -25,7 +25,7 @@ from pccheck_native._core import (
     VolumeInfo,
 )
 from pccheck_native.group import Held, Rank, common, stale
-from pccheck_native.layout import VolumeFile, list_volumes
+from pccheck_native.layout import LinkedError, VolumeFile, files_in_place, list_links
 
 
 class Checkpoint(NamedTuple):
@@ -68,7 +68,7 @@ class Unreadable(NamedTuple):
     """A volume that could not be opened, or is not what its name says, and why."""
 
     file: VolumeFile
-    code_name: str  # "DAMAGED", "NEWER_FORMAT", "EACCES", "MISPLACED", ...
+    code_name: str  # "DAMAGED", "NEWER_FORMAT", "EACCES", "MISPLACED", "LINK", ...
     reason: str
 
 
@@ -129,7 +129,7 @@ def scan(
     read hides no other. Raises OSError when the directories cannot be listed.
     """
     catalog = Catalog([], {}, [])
-    for file in list_volumes(storage, uid=uid, job=job, rank=rank):
+    for file in files_in_place(storage, uid=uid, job=job, rank=rank):
         try:
             with closing(Volume(file.path, writable=False, allow_buffered=True)) as volume:
                 info = volume.info()
@@ -152,6 +152,8 @@ def scan(
             continue
         catalog.volumes[file.path] = info
         catalog.checkpoints.extend(found)
+    for link in list_links(storage, uid=uid, job=job):
+        catalog.unreadable.append(Unreadable(link, "LINK", LinkedError(link.path).message))
     catalog.checkpoints.sort(key=lambda c: (c.uid, c.job, c.rank, -c.sequence))
     return catalog
 

@@ -11,6 +11,7 @@ from checked parts only, and links are never followed, so that nothing here leav
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -129,13 +130,19 @@ def _parse(storage: Path, uid: str, job: str, name: str) -> VolumeFile | None:
     return VolumeFile(int(uid), job, rank, generation, storage / uid / job / name)
 
 
-def _directories(parent: Path, only: str | None) -> Iterator[os.DirEntry[str]]:
+def _entries(parent: Path, only: str | None) -> Iterator[os.DirEntry[str]]:
     try:
         entries = sorted(os.scandir(parent), key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return  # a job that was dropped while we looked
+    except (FileNotFoundError, NotADirectoryError):
+        return  # a job that was dropped while we looked, or no job
     for entry in entries:
-        if only in (None, entry.name) and entry.is_dir(follow_symlinks=False):
+        if only in (None, entry.name):
+            yield entry
+
+
+def _directories(parent: Path, only: str | None) -> Iterator[os.DirEntry[str]]:
+    for entry in _entries(parent, only):
+        if entry.is_dir(follow_symlinks=False):
             yield entry
 
 
@@ -158,6 +165,43 @@ def _files(
                         yield owner.name, run.name, entry
 
 
+#: What an administrator does instead of a link.
+LINKED_HINT = "move the files back, or mount their disk there: mount --bind"
+
+
+class LinkedError(OSError):
+    """A symbolic link where the directory of a user or of a job, or a volume, should be."""
+
+    def __init__(self, path: Path) -> None:
+        self.message = f"{path} is a symbolic link, and no such link is followed"
+        super().__init__(errno.ELOOP, self.message)
+
+
+def list_links(
+    storage: str | os.PathLike[str], *, uid: int | None = None, job: str | None = None
+) -> list[VolumeFile]:
+    """Symbolic links where `list_volumes` finds nothing: somebody moved volumes to another disk.
+    Rank and generation are 0, and the job is "", where the link says nothing of them."""
+    root, found = Path(storage), list[VolumeFile]()
+    for owner in _entries(root, None if uid is None else str(uid)):
+        if _UID.fullmatch(owner.name) is None:
+            continue
+        if owner.is_symlink():
+            found.append(VolumeFile(int(owner.name), job or "", 0, 0, Path(owner.path)))
+            continue
+        for run in _entries(Path(owner.path), job):
+            if _JOB.fullmatch(run.name) is None:
+                continue
+            if run.is_symlink():
+                found.append(VolumeFile(int(owner.name), run.name, 0, 0, Path(run.path)))
+                continue
+            for entry in _entries(Path(run.path), None):
+                file = _parse(root, owner.name, run.name, entry.name)
+                if file is not None and entry.is_symlink():
+                    found.append(file)
+    return sorted(found)
+
+
 def list_volumes(
     storage: str | os.PathLike[str],
     *,
@@ -167,8 +211,23 @@ def list_volumes(
 ) -> list[VolumeFile]:
     """Every volume by name, ordered by (uid, job, rank, generation); None means any.
 
-    Raises FileNotFoundError without a storage directory, PermissionError for one of others.
+    Raises FileNotFoundError without a storage directory, PermissionError for one of others. Of one
+    user's job also LinkedError: a job with a link in its place has checkpoints, and must not begin
+    at step 0.
     """
+    if None not in (uid, job) and (links := list_links(storage, uid=uid, job=job)):
+        raise LinkedError(links[0].path)
+    return files_in_place(storage, uid=uid, job=job, rank=rank)
+
+
+def files_in_place(
+    storage: str | os.PathLike[str],
+    *,
+    uid: int | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+) -> list[VolumeFile]:
+    """The same without LinkedError, for reports, in which one job hides no other."""
     found = (
         _parse(Path(storage), owner, run, entry.name)
         for owner, run, entry in _files(storage, uid, job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from pccheck_native import _core
+from pccheck_native import _core, layout
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DamagedError,
@@ -67,6 +67,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
     if isinstance(error, _core.NativeError):
         kind, text, hint = _NATIVE.get(error.code_name, (InternalError, error.code_name, ""))
         return kind(f"{what} {text}", hint=hint)
+    if isinstance(error, layout.LinkedError):
+        return RefusedError(error.message, hint=layout.LINKED_HINT)
     if words := shortage(error):
         return CheckpointFailedError(f"{what}: {words}", hint=SHORTAGE_HINT)
     if isinstance(error, OSError):

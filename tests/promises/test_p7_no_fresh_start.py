@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pccheck_native import catalog
+from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.trainer import RemoteError, Trainer
 
@@ -129,3 +130,31 @@ def test_what_a_run_took_over_late_is_not_given_away(
     trainer.kill()
     forgetful = forgetful_run(daemon, start_trainer)
     assert forgetful.recover(step=4)["wrong"] == ""
+
+
+@pytest.mark.parametrize("part", ["user", "job", "volume"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_in_place_of_a_job_is_no_empty_job(
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl, part: str, there: bool
+) -> None:
+    """An administrator moved it to another disk, which may not be mounted now."""
+    daemon = start_daemon()
+    earlier_run(daemon, start_trainer)
+    daemon.stop()
+    (volume,) = daemon.storage.glob("*/*/*.pcc")
+    link = {"user": volume.parent.parent, "job": volume.parent, "volume": volume}[part]
+    elsewhere = daemon.root / "elsewhere"
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere if there else "/mnt/not-mounted")
+    daemon.start()
+    assert f"{link} is a symbolic link" in daemon.log.read_text()
+    trainer = start_trainer(daemon)
+    with pytest.raises(RemoteError, match=f"RefusedError.*{link} is a symbolic link"):
+        trainer.restore()
+    for words in (("show", "job"), ("export", "job", "-o", str(daemon.root / "x.pt"))):
+        told = ctl(daemon.storage, *words)
+        assert told.code == 1 and "is a symbolic link" in told.err
+    assert ctl(daemon.storage, "verify").code == 14
+    link.unlink()
+    elsewhere.rename(link)
+    assert trainer.restore()["step"] == 9

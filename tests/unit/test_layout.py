@@ -123,6 +123,25 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert layout.list_volumes(storage) == []
 
 
+def test_links_are_named(tmp_path: Path) -> None:
+    """As files of one user's job they are an error: the job is not empty, but elsewhere."""
+    real = put(layout.volume_path(tmp_path / "disk", 5, "a", 0)).parent.parent
+    storage = tmp_path / "storage"
+    for path in ("7/a/rank-0.0.pcc", "7/b", "6", "7/c/note", "notes", "7/.d"):
+        (storage / path).parent.mkdir(parents=True, exist_ok=True)
+        (storage / path).symlink_to(real)
+    put(layout.volume_path(storage, 7, "c", 0))
+    assert [file.path.relative_to(storage) for file in layout.list_links(storage)] == [
+        Path("6"), Path("7/a/rank-0.0.pcc"), Path("7/b")
+    ]  # fmt: skip
+    for uid, job in ((7, "a"), (7, "b"), (6, "any")):
+        with pytest.raises(layout.LinkedError, match="is a symbolic link"):
+            layout.list_volumes(storage, uid=uid, job=job)
+        assert layout.files_in_place(storage, uid=uid, job=job) == []
+    assert [file.job for file in layout.list_volumes(storage, uid=7, job="c")] == ["c"]
+    assert [file.job for file in layout.list_volumes(storage)] == ["c"]
+
+
 def test_no_storage_directory_is_an_error_not_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         layout.list_volumes(tmp_path / "missing")
