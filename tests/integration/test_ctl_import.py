@@ -334,6 +334,10 @@ def test_what_is_wrong_with_a_file_is_said(start_daemon: Start, ctl: Ctl, tmp_pa
     def entry(kind: str, shape: list[int], *offsets: int) -> dict[str, object]:
         return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
 
+    for foreign in (b"root:x:0:0:root:/root:/bin/bash\n", b"hello\n", b"\x80\x02u."):
+        file.with_suffix(".pt").write_bytes(foreign)  # that torch takes for instructions
+        assert str(file.with_suffix(".pt")) in told(file.with_suffix(".pt"), code=1)
+
     safetensors_torch.save_file({"w": torch.ones(300)}, file)
     whole = file.read_bytes()
     for length in (0, 5, 8, 40, len(whole) - 1):

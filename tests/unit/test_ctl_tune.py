@@ -95,6 +95,7 @@ def test_the_daemons_history_is_what_was_nearest_in_size() -> None:
 @pytest.mark.parametrize(
     "wrong",
     ["--checkpoint 0 --step-time 1s", "--checkpoint 1GiB --step-time 1s --slowdown 0.9",
+     "--checkpoint 1GiB --step-time 1s --slowdown nan",
      "--checkpoint 1GiB --step-time 1s --slots 2", "--checkpoint 1GB --step-time 1s",
      "--checkpoint 1GiB --step-time fast", "--step-time 1s",
      "--checkpoint 1GiB --step-time 1s --mtbf 0s"],

@@ -27,7 +27,9 @@ def _load(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise refused(path, error) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of torch's unpickler, which takes any bytes for its instructions
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PccheckError(
             f"{path} is not a complete file of torch.save: {reason}",

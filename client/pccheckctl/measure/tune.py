@@ -127,7 +127,7 @@ def check(wish: Wish) -> None:
     """Raises UsageError for impossible values."""
     if wish.checkpoint_bytes <= 0 or wish.step_s <= 0:
         raise UsageError("--checkpoint and --step-time must be more than 0")
-    if wish.slowdown < 1:
+    if not 1 <= wish.slowdown < math.inf:  # also NaN
         raise UsageError(
             f"--slowdown must be at least 1 (got {wish.slowdown:g})",
             hint="1.03 allows three percent",
