@@ -4,6 +4,7 @@ it runs."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import os
@@ -57,15 +58,37 @@ def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; --help and --version end in SystemExit(0)."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    _prepare_streams()
     try:
         code = _run(given)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+        return PccheckError.exit_code
+    except OSError as error:  # no space where the output goes
+        _discard_output()
+        with contextlib.suppress(OSError):
+            print(f"pccheckctl: cannot write the output: {error.strerror}", file=sys.stderr)
         return PccheckError.exit_code
     return code
+
+
+def _prepare_streams() -> None:
+    """Opens what the caller has closed, so that no other file gets its number, and lets the locale
+    refuse no character: names and texts are of any language."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123
+        elif name != "stdin" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """What is still buffered: otherwise Python complains of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(given: list[str]) -> int:
@@ -75,6 +98,8 @@ def _run(given: list[str]) -> int:
         return int(command.run(chosen))
     except PccheckError as error:
         failure = error
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+        failure = UsageError(f"{error.object!r:.80} is not text", hint="use characters of UTF-8")
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -4,6 +4,9 @@ and moves no cursor."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,17 @@ def test_legal_states_end_no_command_in_a_traceback(tmp_path: Path, ctl: Ctl, ro
             assert err.startswith("pccheckctl: torch.distributed.checkpoint"), err
             continue
         assert code == 0, (name, err)
+
+
+def test_values_in_any_language_are_shown_in_any_locale(tmp_path: Path) -> None:
+    storage = save(tmp_path / "s", mapping(t=TENSOR, text="caf\u00e9 \u6f22"))
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "show", "job"],
+        check=False, capture_output=True, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "'caf\\xe9 \\u6f22'" in ran.stdout
 
 
 def test_metadata_may_hold_them_too(tmp_path: Path, ctl: Ctl) -> None:

@@ -172,3 +172,36 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         shell=True, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["completion", "bash"]])
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ('"$@" >&-', 0, ""),
+        ('"$@" >&- 2>&- <&-', 0, ""),
+        ('"$@" >/dev/full', 1, "pccheckctl: cannot write the output: No space left on device\n"),
+        ('"$@" >/dev/full 2>&1', 1, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(
+    tmp_path: Path, words: list[str], shell: str, code: int, said: str
+) -> None:
+    """A closed one, as cron jobs may have, is no error."""
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    (storage / ".pccheckd.lock").touch()
+    command = [sys.executable, "-m", "pccheckctl", "--storage", str(storage), *words]
+    ran = subprocess.run(
+        ["/bin/sh", "-c", shell, "sh", *command], check=False, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (code, said)
+
+
+def test_a_job_name_that_is_no_text_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(_: object) -> int:
+        "\udcff".encode()
+        return 0
+
+    monkeypatch.setattr("pccheckctl.commands.status.run", encode)
+    assert cli.main(["status"]) == 2

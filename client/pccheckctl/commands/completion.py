@@ -10,13 +10,14 @@ import argparse
 
 from pccheck_wire.errors import PccheckError
 from pccheckctl import cli
+from pccheckctl.output.documents import write
 
 #: What a value is, by the name that --help gives it; everything else completes to nothing.
 _FILES, _DIRECTORIES = ("FILE", "PATH"), ("DIR",)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(script(arguments.shell))
+    write(script(arguments.shell))
     return 0
 
 

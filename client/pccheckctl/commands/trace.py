@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, answer, rows, text, whole
+from pccheckctl.output.documents import Document, answer, rows, text, whole, write
 from pccheckctl.output.files import write_text
 from pccheckctl.source import daemon
 
@@ -36,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         document["checkpoints"] = [one for one in items if one.get("uid") == arguments.uid]
     made = json.dumps(chrome(document))
     if arguments.output in (None, "-"):
-        sys.stdout.write(made + "\n")
+        write(made)
         return 0
     write_text(arguments.output, made, force=arguments.force)
     path, count = arguments.output, len(rows(document, "checkpoints"))

@@ -14,6 +14,7 @@ from pccheck_store.documents import rows as rows
 from pccheck_store.documents import text as text
 from pccheck_store.documents import texts as texts
 from pccheck_store.documents import whole as whole
+from pccheck_wire.errors import PccheckError
 
 from .render import safe
 
@@ -29,12 +30,22 @@ def answer(arguments: Namespace, document: Document, as_text: Callable[[], str])
 def print_json(document: Document) -> None:
     import json  # most answers are text
 
-    print(json.dumps(document, indent=2))
+    write(json.dumps(document, indent=2))
 
 
 def say(text: str) -> None:
     """A result for people. Line breaks in names of other users were escaped before."""
-    print("\n".join(map(safe, text.split("\n"))), flush=True)
+    write("\n".join(map(safe, text.split("\n"))))
+
+
+def write(text: str) -> None:
+    """Prints to stdout. Raises PccheckError where that takes no more: not the storage is full."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise PccheckError(f"cannot write the output: {error.strerror}") from error
 
 
 def note(text: str) -> None:
