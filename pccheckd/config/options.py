@@ -75,7 +75,7 @@ def _yes(text: str) -> bool:
 
 
 def _path(text: str) -> Path:
-    if "\0" in text:
+    if not text or "\0" in text:  # a variable of a script that is not set: not the directory here
         raise UsageError(f"{text!r} is not a path")
     return Path(text).absolute()
 

@@ -70,6 +70,17 @@ def test_every_variable_that_a_client_reads_is_known() -> None:
     assert read - {"PCCHECK_"} <= set(basics.VARIABLES)
 
 
+@pytest.mark.parametrize("option", ["storage", "socket"])
+def test_an_empty_path_is_not_the_directory_here(option: str) -> None:
+    """`--storage "$DIR"` of a script in which DIR is not set."""
+    given = vars(config.parser().parse_args([f"--{option}="]))
+    with pytest.raises(UsageError, match=f"--{option}: '' is not a path"):
+        config.Sources(given, {"PCCHECK_CONFIG": "/dev/null"}).load()
+    variable = f"PCCHECK_{option.upper()}"
+    with pytest.raises(UsageError, match=f"{variable}: '' is not a path"):
+        config.Sources({}, {"PCCHECK_CONFIG": "/dev/null", variable: ""}).load()
+
+
 def test_in_flight_is_slots_minus_keep() -> None:
     assert load("--slots 4 --keep 1").in_flight == 3
 
