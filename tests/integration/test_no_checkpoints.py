@@ -284,3 +284,21 @@ def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
     assert "a later checkpoint goes into a new volume" in said
     trainer.close()
     assert trainer.warnings == [said]
+
+
+def test_a_volume_that_cannot_be_made_is_no_busy_daemon(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Any error but a full disk: such checkpoints were skipped, and a run ended without a word."""
+    daemon = start_daemon()
+    place = daemon.storage / str(os.geteuid())
+    place.touch()  # a file in place of the user's directory
+    trainer = start_trainer(daemon)
+    for _ in range(3):
+        assert saved(trainer)[0] == "failed"
+    (first,) = trainer.warnings
+    assert "checkpoint of step 1 failed: a volume of" in first and "File exists" in first
+    place.unlink()
+    assert saved(trainer)[0] == "durable"
+    trainer.close()
+    assert len(trainer.warnings) == 1

@@ -21,6 +21,7 @@ from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     DeviceError,
+    RefusedError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import Begin, CheckpointState
@@ -176,6 +177,8 @@ class Saver:
         except WaitTimeoutError:
             self._trip(connection, 0)
             raise
+        except CheckpointFailedError as error:  # the daemon cannot save; it is not only busy
+            raise RefusedError(error.message, hint=error.hint) from error
         if snapshot.device is not None and snapshot.device.staging_bytes:
             self._gate.free_staging(snapshot.device, skip=self._options.on_busy == "skip")
         return handover
