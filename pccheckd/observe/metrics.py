@@ -47,6 +47,7 @@ class Metrics:
         self._families: tuple[Family, ...] = ()
         self._rendering = threading.Lock()
         self._known: OrderedDict[_Rank, None] = OrderedDict()
+        self._counters: list[Counter] = []  # all of these have series by rank
         self._requests = self._counter("requests", "Checkpoints that trainers asked for", RANK)
         self._checkpoints = self._counter(
             "checkpoints", "Checkpoints that ended, by result", (*RANK, "result")
@@ -124,7 +125,9 @@ class Metrics:
     # -- small ---------------------------------------------------------------------------------
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(f"pccheck_{name}", text, labels, registry=self.registry)
+        made = Counter(f"pccheck_{name}", text, labels, registry=self.registry)
+        self._counters.append(made)
+        return made
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(
@@ -146,9 +149,8 @@ class Metrics:
     def _remove(self, gone: _Rank) -> None:
         del self._known[gone]
         named = dict(zip(RANK, gone, strict=True))
-        for metric in (self._requests, self._checkpoints, self._failures, self._bytes,
-                       self._written, self._rehomed, self._stall):  # fmt: skip
-            metric.remove_by_labels(named)
+        for counter in self._counters:
+            counter.remove_by_labels(named)
         if all(known[:2] != gone[:2] for known in self._known):
             for histogram in self._histograms.values():
                 histogram.remove_by_labels(dict(zip(JOB, gone[:2], strict=True)))

@@ -86,7 +86,7 @@ def test_parts_of_durable_ones_are_observed() -> None:
 def test_a_user_with_many_jobs_pushes_out_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SERIES_MAX", 10)
     metrics = Metrics()
-    item = checkpoint(times_ns={"durable": 2_000_000_000})
+    item = checkpoint(times_ns={"durable": 2_000_000_000}, copied_bytes=4096, written_bytes=4096)
     metrics.ended(item.record(KEY))
     for number in range(100):
         key = Key(8, f"job-{number}", 0)
@@ -95,7 +95,8 @@ def test_a_user_with_many_jobs_pushes_out_his_own(monkeypatch: pytest.MonkeyPatc
     found = read(metrics)
     jobs = {key[0] for key in found["pccheck_checkpoints_total"]}
     assert jobs == {"gpt"} | {f"job-{number}" for number in range(91, 100)}
-    assert {key[0] for key in found["pccheck_persist_seconds_count"]} == jobs
+    for name in ("persist_seconds_count", "copied_bytes_total", "written_bytes_total"):
+        assert {key[0] for key in found[f"pccheck_{name}"]} == jobs
     assert len(found["pccheck_requests_total"]) == 9
 
 
