@@ -22,6 +22,7 @@ from .ranks import add_stored
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
 DROP_LIMIT_S = 600.0  # a disk may need minutes to free terabytes
+VERIFY_LIMIT_S = 3600.0
 TRACE_S_MAX = 1e8  # what the daemon takes; it remembers less
 LISTING_LIMIT_S = 2.0  # of the list that completes `status`
 
@@ -69,10 +70,10 @@ class Observer:
 
     def verify(
         self, job: str, *, rank: int, sequence: int = 0, uid: int = -1, subset: str = "",
-        seed: int = 0, timeout_s: float = 3600.0,
+        seed: int = 0,
     ) -> Document:  # fmt: skip
         body = {"job": job, "rank": rank, "sequence": sequence, "uid": uid, "seed": seed}
-        return self._report({"t": "verify", "subset": subset, **body}, timeout_s)
+        return self._report({"t": "verify", "subset": subset, **body}, VERIFY_LIMIT_S)
 
     def trace(self, last_s: float) -> Document:
         """Checkpoints of the last seconds; `math.inf` for all that the daemon remembers."""

@@ -32,16 +32,16 @@ class Survey:
         return f"{self.volumes} volumes with {self.checkpoints} checkpoints{unreadable}"
 
 
-async def take(engine: Engine, *, limit_s: float = LIMIT_S) -> Survey:
+async def take(engine: Engine) -> Survey:
     """Reads records only; data is verified when it is recovered. Never raises for a bad volume."""
     storage = engine.config.storage
     scan = asyncio.create_task(engine.look(os.getuid(), catalog.scan, storage))
-    done, _ = await asyncio.wait({scan}, timeout=limit_s)
+    done, _ = await asyncio.wait({scan}, timeout=LIMIT_S)
     if not done:
         scan.add_done_callback(_looked_at)
         LOG.error(
             "the volumes in %s could not be listed within %g s: check the disk (dmesg)",
-            storage, limit_s,
+            storage, LIMIT_S,
         )  # fmt: skip
         return Survey(complete=False)
     try:

@@ -36,7 +36,6 @@ class Supervisor(Background):
         survey: Survey,
         *,
         faults: Callable[[], list[str]] = list,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`faults` returns why the process itself fails: the watchdog then ends it."""
         self._survey = survey
@@ -45,8 +44,7 @@ class Supervisor(Background):
         self._config = sessions.config
         self._registry = sessions.registry
         self._sessions = sessions
-        self._clock = clock
-        self._progress = Progress(sessions.registry, clock)
+        self._progress = Progress(sessions.registry, time.monotonic)
 
     @property
     def period_s(self) -> float:
@@ -85,8 +83,8 @@ class Supervisor(Background):
 
     async def while_draining(self, limit_s: float) -> None:
         """Reports the progress of the stop, until it is cancelled or the limit is reached."""
-        until = self._clock() + limit_s
-        while (left_s := until - self._clock()) > 0:
+        until = time.monotonic() + limit_s
+        while (left_s := until - time.monotonic()) > 0:
             with self._guarded():
                 self._report_drain(left_s)
             await asyncio.sleep(min(DRAIN_STEP_S, self.period_s))
