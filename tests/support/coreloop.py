@@ -66,16 +66,15 @@ class Loop:
     """Everything open; `save` and `load` do what client and daemon do between them."""
 
     def __init__(
-        self, path: Path, *, chunks: int = 16, writers: int = 2, engine: str = "pwrite",
-        **volume: int,
-    ) -> None:  # fmt: skip
+        self, path: Path, *, chunks: int = 16, engine: str = "pwrite", **volume: int
+    ) -> None:
         self.path = path if path.exists() else make_volume(path, **volume)
         self.volume = Volume(self.path, writable=True, engine=engine)
         self.pool = Pool(64 << 20)
         self.events = Events()
         self.channel = Channel(
             self.pool, self.events, id=1, chunk_bytes=CHUNK_BYTES, block_bytes=BLOCK_BYTES,
-            chunk_capacity=64, lanes=2, writers=writers,
+            chunk_capacity=64, lanes=2, writers=2,
         )  # fmt: skip
         self.channel.bind(self.volume)
         self.channel.grow(chunks * CHUNK_BYTES)

@@ -67,13 +67,10 @@ class StreamSGD(torch.optim.Optimizer):
         *,
         seed: int = 0,
         lr: float = 0.1,
-        momentum: float = 0.9,
-        device_of: Callable[[torch.Tensor], int] | None = None,
     ) -> None:
-        super().__init__(list(params), {"lr": lr, "momentum": momentum})
+        super().__init__(list(params), {"lr": lr, "momentum": 0.9})
         self._gpu = gpu
         self._seed = seed
-        self._device_of = device_of or _ordinal
 
     def _momentum(self, parameter: torch.Tensor, device: int) -> torch.Tensor:
         state = self.state[parameter]
@@ -88,7 +85,7 @@ class StreamSGD(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
-                device = self._device_of(parameter)
+                device = _ordinal(parameter)
                 buffer = self._momentum(parameter, device)
                 number = int(self.state[parameter]["step"])
                 self._gpu.launch(
@@ -127,13 +124,12 @@ def _ordinal(tensor: torch.Tensor) -> int:
 class DriftingBuffer(torch.nn.Module):
     """A module whose buffer changes in forward(), on the stream, as BatchNorm's do."""
 
-    def __init__(self, gpu: Gpu, count: int = 1000, device: int = 0) -> None:
+    def __init__(self, gpu: Gpu, count: int = 1000) -> None:
         super().__init__()
         self._gpu = gpu
-        self._device = device
         self.seen: torch.Tensor
-        self.register_buffer("seen", gpu.like(torch.zeros(count), device))
+        self.register_buffer("seen", gpu.like(torch.zeros(count)))
 
     def forward(self, _input: object = None) -> None:
         seen = self.seen
-        self._gpu.launch(lambda: seen.mul_(0.5).add_(1.0), self._device)
+        self._gpu.launch(lambda: seen.mul_(0.5).add_(1.0))

@@ -178,13 +178,13 @@ class Tenant:
 class Ranks:
     """A job with fake ranks, all of them connected in its first start."""
 
-    def __init__(self, world: int = 2, *, keep: int = 1) -> None:
+    def __init__(self, world: int = 2) -> None:
         self.world = world
         self.job = Job(7, "gpt", CONFIG)
         self.tenants = [Tenant(rank) for rank in range(world)]
         for tenant in self.tenants:
             tenant.volumes.current = SimpleNamespace(
-                info=SimpleNamespace(keep=keep, slots=4), pinned=set()
+                info=SimpleNamespace(keep=1, slots=4), pinned=set()
             )
             self.job.loaded(tenant)  # type: ignore[arg-type]
 

@@ -114,8 +114,8 @@ class Rank:
         return self.ask(Register(size))
 
     def begin(
-        self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True, branch: int = 0,
-        repeat: int = 0, frozen: int = 0, offered: int | None = None,
+        self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
+        frozen: int = 0, offered: int | None = None,
     ) -> int:  # fmt: skip
         """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id. Its
         `frozen` bytes are offered; `offered` tells the link another number than the daemon."""
@@ -127,7 +127,7 @@ class Rank:
         self._kept[snapshot] = buffer
         self.link.request(snapshot)
         self._send(0, Begin(
-            snapshot, step, len(data), len(body), len(tail), on_busy, branch=branch, repeat=repeat,
+            snapshot, step, len(data), len(body), len(tail), on_busy,
             frozen_bytes=frozen, offered_bytes=frozen,
         ))  # fmt: skip
         if fill:

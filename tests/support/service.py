@@ -53,9 +53,9 @@ class Service(Daemon):
         self.wait_for(lambda said: said == "READY=1")
         return self
 
-    def wait_log(self, wanted: str, limit_s: float = READY_LIMIT_S) -> None:
+    def wait_log(self, wanted: str) -> None:
         """A thread writes the log, later than the line is made."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + READY_LIMIT_S
         while wanted not in self.log.read_text():
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)

@@ -137,8 +137,8 @@ class Faults:
     def fail_export(self, code: int = 1, times: int = ALWAYS) -> None:
         self.set(export_fail_code=code, export_fail_count=times)
 
-    def fail_register(self, code: int = 2, times: int = ALWAYS) -> None:
-        self.set(register_fail_code=code, register_fail_count=times)
+    def fail_register(self, times: int = ALWAYS) -> None:
+        self.set(register_fail_code=2, register_fail_count=times)
 
     def fail_alloc(self, times: int = ALWAYS) -> None:
         self.set(alloc_fail_count=times)
