@@ -16,7 +16,7 @@ from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
-from .ledger import ENDED_BEFORE
+from .ledger import DEVICE_LOST, ENDED_BEFORE
 
 if TYPE_CHECKING:
     from .tenant import Tenant
@@ -38,10 +38,8 @@ _REFUSED = {
         "the trainer no longer shares the GPU memory that it names",
         "the next checkpoint shares the memory again, or is pushed",
     ),
-    "DEVICE_LOST": (
-        "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
-    ),
-}  # fmt: skip
+    "DEVICE_LOST": DEVICE_LOST,
+}
 
 
 class Admission:

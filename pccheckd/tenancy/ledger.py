@@ -18,12 +18,11 @@ COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
 ENDED_BEFORE = "the trainer ended before it was admitted"
 _NOT_COMPLETE = ("the trainer ended or abandoned it before its copy was complete", "")
+DEVICE_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {
     "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
-    "DEVICE_LOST": (
-        "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
-    ),
+    "DEVICE_LOST": DEVICE_LOST,
     "DAMAGED": (
         "its memory changed after it was copied, before a new pccheckd could write it",
         "look for a process that writes where it should not",

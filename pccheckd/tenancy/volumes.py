@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pccheck_native import _core, catalog, dropping, layout
 from pccheck_native.group import Agreement
-from pccheck_wire.basics import size_text
+from pccheck_wire.basics import plural, size_text
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -227,8 +227,7 @@ class VolumeSet:
         self._known.add(item.path)
         self._passed = max(self._passed, item.info.next_sequence - 1)
         self.lost += item.checkpoints
-        count = len(item.checkpoints)
-        held = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+        held = plural(len(item.checkpoints), "checkpoint")
         self.losses[item.path] = (
             f"{item.path} {_LOST.get(code, code)}; it held {held}. The next checkpoint goes into a "
             "new volume; to remove a job, use pccheckctl drop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from pccheck.warn import LOG, Warner
+from pccheck_wire.basics import plural
 
 from .in_flight import InFlight
 
@@ -64,7 +65,6 @@ class Failures:
             return
         step = saved_step if known else self._durable_step
         since = "" if self._durable_step is None else f" since step {self._durable_step}"
-        failed = "1 checkpoint" if self.count == 1 else f"{self.count} checkpoints"
         if step is not None:
             then = (
                 f"The newest durable checkpoint is step {step}: a restart resumes there, and "
@@ -79,7 +79,7 @@ class Failures:
             )
         self._warner.once(
             "last",
-            f"{failed} failed{since}, up to step {self._last.step}: "
+            f"{plural(self.count, 'checkpoint')} failed{since}, up to step {self._last.step}: "
             f"{self._last.known_reason or 'the reason is not known'}. {then}. Remove the cause "
             "before that (see: pccheckctl status)",
         )
