@@ -143,7 +143,8 @@ def settle() -> None:
     time.sleep(0.2)
 
 
-def sync_directory(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """A file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

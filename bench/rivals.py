@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from bench.common import sync_directory, tensors_of
+from bench.common import sync_path, tensors_of
 
 KEPT = "DCP async_save, stager kept"
 UNSYNCED = "torch.save without fsync"
@@ -40,16 +40,8 @@ Load = Callable[[Path], None]
 
 def _sync_tree(path: Path) -> None:
     """Syncs directories only: every writer here has synced its files."""
-    sync_directory(path)
-    sync_directory(path.parent)
-
-
-def sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path)
+    sync_path(path.parent)
 
 
 @dataclass(slots=True)
@@ -105,7 +97,7 @@ class Rivals(AbstractContextManager["Rivals"]):
 
     def _torch_save(self, directory: Path) -> Finish:
         self._torch_save_unsynced(directory)
-        sync_file(directory / "state.pt")
+        sync_path(directory / "state.pt")
         _sync_tree(directory)
         return lambda: None
 
@@ -116,7 +108,7 @@ class Rivals(AbstractContextManager["Rivals"]):
     def _safetensors(self, directory: Path) -> Finish:
         path = directory / "state.safetensors"
         save_file(tensors_of(self.state.model, self.state.optimizer), path)
-        sync_file(path)
+        sync_path(path)
         _sync_tree(directory)
         return lambda: None
 
@@ -140,7 +132,7 @@ class Rivals(AbstractContextManager["Rivals"]):
         def finish() -> None:
             pending.wait()
             for path in sorted(directory.rglob("*"), reverse=True):  # it syncs nothing itself
-                sync_file(path)
+                sync_path(path)
             _sync_tree(directory)
 
         return finish

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from bench.common import sync_directory, tensors_of
+from bench.common import sync_path, tensors_of
 from bench.figures.contender import Contender, bytes_of, drop_cache
 from bench.figures.trainers import Trainer
-from bench.rivals import sync_file
 
 
 class CheckFreq(Contender):
@@ -55,9 +54,9 @@ class CheckFreq(Contender):
         path = self._path(len(self._landed))
         fresh = path.with_suffix(".new")
         torch.save(self._snapshot, fresh)
-        sync_file(fresh)
+        sync_path(fresh)
         fresh.rename(path)
-        sync_directory(self.directory)
+        sync_path(self.directory)
         self._landed.append((step, time.monotonic()))
 
     def _path(self, number: int) -> Path:

@@ -163,8 +163,8 @@ class GpuRivals(Rivals):
 
         def finish() -> None:
             response.upload_completion.result()
-            common.sync_directory(directory)
-            common.sync_directory(directory.parent)
+            common.sync_path(directory)
+            common.sync_path(directory.parent)
 
         return finish
 
