@@ -244,8 +244,9 @@ class PCcheckClient:
             self._warner.once(
                 "ddp",
                 f"the model is in DistributedDataParallel, and each of the {self._copies} ranks "
-                "stores a copy of it. To store one copy, pass PCcheckClient(replicated=True) on "
-                "every rank. If only rank 0 saves, pass PCcheckClient(solo=True) there",
+                "stores a copy of the model. To store one copy, pass "
+                "PCcheckClient(replicated=True) on every rank. If only rank 0 saves, pass "
+                "PCcheckClient(solo=True) there",
             )
 
     def gate(self) -> None:
@@ -360,7 +361,7 @@ class PCcheckClient:
     def _checkpoint(self, state: object, step: int, metadata: object) -> InFlight:
         if self._recovery.torn:
             raise TornStateError(
-                f"{self._recovery.torn}, so it is not saved",
+                f"{self._recovery.torn}, so this state is not saved",
                 hint="call restore() again, or restart the training",
             )
         if self._saver.capturing():
@@ -384,7 +385,7 @@ class PCcheckClient:
             self._warner.once(
                 "staging",
                 f"{error.message}. Checkpoints continue, but checkpoint() now returns only when "
-                "the GPU tensors were read"
+                "the GPU tensors have been read"
                 + ("; a copy on the GPU is tried again later" if error.retryable else ""),
             )
             self._planner.stop_staging(for_good=not error.retryable)

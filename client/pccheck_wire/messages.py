@@ -19,6 +19,7 @@ from .basics import PROTOCOL_VERSION as PROTOCOL_VERSION
 JOB_BYTES_MAX = 128
 #: A job name becomes a directory name: these characters only, not starting with a dot.
 JOB_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+JOB_HINT = "use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'"
 RANKS_MAX = 65536
 
 

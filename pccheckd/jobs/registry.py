@@ -176,5 +176,5 @@ def _users(job: Job) -> str:
         if tenant.readers or tenant.is_read:
             found.append(f"rank {rank} is being read")
         if tenant.ledger.live():
-            found.append(f"checkpoints of rank {rank} are on their way")
+            found.append(f"checkpoints of rank {rank} are in flight")
     return ", ".join(found[:8]) or "it is being loaded"

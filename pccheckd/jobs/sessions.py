@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 
 from pccheck_native import _core
 from pccheck_wire.errors import RefusedError, UsageError
-from pccheck_wire.messages import JOB_PATTERN, PROTOCOL_VERSION, Hello, Role, Welcome
+from pccheck_wire.messages import (
+    JOB_HINT,
+    JOB_PATTERN,
+    PROTOCOL_VERSION,
+    Hello,
+    Role,
+    Welcome,
+)
 from pccheckd import VERSION
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
@@ -366,7 +373,7 @@ def _check_names(hello: Hello) -> None:
     if not re.fullmatch(JOB_PATTERN, hello.job):
         raise UsageError(
             f"{hello.job[:140]!r} is not a valid job name",
-            hint="use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'",
+            hint=JOB_HINT,
         )
     if hello.rank >= hello.world_size:
         raise UsageError(

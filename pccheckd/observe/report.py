@@ -338,8 +338,8 @@ def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
     """Of a volume's file and its checkpoints."""
     place = item.path
     if item.quarantined:
-        slots = f"{item.quarantined} slots of {place} had write errors, and are used only when"
-        yield f"{slots} no other is free; {_CHECK}"
+        slots = f"{place}: {plural(item.quarantined, 'slot')} with write errors, used only when no"
+        yield f"{slots} other slot is free; {_CHECK}"
     damaged = [c.sequence for c in item.checkpoints if c.is_damaged]
     if damaged:
         which = f"checkpoints {damaged} of {place} are damaged, and recovery skips them"
@@ -347,7 +347,7 @@ def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
     lost = [c.sequence for c in item.checkpoints if c.sequence in unreadable]
     if lost:
         which = f"checkpoints {lost} of {place} could not be read, and recovery skips them"
-        yield f"{which} until they can be; {_CHECK}"
+        yield f"{which} until they can be read; {_CHECK}"
     if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
         only = f"{place} has only one good copy of its newest record; the next checkpoint writes"
         yield f"{only} two; {_CHECK}"
@@ -366,7 +366,8 @@ def _unsaved(tenant: Tenant) -> str:
         last = "last checkpoint" if count == 1 else f"last {count} checkpoints"
         failed = f"{last} failed" + (f": {why}" if (why := ledger.last_failure) else "")
     if has_ended and tenant.volumes.open and ledger.newest is None:
-        return "it ended without a durable checkpoint" + (f": its {failed}" if failed else "")
+        ended = "the trainer ended without a durable checkpoint"
+        return f"{ended}: its {failed}" if failed else ended
     return f"the {failed}; a restart resumes from an older checkpoint" if failed else ""
 
 

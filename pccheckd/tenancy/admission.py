@@ -33,7 +33,7 @@ LAG_LIMIT_S = 2.0
 BUSY = frozenset({"NO_LANE", "NO_SLOT"})
 #: Reason and hint, by the code, of refusals that are not the volume's fault.
 _REFUSED = {
-    "ABORTED": ("the trainer abandoned it before it began", ""),
+    "ABORTED": ("the trainer abandoned the checkpoint before it began", ""),
     "BAD_HANDLE": (
         "the trainer no longer shares the GPU memory that it names",
         "the next checkpoint shares the memory again, or is pushed",
@@ -59,7 +59,7 @@ class Admission:
         """Queues one; it is admitted, skipped or refused later."""
         if len(self._pending) >= PENDING_MAX:
             self._tenant.refuse(
-                checkpoint, End(State.FAILED, f"more than {PENDING_MAX} snapshots wait")
+                checkpoint, End(State.FAILED, f"more than {PENDING_MAX} checkpoints wait")
             )
             return
         self._pending.append(checkpoint)
@@ -185,7 +185,7 @@ class Admission:
             )
         return End(
             State.FAILED,
-            f"no slot of {current.path} is usable: {current.quarantined} quarantined",
+            f"no slot of {current.path} is usable: {current.quarantined} had write errors",
             "check the disk",
         )
 

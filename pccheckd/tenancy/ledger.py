@@ -16,8 +16,8 @@ from .checkpoint import GIVEN_UP, Checkpoint, End
 HISTORY = 256
 COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
-ENDED_BEFORE = "the trainer ended before it was admitted"
-_NOT_COMPLETE = ("the trainer ended or abandoned it before its copy was complete", "")
+ENDED_BEFORE = "the trainer ended before the checkpoint began"
+_NOT_COMPLETE = ("the trainer ended, or abandoned it, before its copy was complete", "")
 DEVICE_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {

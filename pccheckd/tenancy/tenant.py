@@ -122,7 +122,7 @@ class Tenant:
 
     def _require_open(self) -> None:
         if self.closed:
-            raise RefusedError("it was just unloaded", hint="try again", retryable=True)
+            raise RefusedError(f"{self.key} was just unloaded", hint="try again", retryable=True)
 
     async def protect(self, owner: Owner) -> None:
         """P7: a trainer that neither restored nor said fresh overwrites no earlier checkpoint."""
@@ -420,7 +420,7 @@ class Tenant:
         self._chronicle.requested(self.key, checkpoint)
         hint = ""
         if not refused and self.volumes.current is None and not self._room_bytes:
-            refused = "it was not registered"
+            refused = "no space was registered for it"
         if not refused:
             try:
                 numbers = self.group.number(self.key.rank, checkpoint, body)

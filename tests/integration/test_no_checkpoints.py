@@ -155,7 +155,7 @@ def test_a_job_without_a_durable_checkpoint_is_named_by_the_next_daemon(
     assert saved(again)[0] == "durable"
     gone(daemon, again)
     told = pccheckctl(daemon, "status")
-    assert "slots of" in told.out  # quarantined, and nothing else is wrong
+    assert "with write errors" in told.out  # quarantined, and nothing else is wrong
     assert "durable checkpoint" not in told.out and "NO CHECKPOINT" not in told.out
 
 

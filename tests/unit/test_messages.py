@@ -416,8 +416,8 @@ WORDS: dict[str, str] = {
         "PCCHECK_JOB)"
     ),
     "job's name": (
-        "'a b' is not a valid job name (use at most 128 letters, digits, '.', '_' and '-', "
-        "and start with none of '.-')"
+        "'a b' is not a valid job name (use letters, digits, '.', '_' and '-', at most 128, "
+        "not starting with '.' or '-')"
     ),
     "rank": (
         "rank must be from 0 to world_size - 1, not 4 with world_size 4 (see RANK and "
@@ -512,7 +512,7 @@ WORDS: dict[str, str] = {
     ),
     "torn": (
         "the attached state is a mix of two steps: the restore of step 5 did not finish, so "
-        "it is not saved (call restore() again, or restart the training)"
+        "this state is not saved (call restore() again, or restart the training)"
     ),
     "backwards": (
         "PCcheck: checkpoint(step=4) follows step 5 without a restore(). Both are saved; "
@@ -526,8 +526,8 @@ WORDS: dict[str, str] = {
     ),
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "
-        "outside of an attached optimizer's step. From now on checkpoint() returns only when "
-        "what it saves was read; to keep training meanwhile, call gate() before such a change"
+        "outside of an attached optimizer's step. From now on checkpoint() returns only after "
+        "reading the whole state. To keep training meanwhile, call gate() before such a change"
     ),
     "CUDA graph": (
         "PCcheck: an attached optimizer made a step while a CUDA graph was recorded, and "
@@ -540,19 +540,19 @@ WORDS: dict[str, str] = {
         "makes progress (see: pccheckctl status)"
     ),
     "failed": (
-        "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; until a "
-        "later checkpoint is durable, a restart resumes from the newest one that is. Further "
-        "failures with this reason are only counted (see: pccheckctl status)"
+        "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; a "
+        "restart resumes from the newest durable checkpoint. Further failures with this reason "
+        "are only counted (see: pccheckctl status)"
     ),
     "last ones failed": (
         "PCcheck: 2 checkpoints failed since step 4, up to step 6: no space left in /data. The "
         "newest durable checkpoint is step 4: a restart resumes there, and repeats the steps after "
-        "it. Remove the cause before that (see: pccheckctl status)"
+        "it. Remove the cause before the restart (see: pccheckctl status)"
     ),
     "all failed": (
         "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. There is no durable "
-        "checkpoint, so a restart begins at the start of training. Remove the cause before that "
-        "(see: pccheckctl status)"
+        "checkpoint, so a restart begins at the start of training. Remove the cause before the "
+        "restart (see: pccheckctl status)"
     ),
     "none is known": (
         "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. No checkpoint of this "
@@ -565,8 +565,8 @@ WORDS: dict[str, str] = {
     ),
     "no GPU memory": (
         "PCcheck: GPU 0 has no 0 MiB free for a copy on the GPU. Checkpoints continue, but "
-        "checkpoint() now returns only when the GPU tensors were read; a copy on the GPU is "
-        "tried again later"
+        "checkpoint() now returns only when the GPU tensors have been read; a copy on the GPU "
+        "is tried again later"
     ),
     "not copied": (
         "checkpoint of step 5 is not copied yet (wait longer, or see what delays it: "
@@ -591,9 +591,9 @@ WORDS: dict[str, str] = {
     ),
     "another command": (
         "step 7 of job 'train' was saved N days ago by another command, train.py --lr 1 (pid "
-        "12 on node1, in /work), and this process is ME. Both are named after the script "
-        "only, so nothing is restored (to continue from that checkpoint, set "
-        "PCCHECK_JOB=train or job='train'; to start a separate run, use any other name)"
+        "12 on node1, in /work), and this process is ME. Both runs have only the script's name, "
+        "so nothing is restored (to continue from that checkpoint, set PCCHECK_JOB=train or "
+        "job='train'; to start a separate run, use another job name)"
     ),
     "other names": (
         "what was attached: only in the checkpoint: optimizer; only attached: adam (attach "
@@ -609,7 +609,7 @@ WORDS: dict[str, str] = {
         "the attached one)"
     ),
     "given state": (
-        "the checkpoint was made by checkpoint(state), not of what is attached (get the "
+        "the checkpoint was made by checkpoint(state), so it has no attached objects (get the "
         "state with recover(); to save values beside what is attached, use metadata= or "
         "attach a dict)"
     ),
@@ -620,19 +620,19 @@ WORDS: dict[str, str] = {
     ),
     "fewer GPUs": (
         "PCcheck: the checkpoint has random generators of 2 GPUs, and this process has 0. "
-        "Those of GPUs are not restored, so training draws other numbers there; those of "
-        "Python, NumPy and the CPU are. For the same numbers use as many GPUs"
+        "The generators of GPUs are not restored, so training draws other numbers there; the "
+        "generators of Python, NumPy and the CPU are restored. For the same numbers use 2 GPUs"
     ),
     "unrestored": (
         "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. This "
-        "run saves its own checkpoints beside it, and the old one keeps its slot. Call "
-        "restore() before training; or adopt(), if this run got its state in another way; or "
-        "begin with PCcheckClient(fresh=True), and the old one may be overwritten."
+        "run saves its own checkpoints beside the old one, which keeps its space on the disk. "
+        "Call restore() before training; or adopt(), if this run got its state in another way; or "
+        "begin with PCcheckClient(fresh=True): then the old checkpoint may be overwritten."
     ),
     "plain DDP": (
         "PCcheck: the model is in DistributedDataParallel, and each of the 4 ranks stores a copy "
-        "of it. To store one copy, pass PCcheckClient(replicated=True) on every rank. If only rank "
-        "0 saves, pass PCcheckClient(solo=True) there"
+        "of the model. To store one copy, pass PCcheckClient(replicated=True) on every rank. If "
+        "only rank 0 saves, pass PCcheckClient(solo=True) there"
     ),
     "absent ranks": (
         "PCcheck: rank 0 of job 'gpt' saves, but of its 4 ranks these are not connected: 1, "
@@ -646,8 +646,8 @@ WORDS: dict[str, str] = {
         "instead: training repeats the steps between. Check the disk: pccheckctl verify"
     ),
     "rank that did not save": (
-        "PCcheck: rank 0 did not save step 40 (world size 2), so this is not restored and "
-        "keeps the state of this process: rng. Seed it on this rank if ranks must differ"
+        "PCcheck: rank 0 did not save step 40 (world size 2), so these are not restored and "
+        "keep the state of this process: rng. Seed them on this rank if ranks must differ"
     ),
     "two nodes": (
         "2 of the job's 4 ranks are on this node; this version can restore a job of several "

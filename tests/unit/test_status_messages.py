@@ -91,7 +91,8 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "nothing durable, ended": (
         lambda: troubles(tenant(failing=1, owner=None, newest=None)),
-        "gpt: it ended without a durable checkpoint: its last checkpoint failed: write: EIO",
+        "gpt: the trainer ended without a durable checkpoint: its last checkpoint failed: write: "
+        "EIO",
     ),
     "ended, still written": (lambda: troubles(tenant(failing=1, owner=None, quiet=False)), ""),
     "record": (
@@ -101,8 +102,8 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "quarantine": (
         lambda: troubles(tenant(volume=volume(quarantined=1))),
-        "gpt: 1 slots of /data/7/gpt/0.pcc had write errors, and are used only when no other is "
-        "free; check the disk (dmesg)",
+        "gpt: /data/7/gpt/0.pcc: 1 slot with write errors, used only when no other slot is free; "
+        "check the disk (dmesg)",
     ),
     "damaged": (
         lambda: troubles(tenant(volume=volume(damaged=True))),
@@ -112,7 +113,7 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
     "unreadable": (
         lambda: troubles(tenant(unreadable={9})),
         "gpt: checkpoints [9] of /data/7/gpt/0.pcc could not be read, and recovery skips them "
-        "until they can be; check the disk (dmesg)",
+        "until they can be read; check the disk (dmesg)",
     ),
     "one replica": (
         lambda: troubles(tenant(volume=volume(replicas=1))),

@@ -206,10 +206,10 @@ class Session:
                 "unrestored",
                 f"job {identity.job!r} (rank {identity.rank}) has a checkpoint of step "
                 f"{self._protected_step} that was NOT restored. This run saves its own checkpoints "
-                "beside it, and the old one keeps its slot. Call restore() before training, "
-                "or in a framework what docs/frameworks.md names; or adopt(), if this run got its "
-                "state in another way; or begin with PCcheckClient(fresh=True), and the old one "
-                "may be overwritten.",
+                "beside the old one, which keeps its space on the disk. Call restore() before "
+                "training, or in a framework what docs/frameworks.md names; or adopt(), if this "
+                "run got its state in another way; or begin with PCcheckClient(fresh=True): then "
+                "the old checkpoint may be overwritten.",
             )
 
     def say_goodbye(self, done: bool, left_s: float | None = None) -> bool:

@@ -187,8 +187,8 @@ class Recovery:
             self._warner.once(
                 "left",
                 f"rank {rank} did not save step {opened.step} (world size {opened.world_size}), so "
-                f"this is not restored and keeps the state of this process: "
-                f"{', '.join(sorted(left))}. Seed it on this rank if ranks must differ",
+                f"these are not restored and keep the state of this process: "
+                f"{', '.join(sorted(left))}. Seed them on this rank if ranks must differ",
             )
         return left
 

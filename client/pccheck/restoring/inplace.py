@@ -342,7 +342,7 @@ def _named(
 ) -> list[tuple[str, tree.Node, Any]]:
     if not described.attached:
         raise StateMismatchError(
-            "the checkpoint was made by checkpoint(state), not of what is attached",
+            "the checkpoint was made by checkpoint(state), so it has no attached objects",
             hint="get the state with recover(); to save values beside what is attached, use "
             "metadata= or attach a dict",
         )

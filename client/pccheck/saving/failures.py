@@ -52,9 +52,9 @@ class Failures:
         self._reported.append(kind)
         self._warner.once(
             kind,
-            f"checkpoint of step {step} failed: {reason}. Training continues; until a later "
-            "checkpoint is durable, a restart resumes from the newest one that is. Further "
-            "failures with this reason are only counted (see: pccheckctl status)",
+            f"checkpoint of step {step} failed: {reason}. Training continues; a restart resumes "
+            "from the newest durable checkpoint. Further failures with this reason are only "
+            "counted (see: pccheckctl status)",
         )
 
     def report_last(self, saved_step: int | None, *, known: bool) -> None:
@@ -81,5 +81,5 @@ class Failures:
             "last",
             f"{plural(self.count, 'checkpoint')} failed{since}, up to step {self._last.step}: "
             f"{self._last.known_reason or 'the reason is not known'}. {then}. Remove the cause "
-            "before that (see: pccheckctl status)",
+            "before the restart (see: pccheckctl status)",
         )

@@ -42,7 +42,7 @@ TIMED_OUT = "ETIMEDOUT"
 _LOST = "the daemon ended before the checkpoint was durable"
 _UNTOLD = "the daemon ended before it gave the reason"
 _REPLACED = "a newer checkpoint became durable first"
-_NOT_ON_ALL = "another rank did not save it"
+_NOT_ON_ALL = "another rank did not save this checkpoint"
 #: It may be durable. What was reported as failed stays so, and is named when it is durable.
 _UNKNOWN = "the connection to pccheckd ended before it reported how the checkpoint ended"
 _SEE = "whether it is durable: pccheckctl list"

@@ -300,11 +300,11 @@ class Saver:
         """Reports tensors that were changed while they were read. Training thread only."""
         while self._moved:
             step, moved = self._moved.pop(0)
-            what = f"the frozen parameters of {moved.loose}" if moved.loose else "what it saves"
+            what = f"the frozen parameters of {moved.loose}" if moved.loose else "the whole state"
             text = (
                 f"checkpoint of step {step} failed: {moved.path} was changed while it was read, "
                 f"outside of an attached optimizer's step. From now on checkpoint() returns only "
-                f"when {what} was read; to keep training meanwhile, call gate() before such a "
+                f"after reading {what}. To keep training meanwhile, call gate() before such a "
                 "change"
             )
             if self._raises:

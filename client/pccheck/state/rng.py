@@ -65,8 +65,9 @@ def restore_rng(state: dict[str, Any]) -> None:
     if saved > known:
         warnings.warn(
             f"PCcheck: the checkpoint has random generators of {saved} GPUs, and this process has "
-            f"{known}. Those of GPUs are not restored, so training draws other numbers there; "
-            "those of Python, NumPy and the CPU are. For the same numbers use as many GPUs",
+            f"{known}. The generators of GPUs are not restored, so training draws other numbers "
+            "there; the generators of Python, NumPy and the CPU are restored. For the same numbers "
+            f"use {saved} GPUs",
             PccheckWarning, stacklevel=2,
         )  # fmt: skip
     elif saved:
