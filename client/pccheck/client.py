@@ -63,19 +63,23 @@ class PCcheckClient:
             Notebooks must give a name. The checkpoints are kept under (uid, job, rank).
         rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
         socket: the daemon's socket; default PCCHECK_SOCKET, else where pccheckd listens by default.
-        transfer: how GPU tensors reach the daemon. "pull": it copies them out of this process's
-            memory by CUDA IPC, or the checkpoint fails. "push": a thread here copies. "auto": pull
-            where that works (pccheckctl status shows why not). CPU tensors are always pushed.
+        transfer: how GPU tensors reach the daemon. "pull": the daemon copies them out of this
+            process's memory by CUDA IPC, or the checkpoint fails. "push": a thread of this process
+            copies. "auto": pull where pull works (pccheckctl status shows why not). CPU tensors are
+            always pushed.
         snapshot: when GPU tensors are copied. "overlap": beside training; an update waits for the
-            rest of the copy, so this costs nothing when forward and backward take longer.
+            rest of the copy, so the copy costs nothing when forward and backward take longer.
             "device": first into more memory on the GPU, as large as the state; updates wait for
-            that only, and the next checkpoint for the rest. For steps too short to hide the copy.
-            "blocking": before `checkpoint()` returns; slow, but nothing competes with training.
-        gate: "auto": an attached optimizer's step waits for the copy (on GPUs its stream does).
-            "manual": the script calls `gate()` before every update, and before every replay of a
-            CUDA graph with one; then the state of attached wrappers is read in the background, too.
-            Without either, `checkpoint()` returns when the copy is complete.
-        on_busy: "wait" for a free slot (up to `stall_limit_s`), or "skip" the checkpoint.
+            this first copy only, and the next checkpoint for the rest. For steps too short to hide
+            the copy. "blocking": before `checkpoint()` returns; slow, but nothing competes with
+            training.
+        gate: how updates are held back until the copy has read the tensors. "auto": an attached
+            optimizer's step waits (on GPUs its stream does). "manual": the script calls `gate()`
+            before every update, and before every replay of a CUDA graph with an update; then the
+            state of attached wrappers is read in the background, too. With "auto" and without an
+            attached optimizer, `checkpoint()` returns when the copy is complete.
+        on_busy: "wait" for a free slot, the space of one checkpoint on the disk (up to
+            `stall_limit_s`), or "skip" the checkpoint.
         on_error: "warn" once and keep training, or "raise".
         stall_limit_s: the longest time for which anything here delays training.
         slowdown: how much longer than without checkpoints training may take, as a factor, when
@@ -212,11 +216,12 @@ class PCcheckClient:
         generators of Python, NumPy and torch. What torch.compile, DistributedDataParallel or
         Accelerate wrapped is attached without the wrapper.
 
-        With gate="auto" the step of every attached optimizer waits until a snapshot was read, once
-        each of them has made a step. Other code that changes tensors (a decay by hand, a moving
-        average) must call `gate()` first. A change before the snapshot was read fails that
-        checkpoint with one warning, and later calls wait. torch counts such changes, but not those
-        through `.data`, NumPy and some fused kernels: then the checkpoint is torn. Frozen
+        With gate="auto" the step of every attached optimizer waits until the copy has read the
+        tensors, once each optimizer has made a step. Other code that changes tensors (a decay by
+        hand, a moving average) must call `gate()` first. A change before the copy has read the
+        tensors fails that checkpoint with one warning, and later calls wait. torch counts such
+        changes, but not changes through `.data`, NumPy and some fused kernels: then the checkpoint
+        mixes two steps. Frozen
         parameters are read in the background, too. Between `checkpoint()` and that step tensors may
         be replaced; before a storage is resized, call `gate()`, or memory is freed under the copy.
         GPU memory that was part of a checkpoint is kept until the next one, or `close()`. Attach
@@ -250,13 +255,13 @@ class PCcheckClient:
             )
 
     def gate(self) -> None:
-        """Call it before changing what a checkpoint may still be reading (gate="manual"), and
-        before every replay of a CUDA graph that does.
+        """Call this before a change of tensors that a checkpoint may still be reading
+        (gate="manual"), and before every replay of a CUDA graph with such a change.
 
-        Returns at once when nothing is read. For CPU tensors it returns when they may be changed.
-        For GPU tensors it makes the current streams wait: what is enqueued in them afterwards may
-        change the tensors. Both last for stall_limit_s at most. While a graph is recorded it only
-        waits, and adds nothing to the graph.
+        Returns at once when nothing is read. For CPU tensors the call returns when they may be
+        changed. For GPU tensors the current streams wait: what is enqueued in them afterwards may
+        change the tensors. Both last for stall_limit_s at most. While a graph is recorded the call
+        only waits, and adds nothing to the graph.
         """
         self._gate("gate() was called", "call gate() before every replay()")
 
@@ -298,7 +303,7 @@ class PCcheckClient:
                 attached state. For a `state` the default is one more than the last step; 1 for the
                 first.
             metadata: what a logger gets: numbers, text, dicts, lists; by value. pccheckctl shows
-                it, and it is `restore().metadata` later.
+                the metadata, and `restore().metadata` returns them.
 
         Raises UsageError for a call that cannot be right: without a step, while a CUDA graph is
         recorded, after close(); UnsupportedStateError by path for what cannot be stored, unless an
@@ -447,8 +452,8 @@ class PCcheckClient:
                 read, and the other attached things stay as they are. This does not count as
                 restored: see `adopt`.
 
-        Returns what it did; a falsy result only when the volume was read and holds nothing.
-        Raises DaemonUnreachableError and the like when that is not known; UsageError with
+        Returns what was restored; a falsy result only when the storage was read and holds nothing.
+        Raises DaemonUnreachableError and the like when this is not known; UsageError with
         fresh=True before this run has saved, and for a checkpoint by another command when the job
         has only the script's name; StateMismatchError by path when the checkpoint does not fit;
         DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid. Nothing is
@@ -490,9 +495,9 @@ class PCcheckClient:
         """The newest valid checkpoint, or that of `step`, as the structure that went in, with all
         tensors on the CPU.
 
-        Falsy when the volume was read and holds nothing. Without `step` it counts as restored: the
-        newest checkpoint of the run before is protected no longer. With `step` it does not count:
-        see `adopt`. Raises as `restore` does.
+        Falsy when the storage was read and holds nothing. Without `step` the call counts as a
+        restore: newer checkpoints may then replace the newest checkpoint of the run before. With
+        `step` the call does not count: see `adopt`. Raises as `restore` does.
         """
         step = None if step is None else check_step(step)
         with self._calling():
@@ -505,8 +510,8 @@ class PCcheckClient:
 
     def adopt(self) -> None:
         """Counts the job's checkpoints as restored: this run got its state by recover(step), an
-        export or another tool. Otherwise the newest checkpoint of the run before is protected until
-        restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
+        export or another tool. Otherwise the newest checkpoint of the run before is protected (not
+        replaced) until restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
         with self._calling():
             self._recovery.adopt(self._connection())
             self._saver.note_saved(self._recovery.newest)
@@ -521,15 +526,15 @@ class PCcheckClient:
     def pin(self, step: int) -> None:
         """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
         until `unpin(step)`, over restarts too; `pccheckctl drop` and --expire-finished still remove
-        it with its job. Each pin takes a slot. Any thread and every rank may call it.
+        the checkpoint with its job. Each pin takes a slot. Any thread and every rank may call this.
 
-        Raises NoCheckpointError when it is not durable (on all ranks), or no longer; RefusedError
-        with the numbers when too few slots would be left.
+        Raises NoCheckpointError when no checkpoint of the step is durable (on all ranks), or no
+        longer; RefusedError with the numbers when too few slots would be left.
         """
         self._pin(Pin(check_step(step)))
 
     def unpin(self, step: int) -> None:
-        """Newer checkpoints may replace that of `step` again. Without a pin it does nothing."""
+        """Newer checkpoints may replace that of `step` again. Does nothing without a pin."""
         self._pin(Pin(check_step(step), pinned=False))
 
     def _pin(self, body: Pin) -> None:
@@ -605,9 +610,9 @@ class PCcheckClient:
                 `stop_on` what is left of its deadline.
 
         Returns step and sequence of the newest durable checkpoint that this client knows of: what a
-        restart gets. After restore(step=) that is the newest one, until this run has saved. None
-        when it knows of none. A dead daemon, a failed checkpoint and a passed deadline do not
-        raise: compare the step. Raises UsageError.
+        restart gets. After restore(step=) that is the newest checkpoint, until this run has saved.
+        None when this client knows of none. A dead daemon, a failed checkpoint and a passed
+        deadline do not raise: compare the step. Raises UsageError.
         """
         if self._inert():
             return None
@@ -626,7 +631,7 @@ class PCcheckClient:
         `should_stop()` true. An earlier handler of the script is called, too; Python's own handler
         of Ctrl-C (KeyboardInterrupt) is not. `close()` puts the earlier handlers back.
 
-        Call it in the main thread, and for a job of several ranks on every rank, after
+        Call this in the main thread, and for a job of several ranks on every rank, after
         `init_process_group()`: the ranks then stop after the same step. With solo=True
         `should_stop()` reports only signals to this rank.
 
@@ -646,9 +651,9 @@ class PCcheckClient:
     def should_stop(self) -> bool:
         """Whether one of the signals of `stop_on` has come, to this rank or another one.
 
-        Call it between two steps, after the same steps on every rank: it reduces one number over
-        all ranks on the CPU (gloo), so that all ranks stop after the same step. If that fails, it
-        warns, and reports only signals to this rank from then on. Raises UsageError without
+        Call this between two steps, after the same steps on every rank: the ranks reduce one number
+        on the CPU (gloo), so that all of them stop after the same step. If that fails, the call
+        warns, and from then on reports only signals to this rank. Raises UsageError without
         `stop_on`.
         """
         if self._inert():
@@ -665,15 +670,16 @@ class PCcheckClient:
         """Whether to save after this step: `if client.should_checkpoint(step):
         client.checkpoint(step=step)`.
 
-        Follows what steps and checkpoints take, so that training takes at most `slowdown` times as
-        long and no checkpoint waits for the disk (section 3.4 of the paper). The first checkpoint
-        comes after a few steps, which show how long a step takes. A disk that becomes slower makes
-        checkpoints rarer at once; they become more frequent again when shorter intervals were
-        enough several times in a row. `pccheckctl status` shows the interval.
+        The interval follows the measured times of steps and checkpoints, so that training takes at
+        most `slowdown` times as long and no checkpoint waits for the disk (section 3.4 of the
+        paper). The first checkpoint comes after a few steps, which show how long a step takes. When
+        the disk becomes slower, checkpoints become rarer at once; they become more frequent again
+        when shorter intervals were enough several times in a row. `pccheckctl status` shows the
+        interval.
 
-        Call it after every step, with the number of the step. Of several ranks each calls it: they
-        agree by reducing a number over all of them on the CPU (gloo) when a checkpoint may be due,
-        and get the same answer. Raises UsageError, also without `init_process_group()` then.
+        Call this after every step, with the number of the step, and with several ranks on every
+        rank: when a checkpoint may be due, the ranks reduce a number on the CPU (gloo), and get the
+        same answer. With several ranks `init_process_group()` must come first. Raises UsageError.
         """
         if self._inert():
             return False
@@ -688,10 +694,10 @@ class PCcheckClient:
     def close(self, *, done: bool = False) -> None:
         """Waits until what is in flight is durable (at most a minute, and not longer than the
         deadline after a signal of `stop_on`) and ends the session. With `done` the job is finished:
-        its volume is trimmed to the newest checkpoint and pinned ones. When the last checkpoints
-        failed, it warns why, and from which step a restart resumes.
+        only its newest checkpoint and pinned checkpoints stay. When the last checkpoints failed, a
+        warning names the reason, and the step from which a restart resumes.
 
-        `close(done=True)` after the with block, or after `close()`, connects again for that, and
+        `close(done=True)` after the with block, or after `close()`, connects again for this, and
         raises when no daemon answers.
         """
         if self._inert():

@@ -419,18 +419,19 @@ class Checkpoint:
 
     @property
     def state(self) -> CheckpointState:
-        """Where it is now; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
+        """The present state; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
         return self._in_flight.state
 
     @property
     def sequence(self) -> int:
-        """Its place in the order of checkpoints of the volume; 0 before it was admitted."""
+        """Its number in the order of saving; 0 while it is still REQUESTED."""
         return self._in_flight.sequence
 
     @property
     def reason(self) -> str:
-        """Why it was skipped or failed, what superseded it, or why it is durable here and will not
-        be on all ranks; "" otherwise. May wait for an answer of the daemon, two seconds at most."""
+        """Why the checkpoint was skipped or failed, what superseded it, or why it is durable on
+        this rank and will never be on all ranks; "" otherwise. May wait for the daemon's answer,
+        two seconds at most."""
         return self._in_flight.reason
 
     def done(self) -> bool:
@@ -479,28 +480,30 @@ class Checkpoint:
     def wait_copied(self, timeout: float | None = None) -> None:
         """Returns once the daemon has a complete copy, which outlives this process.
 
-        Raises CheckpointFailedError when it never will, WaitTimeoutError after `timeout` seconds.
+        Raises CheckpointFailedError when there will be no such copy, WaitTimeoutError after
+        `timeout` seconds.
         """
         self._in_flight.wait_copied(timeout)
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
-        """Returns once it, or a newer one, survives a power loss, and which one. With several ranks
-        that is this rank's part only: see `wait_global`.
+        """Returns once this checkpoint, or a newer one, survives a power loss; the result names
+        which. With several ranks this is about the part of this rank only: see `wait_global`.
 
-        Raises CheckpointFailedError when it was skipped or failed, WaitTimeoutError after
-        `timeout` seconds.
+        Raises CheckpointFailedError when the checkpoint was skipped or failed, WaitTimeoutError
+        after `timeout` seconds.
         """
         return self._in_flight.wait_durable(timeout)
 
     def wait_global(self, timeout: float | None = None) -> Durable:
-        """Returns once it, or a newer one, is durable on every rank of the job, and which one: a
-        restore of the job gives that from then on. For a rank that saves alone it is
-        `wait_durable`.
+        """Returns once this checkpoint, or a newer one, is durable on every rank of the job; the
+        result names which. From then on a restore of the job gives that checkpoint. For a rank that
+        saves alone the call is `wait_durable`.
 
-        Raises CheckpointFailedError as soon as it is known that it will not be: it was skipped or
-        failed, here or on another rank. If it is durable here, it stays so, and this returns after
-        all once a newer one is durable on all ranks. Raises WaitTimeoutError after `timeout`
-        seconds, DaemonUnreachableError when the daemon ended before all ranks had it.
+        Raises CheckpointFailedError as soon as the checkpoint is known to have been skipped or to
+        have failed, on this rank or on another one. A checkpoint that is durable on this rank stays
+        durable, and a later call returns once a newer checkpoint is durable on all ranks. Raises
+        WaitTimeoutError after `timeout` seconds, DaemonUnreachableError when the daemon ended
+        before all ranks had the checkpoint.
         """
         return self._in_flight.wait_global(timeout)
 
