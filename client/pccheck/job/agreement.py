@@ -20,11 +20,6 @@ class Agreement:
         self._group: distributed.ProcessGroup | None = None
         self._broken = False
 
-    @property
-    def alive(self) -> bool:
-        """Whether all ranks get the same number."""
-        return not self._broken
-
     def begin(self, caller: str) -> None:
         """All ranks must call it before `largest`. Raises UsageError, which names `caller`."""
         if self._world_size > 1 and self._group is None and not self._broken:
