@@ -70,7 +70,7 @@ class Claim:
         return max(0, self.port.aim_bytes - max(self.share_bytes, self.port.floor_bytes))
 
     @property
-    def starves(self) -> bool:
+    def lacks_least(self) -> bool:
         return self.port.granted_bytes < self.port.least_bytes
 
 
@@ -109,7 +109,7 @@ class Memory(Background):
             # Once for all that wait.
             if self._stale or time.monotonic() - self._balanced_s >= _RETRY_S:
                 self.balance()
-            if not claim.starves:
+            if not claim.lacks_least:
                 return port.granted_bytes
             self._require_room(claim)
             if time.monotonic() > deadline:  # the claim stays, so that the next try finds room
@@ -235,7 +235,7 @@ class Memory(Background):
                 break
             if not tenant.quiet:  # as its checkpoints are written
                 short -= port.aim_bytes - _least(tenant, port)
-                port.resize(_least(tenant, port), self._moved, _nobody)
+                port.resize(_least(tenant, port), self._moved, _no_trainer)
             elif urgent or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
                 short -= port.granted_bytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
@@ -256,7 +256,7 @@ class Memory(Background):
             promised[uid] += max(0, port.aim_bytes - port.granted_bytes)
         has = self.used_bytes()
         free = budget - used - promised.total()
-        for claim in sorted(self._claims.values(), key=lambda claim: not claim.starves):
+        for claim in sorted(self._claims.values(), key=lambda claim: not claim.lacks_least):
             uid, more = claim.by.uid, min(claim.lacks_bytes, free)
             if limit:
                 more = min(more, limit - has[uid] - promised[uid])
@@ -372,5 +372,5 @@ def _least(tenant: Tenant, port: Port) -> int:
     return 0 if tenant.quiet else max(port.least_bytes, port.floor_bytes)
 
 
-def _nobody() -> None:
+def _no_trainer() -> None:
     """There is no trainer that could be stuck."""

@@ -105,7 +105,7 @@ class Admission:
         if answer not in BUSY:
             self._pending.popleft()
             return False
-        end = await self.hopeless() if answer == "NO_SLOT" else None
+        end = await self.end_without_slot() if answer == "NO_SLOT" else None
         if end is None and checkpoint.skip_when_busy:
             end = End(State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
         if end is not None:
@@ -152,7 +152,7 @@ class Admission:
             checkpoint.advance(State.COPYING, time.monotonic_ns())
         return ""
 
-    async def hopeless(self) -> End | None:
+    async def end_without_slot(self) -> End | None:
         """How a checkpoint ends for which no slot becomes free by waiting; None when one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
             return End(

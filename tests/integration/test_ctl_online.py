@@ -223,7 +223,7 @@ def test_wait(ctl: Ctl) -> None:
     assert ctl("wait", "job", "--step", 25)[:2] == (0, "step 30 is durable, later than 25\n")
     code, _, err = ctl("wait", "job", "--step", 31, "--timeout", 0)
     assert code == 1
-    assert "step 31 of job 'job' rank 0, or a later one, is not durable yet" in err
+    assert "step 31 of job 'job' rank 0, or a later step, is not durable yet" in err
     assert "newest durable step: 30" in err
     code, _, err = ctl("wait", "jbo", "--newest", "--timeout", 0)
     assert code == 1

@@ -41,7 +41,7 @@ class Desk(Admission):
     def refuse(self, item: Checkpoint, end: End) -> None:
         self.refused.append((item.snapshot, end.to, end.reason))
 
-    async def hopeless(self) -> End | None:
+    async def end_without_slot(self) -> End | None:
         return End(State.FAILED, self.reason, "") if self.reason else None
 
     async def sleep(self, seconds: float) -> None:

@@ -72,7 +72,7 @@ def test_it_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = looks(monkeypatch, NOTHING)
     with pytest.raises(
         WaitTimeoutError,
-        match=r"timeout after 10 s: step 5 of job 'job' rank 0, or a later one, is not durable yet",
+        match=r"timeout after 10 s: step 5 of job 'job' rank 0, or a later step, is not durable",
     ):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)
     assert clock.now == pytest.approx(10.0)

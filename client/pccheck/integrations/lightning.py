@@ -75,7 +75,7 @@ def _odd(made: dict[str, Any], key: str) -> bool:
     try:
         Flattener().node(made[key], key)
     except UnsupportedStateError as error:
-        warn(f"checkpoints are without {key!r}, which resuming does not need: {error}")
+        warn(f"checkpoints leave out {key!r}, which resuming does not need: {error}")
         return True
     return False
 
@@ -97,7 +97,9 @@ class PCcheckCallback(Callback):
         self, every_n_steps: int = 1, *, client: PCcheckClient | None = None, **options: Any
     ) -> None:
         if every_n_steps < 0:
-            raise UsageError(f"every_n_steps={every_n_steps}", hint="use 1, 2, 3 ...; 0 for never")
+            raise UsageError(
+                f"every_n_steps={every_n_steps} is below 0", hint="use 1, 2, 3 ...; 0 for never"
+            )
         self.every_n_steps = every_n_steps
         self._given, self._options = client, options
         self._mine: PCcheckClient | None = None  # to be closed here
@@ -208,7 +210,7 @@ class PCcheckCallback(Callback):
     def _save(self, trainer: Trainer, *, between_epochs: bool = False) -> None:
         if self._due and self.client.closed:
             warn(
-                "training continues WITHOUT checkpoints: its client was closed, by close() or by a "
+                "training continues WITHOUT checkpoints: the client was closed, by close() or by a "
                 "newer client for the job. Use one client: PCcheckCallback(client=client)"
             )
         elif self._due:

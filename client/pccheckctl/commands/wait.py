@@ -98,7 +98,7 @@ def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None)
     if seen is not None:
         stored = seen.stored
         newest = f" (newest durable step: {whole(stored[0], 'step') if stored else 'none'})"
-    return f"step {step} of {who}, or a later one, is not {arguments.state} yet{newest}"
+    return f"step {step} of {who}, or a later step, is not {arguments.state} yet{newest}"
 
 
 def look(arguments: argparse.Namespace) -> Seen:

@@ -100,7 +100,7 @@ def _kind(path: Path) -> str:
             hint="name a file in it",
         )
     if not path.exists():
-        raise UsageError(f"there is no {path}", hint="name a file or a directory to import")
+        raise UsageError(f"there is no file {path}", hint="name a file or a directory to import")
     return SAFETENSORS if path.name.endswith((".safetensors", INDEX)) else TORCH
 
 
@@ -235,7 +235,7 @@ def _attach_generators(client: PCcheckClient, state: object) -> list[str]:
             ) from error
     client.attach(rng=True)
     lost = any(isinstance(one.message, PccheckWarning) for one in caught)
-    return ["rng: the generators of GPUs are left out, this machine has not as many"] * lost
+    return ["rng: the generators of GPUs are left out: this machine has fewer GPUs"] * lost
 
 
 # -- output ------------------------------------------------------------------------------------
