@@ -23,7 +23,7 @@ from pccheckd.base.logs import LOG
 from . import framing
 
 REQUESTS_IN_PROGRESS_MAX = 256
-#: Of one uid, on their way to its front: two of the largest.
+#: Answers of one uid that wait for its front: room for two of the largest.
 ANSWERS_BYTES_MAX = 2 * REPLY_BYTES_MAX
 READ_BYTES = 64 * 1024
 START_LIMIT_S = 30.0
@@ -149,7 +149,7 @@ class Front:
 
 
 class Keeper(Background):
-    """Keeps a front for one uid, from its first session until it has had none for a while."""
+    """Keeps a front for one uid, from the first session until there has been none for a while."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class Keeper(Background):
         self._threads = threads
         self._handle = handle
         self._interrupted = interrupted
-        self._trouble = ""  # why there has not been one yet
-        self._decided = asyncio.Event()  # whether there can be one
+        self._trouble = ""  # why there has been no front yet
+        self._decided = asyncio.Event()  # set once a front has served, or could not start
         self._front: Front | None = None
         self._room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
         self._work = Tasks(f"requests of uid {uid}")

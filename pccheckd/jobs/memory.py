@@ -226,7 +226,7 @@ class Memory(Background):
         self._take(claims, will + sum(claim.lacks_bytes for claim in claims) - budget, None)
 
     def _take(self, claims: list[Claim], short: int, uid: int | None) -> None:
-        """Has that much memory given back, by one user or by all."""
+        """Makes tenants and sessions give back `short` bytes: those of one user, or of all."""
         now_ns = time.monotonic_ns()
         urgent = uid is not None or any(c.lacks_bytes and not c.settled for c in claims)
         for tenant in sorted(self._without_trainer(uid), key=lambda t: t.last_used_ns):
@@ -274,7 +274,7 @@ class Memory(Background):
     # -- small ---------------------------------------------------------------------------------
 
     def _will_bytes(self, port: Port) -> int:
-        """What it has when the present resizes have ended."""
+        """What a port has when the present resizes have ended."""
         return 0 if port in self._releasing or port in self._ending else port.aim_bytes
 
     def _without_trainer(self, uid: int | None = None) -> list[Tenant]:

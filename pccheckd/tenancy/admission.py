@@ -29,7 +29,7 @@ RETRY_MAX_S = 0.032  # many that wait long must not keep the threads busy
 #: on its way takes milliseconds; one that never comes must not hold training up each time.
 LAG_LIMIT_S = 2.0
 
-#: Codes of the core that may change by waiting.
+#: Codes of the core that mean: not yet. The checkpoint waits and tries again.
 BUSY = frozenset({"NO_LANE", "NO_SLOT"})
 #: Reason and hint, by the code, of refusals that are not the volume's fault.
 _REFUSED = {
@@ -56,7 +56,7 @@ class Admission:
         return len(self._pending)
 
     def submit(self, checkpoint: Checkpoint) -> None:
-        """Queues one; it is admitted, skipped or refused later."""
+        """Queues a checkpoint, which is admitted, skipped or refused later."""
         if len(self._pending) >= PENDING_MAX:
             self._tenant.refuse(
                 checkpoint, End(State.FAILED, f"more than {PENDING_MAX} checkpoints wait")
@@ -118,7 +118,7 @@ class Admission:
             self._tenant.refuse(checkpoint, end)
 
     async def attempt(self, checkpoint: Checkpoint) -> str:
-        """Tries to begin one: "" when it has begun or ended, else why it waits (BUSY)."""
+        """Tries to begin a checkpoint: "" when it has begun or ended, else why it waits (BUSY)."""
         if checkpoint.state is not State.REQUESTED:
             return ""
         if self._tenant.group.gives_up(checkpoint.sequence):
@@ -153,7 +153,7 @@ class Admission:
         return ""
 
     async def end_without_slot(self) -> End | None:
-        """How a checkpoint ends for which no slot becomes free by waiting; None when one may."""
+        """How a checkpoint ends for which no slot will become free; None while one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
             return End(
                 State.SKIPPED,

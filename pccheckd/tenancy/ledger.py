@@ -59,11 +59,11 @@ class Ledger:
         self._alone: list[Checkpoint] = []  # durable here, and not global
         self.last_sequence = 0  # that this daemon has used
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
-        self.failing = 0  # in a row: that failed since one became durable ...
-        self.last_failure = ""  # ... and why the last of them did
-        self._trainer = 0  # the session of the present trainer, or the last one ...
-        self._has_saved = False  # ... of which a checkpoint became durable ...
-        self._has_ended = False  # ... and which has ended
+        self.failing = 0  # checkpoints that failed in a row, since one became durable ...
+        self.last_failure = ""  # ... and why the last of them failed
+        self._trainer = 0  # the session of the present trainer, or of the last one ...
+        self._has_saved = False  # ... a checkpoint of it became durable ...
+        self._has_ended = False  # ... and it has ended
         #: (session, snapshot) of requests that did not arrive; one that arrives later is refused.
         self.lost: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
@@ -93,10 +93,10 @@ class Ledger:
         return True
 
     def failed(self, count: int, reason: str = "") -> None:
-        """Counts failures; without a reason those that the client reports, which may be false."""
+        """Counts failures. Without a reason they are those that the client reports, unchecked."""
         self.counters["failed"] = min(self.counters["failed"] + count, COUNT_MAX)
         if self._has_ended and reason in (ENDED_BEFORE, _NOT_COMPLETE[0]):
-            return  # its own end was in the way, and nothing else
+            return  # the trainer's own end is the cause, and no trouble
         self.failing = min(self.failing + count, COUNT_MAX)
         self.last_failure = reason or self.last_failure
 
@@ -249,15 +249,15 @@ class Ledger:
         return moved
 
     def gave_up(self, why_never: Callable[[int], str]) -> list[Checkpoint]:
-        """Notes why checkpoints that are durable here will never be global, for which `why_never`
-        has a reason. Those that were not noted before."""
+        """Notes why checkpoints that are durable here will never be global, where `why_never` has
+        a reason. Returns those that were not noted before."""
         open_ones = [found for found in self._alone if not found.reason]
         for found in open_ones:
             found.reason = why_never(found.sequence)
         return [found for found in open_ones if found.reason]
 
     def is_late(self, newest: int) -> bool:
-        """One became durable after all ranks had a newer one, `newest`."""
+        """Whether a checkpoint became durable after all ranks had a newer one, `newest`."""
         return any(found.sequence <= newest for found in self._alone)
 
     def _notify(self) -> None:

@@ -64,13 +64,13 @@ class Tenant:
         self.refused: PccheckError | None = None  # why its last trainer got no room to save
         self.last_used_ns = time.monotonic_ns()
         self._reading = 0  # loads and checks in progress: their volumes stay open
-        self._was_refused = False  # its present trainer
-        self._room_bytes = 0  # that its trainer has registered
+        self._was_refused = False  # the present trainer was refused room
+        self._room_bytes = 0  # the payload bytes that the trainer has registered
         self._away = False  # the storage directory was missing at the last look for volumes
         self._looking = asyncio.Lock()
         self._reopening = asyncio.Lock()
         self._beginning = asyncio.Lock()  # held while a sequence is taken
-        self.interval_steps = 0  #: between checkpoints, if the client chooses that
+        self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
         #: Durable and not yet read from the volume: sequence and world size.

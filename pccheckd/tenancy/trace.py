@@ -34,8 +34,8 @@ class Ring:
             self._kept.popitem(last=False)
 
     def newest(self, asker_uid: int, since_ns: int) -> list[Record]:
-        """Of what the asker may see (its own; root sees all), ended after `since`: newest first,
-        RECORDS_PER_ANSWER at most."""
+        """Checkpoints that ended after `since` and that the asker may see (its own; root sees all),
+        newest first, RECORDS_PER_ANSWER at most."""
         return list(islice(self._newest(asker_uid, since_ns), RECORDS_PER_ANSWER))
 
     def _newest(self, asker_uid: int, since_ns: int) -> Iterator[Record]:

@@ -23,9 +23,9 @@ from .finished import NAME, Idle
 
 Document = dict[str, object]
 
-#: Between two checks for finished jobs: an eighth of the age, at most this.
+#: The pause between two checks for finished jobs is an eighth of the age, at most this.
 PAUSE_S_MAX = 3600.0
-#: Per check: an error that makes all jobs look old must be noticed before all are deleted.
+#: Jobs dropped per check: an error that makes all jobs look old must be noticed in time.
 DROPS_MAX = 16
 
 

@@ -10,7 +10,7 @@ from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.jobs.registry import Registry
 
-#: Between two checks, at most; fewer with a short `gpu_release_s`.
+#: The longest pause between two checks; shorter with a short `gpu_release_s`.
 LOOK_S = 10.0
 
 

@@ -38,7 +38,7 @@ PATIENCE_S = 10.0
 LOOK_S = 0.25
 #: A disk that was away for a moment has lost nothing: what cannot be read is read again.
 CONFIRM_S = 5.0
-#: Of a wait for the next pass: clocks are set and machines sleep.
+#: The wait for the next pass is done in such steps, because clocks are set and machines sleep.
 WAIT_STEP_S = 60.0
 PIECE_S_MAX = 60.0  # between two pieces, however low the rate
 INTERVAL_MIN_S = 1.0
