@@ -138,7 +138,7 @@ def _message(value: object, kinds: tuple[type, ...], path: str) -> object:
 
 
 def _convert(value: object, hint: Any, name: str, path: str) -> object:
-    """The value of the field `name`, as its annotation wants it."""
+    """The value of the field `name`, as its annotation requires."""
     if hint is float and type(value) is int:
         return float(value)
     if hint in (bool, int, float, str, bytes):

@@ -55,7 +55,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_protected(self) -> bool:
-        """Kept until somebody restores it or says that he starts fresh."""
+        """Kept until a new run restores it, or begins with fresh=True."""
         return bool(self.flags & SLOT_PROTECTED)
 
     @property

@@ -1,5 +1,5 @@
 """Removing volumes so that a crash in between leaves no half of one: a volume is first renamed to
-a name that nobody takes for a volume, which is made durable, and then removed. What a crash leaves
+a name that is not that of a volume, which is made durable, and then removed. What a crash leaves
 of that is found by `layout.list_temporary` and swept when a daemon starts; what could not be
 removed, by `clear` when the next one is dropped.
 """
@@ -33,7 +33,7 @@ class Victim(NamedTuple):
     file: layout.VolumeFile
     bytes: int  # that it takes on the disk
     last_write_s: float  # wall time
-    done: bool  # its job said close(done=True)
+    done: bool  # its job called close(done=True)
     checkpoints: int
     newest_step: int | None
     problem: str = ""  # why its records cannot be read
@@ -79,7 +79,7 @@ class JobUse(NamedTuple):
     job: str
     bytes: int
     last_write_s: float  # wall time
-    done: bool  # every rank has said that it has finished
+    done: bool  # every rank has reported that it has finished
 
 
 def jobs(storage: str | os.PathLike[str], *, uid: int | None = None) -> list[JobUse]:

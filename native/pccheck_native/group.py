@@ -250,7 +250,7 @@ def choose(
             f"the checkpoint of step {newest.step} was saved by {_ranks(newest.world_size)}, and "
             f"this start has {_ranks(world_size)}",
             f"start the job with {_ranks(newest.world_size)}; if the ranks saved with "
-            "replicated=True, restore with replicated=True; to begin without it, use fresh=True",
+            "replicated=True, restore with replicated=True; fresh=True starts without a checkpoint",
         )
     if newest.world_size == 1 and newest not in mine and not any_world_size:
         holder = next(other for other, known in ranks.items() if newest in known.held)
@@ -279,8 +279,8 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
         parts.append(f"rank {rank}: {steps or 'none'}")
     more = ", ..." if len(wanted) > len(parts) else ""
     what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    whose = f"all {len(wanted)} ranks have" if len(wanted) > 1 else "is valid"
-    that = f"that {whose}" if len(wanted) > 1 else f"of rank {wanted[0]} that {whose}"
+    several = len(wanted) > 1
+    that = f"that all {len(wanted)} ranks have" if several else f"of rank {wanted[0]} that is valid"
     return Refused(
         f"there is {what} {that} (durable steps: {'; '.join(parts)}{more})",
         "pccheckctl list shows all checkpoints; if only one rank saves, solo=True restores the "
