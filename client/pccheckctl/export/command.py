@@ -38,21 +38,7 @@ Skipped = list[tuple[catalog.Checkpoint, str]]  # and why
 
 def run(arguments: argparse.Namespace) -> int:
     """0, or 14 when damaged or unreadable checkpoints were skipped in favour of the one written."""
-    if arguments.all_ranks and arguments.sequence is not None:
-        raise UsageError(
-            "--sequence numbers are different on every rank", hint="use --rank R, or --step"
-        )
-    if arguments.max_shard_size is not None and arguments.format != HUGGINGFACE:
-        raise UsageError(
-            "--max-shard-size is for --format huggingface, which writes a directory of files",
-            hint="add --format huggingface, and name a directory: --output DIR",
-        )
-    if arguments.output.endswith("/") and arguments.format not in DIRECTORIES:
-        raise UsageError(
-            f"--output must name a file, not a directory (got {arguments.output})",
-            hint=f"--output {arguments.output}{arguments.job}.pt; or write a directory: pccheckctl "
-            "export --format huggingface, or --format dcp for torch.distributed.checkpoint",
-        )
+    check(arguments)
     storage = files(arguments)
     skipped: Skipped = []
     for _ in range(ATTEMPTS):
@@ -91,6 +77,25 @@ def run(arguments: argparse.Namespace) -> int:
     if skipped:
         raise DamagedError(skipped[-1][1])
     raise RecycledError("checkpoints are replaced faster than they can be read", hint="try again")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for flags that exclude each other."""
+    if arguments.all_ranks and arguments.sequence is not None:
+        raise UsageError(
+            "--sequence numbers are different on every rank", hint="use --rank R, or --step"
+        )
+    if arguments.max_shard_size is not None and arguments.format != HUGGINGFACE:
+        raise UsageError(
+            "--max-shard-size is for --format huggingface, which writes a directory of files",
+            hint="add --format huggingface, and name a directory: --output DIR",
+        )
+    if arguments.output.endswith("/") and arguments.format not in DIRECTORIES:
+        raise UsageError(
+            f"--output must name a file, not a directory (got {arguments.output})",
+            hint=f"--output {arguments.output}{arguments.job}.pt; or write a directory: pccheckctl "
+            "export --format huggingface, or --format dcp for torch.distributed.checkpoint",
+        )
 
 
 # -- choosing ----------------------------------------------------------------------------------

@@ -58,12 +58,7 @@ def load(
                 "client= was given together with another job=, with storage= or socket=",
                 hint="leave client= out to read what another job has saved",
             )
-        if client.has_guessed_job:
-            raise UsageError(
-                f"the name of job {client.place[0]!r} comes from the script only: another command "
-                "may have saved its checkpoints",
-                hint="set PCCHECK_JOB, or PCcheckClient(job=...)",
-            )
+        _require_named(client)
         job, socket = client.place[0], client.place[2]
         client.gate()  # a checkpoint in flight may still read the tensors
     reader = PCcheckReader(job, storage=storage, socket=socket, step=step)
@@ -92,6 +87,15 @@ def load(
     if result and client is not None:
         client.adopt()
     return result
+
+
+def _require_named(client: PCcheckClient) -> None:
+    if client.has_guessed_job:
+        raise UsageError(
+            f"the name of job {client.place[0]!r} comes from the script only: another command "
+            "may have saved its checkpoints",
+            hint="set PCCHECK_JOB, or PCcheckClient(job=...)",
+        )
 
 
 class _NothingError(NoCheckpointError):
