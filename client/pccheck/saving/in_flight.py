@@ -424,7 +424,7 @@ class Checkpoint:
 
     @property
     def sequence(self) -> int:
-        """Its number in the order of saving; 0 while it is still REQUESTED."""
+        """Its number in the order of saving; 0 when the daemon has not begun it."""
         return self._in_flight.sequence
 
     @property
