@@ -1,1 +1,1 @@
-"""What every part of the daemon uses: tasks, threads, log lines, small files."""
+"""What every part of the daemon uses: tasks, threads, log lines, small files, access."""

@@ -50,6 +50,7 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.config import text as config_text
@@ -284,8 +285,7 @@ class Handlers:
 
     async def _verify(self, session: Session, body: Verify) -> report.Document:
         uid = session.uid if body.uid < 0 else body.uid
-        if not report.may_see(session.uid, uid):
-            raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        require_access(session.uid, uid, "read checkpoints")
         try:
             part = subset.parse(body.subset, body.seed) if body.subset else None
         except ValueError as error:

@@ -25,6 +25,7 @@ from pccheck_wire.messages import (
     Welcome,
 )
 from pccheckd import VERSION
+from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Shape
@@ -297,8 +298,7 @@ class Sessions:
 
     async def _attach_reader(self, session: Session, hello: Hello, _: Peer) -> list[int]:
         uid = session.uid if hello.uid < 0 else hello.uid
-        if uid != session.uid and session.uid != 0:
-            raise RefusedError(f"uid {session.uid} may not read checkpoints of uid {uid}")
+        require_access(session.uid, uid, "read checkpoints")
         key = Key(uid, hello.job, hello.rank)
         session.job, tenant = await self.registry.existing(key)
         await tenant.look()

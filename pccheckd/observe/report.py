@@ -16,6 +16,7 @@ from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
 from pccheckd import VERSION
+from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs import group_state
@@ -38,11 +39,6 @@ Document = dict[str, object]
 _T = TypeVar("_T")
 
 
-def may_see(asker_uid: int, owner_uid: int) -> bool:
-    """P6: one's own; root sees all."""
-    return asker_uid in (0, owner_uid)
-
-
 async def status(
     asker_uid: int,
     registry: Registry,
@@ -53,16 +49,16 @@ async def status(
     """What `pccheckctl status --json` prints. Waits a moment for one statvfs, in a thread. Yields
     to the loop between rows: there may be hundreds of checkpoints."""
     config, engine = registry.config, registry.engine
-    tenants = [t for t in registry.tenants() if may_see(asker_uid, t.key.uid)]
-    seen = [s for s in sessions if s.role is not Role.OBSERVER and may_see(asker_uid, s.uid)]
+    tenants = [t for t in registry.tenants() if has_access(asker_uid, t.key.uid)]
+    seen = [s for s in sessions if s.role is not Role.OBSERVER and has_access(asker_uid, s.uid)]
     rows = [await _aside(_session, session) for session in seen]
     rank = functools.partial(_rank, memory=registry.memory)
     ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
-    jobs = [job for job in registry.jobs.values() if may_see(asker_uid, job.uid)]
+    jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
     warnings = troubles(engine, tenants, jobs)
     stored, limit, refused = engine.pool.stored()
     left = registry.inherited
-    dropped = [f"{key}: {why}" for key, why in left.dropped if may_see(asker_uid, key.uid)]
+    dropped = [f"{key}: {why}" for key, why in left.dropped if has_access(asker_uid, key.uid)]
     budget, used = engine.pool.usage()
     return {
         "schema": SCHEMA,
@@ -80,7 +76,7 @@ async def status(
         "users": [
             {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
             for uid, nbytes in sorted(registry.memory.used_bytes().items())
-            if may_see(asker_uid, uid)
+            if has_access(asker_uid, uid)
         ],
         "scrub": scrub,
         "sessions": rows,
@@ -144,7 +140,7 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
     records += [
         item.record(tenant.key)
         for tenant in registry.tenants()
-        if may_see(asker_uid, tenant.key.uid)
+        if has_access(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
     ]
     return functools.partial(

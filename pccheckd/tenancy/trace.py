@@ -6,6 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
 
+from pccheckd.base.access import has_access
+
 from .checkpoint import Record
 
 SCHEMA = 1
@@ -34,13 +36,13 @@ class Ring:
             self._kept.popitem(last=False)
 
     def newest(self, asker_uid: int, since_ns: int) -> list[Record]:
-        """Checkpoints that ended after `since` and that the asker may see (its own; root sees all),
-        newest first, RECORDS_PER_ANSWER at most."""
+        """Checkpoints that ended after `since` and that the asker may see, newest first,
+        RECORDS_PER_ANSWER at most."""
         return list(islice(self._newest(asker_uid, since_ns), RECORDS_PER_ANSWER))
 
     def _newest(self, asker_uid: int, since_ns: int) -> Iterator[Record]:
         for uid, kept in self._kept.items():
-            if asker_uid in (0, uid):
+            if has_access(asker_uid, uid):
                 for item in reversed(kept):
                     if item.ended < since_ns:
                         break

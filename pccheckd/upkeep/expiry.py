@@ -13,6 +13,7 @@ from pathlib import Path
 from pccheck_native import _core, dropping, layout
 from pccheck_wire.errors import PccheckError, RefusedError, UsageError, owner_of
 from pccheck_wire.messages import Drop
+from pccheckd.base.access import require_access
 from pccheckd.base.background import Background
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -32,8 +33,8 @@ DROPS_MAX = 16
 async def drop(registry: Registry, asker_uid: int, body: Drop) -> Document:
     """Drops the volumes of a job, or with `dry_run` lists them. Only their owner and root may do
     so. Raises RefusedError while the job is in use."""
-    if body.uid >= 0 and asker_uid not in (0, body.uid):
-        raise RefusedError(f"uid {asker_uid} may not drop jobs of uid {body.uid}")
+    if body.uid >= 0:
+        require_access(asker_uid, body.uid, "drop jobs")
     try:
         layout.check_job(body.job)
     except ValueError as error:
