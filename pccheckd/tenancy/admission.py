@@ -125,7 +125,7 @@ class Admission:
             reason = self._tenant.group.why_given_up(checkpoint.sequence)
             self._tenant.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
             return ""
-        what = f"the volume of {self._tenant.volumes.key}"
+        what = f"the volume of {self._tenant.key}"
         try:
             sequence = await self._tenant.begin_save(checkpoint)
         except _core.NativeError as error:
@@ -142,7 +142,7 @@ class Admission:
             why = translated(error, what)
             self._tenant.refuse(checkpoint, End(State.FAILED, why.message, why.hint, why.code))
             if isinstance(why, InternalError):
-                LOG.warning("%s: cannot begin", self._tenant.volumes.key, exc_info=error)
+                LOG.warning("%s: cannot begin", self._tenant.key, exc_info=error)
             return ""
         if not sequence:
             self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
@@ -195,7 +195,7 @@ class Admission:
         if self._tenant.volumes.current is None:
             return False
         if self._tenant.is_grouped:
-            late, before = self._tenant.group.wants_slot(self._tenant.volumes.key.rank), self._late
+            late, before = self._tenant.group.wants_slot(self._tenant.key.rank), self._late
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late
