@@ -58,7 +58,7 @@ class State:
 
 
 class Rivals(AbstractContextManager["Rivals"]):
-    """All rivals by name; owns the process group that DCP's async_save wants."""
+    """All rivals by name; owns the process group that DCP's async_save needs."""
 
     def __init__(self, state: State) -> None:
         self.state = state

@@ -111,7 +111,7 @@ class Hello(Message):
     #: The sequence that the state was restored from; 0: no checkpoint existed, or `fresh`; None:
     #: not restored yet.
     restored: int | None = None
-    #: uid whose job a READER wants (root only); -1 = its own.
+    #: uid whose job a READER reads (root only); -1 = its own.
     uid: int = -1
 
 

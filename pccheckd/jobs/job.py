@@ -397,7 +397,7 @@ class Job:
             after=owner.restored or 0, slots=current.info.slots - len(staying),
         )  # fmt: skip
 
-    def wants_slot(self, rank: int) -> str:
+    def request_slot(self, rank: int) -> str:
         """A rank of a group has no slot for its next checkpoint: gives up what it can. Names the
         ranks that are waited for although they have requested nothing; "" otherwise."""
         self._short.add(rank)

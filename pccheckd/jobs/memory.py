@@ -1,9 +1,9 @@
 """Who has how much of the DRAM budget.
 
-A session that copies or loads claims the bytes that it wants. `shares.fair` turns the claims into
+A session that copies or loads claims the bytes that it needs. `shares.fair` turns the claims into
 shares, and this module moves memory until each session has its share, by these rules:
 
-1. While the budget holds what all sessions want, nothing is taken back.
+1. While the budget holds what all sessions claim, nothing is taken back.
 2. A session needs at least two chunks. When there are not two for each session, they are assigned
    in rounds, to one session of each user per round. A session that has memory and is assigned none
    ends. Of one user's sessions the newest ends first; one that saves or loads ends after those that
@@ -20,7 +20,7 @@ user's caches count, too; rule 3 takes them without waiting.
 So the sessions of one user, however many, leave a session of another user two chunks, as long as
 there are two chunks for each user. Users share the rest as `fair` computes.
 
-Shares change only when a session begins, ends or wants more. Rules 3 to 5 take no session below
+Shares change only when a session begins, ends or claims more. Rules 3 to 5 take no session below
 its share and bring none above it, so no memory moves while the sessions stay the same."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
 from pccheckd.tenancy.tenant import Tenant
 
-from .shares import Wish, fair
+from .shares import Demand, fair
 
 if TYPE_CHECKING:
     from .sessions import Session
@@ -88,7 +88,7 @@ class Memory(Background):
         self._stale = True  # something has changed since the last balance
         self._balanced_s = 0.0
 
-    # -- who wants what ------------------------------------------------------------------------
+    # -- claims --------------------------------------------------------------------------------
 
     async def claim(self, by: Session, wanted_bytes: int) -> int:
         """DRAM for a session: at least two chunks when this returns; more follows in the
@@ -120,7 +120,7 @@ class Memory(Background):
                 continue
 
     def enter(self, by: Session, wanted_bytes: int) -> Claim:
-        """The claim of a session; of a new one, to what it has or wants. Raises RefusedError."""
+        """The claim of a session; a new one claims `wanted_bytes`. Raises RefusedError."""
         if by.port is None or by.tenant is None or by.ending:
             raise RefusedError("the session has ended")
         claim = self._claims.get(by.number)
@@ -140,7 +140,7 @@ class Memory(Background):
         return claim.share_bytes if claim is not None else 0
 
     def wanted_bytes(self, port: Port) -> int:
-        """What the session of a port wants; 0 without one."""
+        """What the session of a port claims; 0 without a session."""
         return next((c.wanted_bytes for c in self._claims.values() if c.port is port), 0)
 
     def used_bytes(self) -> dict[int, int]:
@@ -175,7 +175,7 @@ class Memory(Background):
         claims = list(self._claims.values())
         shares = fair(
             max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
-            [Wish(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, self._turn(c))
+            [Demand(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, self._turn(c))
              for c in claims],
             self._config.max_dram_per_user_bytes,
         )  # fmt: skip

@@ -10,67 +10,68 @@ from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Of one session, in bytes."""
+class Demand:
+    """The memory that one session asks for, in bytes."""
 
     uid: int
-    least: int  # without it, the session cannot go on; a multiple of the chunk
+    least: int  # with less, the session cannot go on; a multiple of the chunk
     wanted: int
     chunk: int
     #: Among the sessions of one user the lower ones get their least first, then the earlier ones.
     turn: int = 0
 
 
-def fair(room: int, wishes: Sequence[Wish], user_limit: int = 0) -> list[int]:
-    """What each may have of `room`, in whole chunks: no session more than it wants, and what one
-    does not want is for the others.
+def fair(room: int, demands: Sequence[Demand], user_limit: int = 0) -> list[int]:
+    """The share of each session in `room`, in whole chunks. No session gets more than its demand;
+    the rest is for the others.
 
-    Each has at least its least while `room` and `user_limit` (0: none) hold that of all. When they
-    do not, leasts are dealt out in rounds, one to each user in each round; who gets none has 0."""
+    Each session gets at least its `least` while `room` and `user_limit` (0: none) are enough for
+    all of these. When they are not, the least amounts are assigned in rounds, one to each user in
+    each round; a session that is assigned none has 0."""
     limit = user_limit or room
-    shares = [0] * len(wishes)
+    shares = [0] * len(demands)
     users: dict[int, list[int]] = {}
-    for index in _served(room, wishes, limit):
-        users.setdefault(wishes[index].uid, []).append(index)
-    floors = [sum(wishes[i].least for i in mine) for mine in users.values()]
-    caps = [min(sum(wishes[i].wanted for i in mine), limit) for mine in users.values()]
+    for index in _served(room, demands, limit):
+        users.setdefault(demands[index].uid, []).append(index)
+    floors = [sum(demands[i].least for i in mine) for mine in users.values()]
+    caps = [min(sum(demands[i].wanted for i in mine), limit) for mine in users.values()]
     for mine, part in zip(users.values(), _level(room, floors, caps), strict=True):
-        found = _level(part, [wishes[i].least for i in mine], [wishes[i].wanted for i in mine])
+        found = _level(part, [demands[i].least for i in mine], [demands[i].wanted for i in mine])
         for index, share in zip(mine, found, strict=True):
-            chunk = wishes[index].chunk
-            shares[index] = max(wishes[index].least, share // chunk * chunk)
-    _round_up(room, limit, wishes, shares)
+            chunk = demands[index].chunk
+            shares[index] = max(demands[index].least, share // chunk * chunk)
+    _round_up(room, limit, demands, shares)
     return shares
 
 
-def _round_up(room: int, limit: int, wishes: Sequence[Wish], shares: list[int]) -> None:
+def _round_up(room: int, limit: int, demands: Sequence[Demand], shares: list[int]) -> None:
     """What is left over by whole chunks, a chunk each, to the first ones first."""
     left = room - sum(shares)
     of_user = Counter[int]()
-    for wish, share in zip(wishes, shares, strict=True):
-        of_user[wish.uid] += share
-    for index, wish in enumerate(wishes):
-        fits = wish.chunk <= min(left, limit - of_user[wish.uid], wish.wanted - shares[index])
+    for demand, share in zip(demands, shares, strict=True):
+        of_user[demand.uid] += share
+    for index, demand in enumerate(demands):
+        fits = demand.chunk <= min(left, limit - of_user[demand.uid], demand.wanted - shares[index])
         if shares[index] and fits:
-            shares[index] += wish.chunk
-            of_user[wish.uid] += wish.chunk
-            left -= wish.chunk
+            shares[index] += demand.chunk
+            of_user[demand.uid] += demand.chunk
+            left -= demand.chunk
 
 
-def _served(room: int, wishes: Sequence[Wish], limit: int) -> list[int]:
-    """Those who get their least, in the order of the wishes."""
+def _served(room: int, demands: Sequence[Demand], limit: int) -> list[int]:
+    """The sessions that get their least, in the order of the demands."""
     users: dict[int, list[int]] = {}
-    for index, wish in enumerate(wishes):
-        users.setdefault(wish.uid, []).append(index)
-    queues = [sorted(mine, key=lambda index: wishes[index].turn) for mine in users.values()]
+    for index, demand in enumerate(demands):
+        users.setdefault(demand.uid, []).append(index)
+    queues = [sorted(mine, key=lambda index: demands[index].turn) for mine in users.values()]
     found: list[int] = []
     of_user = Counter[int]()
     for index in (index for deal in zip_longest(*queues) for index in deal if index is not None):
-        wish = wishes[index]
-        if wish.least <= min(room, limit - of_user[wish.uid]):
+        demand = demands[index]
+        if demand.least <= min(room, limit - of_user[demand.uid]):
             found.append(index)
-            of_user[wish.uid] += wish.least
-            room -= wish.least
+            of_user[demand.uid] += demand.least
+            room -= demand.least
     return sorted(found)
 
 

@@ -37,8 +37,9 @@ class Group(Protocol):
     def why_given_up(self, sequence: int) -> str:
         """Which rank will never have it, and why, in words."""
 
-    def wants_slot(self, rank: int) -> str:
-        """Frees a slot if it can; the ranks that are waited for although they requested nothing."""
+    def request_slot(self, rank: int) -> str:
+        """Frees a slot if it can. Names the ranks that are waited for although they requested
+        nothing; "" otherwise."""
 
     def needs(self, sequence: int) -> bool:
         """Whether a durable checkpoint must not go with its volume."""

@@ -161,13 +161,13 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
     ranks.connect()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
-    assert ranks.job.wants_slot(0) == "1"  # it lives, and may still ask
+    assert ranks.job.request_slot(0) == "1"  # it lives, and may still ask
     assert not ranks.job.gives_up(number)
     dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
     assert dead is not None
     ranks.job.left(1, dead.process)
     assert not ranks.job.gives_up(number)  # rank 0 still has slots
-    assert ranks.job.wants_slot(0) == ""
+    assert ranks.job.request_slot(0) == ""
     assert ranks.job.gives_up(number)
 
 
