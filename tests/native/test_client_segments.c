@@ -1,5 +1,5 @@
-/* Segments that the daemon wants back: the client lets go of what it does not use, and of nothing
- * that it does. */
+/* Segments that the daemon asks for: the client gives back what it does not use, and nothing that
+ * it uses. */
 #include "client/pcc_client_private.h"
 #include "client_fixture.h"
 

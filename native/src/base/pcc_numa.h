@@ -16,7 +16,7 @@
 #define PCC_NUMA_CPUS_MAX 8192u
 #define PCC_NUMA_ROOT "/sys/devices/system/node"
 
-struct pcc_cpus { /* as the kernel wants them: one bit each */
+struct pcc_cpus { /* as the kernel takes them: one bit each */
     unsigned long bits[PCC_NUMA_CPUS_MAX / (8 * sizeof(unsigned long))];
 };
 

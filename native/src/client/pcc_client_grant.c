@@ -1,5 +1,5 @@
-/* Segments: received over the attach socket, checked, mapped; unmapped when the daemon wants them
- * back and nothing of ours uses them. */
+/* Segments: received over the attach socket, checked, mapped; unmapped when the daemon asks for
+ * them back and nothing of ours uses them. */
 #include <fcntl.h>
 #include <poll.h>
 #include <string.h>

@@ -101,7 +101,7 @@ struct pcc_client_segment {
     uint32_t number; /* the daemon's */
     uint32_t first_chunk;
     uint32_t chunk_count;
-    bool retiring; /* the daemon wants it back */
+    bool retiring; /* the daemon has asked for it back */
     bool pin_tried;
     uint32_t pinned_by; /* GPU, or PCC_HOST */
 };
@@ -367,10 +367,10 @@ uint64_t pcc_client_expire(struct pcc_client *client);
 /* -- pcc_client_grant.c -- */
 /* Maps the segments that have been granted. False at hang-up or nonsense. */
 bool pcc_client_take_grants(struct pcc_client *client);
-/* The daemon wants a segment back. False for nonsense. */
+/* The daemon asks for a segment back. False for nonsense. */
 bool pcc_client_take_retire(struct pcc_client *client, const struct pcc_message *message);
-/* Gives back what is unused of the segments that it wants, and those of which nothing is used. As
- * pcc_client_work. */
+/* Gives back the unused chunks of the segments that the daemon has asked for, and unused segments.
+ * As pcc_client_work. */
 PCC_MUST_CHECK int pcc_client_retire(struct pcc_client *client);
 
 /* -- pcc_client_load.c; called by the thread -- */

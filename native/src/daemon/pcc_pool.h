@@ -46,7 +46,7 @@ PCC_MUST_CHECK int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, co
                                   struct pcc_segment *out);
 /* It is not used after all: the descriptor is the caller's again, and stays in the store. */
 void pcc_pool_unadopt(struct pcc_pool *pool, struct pcc_segment *segment);
-/* Something in the store that nobody wants. */
+/* Removes a descriptor from the store that is not used. */
 void pcc_pool_unstore(struct pcc_pool *pool, const char *name);
 /* A state memfd, outside of the budget. *id_out is 0, and nothing is made, without a store or when
  * it has no room. */

@@ -334,11 +334,11 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
  *              never got, or that went with its session, counts as returned
  *   returned   the client has unmapped it (RETURNED)
  *   empty      no saver, load, check or GPU uses a chunk; it is unpinned, unmapped and leaves the
- *              descriptor store. The state memfd does not name it: who drops content says so there
- *              first, and of ended saves nothing is read.
+ *              descriptor store. The state memfd does not name it: content is marked as dropped
+ *              there first, and of ended saves nothing is read.
  *
- * Nothing waits here: whoever wants the memory calls again. A client that keeps a mapping keeps its
- * pages, too: the kernel frees them with the last one. */
+ * Nothing waits here: the caller tries again later. A client that keeps a mapping keeps its pages,
+ * too: the kernel frees them with the last mapping. */
 
 #define CHUNKS_MIN 2u /* one is filled while one is written: less, and a copy could not go on */
 
