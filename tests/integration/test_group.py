@@ -207,6 +207,14 @@ def test_ranks_that_reconnect_stay_one_start(start_daemon: Start, start_trainer:
     assert restored(ranks(start_trainer, daemon, "1")) == [step, step]
 
 
+def _until_answered(trainer: Any) -> None:
+    connection = trainer.client._session.require()
+    deadline = time.monotonic() + LIMIT_S
+    while connection._waiting:
+        assert time.monotonic() < deadline
+        connection.pump()
+
+
 def _now(trainer: Any) -> int:
     return int(trainer.optimizer.now)
 
@@ -293,7 +301,8 @@ def test_a_daemon_that_ends_after_a_survivor_has_restored(
         daemon, COUNTS, rank=1, world_size=2, environment={"LOCAL_WORLD_SIZE": "2"}
     )
     assert restored([group[1], group[0]]) == [2, 2]
-    time.sleep(0.5)  # not synchronisation: what restore() has announced is answered meanwhile
+    for trainer in group:
+        trainer.evaluate(_until_answered)  # what restore() has announced
     daemon.kill()
     daemon.start()
     deadline = time.monotonic() + LIMIT_S
