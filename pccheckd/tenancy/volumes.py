@@ -214,8 +214,6 @@ class VolumeSet:
             except (OSError, ValueError):  # the disk does not answer, or it is being reopened
                 continue
             except _core.NativeError as error:
-                with contextlib.suppress(OSError, ValueError, _core.NativeError):
-                    await self._engine.call(self.key.uid, item.read)  # what it held at the end
                 if item in self.open:
                     self._lose(item, error.code_name)
                     self.gone.append(item)
