@@ -229,6 +229,8 @@ class PCcheckClient:
         state, or whose state_dict() fails in the call made here; UnsupportedStateError by path for
         a value that cannot be stored.
         """
+        if not self._inert():
+            self._require_open()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
         with self._calling():
@@ -471,6 +473,8 @@ class PCcheckClient:
                 "fresh=True begins without the job's checkpoints, and restore() reads one",
                 hint="remove fresh=True to continue the job, or restore() to begin a new run",
             )
+        if isinstance(only, str):
+            only = (only,)
         if only is not None and (unknown := set(only) - self._planner.attached.keys()):
             raise UsageError(
                 f"restore(only=...) names what is not attached: {', '.join(sorted(unknown))}",

@@ -15,6 +15,7 @@ from pccheckd.base import logs
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.base.notify import Notifier
+from pccheckd.base.threads import Threads
 
 from .options import OPTIONS, Config, Option
 from .sources import Sources
@@ -28,6 +29,7 @@ class Reloader(Background):
         self._config = config
         self._sources = sources
         self._notifier = notifier
+        self._thread = Threads(1, "reload")
         self._after: list[Callable[[], None]] = []
         self._wanted = asyncio.Event()
 
@@ -51,8 +53,8 @@ class Reloader(Background):
     async def _reload(self) -> None:
         before = {one.name: getattr(self._config, one.name) for one in fields(Config)}
         try:
-            # In a thread: the file may lie on a disk that hangs.
-            apply(self._config, await asyncio.to_thread(self._sources.load))
+            # In a thread that no exit waits for: the file may lie on a disk that hangs.
+            apply(self._config, await asyncio.wrap_future(self._thread.submit(self._sources.load)))
         except Exception as error:  # the edge of this reload
             for name, value in before.items():
                 setattr(self._config, name, value)

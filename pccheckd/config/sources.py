@@ -174,7 +174,7 @@ def _lines(path: Path) -> Mapping[str, str]:
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text", hint=_SEE) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # the latter: nested too deep
         raise UsageError(
             f"{path} is not TOML: {error}", hint='lines look like: storage = "/mnt/ssd"'
         ) from error

@@ -278,7 +278,7 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
         assert seen == {"items": 7} and not model.weight.any()
         client.attach(model=model)
         client._recovery.torn = "of an earlier restore that did not finish"
-        assert client.restore(only=["model"]).step == 1
+        assert client.restore(only="model").step == 1
         assert torch.equal(model.weight, saved)
         assert client._recovery.torn  # the other things may still be a mix
         client._recovery.torn = ""

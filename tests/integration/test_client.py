@@ -265,6 +265,8 @@ def test_a_finished_job(daemon: Daemon, connect: Connect) -> None:
     client.close()
     assert client.checkpoint is not None
     with pytest.raises(UsageError, match="closed"):
+        client.attach(late={"value": 1})
+    with pytest.raises(UsageError, match="closed"):
         client.checkpoint([1])
     assert connect(daemon).recover().step == 4
 

@@ -132,6 +132,17 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
     assert rows["slots"]["after_restart"] == "9"
 
 
+def test_a_reload_that_hangs_does_not_hold_the_end_up(make: Start) -> None:
+    """The reader of a pipe waits for a writer, as that of a file on a dead server does."""
+    service = make().start()
+    service.file.unlink()
+    os.mkfifo(service.file)
+    service.kill(signal.SIGHUP)
+    service.wait_for(lambda said: said == "RELOADING=1")
+    service.kill(signal.SIGTERM)
+    assert service.wait_end() == 0
+
+
 def test_sighup_limits_what_is_open(make: Start) -> None:
     """At a KiB per second the checkpoint would take an hour, and so would its first chunks after
     the limit has gone if those who wait did not hear of it."""

@@ -63,6 +63,7 @@ def test_values_are_written_as_toml_has_them(file: Path) -> None:
         ("slots = true", r"pccheckd.toml: slots: 'yes' is not a whole number"),
         ('engine = "mmapp"', r"engine: 'mmapp' is not one of"),
         ("slots = ", r"is not TOML: Invalid value"),
+        ("slots = " + "[" * 100_000, r"is not TOML: maximum recursion depth"),
     ],
 )
 def test_mistakes_are_named(file: Path, text: str, told: str) -> None:

@@ -557,7 +557,8 @@ WORDS: dict[str, str] = {
     "none is known": (
         "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. No checkpoint of this "
         "run is known to be durable: a restart resumes from the newest one of an earlier run, or "
-        "begins at the start of training. Remove the cause before that (see: pccheckctl status)"
+        "begins at the start of training. Remove the cause before the restart (see: pccheckctl "
+        "status)"
     ),
     "too many": (
         "64 checkpoints are in flight, and no more fit (save less often, or see what delays "
@@ -626,8 +627,9 @@ WORDS: dict[str, str] = {
     "unrestored": (
         "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. This "
         "run saves its own checkpoints beside the old one, which keeps its space on the disk. "
-        "Call restore() before training; or adopt(), if this run got its state in another way; or "
-        "begin with PCcheckClient(fresh=True): then the old checkpoint may be overwritten."
+        "Call restore() before training, or in a framework what docs/frameworks.md names; or "
+        "adopt(), if this run got its state in another way; or begin with PCcheckClient(fresh=True"
+        "): then the old checkpoint may be overwritten."
     ),
     "plain DDP": (
         "PCcheck: the model is in DistributedDataParallel, and each of the 4 ranks stores a copy "
