@@ -48,6 +48,7 @@ class Job:
         self._config = config
         self._numbers = group.Numbers()
         self._given_up = 0  # the newest sequence that ever was
+        self._doubtful: frozenset[int] = frozenset()  # were given up at some time
         self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
         self._short: set[int] = set()  # ranks without a slot for the next checkpoint
         self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
@@ -322,11 +323,15 @@ class Job:
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {one.sequence for known in ranks.values() for one in known.held}
-        there -= {one.sequence for one in shared}  # one whose damage flag was removed
+        back = {one.sequence for one in shared}  # a damage flag was removed, or a file is back
         # What was given up stays given up: a rank may have acted on it.
-        self.agreement = agreed._replace(given_up=agreed.given_up | before.given_up & there)
-        self._given_up = max(self._given_up, *self.agreement.given_up, 0)
-        self._note_common(shared)
+        given_up = agreed.given_up | before.given_up & (there - back)
+        self.agreement = agreed._replace(given_up=given_up)
+        self._given_up = max(self._given_up, *given_up, 0)
+        # What is back may be restored. But a rank that acts on the old decision may be about to
+        # overwrite its part: nobody is told that all ranks have it.
+        self._doubtful = (self._doubtful | given_up) & there
+        self._note_common([one for one in shared if one.sequence not in self._doubtful])
         why_never = functools.cache(self._why_never)  # the ranks ask for the same ones
         for tenant in self.tenants.values():
             tenant.obey(self.agreement)

@@ -42,6 +42,7 @@ def kept(
 class Volumes:
     def __init__(self) -> None:
         self.held: list[Any] = []
+        self.lost: list[Any] = []
         self.unreadable: dict[Path, PccheckError] = {}
         self.current: Any = None
         self.refreshed = 0

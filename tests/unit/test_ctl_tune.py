@@ -122,6 +122,14 @@ def test_without_figures_it_says_where_they_come_from(
     assert "--storage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("mtbf_s", "interval"), [(None, 45), (10.0, 47)])
+def test_with_failures_the_disk_keeps_up(mtbf_s: float | None, interval: int) -> None:
+    """The disk writes a checkpoint in 46.3 steps; 3 percent of slowdown are allowed."""
+    rates = Rates(25e6, 25e6, 0.0, 1, 1e9, "made up")
+    wish = Wish(int(46.3 * 25e6 * 0.01), 0.01, 1.03, None, mtbf_s=mtbf_s)
+    assert tune.advise(rates, wish).interval == interval
+
+
 @pytest.mark.parametrize("held_s", [0.0, 0.02, 1.5, 40.0])
 @pytest.mark.parametrize("mtbf_s", [600.0, 6 * 3600.0])
 @pytest.mark.parametrize("least", [1, 7])

@@ -110,6 +110,21 @@ def test_what_a_rank_did_not_save_is_given_up_for_good() -> None:
     assert ranks.job.gives_up(number) and not ranks.job.needs(number)
 
 
+def test_what_was_given_up_and_is_back_is_restored_but_never_reported_as_global() -> None:
+    """A file that was away is back: the other rank may be about to overwrite its part."""
+    ranks = Ranks()
+    ranks.connect()
+    number = ranks.ask(0, 5)[1]
+    ranks.ask(1, 5)
+    ranks.hold(number, ranks=(0,))
+    ranks.settle()
+    ranks.hold(number, ranks=(1,))
+    for _ in range(2):
+        ranks.settle()
+        assert ranks.job.common is None
+    assert [one.sequence for one in ranks.job.common_checkpoints()] == [number]
+
+
 def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
     ranks = Ranks()
     ranks.connect()

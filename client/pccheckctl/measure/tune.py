@@ -7,6 +7,9 @@ from the first byte to durable with N in flight.
 
     T_w(N) = max(N m / T_S, m / T_1) + F    N checkpoints share the disk; one alone reaches T_1
     f* = ceil(T_w(N) / (N q t))             one every f* steps, so that the disk keeps up
+
+With an MTBF, q is 1 in f*: a disk that just does not keep up makes every checkpoint late, which
+costs more work at a failure than the shorter interval saves (bench.tune).
 """
 
 from __future__ import annotations
@@ -60,6 +63,11 @@ class Wish(NamedTuple):
     slots: int | None = None
     mtbf_s: float | None = None  # None: failures do not count
     restart_s: float = 0.0
+
+    @property
+    def disk_slowdown(self) -> float:
+        """q in f*."""
+        return self.slowdown if self.mtbf_s is None else 1.0
 
 
 class Advice(NamedTuple):
@@ -166,7 +174,7 @@ def advise(rates: Rates, wish: Wish) -> Advice:
     first = min(m, dram)  # the rest is copied as fast as chunks are written
     copy_s = first / rates.copy_bytes_per_s + (m - first) / rates.write_bytes_per_s
     stall_s = max(0.0, copy_s - HIDDEN * t)
-    disk_interval = max(1, math.ceil(round(whole_s / (effective * q * t), 9)))
+    disk_interval = max(1, math.ceil(round(whole_s / (effective * wish.disk_slowdown * t), 9)))
     stall = 0
     if stall_s > 0:
         stall = math.ceil(round(stall_s / ((q - 1) * t), 9)) if q > 1 else disk_interval
@@ -371,7 +379,7 @@ def _failures(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
 
 def _arithmetic(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
     m, n, q, t = wish.checkpoint_bytes, advice.effective, wish.slowdown, wish.step_s
-    size, brief = render.size, render.brief
+    size, brief, of_disk = render.size, render.brief, wish.disk_slowdown
     shared, alone = brief(n * m / rates.write_bytes_per_s), brief(m / rates.one_bytes_per_s)
     shown = [
         f"m    = {size(m)}",
@@ -383,8 +391,8 @@ def _arithmetic(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
         f"= {n:.2f}",
         f"T_w  = max(N m/T_S, m/T_1) + F = max({shared}, {alone}) + {brief(rates.flush_s)} "
         f"= {brief(advice.persist_s)}",
-        f"f*   = ceil(T_w/(N q t)) = ceil({advice.persist_s:.4g}/({n:.2f} x {q:g} x {t:.4g})) "
-        f"= {advice.disk_interval}",
+        f"f*   = ceil(T_w/(N q t)) = ceil({advice.persist_s:.4g}/({n:.2f} x {of_disk:g} x "
+        f"{t:.4g})) = {advice.disk_interval}",
         f"copy = {brief(advice.copy_s)}; forward and backward (2/3 of a step) hide "
         f"{brief(HIDDEN * t)} of it: the next update waits {brief(advice.stall_s)}",
     ]
