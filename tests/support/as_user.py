@@ -23,10 +23,12 @@ def _import_all(package: str) -> None:
 
 
 def import_all(package: str) -> None:
-    """What a daemon or a command needs, down to what the standard library imports late."""
+    """What a daemon or a command needs, down to what it or the standard library imports late."""
     for name in ("pccheck_wire", "pccheck_native", "pccheck_store", package):
         _import_all(name)
     if package == "pccheckd":
+        for late in ("psutil", "tomllib"):
+            importlib.import_module(late)
         import uvloop
 
         uvloop.new_event_loop().close()
