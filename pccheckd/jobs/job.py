@@ -328,8 +328,8 @@ class Job:
         given_up = agreed.given_up | before.given_up & (there - back)
         self.agreement = agreed._replace(given_up=given_up)
         self._given_up = max(self._given_up, *given_up, 0)
-        # What is back may be restored. But a rank that acts on the old decision may be about to
-        # overwrite its part: nobody is told that all ranks have it.
+        # A checkpoint that is back may be restored. But a rank that acts on the old decision may
+        # be about to overwrite its part, so the checkpoint is never reported as global.
         self._doubtful = (self._doubtful | given_up) & there
         self._note_common([one for one in shared if one.sequence not in self._doubtful])
         why_never = functools.cache(self._why_never)  # the ranks ask for the same ones

@@ -233,7 +233,7 @@ class Session:
         if connection is not None:
             self.error = connection.gone()
             with contextlib.suppress(PccheckError):
-                connection.pump()  # what the next daemon is told may have arrived
+                connection.pump()  # answers that the next daemon will need may have arrived
             connection.close()
 
     def _greet(self, connection: Connection) -> None:
