@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,6 +21,27 @@ from tests.support.volumes import make
 #: Small enough that a checkpoint of a few MiB has many chunks and blocks; and the storage engine
 #: that the fault shim knows all calls of, whatever disk the tests run on.
 SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first on each worker, so that no worker has them when the others are done."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    short = [item for item in items if not item.get_closest_marker("long")]
+    for item in long:
+        item.add_marker(pytest.mark.timeout(600))
+    share = -(-len(short) // workers)
+    items[:] = [
+        item
+        for number in range(workers)
+        for item in (*long[number::workers], *short[number * share : (number + 1) * share])
+    ]
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not read torch's modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ MODELS = pytest.mark.parametrize("model", ["direct", "mmap", "pmem"])
 
 
 @MODELS
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_crash_states(model: str) -> None:
     output = run("build/crash_enum", "--model", model)
     assert count("distinct images", output) >= 1_000_000
@@ -78,7 +78,7 @@ def test_bit_flips() -> None:
     assert count("violations", output) == 0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_mutants_are_killed() -> None:
     output = run("make", "-s", "--no-print-directory", f"PYTHON={sys.executable}", "mutants")
     assert count("mutants killed", output) >= 6

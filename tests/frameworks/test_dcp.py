@@ -61,7 +61,7 @@ def ranks(daemon: Daemon, number: int, what: str, place: Path) -> tuple[int, str
     return launcher.returncode, said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_two_ranks_save_and_one_or_four_load(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
     daemon = start_daemon("--slots", "6")
     _, said = ranks(daemon, 2, "save", tmp_path)

@@ -25,7 +25,7 @@ from typing import Any
 from pccheck_native import catalog
 from pccheck_store.readers import FileReader
 from pccheck_wire.errors import PccheckError
-from tests.support.daemon import PATIENCE, Daemon
+from tests.support.daemon import Daemon
 from tests.support.members import (
     COPIED,
     DURABLE,
@@ -39,6 +39,7 @@ from tests.support.members import (
 )
 from tests.support.rank import payload_of
 from tests.support.trainer import RemoteError
+from tests.support.waiting import PATIENCE
 
 ANSWER_S = 40.0 * PATIENCE
 PROGRESS_S = 30.0 * PATIENCE

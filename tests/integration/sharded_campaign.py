@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.daemon import PATIENCE, Daemon
+from tests.support.daemon import Daemon
 from tests.support.programs import Program
 from tests.support.torchrun import started
+from tests.support.waiting import PATIENCE
 
 START_S = 90.0 * PATIENCE
 VICTIMS = ("all", "one", "one, then all", "daemon, then all", "all, then daemon")

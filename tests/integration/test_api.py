@@ -456,6 +456,7 @@ with PCcheckClient(socket={socket!r}, on_error="raise") as client:
 """
 
 
+@pytest.mark.long
 def test_scripts_of_one_name_do_not_go_on_from_each_other(daemon: Daemon, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(socket=str(daemon.socket)))

@@ -35,6 +35,7 @@ from pccheck.restoring import reading as restore
 from pccheck_native import layout
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
+from tests.support.waiting import until
 from tests.unit.test_flatten import same
 from tests.unit.test_inplace import make, states
 
@@ -124,8 +125,8 @@ def test_many_handles_stay_right_when_entries_are_used_again(
     client = connect(daemon)
     handles = [client.checkpoint([torch.full((10,), i)], step=i) for i in range(200)]
     assert handles[-1].wait_durable(60).sequence == 200
-    ends = {h.state for h in handles}
-    assert ends <= {CheckpointState.DURABLE, CheckpointState.SUPERSEDED}
+    ends = {CheckpointState.DURABLE, CheckpointState.SUPERSEDED}
+    until(lambda: {h.state for h in handles} <= ends)
     assert [h.step for h in handles] == list(range(200))
     assert [h.sequence for h in handles if h.state is CheckpointState.DURABLE] == [
         i + 1 for i, h in enumerate(handles) if h.state is CheckpointState.DURABLE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from pccheckctl.measure import bench, disk
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
-
-LIMIT_S = 30.0
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -102,10 +100,8 @@ def test_a_trainer_takes_as_many_files_as_doctor_says(
             trainer.wait_durable(trainer.checkpoint())
         least = machine.FILES_OF_A_USER + trainers * machine.FILES_OF_A_TRAINER
         allowed = range(least - 1, least + 2)  # one may come or go at any time
-        deadline = time.monotonic() + LIMIT_S
-        while files() - before not in allowed:  # memory still comes, and a hang-up is on its way
-            assert time.monotonic() < deadline, (files() - before, allowed)
-            time.sleep(0.02)
+        # Memory still comes, and a hang-up is on its way.
+        until(lambda allowed=allowed: files() - before in allowed, files)
 
 
 @pytest.mark.usefixtures("_quick")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from pccheckd.upkeep import finished
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import UID, Rank, make
+from tests.support.waiting import until
 
 Ctl = Callable[..., tuple[int, str, str]]
-LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -46,13 +45,6 @@ def ctl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def files(storage: Path) -> list[Path]:
     return [file.path for file in layout.list_volumes(storage)]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # -- through the daemon ------------------------------------------------------------------------
@@ -170,7 +162,7 @@ def test_a_full_disk_names_what_may_be_dropped_finished_jobs_first(
     trainer = start_trainer(daemon, job="third", counts=[3_000_000])
     trainer.step()
     handle = trainer.checkpoint()
-    eventually(lambda: trainer.state(handle) == "failed")
+    until(lambda: trainer.state(handle) == "failed")
     told = " ".join([trainer.reason(handle), *trainer.warnings])
     assert "pccheckctl drop over (" in told
     assert told.index("drop over") < told.index("drop running")
@@ -221,7 +213,7 @@ def finish(daemon: Daemon, trainer: Trainer, *, done: bool = True) -> None:
     trainer.wait_durable(trainer.checkpoint())
     trainer.close(done=done)
     with Observer(str(daemon.socket)) as observer:
-        eventually(lambda: observer.status()["sessions"] == [])
+        until(lambda: observer.status()["sessions"] == [])
 
 
 def jobs_of(daemon: Daemon) -> set[str]:
@@ -251,7 +243,7 @@ def looks(daemon: Daemon) -> None:
     path = daemon.storage / finished.NAME
     path.unlink(missing_ok=True)  # it is read at the start only
     daemon.kill(signal.SIGHUP)
-    eventually(path.exists)
+    until(path.exists)
 
 
 def test_finished_jobs_expire_and_others_do_not(
@@ -264,12 +256,12 @@ def test_finished_jobs_expire_and_others_do_not(
     looks(daemon)
     assert set(watched(daemon)) == {"over"}
     restart_later(daemon, HOUR_S)
-    eventually(lambda: "'over' of uid" in daemon.log.read_text())
+    until(lambda: "'over' of uid" in daemon.log.read_text())
     assert "are deleted in 450 s, unless the job starts again" in daemon.log.read_text()
     assert jobs_of(daemon) == {"running", "over"}
     looks(daemon)
-    eventually(lambda: jobs_of(daemon) == {"running"})
-    eventually(lambda: "finished and expired" in daemon.log.read_text())
+    until(lambda: jobs_of(daemon) == {"running"})
+    until(lambda: "finished and expired" in daemon.log.read_text())
 
 
 def test_a_wall_clock_that_jumps_makes_no_job_old(
@@ -297,7 +289,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
     finish(daemon, start_trainer(daemon))
     looks(daemon)
     restart_later(daemon, HOUR_S)
-    eventually(lambda: "are deleted in" in daemon.log.read_text())
+    until(lambda: "are deleted in" in daemon.log.read_text())
     again = start_trainer(daemon)
     assert again.restore()["found"]
     looks(daemon)
@@ -337,4 +329,4 @@ def test_the_room_of_a_drop_that_failed_is_given_back_by_the_next(
         looks(daemon)
     else:
         assert ctl(place, "drop", "other", "--yes")[0] == 0
-    eventually(lambda: not left.parent.exists())
+    until(lambda: not left.parent.exists())

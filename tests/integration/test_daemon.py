@@ -38,6 +38,7 @@ from pccheck_wire.messages import (
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
+from tests.support.waiting import until
 
 Start = Callable[..., Daemon]
 SIZE = 3_000_000
@@ -100,9 +101,7 @@ def test_damage_is_passed_over_flagged_and_told(start_daemon: Start) -> None:
         older = rank.open(before=newest.sequence)
         assert isinstance(older, Opened)
         assert rank.load(older) == (0, payload_of(1, SIZE))
-        deadline = time.monotonic() + 10
-        while isinstance(again := rank.open(), Opened) and again.step != 1:
-            assert time.monotonic() < deadline
+        again = until(lambda: one if (one := rank.open()) and one.step == 1 else None)
         assert [item.step for item in again.skipped] == [2]
     assert "damaged" in str(document(daemon, Status())["warnings"])
     assert document(daemon, Verify("job"))["damaged"] == 1
@@ -139,9 +138,7 @@ def test_an_incomplete_copy_fails_when_the_trainer_ends(start_daemon: Start) -> 
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))
         rank.begin(2, payload_of(2, SIZE), fill=False)
-        deadline = time.monotonic() + 10
-        while rank.describe(2).state is not CheckpointState.COPYING:
-            assert time.monotonic() < deadline
+        rank.until_copying(2)
     with Rank(daemon.socket) as rank:
         assert rank.restore()[0].step == 1
     (one,) = document(daemon, Status())["ranks"]  # type: ignore[misc]
@@ -170,9 +167,7 @@ def test_a_state_that_grows_moves_to_a_new_volume(start_daemon: Start) -> None:
         assert grown.volume.endswith("rank-0.1.pcc")
         assert rank.restore()[1] == payload_of(1, SIZE)
         assert rank.save(2, payload_of(2, 3 * SIZE)).sequence == 2
-        deadline = time.monotonic() + 10
-        while len(list(daemon.storage.rglob("*.pcc"))) > 1:
-            assert time.monotonic() < deadline
+        until(lambda: len(list(daemon.storage.rglob("*.pcc"))) == 1)
         assert rank.restore()[1] == payload_of(2, 3 * SIZE)
 
 

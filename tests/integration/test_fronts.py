@@ -22,6 +22,7 @@ from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import RemoteError, Trainer
+from tests.support.waiting import until
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
@@ -29,7 +30,6 @@ Connect = Callable[..., Trainer]
 SIZE = 3_000_000
 NOBODY = 65534
 TRIES = 200
-LIMIT_S = 60
 MIB = 1 << 20
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
@@ -39,14 +39,17 @@ def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:
     """The process that takes a user's requests, once it is there."""
     uid = os.getuid() if uid is None else uid
     wanted = ["pccheckd.front.program", str(framing.VERSION), str(uid)]
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
+
+    def found() -> psutil.Process | None:
         for child in psutil.Process(daemon.pid).children():
             with contextlib.suppress(psutil.Error):  # it ends this moment
                 if child.cmdline()[3:6] == wanted:
                     return child
-        time.sleep(0.01)
-    raise AssertionError(f"uid {uid} has no front")
+        return None
+
+    front = until(found)
+    assert front
+    return front
 
 
 def status(process: psutil.Process) -> dict[str, str]:
@@ -210,10 +213,7 @@ def test_training_goes_on_when_its_front_is_killed(
     assert trainer.answer() == 3000
     trains_on(trainer)
     ends = {"durable", "superseded", "failed", "skipped"}
-    deadline = time.monotonic() + 30  # the last ones may still be written
-    while not set(trainer.states()) <= ends and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(trainer.states()) <= ends
+    until(lambda: set(trainer.states()) <= ends, trainer.states)  # the last ones are still written
     assert "abandoned" not in trainer.warnings
     assert daemon.log.read_text().count("connected (session") == 1
     assert "killed by SIGKILL" in daemon.log.read_text()

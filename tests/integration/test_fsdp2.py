@@ -19,7 +19,7 @@ def launch(daemon: Daemon, job: str, steps: int, ranks: int = 2) -> Trainer:
     return Trainer(ROOT / "examples/fsdp2.py", *flags, ranks=ranks, variables=variables)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_killed_ranks_go_on_as_if_they_had_not_been(start_daemon: Start) -> None:
     daemon = start_daemon()
     whole = launch(daemon, "whole", 30).finish()

@@ -12,7 +12,7 @@ from tests.support import fakegpu
 
 
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_60_kills_and_faults() -> None:
     seed = int(os.environ.get("PCC_SEED", "1"))
     tally = run(60, seed)
@@ -22,7 +22,7 @@ def test_60_kills_and_faults() -> None:
 
 
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_daemons_that_pull_are_killed_and_taken_over() -> None:
     seed = int(os.environ.get("PCC_SEED", "1"))
     tally = gpu_restart_campaign.run(6, seed)

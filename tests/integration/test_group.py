@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 from pccheck_native import Volume, dropping
-from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Restored
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import RemoteError, Trainer, mismatch
+from tests.support.waiting import until
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 Members = Callable[..., list[Rank]]
 COUNTS = [300_000, 11]
-LIMIT_S = 30.0
 SIZE, SIZE_MAX = 4096, 1 << 20
 
 
@@ -172,11 +171,31 @@ def test_what_becomes_durable_after_a_run_began_is_kept_for_its_restore(
 
 def _waits_for(step: int, trainer: Any) -> int:
     """The newest step of the run before, once this one is on the disk."""
-    limit = time.monotonic() + LIMIT_S
-    while (newest := max((one.step for one in trainer.client.steps()), default=0)) < step:
-        assert time.monotonic() < limit, newest
-        time.sleep(0.02)
-    return newest
+
+    def newest() -> int:
+        return max((one.step for one in trainer.client.steps()), default=0)
+
+    until(lambda: newest() >= step, newest)
+    return newest()
+
+
+def reconnect(group: list[Trainer]) -> None:
+    """Trains on until every rank has found the daemon's next process."""
+
+    def are_connected() -> bool:
+        for trainer in group:
+            trainer.step()
+            trainer.checkpoint()
+        return all(trainer.evaluate(_is_connected) for trainer in group)
+
+    until(are_connected, every_s=0.1)
+
+
+def ask_until_connected(trainer: Trainer) -> int:
+    """The first checkpoint that the daemon's next process has heard of."""
+    handles: list[int] = []
+    until(lambda: (handles.append(trainer.checkpoint()), trainer.evaluate(_is_connected))[1])
+    return handles[-1]
 
 
 def _is_connected(trainer: Any) -> bool:
@@ -189,18 +208,7 @@ def test_ranks_that_reconnect_stay_one_start(start_daemon: Start, start_trainer:
     save(group, to=2)
     daemon.kill()
     daemon.start()
-    time.sleep(0.2)  # their back-off
-    for trainer in group:
-        trainer.step()
-    handles = [trainer.checkpoint() for trainer in group]
-    states = [trainer.ended(at) for trainer, at in zip(group, handles, strict=True)]
-    deadline = time.monotonic() + LIMIT_S
-    while not all(trainer.evaluate(_is_connected) for trainer in group):
-        assert time.monotonic() < deadline, states
-        for trainer in group:
-            trainer.step()
-            trainer.checkpoint()
-        time.sleep(0.1)
+    reconnect(group)
     save(group)
     step = group[0].evaluate(_now)
     end(group)
@@ -209,10 +217,7 @@ def test_ranks_that_reconnect_stay_one_start(start_daemon: Start, start_trainer:
 
 def _until_answered(trainer: Any) -> None:
     connection = trainer.client._session.require()
-    deadline = time.monotonic() + LIMIT_S
-    while connection._waiting:
-        assert time.monotonic() < deadline
-        connection.pump()
+    until(lambda: (connection.pump(), not connection._waiting)[1])
 
 
 def _now(trainer: Any) -> int:
@@ -231,15 +236,8 @@ def test_the_first_to_reconnect_does_not_split_the_step(
     handles = []
     for trainer in group:
         trainer.step()
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            at = trainer.checkpoint()
-            if trainer.evaluate(_is_connected):
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        handles.append(at)
-        trainer.wait_durable(at)
+        handles.append(ask_until_connected(trainer))
+        trainer.wait_durable(handles[-1])
     # Calls that reached no daemon count as well, and the ranks did not call alike.
     save(group)
     step = group[0].evaluate(_now)
@@ -261,13 +259,9 @@ def test_a_daemon_that_is_restarted_while_the_ranks_come(
     early.evaluate(_register)  # as restore() has announced
     daemon.kill()
     daemon.start()
-    deadline = time.monotonic() + LIMIT_S
     if first_back == 0:
         early.step()
-        while not early.evaluate(_is_connected):
-            assert time.monotonic() < deadline
-            early.checkpoint()
-            time.sleep(0.1)
+        ask_until_connected(early)
     environment = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "1"}
     late = start_trainer(
         daemon, COUNTS, rank=1, world_size=2,
@@ -277,12 +271,7 @@ def test_a_daemon_that_is_restarted_while_the_ranks_come(
     assert restored([late]) == [2]
     while late.evaluate(_now) < early.evaluate(_now):
         late.step()
-    while not all(trainer.evaluate(_is_connected) for trainer in group):
-        assert time.monotonic() < deadline
-        for trainer in group:
-            trainer.step()
-            trainer.checkpoint()
-        time.sleep(0.1)
+    reconnect(group)
     save(group)
     step = early.evaluate(_now)
     end(group)
@@ -305,13 +294,7 @@ def test_a_daemon_that_ends_after_a_survivor_has_restored(
         trainer.evaluate(_until_answered)  # what restore() has announced
     daemon.kill()
     daemon.start()
-    deadline = time.monotonic() + LIMIT_S
-    while not all(trainer.evaluate(_is_connected) for trainer in group):
-        assert time.monotonic() < deadline
-        for trainer in group:
-            trainer.step()
-            trainer.checkpoint()
-        time.sleep(0.1)
+    reconnect(group)
     save(group)
     step = group[0].evaluate(_now)
     end(group)
@@ -319,7 +302,7 @@ def test_a_daemon_that_ends_after_a_survivor_has_restored(
 
 
 def test_one_rank_finds_the_storage_directory_away(
-    start_daemon: Start, start_trainer: Connect
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:
     """What all ranks had stays on the rank that noticed nothing: the directory comes back."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
@@ -330,11 +313,8 @@ def test_one_rank_finds_the_storage_directory_away(
     daemon.storage.rename(away)
     group[1].step()
     assert group[1].ended(group[1].checkpoint()) == "failed"
-    deadline = time.monotonic() + LIMIT_S
-    while "is not there" not in daemon.log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(0.2)  # not synchronisation: the ranks have decided without the file of rank 1
+    asked = ("--socket", daemon.socket, "status", "--json")
+    until(lambda: ctl(None, *asked).json["groups"][0]["global"]["step"] is None)  # what is there
     away.rename(daemon.storage)
     for step in (3, 4, 5, 6, 7):
         assert group[0].step() == step
@@ -369,9 +349,7 @@ def test_slots_that_could_not_be_recycled_do_not_skip_for_ever(
     assert asks(0) in ("failed", "skipped")
     assert "cannot recycle slots" in daemon.log.read_text()
     away.rename(daemon.storage)
-    deadline = time.monotonic() + LIMIT_S
-    while {asks(rank) for rank in (0, 1)} & {"skipped", "failed"}:
-        assert time.monotonic() < deadline
+    until(lambda: not {asks(rank) for rank in (0, 1)} & {"skipped", "failed"})
     save(group)
 
 
@@ -459,13 +437,7 @@ def test_a_start_killed_before_all_were_there(start_daemon: Start, start_trainer
     save(again)
     daemon.kill()  # what the daemon knows of who belongs together goes with it
     daemon.start()
-    deadline = time.monotonic() + LIMIT_S
-    while not all(trainer.evaluate(_is_connected) for trainer in again):
-        assert time.monotonic() < deadline
-        for trainer in again:
-            trainer.step()
-            trainer.checkpoint()
-        time.sleep(0.1)
+    reconnect(again)
     save(again)
 
 
@@ -526,10 +498,7 @@ def test_one_rank_after_two_recycles_nothing_that_the_two_had(
         assert isinstance(found, Opened) and found.step == 1
         alone.ask(Restored(found.sequence))
     snapshot = alone.begin(2, payload_of(4, SIZE), fill=False)  # it takes a slot, and never ends
-    deadline = time.monotonic() + LIMIT_S
-    while alone.describe(snapshot).state is not State.COPYING:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    alone.until_copying(snapshot)
     alone.close()
     assert steps_of_all(members(daemon)) == [1, 1]
     (alone,) = members(daemon, 1, fresh=True)
@@ -553,10 +522,7 @@ def test_what_two_ranks_had_in_flight_takes_nothing_from_them(
         rank.wait(rank.begin(2, payload_of(2, size)), copied=True)
         rank.close()
     (alone,) = members(daemon, 1, fresh=True)
-    deadline = time.monotonic() + LIMIT_S
-    while 2 not in (found := listed(alone)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    found = until(lambda: rows if 2 in (rows := listed(alone)) else [])
     daemon.kill()
     alone.close()
     assert found == [2, 1]
@@ -767,15 +733,17 @@ def test_status_says_which_rank_holds_the_others_back(
     asked = ("--socket", daemon.socket, "status", "--json")
     (told,) = ctl(None, *asked).json["groups"]
     assert (told["global"]["step"], told["slowest_rank"], told["behind"]) == (1, None, {})
-    deadline = time.monotonic() + LIMIT_S
-    while (ran := ctl(None, *asked)).code == 0:
-        assert time.monotonic() < deadline, ran.out
+
+    def is_noticed() -> bool:
         step = group[0].step()
         group[1].step()
         group[0].checkpoint()
         if step % 3 == 0:  # it keeps asking, and never for what the other one has
             group[1].checkpoint(step=10_000 + step)
-        time.sleep(0.1)
+        return ctl(None, *asked).code != 0
+
+    until(is_noticed, every_s=0.1)
+    ran = ctl(None, *asked)
     assert ran.code == 3
     (told,) = ran.json["groups"]
     assert told["global"]["step"] == 1 and told["late"]
@@ -810,13 +778,7 @@ def test_a_run_that_found_nothing_because_its_disk_was_away(
     shutil.rmtree(daemon.storage)
     away.rename(daemon.storage)
     daemon.start()
-    deadline = time.monotonic() + LIMIT_S
-    while not all(trainer.evaluate(_is_connected) for trainer in group):
-        assert time.monotonic() < deadline
-        for trainer in group:
-            trainer.step()
-            trainer.checkpoint()
-        time.sleep(0.1)
+    reconnect(group)
     for _ in range(8):
         save(group)
     end(group)

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.group_campaign import run
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_twenty_rounds() -> None:
     seed = int(os.environ.get("PCC_SEED", "3"))
     tally = run(20, seed)

@@ -13,7 +13,7 @@ PARTS = 4  # so that several workers share them
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_200_kills(part: int) -> None:
     seed = int(os.environ.get("PCC_SEED", "1")) * PARTS + part
     tally = run(200 // PARTS, seed)

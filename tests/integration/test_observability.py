@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pccheckctl.output.documents import rows, whole
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.volumes import make, scribble
+from tests.support.waiting import until
 from tests.unit.test_metrics import labels_in_use, names_in_use
 
 LIMIT_S = 30.0
@@ -42,13 +42,6 @@ def get(url: str) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def durable_lines(daemon: Daemon) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,8 +30,8 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role
 from tests.support.as_user import fork_as, import_all
 from tests.support.daemon import Daemon
-from tests.support.rank import LIMIT_S, payload_of
 from tests.support.rank import Rank as Session
+from tests.support.rank import payload_of
 from tests.support.trainer import Trainer, expected
 from tests.support.volumes import WIDE, Rank, damage, make, numbers
 
@@ -228,10 +227,7 @@ def test_a_lease_ends_rather_than_that_a_checkpoint_is_skipped(
     all_save(3)
     for rank in ranks:
         held = rank.begin(4, payload_of(4, SIZE), fill=False)  # it takes a slot, and never ends
-        deadline = time.monotonic() + LIMIT_S
-        while rank.describe(held).state is not State.COPYING:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        rank.until_copying(held)
     asked = [rank.begin(5, payload_of(5, SIZE), on_busy="skip") for rank in ranks]
     for rank, snapshot in zip(ranks, asked, strict=True):
         state = rank.wait(snapshot)

@@ -362,6 +362,7 @@ def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer
     assert 1 in _durable(daemon), "the checkpoint that nobody has read yet is gone"
 
 
+@pytest.mark.long
 def test_restarts_at_random() -> None:
     """A short run of the campaign; `python -m tests.integration.restart_campaign` is the long."""
     seed = int(os.environ.get("PCC_SEED", "1"))

@@ -25,7 +25,7 @@ Start = Callable[..., Daemon]
 STEPS = 3  # of every start
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_another_mesh_and_another_number_of_ranks_go_on(
     start_daemon: Start, ctl: Ctl, tmp_path: Path
 ) -> None:

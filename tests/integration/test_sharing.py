@@ -24,6 +24,7 @@ from tests.support.daemon import Daemon
 from tests.support.manager import ServedDaemon
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Trainer
+from tests.support.waiting import until
 
 from .test_in_flight import status
 
@@ -41,13 +42,6 @@ def dram(daemon: Daemon) -> dict[str, dict[str, int]]:
     told = status(daemon)
     assert told["pool"]["used_bytes"] <= told["pool"]["budget_bytes"], told["pool"]
     return {rank["job"]: rank["dram"] for rank in told["ranks"]}
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not reached():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.02)
 
 
 def has(daemon: Daemon, **expected: int) -> None:

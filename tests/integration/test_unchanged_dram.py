@@ -3,7 +3,6 @@ copies; and what becomes of it when daemon, trainer, base or disk fail."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,10 +11,11 @@ import pytest
 
 from pccheck_native import catalog
 from tests.support.ctl import Ctl, written
-from tests.support.daemon import PATIENCE, Daemon
+from tests.support.daemon import Daemon
 from tests.support.loratrainer import CHANGED, FROZEN, LAYERS, LoraTrainer
 from tests.support.manager import ServedDaemon
 from tests.support.volumes import bases, damage
+from tests.support.waiting import until
 
 Start = Callable[..., Daemon]
 CHUNK = 256 << 10
@@ -91,13 +91,6 @@ def test_a_pool_smaller_than_what_is_frozen(start_daemon: Start, ctl: Ctl) -> No
     daemon.kill()
     daemon.start()
     resumed(daemon, 4, digest)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60 * PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def damaged(daemon: Daemon) -> set[int]:

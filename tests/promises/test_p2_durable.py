@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import pytest
 from pccheck_native import _core, catalog
 from tests.integration.test_group import end, ranks, restored, save
 from tests.integration.test_in_flight import status
+from tests.support import waiting
 from tests.support.ctl import Ran
-from tests.support.daemon import PATIENCE, Daemon
+from tests.support.daemon import Daemon
 from tests.support.trainer import RemoteError, Trainer
 
 Start = Callable[..., Daemon]
@@ -39,11 +39,7 @@ def pccheckctl(daemon: Daemon, *words: str) -> Ran:
 
 def until(daemon: Daemon, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first status of which this holds."""
-    for _ in range(int(600 * PATIENCE)):
-        if holds(found := status(daemon)):
-            return found
-        time.sleep(0.05)
-    raise AssertionError(found)
+    return waiting.until(lambda: found if holds(found := status(daemon)) else {})
 
 
 def is_there(document: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@ of the one before, and reported; a read error is not damage, and leaves no flag 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
 from tests.integration.test_refusals import make_checkpoint, overwrite
 from tests.promises.test_p2_durable import until
+from tests.support import waiting
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -27,7 +27,6 @@ from tests.support.volumes import make, scribble
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 SIZE = 3_000_000
-LIMIT_S = 60.0
 UNREADABLE = -10018
 
 
@@ -192,10 +191,7 @@ def damaged(start_daemon: Start, tmp_path: Path) -> Daemon:
     store = DaemonStore(str(daemon.socket), storage)
     with store.reader(store.scan().checkpoints[0]) as reader, pytest.raises(DamagedError):
         reader.read(0, reader.checkpoint.payload_bytes)
-    deadline = time.monotonic() + LIMIT_S
-    while flagged(storage) != [3]:  # after the reader was told
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    waiting.until(lambda: flagged(storage) == [3])  # after the reader has its error
     return daemon
 
 

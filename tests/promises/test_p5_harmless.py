@@ -84,6 +84,7 @@ print("at", step, sorted(int(name) for name in os.listdir("/proc/self/fd"))[-1] 
 """
 
 
+@pytest.mark.long
 def test_a_process_that_replaces_itself_goes_on_where_it_was(start_daemon: Start) -> None:
     """exec keeps the process id, and closes what is ours."""
     daemon = start_daemon()
@@ -142,6 +143,7 @@ client.close()
 """
 
 
+@pytest.mark.long
 def test_every_sigterm_gets_its_checkpoint(start_daemon: Start) -> None:
     """As the README has it: the handler sets a flag."""
     daemon = start_daemon()

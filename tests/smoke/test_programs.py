@@ -42,10 +42,12 @@ def test_no_campaign_is_left_out() -> None:
     assert {path.stem for path in made if not path.stem.startswith("test_")} == CAMPAIGNS.keys()
 
 
+@pytest.mark.long
 def test_the_demo_ends_well(run: Run) -> None:
     assert "OK: all" in run("examples.demo", "--steps", 20, "--every", 4).out
 
 
+@pytest.mark.long
 def test_an_example_is_killed_and_goes_on(run: Run) -> None:
     assert "resumed at step" in run("tests.smoke.examples", "lora").out
 
@@ -55,6 +57,7 @@ def test_an_example_is_short(name: str) -> None:
     assert len((examples.EXAMPLES / f"{name}.py").read_text().splitlines()) < 100
 
 
+@pytest.mark.long
 def test_the_shortest_script_goes_on_where_it_was(tmp_path: Path) -> None:
     """As it asks for: killed, and run again; then Ctrl-C, which ends its daemon, too."""
     script = [sys.executable, "-u", str(ROOT / "examples/quickstart.py")]

@@ -14,18 +14,22 @@ import pkgutil
 import sys
 from collections.abc import Callable
 
+#: No test runs `pccheckctl import` as another user, and torch takes two seconds.
+_LEFT_OUT = ("pccheckctl.importing.", "pccheckctl.__main__", "pccheckd.__main__")
+
 
 def _import_all(package: str) -> None:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
-        if not module.name.endswith("__main__"):
+        if not module.name.startswith(_LEFT_OUT):
             importlib.import_module(module.name)
 
 
 def import_all(package: str) -> None:
     """What a daemon or a command needs, down to what it or the standard library imports late."""
     for name in ("pccheck_wire", "pccheck_native", "pccheck_store", package):
-        _import_all(name)
+        if name != "tests.support":  # the target has imported what it needs
+            _import_all(name)
     if package == "pccheckd":
         for late in ("psutil", "tomllib"):
             importlib.import_module(late)
@@ -60,8 +64,8 @@ def fork_as(uid: int, work: Callable[[], str]) -> str:
 def main() -> int:
     uid, target, *arguments = sys.argv[1:]
     package = target.rpartition(".")[0]
-    import_all(package)
     module = importlib.import_module(target)
+    import_all(package)
     os.setgroups([])
     os.setgid(int(uid))
     os.setuid(int(uid))

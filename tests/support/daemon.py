@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  #: more on emulated processors
+from tests.support.waiting import PATIENCE
+
 READY_LIMIT_S = 30.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
 _HERE = Path(__file__).parent

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from .daemon import build
+from tests.support.daemon import build
+from tests.support.waiting import until
 
 READ, WRITE, FLUSH = 1, 2, 4
 #: The least that mkfs.xfs takes, and enough for a few small volumes.
@@ -73,10 +74,7 @@ class FaultyDisk:
                  "--exit-with-parent", "file", str(image)],
                 env=environment, stdout=log, stderr=log,
             )  # fmt: skip
-        deadline = time.monotonic() + LIMIT_S
-        while not (self._fuse / "disk").exists():
-            assert time.monotonic() < deadline, (self.root / "log").read_text()
-            time.sleep(0.02)
+        until((self._fuse / "disk").exists, (self.root / "log").read_text)
         self._loop = _run(
             "losetup", "--direct-io=on", "--show", "-f", str(self._fuse / "disk")
         ).strip()
@@ -97,16 +95,17 @@ class FaultyDisk:
     def remount(self) -> None:
         """No process may use it meanwhile. A process that has just copied all mounts into a new
         namespace keeps the stopped file system for a moment."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
+
+        def is_readable() -> bool:
             _run("umount", str(self.mount))
             _run("mount", self._loop, str(self.mount))
             try:
                 any(self.mount.iterdir())
-                return
             except OSError:
-                assert time.monotonic() < deadline, "the file system does not come back"
-                time.sleep(0.1)
+                return False
+            return True
+
+        until(is_readable, every_s=0.1)
 
     def close(self) -> None:
         if self._server is not None:

@@ -13,6 +13,7 @@ a job that runs for ever has finitely many states, and the search can be complet
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from bisect import bisect_right
@@ -280,8 +281,12 @@ class Search:
     # -- the search ----------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        outcome = self._walk(None)
-        return self._walk({}) if outcome.violation else outcome  # again, for the way to it
+        gc.disable()  # states have no cycles, and there are millions
+        try:
+            outcome = self._walk(None)
+            return self._walk({}) if outcome.violation else outcome  # again, for the way to it
+        finally:
+            gc.enable()
 
     def _walk(self, parents: dict[State, tuple[State, Label]] | None) -> Outcome:
         config = self.config

@@ -14,9 +14,7 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pccheck import PCcheckClient, UsageError
 from pccheck.integrations.lightning import PCcheckCallback
+from tests.support.waiting import until
 
 ITEMS, BATCH, WIDTH = 48, 8, 16
-LIMIT_S = 60.0
 Options = dict[str, Any]
 
 
@@ -90,7 +88,7 @@ class Kill(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_more: object) -> None:
         if trainer.global_step == self.at:
             client = self.saver.client
-            wait_until(lambda: self.saved in [one.step for one in client.steps()])
+            until(lambda: self.saved in [one.step for one in client.steps()])
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -229,15 +227,8 @@ def meet(place: Path) -> None:
             free.bind(("127.0.0.1", 0))
             place.with_suffix(".new").write_text(str(free.getsockname()[1]))
         place.with_suffix(".new").rename(place)
-    wait_until(place.exists)
+    until(place.exists)
     os.environ["MASTER_PORT"] = place.read_text()
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def forked(output: Path, options: Options) -> int:

@@ -28,9 +28,9 @@ from pccheck_native import (
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Restored
-from tests.support.daemon import PATIENCE
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Commands, Trainer, expected
+from tests.support.waiting import PATIENCE
 
 RANKS_MAX = 4
 STEPS_MAX = 4096

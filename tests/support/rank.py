@@ -38,7 +38,7 @@ from pccheck_wire.messages import (
     Status,
     Writing,
 )
-from tests.support.daemon import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 LIMIT_S = 30.0 * PATIENCE
 SLICE_NS = 50_000_000  # between two looks whether the daemon lives
@@ -135,6 +135,10 @@ class Rank:
             offered = frozen if offered is None else offered
             self.link.submit(snapshot, ranges, b"", tail, len(body), offered_bytes=offered)
         return snapshot
+
+    def until_copying(self, snapshot: int) -> None:
+        """Until it has its slot."""
+        until(lambda: self.describe(snapshot).state is CheckpointState.COPYING)
 
     def _is_read(self, snapshot: int) -> bool:
         state = self.link.state(snapshot)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.support.daemon import READY_LIMIT_S, Daemon
+from tests.support.waiting import until
 
 #: Becomes the daemon, with descriptor 3 and LISTEN_PID as a manager would have it.
 _HAND_OVER = (
@@ -55,10 +56,7 @@ class Service(Daemon):
 
     def wait_log(self, wanted: str) -> None:
         """A thread writes the log, later than the line is made."""
-        deadline = time.monotonic() + READY_LIMIT_S
-        while wanted not in self.log.read_text():
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
+        until(lambda: wanted in self.log.read_text(), self.log.read_text)
 
     def wait_for(self, wanted: Callable[[str], bool], limit_s: float = READY_LIMIT_S) -> str:
         """The next notification that is `wanted`; earlier ones are kept in `heard`."""

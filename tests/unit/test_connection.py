@@ -18,6 +18,7 @@ from pccheck.daemon.connection import Connection
 from pccheck_wire import codec
 from pccheck_wire.errors import DaemonUnreachableError, StorageFullError, WaitTimeoutError
 from pccheck_wire.messages import Describe, Done, Failure, Reply, Report, Request, Status
+from tests.support.waiting import until
 
 TOKEN = b"t" * 16
 LIMIT_S = 20.0
@@ -183,7 +184,7 @@ def test_a_callback_runs_in_a_later_pump_and_once(server: Server, connection: Co
     connection.ask(Describe(1), answers.append)
     server.wait()
     assert answers == []
-    wait_until(lambda: (connection.pump(), bool(answers))[1])
+    until(lambda: (connection.pump(), bool(answers))[1])
     connection.request(Status(), timeout_s=LIMIT_S)
     assert answers == [Done()]
 
@@ -227,12 +228,3 @@ def test_an_attempt_that_fails_leaves_nothing_open(
     with pytest.raises(zmq.ZMQError):
         Connection(attachment)
     assert links[0].closed and attachment.closed
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """The answer is on its way through libzmq's threads."""
-    for _ in range(10_000):
-        if holds():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it does not come")
