@@ -127,6 +127,7 @@ bench: $(READY) ## persist, the core alone, the call and recover; results go to 
 	$(BIN)/python -m bench.core
 	$(BIN)/python -m bench.call_overhead
 	$(BIN)/python -m bench.recover
+	$(BIN)/python -m bench.first
 	$(BIN)/python -m bench.observability
 	$(BIN)/python -m bench.ranks
 

@@ -16,6 +16,7 @@ BENCHES = {
     "call_overhead": ("--calls", "2"),
     "growth": ("--points", "2", *SMALL),
     "kills": ("--kills", "1", "--mib", "8", "--settings", "2,5"),
+    "first": ("--sizes", "8MiB", *SMALL),
     "recover": ("--sizes", "32MiB", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
@@ -35,6 +36,7 @@ PARTS = {"__init__", "common", "fio", "ours", "rivals"}
 GPU_PARTS = {"__init__", "contender", "model", "probe", "check"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BENCHES)
 def test_it_ends_well_and_leaves_its_figures(name: str, run: Run) -> None:
     document = run(f"bench.{name}", *BENCHES[name]).document(name)
