@@ -22,7 +22,8 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# PIP_NO_BUILD_ISOLATION builds with the pinned setuptools instead of whatever is newest.
+# --no-build-isolation builds with the pinned setuptools instead of whatever is newest. What finds an
+# editable package with setuptools takes half of Python's own start, which paths do not.
 $(READY): constraints.txt pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' || \
 		{ echo 'Python 3.11 or newer with venv is needed (Debian: apt-get install python3-venv)'; exit 1; }
@@ -33,6 +34,8 @@ $(READY): constraints.txt pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[torch,dev]'
+	@cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+		rm -f __editable__.pccheck-* && printf '%s\n' '$(CURDIR)/client' '$(CURDIR)/native' '$(CURDIR)' >pccheck.pth
 	@touch $@
 
 venv: $(READY) ## makes .venv with the pinned versions and the package in it (editable)

@@ -230,7 +230,7 @@ def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
         process.kill()
         assert rank.wait(snapshot).outcome == CheckpointState.FAILED
         with pytest.raises(PccheckError, match="did not reach pccheckd"):
-            rank.ask(Describe(snapshot))
+            rank.ask_again(Describe(snapshot))
         saves_again(rank, 2)
         answer = rank.ask(Describe(snapshot + 1))
         assert isinstance(answer, Described)

@@ -50,6 +50,10 @@ def payload_of(seed: int, size: int) -> bytes:
     return (word * (size // len(word) + 1))[:size]
 
 
+class NoAnswerError(AssertionError):
+    """A request was not answered in time."""
+
+
 class Rank:
     """One session, as trainer by default; `save` and `load` whole payloads of bytes."""
 
@@ -99,7 +103,18 @@ class Rank:
                 found = reply.body
                 raise error_from_wire(found.code, found.message, found.hint, found.retryable)
             return reply.body
-        raise AssertionError(f"no answer to {body}")
+        raise NoAnswerError(f"no answer to {body}")
+
+    def ask_again(self, body: RequestBody) -> ReplyBody:
+        """The same, as often as it takes: what is sent before libzmq notices the end of a front is
+        lost. For requests that may be sent twice."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                return self.ask(body, limit_s=1.0)
+            except NoAnswerError:
+                if time.monotonic() >= deadline:
+                    raise
 
     def _answered(self, deadline: float) -> bool:
         """False at the deadline, or when the daemon has ended."""
