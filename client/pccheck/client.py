@@ -95,8 +95,11 @@ class PCcheckClient:
     Everything but waiting on handles is for one thread, the one that trains. In a forked child (a
     data loader's worker) a client does nothing. A later client of the same process for the same job
     and rank closes this one. Signal handlers should only set a flag, as those of `stop_on` do: a
-    checkpoint in the middle of a step, or of another call, is skipped.
+    checkpoint in the middle of a step, or of another call, is skipped. A client that goes out of
+    scope is closed, and so is every client at the end of the process.
     """
+
+    _closed = True  # until it is made
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class PCcheckClient:
         if fresh:
             self._steps.fresh()
         self._took_one = False  # this client has taken a snapshot
-        self._closed = self._done = False
+        self._done = False
         self._warner = Warner()
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)
@@ -164,7 +167,11 @@ class PCcheckClient:
         for other in list(_CLIENTS):  # a notebook's cell is run again
             if other.place == self.place:
                 other.close()
+        self._closed = False
         _CLIENTS.add(self)
+        # A process of multiprocessing may not run what its parent has registered.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
         self._first_connect()
 
     def _first_connect(self) -> None:
@@ -771,6 +778,10 @@ class PCcheckClient:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if not self._closed:
+            _close(self, "that went out of scope")
+
 
 #: Closed at the end of the process, and made inert in forked children.
 _CLIENTS: weakref.WeakSet[PCcheckClient] = weakref.WeakSet()
@@ -783,12 +794,16 @@ def open_client(job: str | None, rank: int, world_size: int) -> PCcheckClient | 
     return next((one for one in _CLIENTS if one.place[:2] == wanted and not one.closed), None)
 
 
+def _close(client: PCcheckClient, which: str) -> None:
+    try:
+        client.close()
+    except Exception:
+        LOG.exception("PCcheck: close() of a client %s failed", which)
+
+
 def _close_all() -> None:
     for client in list(_CLIENTS):
-        try:
-            client.close()
-        except Exception:
-            LOG.exception("PCcheck: close() at the end of the process failed")
+        _close(client, "at the end of the process")
 
 
 def _forget_all() -> None:
@@ -796,5 +811,4 @@ def _forget_all() -> None:
         client._session.forget_in_child()
 
 
-atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_all)

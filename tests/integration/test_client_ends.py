@@ -34,6 +34,28 @@ print("done")
 """
 
 
+def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    """As in a script whose main() returns without close()."""
+    daemon = start_daemon(*SLOW)
+    model = torch.nn.Linear(2000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        client = PCcheckClient(job="job", socket=daemon.socket)
+        client.attach(model=model, optimizer=optimizer)
+        for step in (1, 2):
+            model(torch.ones(1, 2000)).sum().backward()
+            optimizer.step()
+            handle = client.checkpoint(step=step)
+        assert handle.state < CheckpointState.COPIED  # more than the daemon's memory
+
+    train()
+    with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as again:
+        assert again.recover().step == 2
+
+
 def test_a_client_that_is_garbage_does_not_hang(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     ran = subprocess.run(
