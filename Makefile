@@ -48,8 +48,8 @@ test: $(READY) ## everything at once: lint, the C tests, and pytest with the cra
 	@$(MAKE) --no-print-directory -j3 JOBS= lint native pytest
 
 # More than the CPUs of a small machine: tests also wait for disks and for processes.
-WORKERS ?= 5
-pytest: $(READY) ## all tests in Python, WORKERS (5) at a time
+WORKERS ?= 7
+pytest: $(READY) ## all tests in Python, WORKERS (7) at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format

@@ -38,10 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ]
 
 
+gc.disable()  # it would look at all of torch again and again while tests are imported
+
+
 def pytest_collection_finish() -> None:
-    """The collector need not read torch's modules again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from pccheck.daemon import autostart
 from pccheck.restoring import reading as restore
 from pccheck_native import layout
 from tests.support.daemon import Daemon
+from tests.support.programs import script
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
 from tests.unit.test_flatten import same
@@ -327,15 +328,13 @@ client.checkpoint([torch.ones(1000)], step=done.step + 1).wait_durable(60)
 
 
 def run(storage: Path, end: str, runtime: Path) -> list[str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(storage=str(storage), end=end)],
-        capture_output=True, text=True, timeout=90,
-        env=environ | {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": "3"},
-    )  # fmt: skip
-    assert ran.returncode in (0, -9), ran.stderr
-    assert "started a private" not in ran.stderr or f"socket {runtime}/" in ran.stderr
-    return ran.stdout.split()
+    """The step that SCRIPT finds."""
+    environment = {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": "3"}
+    with script(SCRIPT.format(storage=str(storage), end=end), environment=environment) as program:
+        said = program.finish()
+        assert program.returncode in (0, -9), said
+    assert "started a private" not in said or f"socket {runtime}/" in said
+    return list(filter(str.isdigit, said.splitlines()))
 
 
 def test_autostart(daemon: Daemon) -> None:
@@ -383,11 +382,12 @@ def test_autostart_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) 
     """The daemon answers already, and the process that started it has not noticed yet."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     runtime.mkdir(mode=0o700)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
-    subprocess.run(
-        [sys.executable, "-c", DIES_WHILE_IT_WAITS.format(storage=str(storage))],
-        check=True, timeout=90, env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
-    )  # fmt: skip
+    text, environment = (
+        DIES_WHILE_IT_WAITS.format(storage=str(storage)),
+        {"XDG_RUNTIME_DIR": str(runtime)},
+    )
+    with script(text, environment=environment) as program:
+        assert program.wait(90) == 0
     pid = int(Path(layout.lock_path(storage)).read_text())
     assert _alive(pid)
     try:
@@ -531,14 +531,11 @@ def test_clients_of_a_private_daemon_follow_each_other(daemon: Daemon) -> None:
     """The next one comes while the daemon ends, since the one before was its last client."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     runtime.mkdir(mode=0o700)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", CLIENTS.format(storage=str(storage))],
-        capture_output=True, text=True, timeout=200,
-        env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["[]"] * 6, ran.stderr
+    text, environment = CLIENTS.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
+    with script(text, environment=environment) as program:
+        said = program.finish()
+        assert program.returncode == 0, said
+    assert said.splitlines().count("[]") == 6, said
 
 
 KILLED = """
@@ -563,12 +560,9 @@ def test_a_private_daemon_that_was_killed_is_started_again(daemon: Daemon) -> No
     """Nobody but the trainer would: its next checkpoints find a new one, which ends with it."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     runtime.mkdir(mode=0o700)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", KILLED.format(storage=str(storage))],
-        capture_output=True, text=True, timeout=200,
-        env=environ | {"XDG_RUNTIME_DIR": str(runtime)},
-    )  # fmt: skip
-    assert (ran.returncode, ran.stdout) == (0, "durable\n"), ran.stderr
+    text, environment = KILLED.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
+    with script(text, environment=environment) as program:
+        said = program.finish()
+        assert (program.returncode, said.splitlines()[-1]) == (0, "durable"), said
     (pid_file,) = runtime.rglob("pid")
     ended(int(pid_file.read_text()))

@@ -3,6 +3,7 @@ nothing waits at every interval."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from pccheck import PCcheckClient
+from tests.support import programs
 from tests.support.daemon import Daemon
+from tests.support.programs import Program
 from tests.support.trainer import Trainer
 
 Start = Callable[..., Daemon]
@@ -32,17 +35,22 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 
 
-def script(text: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + text, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+def script(text: str, *words: object) -> Program:
+    return programs.script(SCRIPT + text, *words)
 
 
-def told(running: subprocess.Popen[str]) -> str:
-    out, err = running.communicate(timeout=LIMIT_S)
-    assert running.returncode == 0, (running.returncode, err)
-    return out
+def told(running: Program) -> str:
+    said = running.finish()
+    assert running.returncode == 0, (running.returncode, said)
+    return said
+
+
+def interpreter(text: str, *words: object) -> str:
+    """What a script prints that is not forked: where the start or the end of Python matters."""
+    command = [sys.executable, "-c", SCRIPT + text, *map(str, words)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
+    assert ran.returncode == 0, (ran.returncode, ran.stderr)
+    return ran.stdout
 
 
 FILES = """
@@ -68,7 +76,8 @@ print("trained", len(os.listdir("/proc/self/fd")) - top < 20)
 def test_a_process_without_files_left_trains_on(start_daemon: Start) -> None:
     """libzmq would end it; and an attempt that fails must not take the last ones away."""
     daemon = start_daemon()
-    assert told(script(FILES, daemon.socket)) == "trained True\n"
+    with script(FILES, daemon.socket) as running:
+        assert told(running) == "trained True\n"
 
 
 REPLACED = """
@@ -76,7 +85,7 @@ client = PCcheckClient(job="job", socket=sys.argv[1], on_error="raise")
 client.attach(model=model, optimizer=optimizer)
 done = client.restore()
 step = done.step if done else 0
-if step < 3:
+if step < 2:
     client.checkpoint(step=step + 1).wait_durable(60)
     client.checkpoint(step=step + 1)  # on its way
     os.execv(sys.executable, [sys.executable, "-c", sys.argv[2], *sys.argv[1:]])
@@ -89,7 +98,7 @@ def test_a_process_that_replaces_itself_goes_on_where_it_was(start_daemon: Start
     """exec keeps the process id, and closes what is ours."""
     daemon = start_daemon()
     text = SCRIPT + REPLACED
-    assert told(script(REPLACED, daemon.socket, text)) == "at 3 True\n"
+    assert interpreter(REPLACED, daemon.socket, text) == "at 2 True\n"
 
 
 WORKERS = """
@@ -121,7 +130,7 @@ def test_workers_that_are_forked_from_a_trainer_do_nothing_of_ours(
 ) -> None:
     """They stay over epochs; and the interpreter may end without close()."""
     daemon = start_daemon()
-    assert told(script(WORKERS, daemon.socket, end)) == "trained 24\n"
+    assert interpreter(WORKERS, daemon.socket, end) == "trained 24\n"
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
         assert client.recover().step == 24  # and nobody else has its place
 
@@ -148,21 +157,22 @@ def test_every_sigterm_gets_its_checkpoint(start_daemon: Start) -> None:
     """As the README has it: the handler sets a flag."""
     daemon = start_daemon()
     for _ in range(3):
-        running = script(TERMINATED, daemon.socket)
-        assert running.stdout is not None and running.stdout.readline() == "ready\n"
-        running.send_signal(signal.SIGTERM)
-        step, durable = told(running).split()
+        with script(TERMINATED, daemon.socket) as running:
+            assert running.line() == "ready\n"
+            running.terminate()
+            step, durable = told(running).split()
         with PCcheckClient(job="job", socket=daemon.socket) as client:
             assert client.recover().step == int(step) == int(durable)
 
 
 REMOVED = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=float(sys.argv[2]))
 client.attach(model=model, optimizer=optimizer)
 for step in range(110):
     if step == 10:
         print("ready", flush=True)
-        sys.stdin.readline()
+        signal.sigwait([signal.SIGUSR1])
     optimizer.step()
     client.checkpoint(step=step)
 print("trained")
@@ -176,16 +186,16 @@ def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
 ) -> None:
     """By whoever cleans /tmp; if the daemon is killed, too, nobody can come back."""
     daemon = start_daemon()
-    running = script(REMOVED, daemon.socket, 2.0)
-    assert running.stdout is not None and running.stdout.readline() == "ready\n"
-    for path in daemon.socket.parent.glob("ctl-*"):
-        shutil.rmtree(path)
-    if what == "all":
-        shutil.rmtree(daemon.socket.parent)
-    if killed:
-        daemon.kill()
-    out, err = running.communicate("\n", timeout=LIMIT_S)
-    assert (running.returncode, out) == (0, "trained\n"), err
+    with script(REMOVED, daemon.socket, 2.0) as running:
+        assert running.line() == "ready\n"
+        for path in daemon.socket.parent.glob("ctl-*"):
+            shutil.rmtree(path)
+        if what == "all":
+            shutil.rmtree(daemon.socket.parent)
+        if killed:
+            daemon.kill()
+        os.kill(running.pid, signal.SIGUSR1)
+        assert told(running) == "trained\n"
 
 
 def test_training_goes_on_without_the_daemon(start_daemon: Start, start_trainer: Connect) -> None:

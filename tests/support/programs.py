@@ -17,7 +17,9 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.trainer", "tests.support.gputrainer"])
+CONTEXT.set_forkserver_preload(
+    [f"tests.support.{name}" for name in ("trainer", "gputrainer", "frozen")]
+)
 
 
 class Program:
@@ -32,12 +34,17 @@ class Program:
         read, write = os.pipe() if output is None else (-1, os.dup(output))
         self.stdout = open(read) if output is None else None  # noqa: SIM115, PTH123
         theirs = Connection(write, readable=False)
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
         self._process = CONTEXT.Process(
-            target=_start,
-            args=(theirs, dict(os.environ) | (environment or {}), ranks, module, words),
+            target=_start, args=(theirs, ours | (environment or {}), ranks, module, words)
         )
         self._process.start()
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -46,6 +53,11 @@ class Program:
     def poll(self) -> int | None:
         return self.returncode
 
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self.stdout is not None
+        return self.stdout.readline()
+
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:
@@ -53,7 +65,7 @@ class Program:
         return self.returncode
 
     def finish(self) -> str:
-        """What it printed until it ended."""
+        """What it prints until it ends."""
         assert self.stdout is not None
         said = self.stdout.read()
         self.wait()
@@ -70,6 +82,11 @@ class Program:
         self._process.join()
         if self.stdout is not None:
             self.stdout.close()
+
+
+def script(text: str, *words: object, environment: dict[str, str] | None = None) -> Program:
+    """`python -c TEXT WORDS`."""
+    return Program("tests.support.snippet", text, *words, environment=environment)
 
 
 def _start(
