@@ -97,6 +97,8 @@ def measure(size_bytes: int, rounds: int, directory: Path, rawwrite: Path) -> tu
     settings, sweep = limit.finalists(write=True)
     with ExitStack() as stack:
         ours = stack.enter_context(Ours(state, directory / "storage", payload_bytes))
+        for _ in range(2):  # its memory has grown, and each of four slots was written once
+            ours.save_into_memory()
         rivals = stack.enter_context(Rivals(state))
         names = [OURS, *rivals.save]
         for number in range(rounds + 1):

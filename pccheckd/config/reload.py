@@ -59,7 +59,10 @@ class Reloader(Background):
             for name, value in before.items():
                 setattr(self._config, name, value)
             unexpected = not isinstance(error, PccheckError)
-            LOG.error("reload failed, no option changed: %s", error, exc_info=unexpected)
+            LOG.error(
+                "reload failed, no option changed: %s", error, exc_info=unexpected,
+                extra={"always": True},
+            )  # fmt: skip
             return
         for call in self._after:
             try:
@@ -96,7 +99,8 @@ def apply(config: Config, fresh: Config) -> None:
                 if option.field in pending
             ),
         )
-    LOG.info("reload: %s", ", ".join(changed) or "nothing changed")
+    # Who sends the signal waits for this line.
+    LOG.info("reload: %s", ", ".join(changed) or "nothing changed", extra={"always": True})
 
 
 def _change(option: Option, before: object, after: object) -> str:

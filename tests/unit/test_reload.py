@@ -11,6 +11,7 @@ import pytest
 
 from pccheckd.base.logs import LOG
 from pccheckd.base.notify import Notifier
+from pccheckd.base.repeats import BURST, Repeats
 from pccheckd.config import text as config_text
 from pccheckd.config.options import OPTIONS, Config
 from pccheckd.config.reload import Reloader
@@ -94,6 +95,14 @@ def test_live_values_are_taken_over(
     reload("")
     assert config.max_storage_bytes == 0
     assert config.origins["max_storage_bytes"].kind == "default"
+
+
+def test_every_reload_is_reported(reload: Reload, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines that repeat are left out of the log, but somebody waits for these."""
+    repeats = Repeats(clock=lambda: 0.0)
+    for number in range(4 * BURST):
+        reload("drain-limit = 5" if number % 2 else "drain-limit = ")
+        assert len(list(filter(repeats.filter, caplog.records))) == 1
 
 
 def test_what_needs_a_restart_is_named_once_and_kept(
