@@ -24,6 +24,8 @@ RAW = (
     (1, 16 * MIB, "buffers"),
     (2, 16 * MIB, "memfd"),
 )
+#: The same for reads whose bytes are then copied to their place.
+COPIED = ((2, 4 * MIB), (2, 16 * MIB), (4, 4 * MIB), (4, 16 * MIB))
 FINALISTS = 2
 
 
@@ -70,6 +72,11 @@ class Limit:
         if setting.engine == "rawwrite":
             return self._raw_seconds(setting, write=write)
         return self._fio_seconds(setting, write=write)
+
+    def copied_seconds(self) -> float:
+        """The best time of the plain C program for one pass that reads and copies the bytes."""
+        settings = [Setting("rawwrite", block, threads, "copied") for threads, block in COPIED]
+        return min(self._raw_seconds(setting, write=False) for setting in settings)
 
     def _raw_seconds(self, setting: Setting, *, write: bool) -> float:
         words = [

@@ -1,12 +1,16 @@
 /* The plain C direct writer and reader that the benches hold as the limit beside fio.
  *
- *   rawwrite write|read FILE BYTES THREADS BUFFER_BYTES buffers|memfd
+ *   rawwrite write|read FILE BYTES THREADS BUFFER_BYTES buffers|memfd|copied
  *
  * FILE exists and is BYTES long (a multiple of BUFFER_BYTES). THREADS threads take buffers of the
  * file in turn with O_DIRECT; a write ends with one fdatasync. `buffers`: each thread re-uses one
  * buffer, as fio does; `memfd`: the bytes come from (go to) a memfd of 4 KiB pages as large as the
- * file, as a checkpoint's do. Memory is touched before the clock starts. Prints the seconds. */
+ * file, as a checkpoint's do; `copied`: a thread also copies what it has read to its place in
+ * memory as large as the file, as a restore does. Memory is touched before the clock starts. Prints
+ * the seconds. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -26,7 +30,8 @@ static struct {
     int writing;
     uint64_t bytes;
     uint64_t buffer_bytes;
-    uint8_t *whole; /* NULL: a buffer per thread */
+    uint8_t *whole;  /* NULL: a buffer per thread */
+    uint8_t *target; /* NULL: nothing is copied */
     atomic_uint_fast64_t next;
     atomic_int error;
 } job;
@@ -79,6 +84,8 @@ static void *worker(void *buffer)
             }
             done += moved > 0 ? (uint64_t)moved : 0;
         }
+        if (job.target)
+            memcpy(job.target + offset, at, job.buffer_bytes);
     }
 }
 
@@ -92,7 +99,9 @@ static double now_s(void)
 int main(int count, char **words)
 {
     if (count != 7) {
-        fputs("usage: rawwrite write|read FILE BYTES THREADS BUFFER_BYTES buffers|memfd\n", stderr);
+        fputs("usage: rawwrite write|read FILE BYTES THREADS BUFFER_BYTES "
+              "buffers|memfd|copied\n",
+              stderr);
         return 2;
     }
     int threads = atoi(words[4]);
@@ -106,6 +115,8 @@ int main(int count, char **words)
         die(words[2]);
     if (strcmp(words[6], "memfd") == 0)
         job.whole = memory(job.bytes, 1);
+    if (strcmp(words[6], "copied") == 0)
+        job.target = memory(job.bytes, 0);
     uint8_t *buffers[THREADS_MAX] = {0};
     for (int i = 0; i < threads && !job.whole; i++)
         buffers[i] = memory(job.buffer_bytes, 0);

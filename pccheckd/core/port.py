@@ -56,7 +56,7 @@ class Owner:
 
 def load_chunks(writers: int) -> int:
     """What a load uses at a time (`lent_max` in pcc_tenant_load.c)."""
-    return 4 + 2 * writers
+    return 2 + 2 * writers
 
 
 class Port:

@@ -16,10 +16,11 @@ struct piece {
     uint64_t length_bytes;
 };
 
-/* Chunks that one load may hold at a time: enough to keep disk and client busy. */
+/* Chunks that one load may hold at a time: enough to keep disk and client busy. More are more pages
+ * that the kernel has to clear first. */
 static uint32_t lent_max(const struct pcc_tenant *tenant)
 {
-    return 4 + 2 * tenant->spec.writers_per_lane;
+    return 2 + 2 * tenant->spec.writers_per_lane;
 }
 
 static bool over(const struct pcc_tenant *tenant)
