@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
+from bench.core import build, copy_seconds
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
 from bench.rivals import KEPT, Rivals, State
@@ -39,6 +40,7 @@ class Runs:
         self.contenders: dict[str, list[dict[str, float]]] = defaultdict(list)
         self.limit: dict[str, list[float]] = defaultdict(list)
         self.limit_bytes = 0
+        self.copy_s: list[float] = []  # memcpy and a checksum pass of the payload, by one CPU
 
     def spread(self, name: str, key: str) -> Spread:
         return Spread.of([run[key] for run in self.contenders[name]])
@@ -95,6 +97,7 @@ def measure(size_bytes: int, rounds: int, directory: Path, rawwrite: Path) -> tu
     common.lay_out(file, runs.limit_bytes)
     limit = Limit(file, runs.limit_bytes, rawwrite)
     settings, sweep = limit.finalists(write=True)
+    copies = build(directory, "checkedcopy")
     with ExitStack() as stack:
         ours = stack.enter_context(Ours(state, directory / "storage", payload_bytes))
         for _ in range(2):  # its memory has grown, and each of four slots was written once
@@ -117,6 +120,8 @@ def measure(size_bytes: int, rounds: int, directory: Path, rawwrite: Path) -> tu
                 seconds = limit.seconds(setting, write=True)
                 if number:
                     runs.limit[setting.name].append(seconds)
+            if number:
+                runs.copy_s.append(copy_seconds(copies, payload_bytes)[1])
     file.unlink()
     shutil.rmtree(directory / "storage")
     return runs, {"sweep": sweep, "unavailable": limit.unavailable}
@@ -138,6 +143,8 @@ def verdict(runs: Runs) -> dict[str, object]:
         / ours
         / memfd,
         f"times faster than the fastest rival ({fastest})": rivals[fastest] / ours,
+        "CPU / memcpy and a checksum pass": runs.spread(OURS, "cpu_s").median
+        / Spread.of(runs.copy_s).median,
     }
 
 

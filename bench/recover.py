@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
-from bench.core import build
+from bench.core import build, copy_seconds
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
 from bench.rivals import State
@@ -105,7 +104,7 @@ def measure(
     limit = Limit(file, limit_bytes, rawwrite)
     settings, sweep = limit.finalists(write=False)
     loads = Loads(state, directory)
-    checked = [str(build(directory, "checkedcopy")), str(payload_bytes)]
+    program = build(directory, "checkedcopy")
     speeds: dict[str, list[float]] = defaultdict(list)
     with Ours(state, directory / "storage", payload_bytes) as ours:
         for _ in range(rounds):
@@ -113,8 +112,7 @@ def measure(
             ours.reconnect()
             speeds[DRAM].append(payload_bytes / _restore(ours, "dram"))
             speeds[MEMCPY].append(payload_bytes / _memcpy_seconds(payload_bytes))
-            done = subprocess.run(checked, stdout=subprocess.PIPE, text=True, check=True)
-            speeds[CHECKED].append(payload_bytes / float(done.stdout))
+            speeds[CHECKED].append(payload_bytes / copy_seconds(program, payload_bytes)[0])
             ours.reconnect(restart_daemon=True)
             speeds[VOLUME].append(payload_bytes / _restore(ours, "volume"))
             speeds[READ].append(

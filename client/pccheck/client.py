@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -32,7 +31,7 @@ from .job.agreement import Agreement
 from .job.naming import identify
 from .job.steps import steps_of
 from .job.stop import Stop
-from .options import Options, check_seconds, check_step
+from .options import Options, check_path, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.reading import Found, RestoreResult
 from .saving.exposure import NoStagingError
@@ -153,10 +152,11 @@ class PCcheckClient:
                 "storage= is for a private daemon only, and needs autostart=True",
                 hint="add autostart=True; or leave storage= out to use the daemon of this node",
             )
+        path = check_path("socket", socket)
         if autostart:
-            self._private = private_daemon(storage, socket)
+            self._private = private_daemon(check_path("storage", storage), path)
         self._session = Session(
-            identity, self._private.socket if self._private else Path(socket) if socket else None,
+            identity, self._private.socket if self._private else path,
             fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
         )  # fmt: skip
         self._saver = Saver(self._session, self._warner, self._options, self._planner.moved)

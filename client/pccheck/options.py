@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pccheck_wire.errors import UsageError
@@ -53,6 +55,13 @@ class Options:
     @property
     def raises(self) -> bool:
         return self.on_error == "raise"
+
+
+def check_path(name: str, value: Any) -> Path | None:
+    """None for nothing. Raises UsageError."""
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise UsageError(f"{name}={value!r} is not a path", hint=f'{name}="/a/path"')
+    return Path(value) if value else None
 
 
 def check_seconds(name: str, value: Any) -> float:

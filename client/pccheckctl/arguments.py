@@ -48,9 +48,10 @@ def _positive_size(text: str) -> int:
     return size
 
 
-def _step(text: str) -> int:
+def _number(text: str) -> int:
+    """A step, a rank or a sequence number."""
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step, a whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
@@ -90,25 +91,27 @@ def _status(to: argparse.ArgumentParser) -> None:
 
 def _list(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", nargs="?", default="", help="only this job")
-    to.add_argument("--rank", type=int, help="only this rank")
+    to.add_argument("--rank", type=_number, help="only this rank")
     _watched(to)
 
 
 def _show(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", help=_JOB)
-    to.add_argument("--rank", type=int, help="of this rank; default: the lowest")
+    to.add_argument("--rank", type=_number, help="of this rank; default: the lowest")
     _which(to, "the newest")
 
 
 def _which(to: argparse.ArgumentParser, default: str) -> None:
     chosen = to.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=int, help=f"of this step; default: {default}")
-    chosen.add_argument("--sequence", type=int, help="with this sequence number, as list shows it")
+    chosen.add_argument("--step", type=_number, help=f"of this step; default: {default}")
+    chosen.add_argument(
+        "--sequence", type=_number, help="with this sequence number, as list shows it"
+    )
 
 
 def _verify(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", nargs="*", default=[], help="only these jobs")
-    to.add_argument("--rank", type=int, help="only this rank")
+    to.add_argument("--rank", type=_number, help="only this rank")
     _which(to, "all")
     to.add_argument(
         "--read-data-subset", dest="subset", metavar="PART",
@@ -151,7 +154,7 @@ def _import(to: argparse.ArgumentParser) -> None:
         help="what scripts attach: all of FILE, or the part KEY of it; may be repeated; default: "
         "the parts of FILE under their own names, or model",
     )  # fmt: skip
-    to.add_argument("--step", type=_step, help="of the checkpoint; default: what FILE says, or 0")
+    to.add_argument("--step", type=_number, help="of the checkpoint; default: what FILE says, or 0")
     to.add_argument(
         "--format", choices=("torch", "safetensors", "dcp"), help="default: by name and content"
     )
@@ -164,7 +167,7 @@ def _file(to: argparse.ArgumentParser) -> None:
         help="the file to write: FILE.safetensors, or FILE.pt for torch.load",
     )  # fmt: skip
     ranks = to.add_mutually_exclusive_group()
-    ranks.add_argument("--rank", type=int, help="of one rank")
+    ranks.add_argument("--rank", type=_number, help="of one rank")
     ranks.add_argument(
         "--all-ranks", action="store_true",
         help="one file per rank: FILE.rank-R.EXT, or {rank} in FILE replaced",
@@ -174,13 +177,13 @@ def _file(to: argparse.ArgumentParser) -> None:
 
 def _wait(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", help=_JOB)
-    to.add_argument("--rank", type=int, default=0, help="of this rank (default 0)")
+    to.add_argument("--rank", type=_number, default=0, help="of this rank (default 0)")
     to.add_argument(
         "--for", dest="state", choices=("copied", "durable", "global"), default="durable",
         help="safe when the trainer ends; on the disk (default); on the disk of every rank",
     )  # fmt: skip
     step = to.add_mutually_exclusive_group(required=True)
-    step.add_argument("--step", type=int, help="this step or a later one")
+    step.add_argument("--step", type=_number, help="this step or a later one")
     step.add_argument("--newest", action="store_true", help="the newest request, or the next one")
     to.add_argument("--timeout", type=_duration, default=60.0, metavar="TIME",
                     help="such as 90s or 5min (default 60s)")  # fmt: skip
@@ -188,7 +191,7 @@ def _wait(to: argparse.ArgumentParser) -> None:
 
 def _drop(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", help=_JOB)
-    to.add_argument("--rank", type=int, help="only the volume of this rank")
+    to.add_argument("--rank", type=_number, help="only the volume of this rank")
     to.add_argument("--dry-run", action="store_true", help="show what would be removed, and stop")
     to.add_argument("--yes", "-y", action="store_true", help="do not ask")
 

@@ -21,11 +21,12 @@ BENCHES = {
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
     "resume_check": ("--small",),
+    "startup": ("--runs", "1", "--sessions", "2"),
     "figures": ("--smallest", "--directory", "."),
     "tune": ("--smallest", "--model", "opt-2.7b", *SMALL, "--directory", "."),
 }
 #: They leave no document in results/.
-OTHERS = {"startup": ("--runs", "1"), "timeline": ("-o", "timeline.png")}
+OTHERS = {"timeline": ("-o", "timeline.png")}
 GPU = {
     "bandwidth": (),
     "resume": ("--steps", "2", "--dtypes", "bf16"),

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pccheck_wire.errors import UsageError
 from pccheckctl import cli
+from pccheckctl.output.files import Output
 
 HEAVY = ("zmq", "torch", "pccheck", "numpy", "rich", "dataclasses", "asyncio")
 
@@ -35,6 +37,8 @@ def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ["export", "job", "--output", "x", "--step", "1", "--sequence", "2"],
         ["show", "job", "--step", "1", "--sequence", "2"],
         ["show", "job", "--step", "one"],
+        ["wait", "job", "--step", "-3"],
+        ["list", "--rank", "-5"],
         ["wait", "job"],
         ["status", "--stor", "/tmp"],
         ["status", "--unknown"],
@@ -205,3 +209,8 @@ def test_a_job_name_that_is_no_text_is_no_traceback(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("pccheckctl.commands.status.run", encode)
     assert cli.main(["status"]) == 2
+
+
+def test_output_is_a_file_and_not_stdout() -> None:
+    with pytest.raises(UsageError, match="does not write to stdout"):
+        Output(Path("-"), force=False)

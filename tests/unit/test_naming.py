@@ -37,3 +37,10 @@ def test_without_a_script_the_job_must_be_named(
 def test_an_empty_name_is_refused() -> None:
     with pytest.raises(UsageError, match='job=""'):
         identify("", None, None, {"PCCHECK_JOB": "x"})
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("0", 1), (0, "1"), (0.0, 1), (0, None)])
+def test_a_rank_that_is_no_int_is_refused(rank: object, world_size: object) -> None:
+    world = {"WORLD_SIZE": "x"} if world_size is None else {}
+    with pytest.raises(UsageError, match="is not a"):
+        identify("x", rank, world_size, world)  # type: ignore[arg-type]

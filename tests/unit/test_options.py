@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from pccheck import PCcheckClient
 from pccheck.options import Options
 from pccheck.state.metadata import metadata_node
 from pccheck_wire import tree
@@ -81,3 +82,9 @@ class Hostile(Exception):  # noqa: N818
 def test_a_stall_limit_is_a_number_of_seconds(wrong: float) -> None:
     with pytest.raises(UsageError, match="is not a number of seconds above 0"):
         Options(stall_limit_s=wrong)
+
+
+@pytest.mark.parametrize("name", ["socket", "storage"])
+def test_what_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}=5 is not a path"):
+        PCcheckClient("x", autostart=True, **{name: 5})  # type: ignore[arg-type]

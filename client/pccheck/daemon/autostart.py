@@ -252,7 +252,7 @@ def _environment() -> dict[str, str]:
     return {"PCCHECK_CONFIG": os.devnull, **kept, "PCCHECKD_LOG_BYTES": str(LOG_BYTES_MAX)}
 
 
-def private_daemon(storage: str | os.PathLike[str] | None, socket: object) -> PrivateDaemon:
+def private_daemon(storage: Path | None, socket: Path | None) -> PrivateDaemon:
     """Raises UsageError when something is missing for autostart."""
     chosen = storage or os.environ.get("PCCHECK_STORAGE")
     if not chosen:

@@ -49,6 +49,11 @@ def identify(
         raise UsageError(f"{name[:140]!r} is not a valid job name", hint=JOB_HINT)
     size = _number("WORLD_SIZE", 1, environ) if world_size is None else world_size
     mine = _number("RANK", 0, environ) if rank is None else rank
+    for argument, value in (("rank", mine), ("world_size", size)):
+        if not isinstance(value, int):
+            raise UsageError(
+                f"{argument}={value!r} is not an int", hint=f"{argument}=int(...), or leave it out"
+            )
     if not 0 <= mine < size <= RANKS_MAX:
         raise UsageError(
             f"rank must be from 0 to world_size - 1, not {mine} with world_size {size}",

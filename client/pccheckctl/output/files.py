@@ -39,6 +39,8 @@ class Output:
         self.temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
         self.descriptor = -1
         self._force = force
+        if str(target) == "-":
+            raise UsageError("--output - does not write to stdout", hint="name a file")
         if target.name in ("", "..") or (target.is_dir() and not directory):
             raise UsageError(f"{target} is a directory", hint="name a file in it")
         if target.exists() and directory and not _holds(target, directory):
