@@ -125,12 +125,14 @@ resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16
 	$(PLOTS)
 	$(BIN)/python -m bench.resume_check
 
-bench: $(READY) ## persist, the core alone, the call and recover; results go to bench/results/
+bench: $(READY) ## the figures of docs/performance.md without the paper's, 40 minutes; results go to bench/results/
 	$(BIN)/python -m bench.persist
 	$(BIN)/python -m bench.core
 	$(BIN)/python -m bench.call_overhead
 	$(BIN)/python -m bench.recover
 	$(BIN)/python -m bench.first
+	$(BIN)/python -m bench.startup
+	$(BIN)/python -m bench.growth
 	$(BIN)/python -m bench.observability
 	$(BIN)/python -m bench.ranks
 

@@ -3,8 +3,9 @@
     python -m bench.call_overhead [--calls 300]
 
 A real daemon; 250 small parameters with AdamW's three tensors each, so that the copy itself is
-short. Each call is timed from outside. Between two calls the optimizer steps, other memory replaces
-what is in the caches, as a forward and a backward pass do, and the checkpoint becomes durable.
+short. Each call is timed from outside. Between two calls the optimizer steps and the checkpoint
+becomes durable. Every second call is cold: before it other memory replaces what is in the caches,
+as a forward and a backward pass on the CPU do.
 
 After each call one look at every tensor is timed, with the caches in the same state: its address
 and its count of changes, in a Python loop. A call that notices every replaced and every changed
@@ -17,6 +18,7 @@ generators, and for a model that FSDP2 has sharded (on a mesh of one rank).
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -34,6 +36,7 @@ from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 
 OTHER_BYTES = 64 << 20  # more than caches hold
+WARM = 20  # calls that do not count
 CASES = {
     "plain": "model, optimizer",
     "everything": "model, optimizer, scheduler, rng",
@@ -59,36 +62,47 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def between(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, other: torch.Tensor | None
+) -> None:
+    """Two calls: a step, and then `other` memory in the caches."""
+    update(model, optimizer)
+    if other is not None:
+        other.add_(1)
+
+
 def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
     model, optimizer = model_of(125, sharded=case == "sharded")
     more: dict[str, Any] = {}
     if case == "everything":
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         more = {"scheduler": scheduler, "rng": True}
-    took: list[float] = []
-    looked: list[float] = []
+    took: dict[bool, list[float]] = {True: [], False: []}  # by whether the caches are cold
+    looked: dict[bool, list[float]] = {True: [], False: []}
     attached = common.tensors_of(model, optimizer).values()
     watched = [getattr(tensor, "_local_tensor", tensor) for tensor in attached]
     other = torch.ones(OTHER_BYTES // 4)
     with PCcheckClient(job=f"call-{case}", socket=daemon.socket) as client:
         client.attach(model=model, optimizer=optimizer, **more)
-        for step in range(calls + 20):
+        for step in range(2 * calls + WARM):
+            cold = step % 2 == 0
             begin = time.perf_counter_ns()
             last = client.checkpoint(step=step)
-            took.append((time.perf_counter_ns() - begin) / 1e6)
-            update(model, optimizer)
-            other.add_(1)
+            took[cold].append((time.perf_counter_ns() - begin) / 1e6)
             last.wait_durable(60)  # the call alone is the question, not back-pressure
+            between(model, optimizer, other if cold else None)
             begin = time.perf_counter_ns()
             _ = [(tensor.data_ptr(), tensor._version) for tensor in watched]
-            looked.append((time.perf_counter_ns() - begin) / 1e6)
-            update(model, optimizer)
-            other.add_(1)
-    took, looked = took[20:], looked[20:]  # the first ones make the volume and the plan
-    return {
-        "attached": CASES[case], "tensors": len(watched), "call_ms": Spread.of(took),
-        "p95_ms": statistics.quantiles(took, n=20)[-1], "look_ms": Spread.of(looked),
-    }  # fmt: skip
+            looked[cold].append((time.perf_counter_ns() - begin) / 1e6)
+            between(model, optimizer, None if cold else other)
+    found: dict[str, Any] = {"attached": CASES[case], "tensors": len(watched)}
+    for name, cold in (("warm", False), ("cold", True)):
+        counted = took[cold][WARM // 2 :]  # the first ones make the volume and the plan
+        found[name] = {
+            "call_ms": Spread.of(counted), "p95_ms": statistics.quantiles(counted, n=20)[-1],
+            "look_ms": Spread.of(looked[cold][WARM // 2 :]),
+        }  # fmt: skip
+    return found
 
 
 def main() -> None:
@@ -104,12 +118,13 @@ def main() -> None:
     dist.destroy_process_group()
     lines = common.heading("How long checkpoint() holds the calling thread", facts)
     lines += [
-        f"{calls} calls; ms, median [min-max].", "",
-        "| attached | tensors | checkpoint() | one look at each | ratio |", "|---|---|---|---|---|",
+        f"{calls} calls each; ms, median [min-max].", "",
+        "| attached | tensors | caches | checkpoint() | one look at each | ratio |",
+        "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for one in found:
-        call, look = one["call_ms"], one["look_ms"]
-        cells = (one["attached"], one["tensors"], call.text(4), look.text(4))
+    for one, caches in itertools.product(found, ("warm", "cold")):
+        call, look = one[caches]["call_ms"], one[caches]["look_ms"]
+        cells = (one["attached"], one["tensors"], caches, call.text(4), look.text(4))
         lines += [f"| {' | '.join(map(str, cells))} | {call.median / look.median:.1f} |"]
     common.write_results("call_overhead", facts | {"runs": found}, "\n".join(lines) + "\n")
 

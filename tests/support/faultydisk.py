@@ -29,7 +29,7 @@ def missing() -> str:
         return "needs root, to mount"
     for tool in TOOLS:
         if shutil.which(tool) is None:
-            return f"{tool} is not installed"
+            return f"{tool} is not installed (Debian: nbdkit, libnbd-bin, fuse3, xfsprogs)"
     return "" if Path("/dev/fuse").exists() and Path("/dev/loop-control").exists() else "no loop"
 
 
