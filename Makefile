@@ -135,6 +135,7 @@ bench: $(READY) ## the figures of docs/performance.md without the paper's, 40 mi
 	$(BIN)/python -m bench.growth
 	$(BIN)/python -m bench.observability
 	$(BIN)/python -m bench.ranks
+	$(BIN)/python -m bench.sessions
 
 TRACE ?=
 figures: $(READY) ## as root: the paper's figures with its rivals, in 90 minutes (QUICK=1: 10); TRACE=FILE for Figure 9

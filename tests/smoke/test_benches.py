@@ -21,6 +21,7 @@ BENCHES = {
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
     "resume_check": ("--small",),
+    "sessions": ("--sessions", "2", "--size", "8MiB", "--seconds", "0.1", *SMALL),
     "startup": ("--runs", "1", "--sessions", "2"),
     "figures": ("--smallest", "--directory", "."),
     "tune": ("--smallest", "--model", "opt-2.7b", *SMALL, "--directory", "."),
