@@ -13,40 +13,40 @@ from pccheck_wire.units import GIB
 from pccheckctl import cli
 from pccheckctl.measure import tune
 from pccheckctl.measure.goodput import Costs, best_interval, goodput
-from pccheckctl.measure.tune import Rates, Wish
+from pccheckctl.measure.tune import Given, Rates
 
 #: 2 GiB/s, one checkpoint alone as fast, flushes for nothing, copies at 10 GiB/s.
 PLAIN = Rates(2 * GIB, 2 * GIB, 0.0, 2, 10 * GIB, "a test")
 
 
-def wish(**changes: object) -> Wish:
-    return Wish(10 * GIB, 2.0, 1.0, None)._replace(**changes)  # type: ignore[arg-type]
+def given(**changes: object) -> Given:
+    return Given(10 * GIB, 2.0, 1.0, None)._replace(**changes)  # type: ignore[arg-type]
 
 
 def test_the_interval_is_the_papers() -> None:
     """T_w(2) = 2 x 10 / 2 = 10 s; f* = ceil(10 / (2 x 1 x 2)) = 3."""
-    advice = tune.advise(PLAIN, wish())
+    advice = tune.advise(PLAIN, given())
     assert (advice.in_flight, advice.persist_s, advice.interval) == (2, 10.0, 3)
     assert advice.dram_bytes == 20 * GIB
     assert advice.stall_s == 0
-    assert tune.advise(PLAIN, wish(slowdown=1.25)).interval == 2  # 10 / (2 x 1.25 x 2)
+    assert tune.advise(PLAIN, given(slowdown=1.25)).interval == 2  # 10 / (2 x 1.25 x 2)
 
 
 def test_an_interval_that_fits_exactly_is_not_rounded_up() -> None:
-    assert tune.advise(PLAIN, wish(step_s=2.5)).disk_interval == 2
-    assert tune.advise(PLAIN, wish(step_s=0.1)).disk_interval == 50
+    assert tune.advise(PLAIN, given(step_s=2.5)).disk_interval == 2
+    assert tune.advise(PLAIN, given(step_s=0.1)).disk_interval == 50
 
 
 def test_less_memory_than_a_checkpoint_is_said_in_numbers() -> None:
     """M = m / 4: N is about 1.25, T_w = 6.25 s, and the copy takes 0.25 s + 7.5 GiB at 2 GiB/s."""
-    advice = tune.advise(PLAIN, wish(dram_bytes=5 * GIB // 2, slowdown=1.05))
+    advice = tune.advise(PLAIN, given(dram_bytes=5 * GIB // 2, slowdown=1.05))
     assert advice.effective == 1.25
     assert advice.persist_s == 6.25
     assert advice.copy_s == 4.0
     assert advice.stall_s == pytest.approx(4.0 - 4 / 3)
     assert advice.interval == advice.stall_interval == 27  # 2.667 / (0.05 x 2)
     assert advice.slowdown == pytest.approx(1 + (8 / 3) / 54)
-    text = tune.as_text(PLAIN, wish(dram_bytes=5 * GIB // 2, slowdown=1.05), advice)
+    text = tune.as_text(PLAIN, given(dram_bytes=5 * GIB // 2, slowdown=1.05), advice)
     assert "about 1 + M/m = 1.25 checkpoints are in flight, not 2" in text
 
 
@@ -60,7 +60,7 @@ def test_more_in_flight_is_worth_it_where_flushes_are_dear() -> None:
 def test_more_in_flight_never_asks_for_longer_intervals() -> None:
     for slots in range(3, 10):
         fewer, more = (
-            tune.advise(PLAIN._replace(flush_s=1.0), wish(slots=n, dram_bytes=100 * GIB))
+            tune.advise(PLAIN._replace(flush_s=1.0), given(slots=n, dram_bytes=100 * GIB))
             for n in (slots, slots + 1)
         )
         assert more.disk_interval <= fewer.disk_interval
@@ -68,8 +68,8 @@ def test_more_in_flight_never_asks_for_longer_intervals() -> None:
 
 def test_with_no_slowdown_allowed_a_long_copy_is_told() -> None:
     slow = PLAIN._replace(copy_bytes_per_s=GIB)
-    advice = tune.advise(slow, wish())
-    assert "every interval slows training down" in tune.as_text(slow, wish(), advice)
+    advice = tune.advise(slow, given())
+    assert "every interval slows training down" in tune.as_text(slow, given(), advice)
 
 
 def checkpoint(payload: int, seconds: float, **more: object) -> dict[str, object]:
@@ -126,8 +126,8 @@ def test_without_figures_it_says_where_they_come_from(
 def test_with_failures_the_disk_keeps_up(mtbf_s: float | None, interval: int) -> None:
     """The disk writes a checkpoint in 46.3 steps; 3 percent of slowdown are allowed."""
     rates = Rates(25e6, 25e6, 0.0, 1, 1e9, "made up")
-    wish = Wish(int(46.3 * 25e6 * 0.01), 0.01, 1.03, None, mtbf_s=mtbf_s)
-    assert tune.advise(rates, wish).interval == interval
+    given = Given(int(46.3 * 25e6 * 0.01), 0.01, 1.03, None, mtbf_s=mtbf_s)
+    assert tune.advise(rates, given).interval == interval
 
 
 @pytest.mark.parametrize("held_s", [0.0, 0.02, 1.5, 40.0])

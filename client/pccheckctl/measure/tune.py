@@ -54,7 +54,7 @@ class Rates(NamedTuple):
     source: str
 
 
-class Wish(NamedTuple):
+class Given(NamedTuple):
     checkpoint_bytes: int  # m
     step_s: float  # t
     slowdown: float  # q
@@ -92,16 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
             "tune needs --checkpoint SIZE and --step-time TIME",
             hint="or --job NAME, for a job that the daemon saves",
         )
-    wish = Wish(
+    given = Given(
         arguments.checkpoint, arguments.step_time, arguments.slowdown, arguments.dram,
         arguments.keep, arguments.slots, arguments.mtbf, arguments.restart,
     )  # fmt: skip
-    check(wish)
+    check(given)
     rates = rates_of(arguments)
-    advice = advise(rates, wish)
+    advice = advise(rates, given)
     if arguments.output:
-        write_text(arguments.output, as_toml(rates, wish, advice), force=arguments.force)
-    answer(arguments, document(rates, wish, advice), lambda: as_text(rates, wish, advice))
+        write_text(arguments.output, as_toml(rates, given, advice), force=arguments.force)
+    answer(arguments, document(rates, given, advice), lambda: as_text(rates, given, advice))
     return 0
 
 
@@ -131,18 +131,18 @@ def take_from_job(arguments: argparse.Namespace) -> None:
     arguments.step_time = arguments.step_time or statistics.median(steps_s)
 
 
-def check(wish: Wish) -> None:
+def check(given: Given) -> None:
     """Raises UsageError for impossible values."""
-    if wish.checkpoint_bytes <= 0 or wish.step_s <= 0:
+    if given.checkpoint_bytes <= 0 or given.step_s <= 0:
         raise UsageError("--checkpoint and --step-time must be more than 0")
-    if not 1 <= wish.slowdown < math.inf:  # also NaN
+    if not 1 <= given.slowdown < math.inf:  # also NaN
         raise UsageError(
-            f"--slowdown must be at least 1 (got {wish.slowdown:g})",
+            f"--slowdown must be at least 1 (got {given.slowdown:g})",
             hint="1.03 allows three percent",
         )
-    if wish.mtbf_s is not None and wish.mtbf_s <= 0:
+    if given.mtbf_s is not None and given.mtbf_s <= 0:
         raise UsageError("--mtbf must be more than 0", hint="--mtbf 6h: a failure every six hours")
-    if wish.keep < 1 or (wish.slots is not None and wish.slots <= wish.keep):
+    if given.keep < 1 or (given.slots is not None and given.slots <= given.keep):
         raise UsageError("--slots must be more than --keep, and --keep at least 1")
 
 
@@ -165,22 +165,22 @@ def best_in_flight(rates: Rates, checkpoint_bytes: int) -> int:
     return N_MAX
 
 
-def advise(rates: Rates, wish: Wish) -> Advice:
-    m, t, q = wish.checkpoint_bytes, wish.step_s, wish.slowdown
-    count = best_in_flight(rates, m) if wish.slots is None else wish.slots - wish.keep
-    dram = max(2 * m, DRAM_MIN) if wish.dram_bytes is None else wish.dram_bytes
+def advise(rates: Rates, given: Given) -> Advice:
+    m, t, q = given.checkpoint_bytes, given.step_s, given.slowdown
+    count = best_in_flight(rates, m) if given.slots is None else given.slots - given.keep
+    dram = max(2 * m, DRAM_MIN) if given.dram_bytes is None else given.dram_bytes
     effective = min(float(count), 1 + dram / m)
     whole_s = persist_s(rates, m, effective)
     first = min(m, dram)  # the rest is copied as fast as chunks are written
     copy_s = first / rates.copy_bytes_per_s + (m - first) / rates.write_bytes_per_s
     stall_s = max(0.0, copy_s - HIDDEN * t)
-    disk_interval = max(1, math.ceil(round(whole_s / (effective * wish.disk_slowdown * t), 9)))
+    disk_interval = max(1, math.ceil(round(whole_s / (effective * given.disk_slowdown * t), 9)))
     stall = 0
     if stall_s > 0:
         stall = math.ceil(round(stall_s / ((q - 1) * t), 9)) if q > 1 else disk_interval
     interval, good = max(disk_interval, stall), None
-    if wish.mtbf_s is not None:
-        costs = Costs(t, stall_s, whole_s, wish.restart_s, wish.mtbf_s)
+    if given.mtbf_s is not None:
+        costs = Costs(t, stall_s, whole_s, given.restart_s, given.mtbf_s)
         interval = best_interval(costs, interval)
         good = goodput(costs, interval)
     return Advice(
@@ -189,11 +189,11 @@ def advise(rates: Rates, wish: Wish) -> Advice:
     )  # fmt: skip
 
 
-def stopping(rates: Rates, wish: Wish) -> tuple[int, float]:
+def stopping(rates: Rates, given: Given) -> tuple[int, float]:
     """The best interval, and its goodput, of a save that stops training until it is durable."""
-    assert wish.mtbf_s is not None
-    alone_s = persist_s(rates, wish.checkpoint_bytes, 1)
-    costs = Costs(wish.step_s, alone_s, 0.0, wish.restart_s, wish.mtbf_s)
+    assert given.mtbf_s is not None
+    alone_s = persist_s(rates, given.checkpoint_bytes, 1)
+    costs = Costs(given.step_s, alone_s, 0.0, given.restart_s, given.mtbf_s)
     interval = best_interval(costs)
     return interval, goodput(costs, interval)
 
@@ -285,9 +285,9 @@ def copy_rate() -> float:
 # -- output ------------------------------------------------------------------------------------
 
 
-def storage_bytes(wish: Wish, slots: int) -> int:
+def storage_bytes(given: Given, slots: int) -> int:
     """What the volume takes on the disk."""
-    capacity = layout.capacity_for(wish.checkpoint_bytes)
+    capacity = layout.capacity_for(given.checkpoint_bytes)
     try:
         return _core.volume_bytes_for(capacity, slots)
     except OSError as error:
@@ -296,18 +296,18 @@ def storage_bytes(wish: Wish, slots: int) -> int:
         ) from error
 
 
-def document(rates: Rates, wish: Wish, advice: Advice) -> Document:
+def document(rates: Rates, given: Given, advice: Advice) -> Document:
     """What `tune --json` prints."""
-    slots = advice.in_flight + wish.keep
+    slots = advice.in_flight + given.keep
     return {
         "schema": 1,
         "slots": slots,
-        "keep": wish.keep,
+        "keep": given.keep,
         "in_flight": advice.in_flight,
         "effective_in_flight": round(advice.effective, 2),
         "writers": rates.writers,
         "dram_bytes": advice.dram_bytes,
-        "storage_bytes": storage_bytes(wish, slots),
+        "storage_bytes": storage_bytes(given, slots),
         "interval_steps": advice.interval,
         "disk_interval_steps": advice.disk_interval,
         "expected_slowdown": round(advice.slowdown, 4),
@@ -319,40 +319,40 @@ def document(rates: Rates, wish: Wish, advice: Advice) -> Document:
     }
 
 
-def as_toml(rates: Rates, wish: Wish, advice: Advice) -> str:
+def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
     """Options for pccheckd."""
-    m, t = render.size(wish.checkpoint_bytes), render.brief(wish.step_s)
+    m, t = render.size(given.checkpoint_bytes), render.brief(given.step_s)
     return (
         f"# pccheckctl tune: {m} per checkpoint, steps of {t}; save every "
         f"{render.plural(advice.interval, 'step')}\n"
-        f"slots = {advice.in_flight + wish.keep}\nkeep = {wish.keep}\nwriters = {rates.writers}\n"
+        f"slots = {advice.in_flight + given.keep}\nkeep = {given.keep}\nwriters = {rates.writers}\n"
         f'dram = "{-(-advice.dram_bytes // MIB)}MiB"\n'
     )
 
 
-def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
-    m, t = wish.checkpoint_bytes, wish.step_s
+def as_text(rates: Rates, given: Given, advice: Advice) -> str:
+    m, t = given.checkpoint_bytes, given.step_s
     size, brief, steps = render.size, render.brief, render.plural(advice.interval, "step")
-    slots = advice.in_flight + wish.keep
+    slots = advice.in_flight + given.keep
     lost = advice.interval + math.ceil(advice.persist_s / t)
     limit = "the disk" if advice.disk_interval >= advice.stall_interval else "the copy"
     if advice.interval > max(advice.disk_interval, advice.stall_interval):
         limit = "--mtbf"
     lines = [
         f"save every {steps} ({brief(advice.interval * t * advice.slowdown)}), with",
-        f"    pccheckd --slots {slots} --keep {wish.keep} --writers {rates.writers} "
+        f"    pccheckd --slots {slots} --keep {given.keep} --writers {rates.writers} "
         f"--dram {-(-advice.dram_bytes // MIB)}MiB",
         "",
-        f"in flight   {advice.in_flight} (N), and {wish.keep} kept: {slots} slots",
-        f"storage     {size(storage_bytes(wish, slots))} per rank, twice that while a state "
+        f"in flight   {advice.in_flight} (N), and {given.keep} kept: {slots} slots",
+        f"storage     {size(storage_bytes(given, slots))} per rank, twice that while a state "
         "outgrows its slots",
         f"DRAM        {size(advice.dram_bytes)} per rank",
-        f"slowdown    {advice.slowdown:.3f} expected, {wish.slowdown:g} allowed; {limit} sets the "
+        f"slowdown    {advice.slowdown:.3f} expected, {given.slowdown:g} allowed; {limit} sets the "
         "interval",
         f"lost work   at most {steps} when the trainer crashes, {lost} when the node does",
-        *_failures(rates, wish, advice),
+        *_failures(rates, given, advice),
         "",
-        *_arithmetic(rates, wish, advice),
+        *_arithmetic(rates, given, advice),
     ]
     if advice.effective < advice.in_flight:
         lines += [
@@ -361,25 +361,25 @@ def as_text(rates: Rates, wish: Wish, advice: Advice) -> str:
             f"about 1 + M/m = {1 + advice.dram_bytes / m:.2f} checkpoints are in flight, not "
             f"{advice.in_flight}; {size(2 * m)} would be enough",
         ]
-    if wish.slowdown == 1 and advice.stall_s > 0:
+    if given.slowdown == 1 and advice.stall_s > 0:
         lines += ["", "note: every interval slows training down: a copy takes longer than a step"]
     return "\n".join(lines)
 
 
-def _failures(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
-    if wish.mtbf_s is None or advice.goodput is None:
+def _failures(rates: Rates, given: Given, advice: Advice) -> list[str]:
+    if given.mtbf_s is None or advice.goodput is None:
         return []
-    steps, good = stopping(rates, wish)
+    steps, good = stopping(rates, given)
     return [
-        f"goodput     {advice.goodput:.4f} with a failure every {render.duration(wish.mtbf_s)}; "
+        f"goodput     {advice.goodput:.4f} with a failure every {render.duration(given.mtbf_s)}; "
         f"{good:.4f} with a save that stops training,",
         f"            whose best interval is {render.plural(steps, 'step')} (Young/Daly)",
     ]
 
 
-def _arithmetic(rates: Rates, wish: Wish, advice: Advice) -> list[str]:
-    m, n, q, t = wish.checkpoint_bytes, advice.effective, wish.slowdown, wish.step_s
-    size, brief, of_disk = render.size, render.brief, wish.disk_slowdown
+def _arithmetic(rates: Rates, given: Given, advice: Advice) -> list[str]:
+    m, n, q, t = given.checkpoint_bytes, advice.effective, given.slowdown, given.step_s
+    size, brief, of_disk = render.size, render.brief, given.disk_slowdown
     shared, alone = brief(n * m / rates.write_bytes_per_s), brief(m / rates.one_bytes_per_s)
     shown = [
         f"m    = {size(m)}",
