@@ -9,18 +9,27 @@ missing; unknown fields are refused within one protocol version.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from .basics import DEFAULT_SOCKET as DEFAULT_SOCKET
 from .basics import PROTOCOL_VERSION as PROTOCOL_VERSION
+from .errors import UsageError
 
-JOB_BYTES_MAX = 128
 #: A job name becomes a directory name: these characters only, not starting with a dot.
 JOB_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
-JOB_HINT = "use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'"
 RANKS_MAX = 65536
+
+
+def require_job_name(name: str) -> None:
+    """Raises UsageError."""
+    if not re.fullmatch(JOB_PATTERN, name):
+        raise UsageError(
+            f"{name[:140]!r} is not a valid job name",
+            hint="use letters, digits, '.', '_' and '-', at most 128, not starting with '.' or '-'",
+        )
 
 
 class CheckpointState(enum.IntEnum):

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import os
-import re
 import secrets
 import socket
 import time
@@ -15,15 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pccheck_native import _core
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError, UsageError
-from pccheck_wire.messages import (
-    JOB_HINT,
-    JOB_PATTERN,
-    PROTOCOL_VERSION,
-    Hello,
-    Role,
-    Welcome,
-)
+from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
@@ -370,11 +363,7 @@ def _require_there(peer: Peer) -> None:
 
 def _check_names(hello: Hello) -> None:
     """Raises UsageError: names and numbers become file names and sizes."""
-    if not re.fullmatch(JOB_PATTERN, hello.job):
-        raise UsageError(
-            f"{hello.job[:140]!r} is not a valid job name",
-            hint=JOB_HINT,
-        )
+    require_job_name(hello.job)
     if hello.rank >= hello.world_size:
         raise UsageError(
             f"rank must be less than world_size (got {hello.rank} and {hello.world_size})"

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pccheck_native import _core, dropping, layout
-from pccheck_wire.errors import PccheckError, RefusedError, UsageError, owner_of
-from pccheck_wire.messages import Drop
+from pccheck_native import _core, dropping
+from pccheck_wire.errors import PccheckError, RefusedError, owner_of
+from pccheck_wire.messages import Drop, require_job_name
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Background
 from pccheckd.base.errors import translated
@@ -35,10 +35,7 @@ async def drop(registry: Registry, asker_uid: int, body: Drop) -> Document:
     so. Raises RefusedError while the job is in use."""
     if body.uid >= 0:
         require_access(asker_uid, body.uid, "drop jobs")
-    try:
-        layout.check_job(body.job)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    require_job_name(body.job)
     engine, storage = registry.engine, registry.config.storage
     if not body.dry_run:
         await _clear(engine, storage)

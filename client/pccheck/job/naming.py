@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pccheck_wire.errors import UsageError
-from pccheck_wire.messages import JOB_HINT, JOB_PATTERN, RANKS_MAX
+from pccheck_wire.messages import RANKS_MAX, require_job_name
 
 #: What `sys.argv[0]` comes to where no script runs: `python -c` and a prompt, notebooks, workers.
 _NO_SCRIPTS = frozenset(
@@ -45,8 +45,7 @@ def identify(
         raise UsageError(f"job={job!r} is not a str", hint='job="NAME", or leave it out')
     given = job or environ.get("PCCHECK_JOB")
     name = given or _script_name()
-    if not re.fullmatch(JOB_PATTERN, name):
-        raise UsageError(f"{name[:140]!r} is not a valid job name", hint=JOB_HINT)
+    require_job_name(name)
     size = _number("WORLD_SIZE", 1, environ) if world_size is None else world_size
     mine = _number("RANK", 0, environ) if rank is None else rank
     for argument, value in (("rank", mine), ("world_size", size)):

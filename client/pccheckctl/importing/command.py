@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pccheck_native import catalog, layout
+from pccheck_native import catalog
 from pccheck_store.directory import Storage
 from pccheck_store.safetensors_layout import INDEX
 from pccheck_wire.errors import PccheckError, RefusedError, UnsupportedStateError, UsageError
+from pccheck_wire.messages import require_job_name
 from pccheckctl.export.torch_file import signals_held
 from pccheckctl.output.documents import note, print_json, rows, say
 from pccheckctl.source import choose
@@ -61,10 +62,7 @@ def _place(arguments: argparse.Namespace) -> Path | None:
     """The directory for a private daemon; None: the daemon of this node. Raises RefusedError for a
     job that exists."""
     job = arguments.job
-    try:
-        layout.check_job(job)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    require_job_name(job)
     if arguments.storage:
         with contextlib.suppress(OSError):  # choose() reports that it is missing
             Path(arguments.storage).mkdir()  # as pccheckd does
