@@ -13,8 +13,9 @@ from pccheck_native import _core, catalog, layout
 from pccheck_native.subset import Subset
 from pccheck_store import VERSION
 from pccheck_wire import attach
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, WaitTimeoutError
-from pccheck_wire.messages import PROTOCOL_VERSION, Hello, Open, Opened, Read, Role
+from pccheck_wire.messages import Hello, Open, Opened, Read, Role
 
 from .documents import Document, rows, text, whole
 from .observer import Observer

@@ -16,13 +16,7 @@ import msgpack  # type: ignore[import-untyped]
 from . import messages
 from .errors import ProtocolError
 from .messages import Message
-from .packing import PACKET_BYTES as PACKET_BYTES
-from .packing import REPLY_BYTES_MAX as REPLY_BYTES_MAX
-from .packing import REQUEST_BYTES_MAX as REQUEST_BYTES_MAX
-from .packing import STRING_BYTES_MAX
-from .packing import Reassembler as Reassembler
-from .packing import packets as packets
-from .packing import unpack as unpack
+from .packing import REQUEST_BYTES_MAX, STRING_BYTES_MAX, unpack
 
 #: Limits of `Expose.data`: the bytes of a piece, and the pieces of a message. A message of that
 #: size is well below REQUEST_BYTES_MAX.

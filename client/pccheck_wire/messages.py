@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
-from .basics import DEFAULT_SOCKET as DEFAULT_SOCKET
-from .basics import PROTOCOL_VERSION as PROTOCOL_VERSION
 from .errors import UsageError
 
 #: A job name becomes a directory name: these characters only, not starting with a dot.

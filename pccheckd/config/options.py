@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
+from pccheck_wire.basics import DEFAULT_SOCKET
 from pccheck_wire.errors import UsageError
-from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, KIB, MIB, TIB, parse_duration, parse_size
 
 SLOTS_MAX = 32

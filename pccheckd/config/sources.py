@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from pccheck_native import cgroups
-from pccheck_wire.basics import STORAGE_MISSING, VARIABLES, did_you_mean, size_text
+from pccheck_wire.basics import DEFAULT_SOCKET, STORAGE_MISSING, VARIABLES, did_you_mean, size_text
 from pccheck_wire.errors import UsageError
-from pccheck_wire.messages import DEFAULT_SOCKET
 from pccheck_wire.units import GIB, MIB
 from pccheckd import VERSION
 

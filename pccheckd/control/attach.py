@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheck_wire import codec
-from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire import codec, packing
+from pccheck_wire.basics import PROTOCOL_VERSION, SAME_VERSION_HINT
 from pccheck_wire.errors import (
     NoStoreError,
     PccheckError,
@@ -24,7 +24,7 @@ from pccheck_wire.errors import (
     StoreLockedError,
     UsageError,
 )
-from pccheck_wire.messages import PROTOCOL_VERSION, Hello
+from pccheck_wire.messages import Hello
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
@@ -234,12 +234,12 @@ class AttachServer(Background):
             if answer is None:
                 continue
             async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is disconnected
-                for part in codec.packets(answer):
+                for part in packing.packets(answer):
                     await loop.sock_sendall(connection, part)
 
     async def _receive(self, connection: socket.socket) -> bytes:
         """One packet; descriptors that come with it are dropped by the kernel."""
-        return await asyncio.get_running_loop().sock_recv(connection, codec.REQUEST_BYTES_MAX + 1)
+        return await asyncio.get_running_loop().sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
 
     async def _refuse(self, connection: socket.socket, error: BaseException) -> None:
         with contextlib.suppress(OSError):
@@ -256,7 +256,7 @@ class AttachServer(Background):
 def _hello(packet: bytes) -> Hello:
     """The handshake; compares the protocol number before it reads anything else."""
     with readable("the handshake"):
-        plain = codec.unpack(packet)
+        plain = packing.unpack(packet)
     protocol = plain.get("protocol") if isinstance(plain, dict) else None
     if type(protocol) is int and protocol != PROTOCOL_VERSION:
         raise ProtocolError(

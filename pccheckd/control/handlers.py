@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from pccheck_native import _core, subset
-from pccheck_wire import codec
+from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -110,7 +110,7 @@ class Handlers:
         number, request = 0, None
         try:
             with readable("the request"):
-                plain = codec.unpack(data)
+                plain = packing.unpack(data)
                 number = _number(plain)
                 request = codec.from_plain(plain, Request)
             if session is None:

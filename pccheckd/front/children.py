@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from pccheck_wire.codec import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from pccheck_wire.errors import RefusedError
+from pccheck_wire.packing import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.logs import LOG
 

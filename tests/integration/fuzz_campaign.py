@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire import attach, codec
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError, ProtocolError
 from pccheck_wire.messages import (
-    PROTOCOL_VERSION,
     Begin,
     Describe,
     Drop,

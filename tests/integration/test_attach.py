@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 import msgpack
 import pytest
 
-from pccheck_wire import attach, codec
+from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import ProtocolError
 from pccheck_wire.messages import Failure, Reply, Report, RequestBody, Status
@@ -37,7 +37,7 @@ def answer_to(observer: attach.Attachment, packet: bytes) -> Reply:
     observer.socket.settimeout(LIMIT_S)
     observer.socket.send(packet)
     answer = codec.decode(
-        observer.socket.recv(codec.PACKET_BYTES), Reply, bytes_max=codec.REPLY_BYTES_MAX
+        observer.socket.recv(packing.PACKET_BYTES), Reply, bytes_max=packing.REPLY_BYTES_MAX
     )
     assert isinstance(answer, Reply)
     return answer
@@ -47,7 +47,7 @@ def answer_to(observer: attach.Attachment, packet: bytes) -> Reply:
     ("packet", "number", "said"),
     [
         (b"\xc1garbage", 0, "not a message"),
-        (b"x" * (codec.REQUEST_BYTES_MAX + 1), 0, "the limit is 65536"),
+        (b"x" * (packing.REQUEST_BYTES_MAX + 1), 0, "the limit is 65536"),
         (msgpack.packb([1, 2]), 0, "a map is expected"),
         (request(number="7"), 0, "$.number"),
         (request(number=-1), 0, "$.number"),
@@ -92,7 +92,7 @@ def test_a_hello_that_cannot_be_read_is_answered_too(start_daemon: Start) -> Non
         raw.settimeout(LIMIT_S)
         raw.connect(str(daemon.socket))
         raw.send(b"\xc1")
-        told = codec.decode(raw.recv(codec.PACKET_BYTES), Failure)
+        told = codec.decode(raw.recv(packing.PACKET_BYTES), Failure)
         assert (told.code, told.hint) == ("PROTOCOL", SAME_VERSION_HINT)
         assert raw.recv(1) == b""
 

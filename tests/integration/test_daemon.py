@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from pccheck_wire import attach, codec
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import (
     NoCheckpointError,
     PccheckError,
@@ -20,7 +21,6 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheck_wire.messages import (
-    PROTOCOL_VERSION,
     CheckpointState,
     Empty,
     Goodbye,

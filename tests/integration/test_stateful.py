@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from pccheck_wire import attach
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError
-from pccheck_wire.messages import PROTOCOL_VERSION, Drop, Empty, Hello, Role
 from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Drop, Empty, Hello, Role
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 

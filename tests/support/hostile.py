@@ -29,9 +29,9 @@ import zmq
 
 from pccheck_native import NativeError
 from pccheck_wire import attach, codec
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import (
-    PROTOCOL_VERSION,
     Begin,
     Describe,
     Drop,

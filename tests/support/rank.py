@@ -14,10 +14,10 @@ from typing import Any, Self
 import zmq
 
 from pccheck_native import Link, LinkState
-from pccheck_wire import attach, codec
+from pccheck_wire import attach, codec, packing
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, error_from_wire
 from pccheck_wire.messages import (
-    PROTOCOL_VERSION,
     Begin,
     CheckpointState,
     Described,
@@ -96,7 +96,7 @@ class Rank:
         self._send(number, body)
         deadline = time.monotonic() + limit_s
         while self._answered(deadline):
-            reply = codec.decode(self._socket.recv(), Reply, bytes_max=codec.REPLY_BYTES_MAX)
+            reply = codec.decode(self._socket.recv(), Reply, bytes_max=packing.REPLY_BYTES_MAX)
             if reply.number != number:
                 continue
             if isinstance(reply.body, Failure):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_wire import codec, messages
+from pccheck_wire import codec, messages, packing
 from pccheck_wire.errors import ProtocolError
 
 MESSAGES = [
@@ -144,7 +144,7 @@ BEGIN = {
         (b"\xdd\xff\xff\xff\xff", r"\$: not a message"),
         (b"\xc6\xff\xff\xff\xff", r"\$: not a message"),
         (request({"t": "list", "job": "x" * 5000}), r"\$: not a message"),
-        (b"\xc0" * (codec.REQUEST_BYTES_MAX + 1), r"the limit is"),
+        (b"\xc0" * (packing.REQUEST_BYTES_MAX + 1), r"the limit is"),
         (b"", r"\$: not a message"),
         (b"\xc0\xc0", r"\$: not a message"),
     ],
@@ -178,15 +178,15 @@ def test_a_document_is_json_of_bounded_depth() -> None:
 def test_long_replies_come_in_parts(length: int) -> None:
     for extra in range(40):  # so that one of them ends exactly at a packet's end
         reply = messages.Reply(9, messages.Report({"schema": 1, "text": "x" * (length + extra)}))
-        parts = codec.packets(codec.encode(reply))
-        assembler = codec.Reassembler()
+        parts = packing.packets(codec.encode(reply))
+        assembler = packing.Reassembler()
         found = [assembler.feed(part) for part in parts]
         assert [item is None for item in found] == [True] * (len(parts) - 1) + [False]
         assert codec.from_plain(found[-1], messages.Reply) == reply
 
 
 def test_a_reply_ends_where_its_map_ends() -> None:
-    assembler = codec.Reassembler()
+    assembler = packing.Reassembler()
     with pytest.raises(ProtocolError, match="behind the end"):
         assembler.feed(codec.encode(messages.Done()) + b"\xc0")
 
@@ -204,8 +204,8 @@ def test_a_short_message_needs_little_memory() -> None:
 
 
 def test_a_reply_has_a_limit() -> None:
-    assembler = codec.Reassembler(bytes_max=100_000)
+    assembler = packing.Reassembler(bytes_max=100_000)
     message = codec.encode(messages.Report({"text": "x" * 200_000}))
     with pytest.raises(ProtocolError, match="more than 100000"):
-        for part in codec.packets(message):
+        for part in packing.packets(message):
             assembler.feed(part)

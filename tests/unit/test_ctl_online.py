@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pccheck_store import observer
-from pccheck_wire import codec
+from pccheck_wire import codec, packing
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
@@ -19,7 +20,6 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import (
-    PROTOCOL_VERSION,
     Drop,
     Failure,
     Hello,
@@ -73,7 +73,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 def reply(document: dict[str, object]) -> list[bytes]:
-    return codec.packets(codec.encode(Reply(1, Report(document))))
+    return packing.packets(codec.encode(Reply(1, Report(document))))
 
 
 def test_hello_is_the_wire_s() -> None:

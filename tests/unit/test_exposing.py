@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pccheck_native import EXPOSURE_BYTES_MAX, Event, SaveTimes
-from pccheck_wire import codec
+from pccheck_wire import codec, packing
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
 from pccheckd.core import gpus
@@ -65,7 +65,7 @@ def test_a_full_message_fits_the_wire() -> None:
     pieces = [bytes(codec.PIECE_BYTES)] * codec.PIECES_MAX
     body = Expose(2**63 - 1, pieces, more=True)
     data = codec.encode(Request(2**63 - 1, bytes(16), body))
-    assert len(data) <= codec.REQUEST_BYTES_MAX
+    assert len(data) <= packing.REQUEST_BYTES_MAX
     assert codec.decode(data, Request).body == body
 
 

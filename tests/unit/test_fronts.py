@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pccheck_wire.codec import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from pccheck_wire.errors import RefusedError
+from pccheck_wire.packing import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from pccheckd.front import children, framing, program
 from pccheckd.front.endpoints import ControlServer
 

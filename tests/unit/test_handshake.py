@@ -11,8 +11,9 @@ from typing import cast
 
 import pytest
 
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError
-from pccheck_wire.messages import PROTOCOL_VERSION, Begin, Hello, Role
+from pccheck_wire.messages import Begin, Hello, Role
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.control import attach
 from pccheckd.control.attach import AttachServer, _hung_up

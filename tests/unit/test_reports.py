@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from pccheck_native import Volume
-from pccheck_wire import codec
+from pccheck_wire import codec, packing
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
 from pccheckctl.output.documents import rows
@@ -51,7 +51,7 @@ class Place:
         )
         data = await self.handlers.answer(asker.uid, codec.encode(Request(1, b"t", body)), asker)
         assert data is not None
-        answer = codec.decode(data, Reply, bytes_max=codec.REPLY_BYTES_MAX)
+        answer = codec.decode(data, Reply, bytes_max=packing.REPLY_BYTES_MAX)
         assert isinstance(answer, Reply) and isinstance(answer.body, Report)
         return answer.body.document
 

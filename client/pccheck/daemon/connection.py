@@ -13,7 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from pccheck_native import Link
-from pccheck_wire import attach, codec
+from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import START_HINT
 from pccheck_wire.errors import DaemonUnreachableError, WaitTimeoutError, error_from_wire
 from pccheck_wire.messages import (
@@ -158,7 +158,7 @@ class Connection:
                     return
                 except zmq.ZMQError as error:  # closed by another thread
                     raise self.gone() from error
-                reply = codec.decode(frames[-1], Reply, bytes_max=codec.REPLY_BYTES_MAX)
+                reply = codec.decode(frames[-1], Reply, bytes_max=packing.REPLY_BYTES_MAX)
                 callback = self._waiting.pop(reply.number, None)
                 if callback is not None:
                     callback(reply.body)

@@ -15,18 +15,10 @@ from pccheck.job.naming import Identity
 from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
-from pccheck_wire.basics import START_HINT, socket_name
+from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError, RefusedError
-from pccheck_wire.messages import (
-    PROTOCOL_VERSION,
-    Goodbye,
-    Hello,
-    Register,
-    Registered,
-    ReplyBody,
-    Restored,
-    Role,
-)
+from pccheck_wire.messages import Goodbye, Hello, Register, Registered, ReplyBody, Restored, Role
+from pccheck_wire.units import MIB
 
 from .connection import Connection
 
@@ -42,7 +34,6 @@ GOODBYE_LEAST_S = 1.0
 RESTORED_LIMIT_S = 120.0
 #: Descriptors that have to be free: libzmq ends the process when it gets none.
 FILES_FREE = 32
-_MIB = 1 << 20
 #: Of this process, by its id: a forked child is another one.
 _PROCESSES: dict[int, bytes] = {}
 
@@ -143,7 +134,7 @@ class Session:
         """Makes sure that the daemon has capacity for the payload. Raises PccheckError."""
         if payload_bytes <= self._registered_bytes:
             return
-        rounded = -(-payload_bytes // _MIB) * _MIB
+        rounded = -(-payload_bytes // MIB) * MIB
         uncounted = self.uncounted
         try:
             answer = connection.request(Register(rounded, uncounted), timeout_s=self._stall_limit_s)
@@ -159,7 +150,7 @@ class Session:
         self._warn_if_ranks_are_absent(answer)
         LOG.info(
             "%d slots of %.1f MiB in %s, %.1f checkpoints in flight",
-            answer.slots, rounded / _MIB, answer.volume, answer.effective_in_flight,
+            answer.slots, rounded / MIB, answer.volume, answer.effective_in_flight,
         )  # fmt: skip
 
     def _warn_if_ranks_are_absent(self, answer: Registered) -> None:
@@ -184,7 +175,7 @@ class Session:
     def announce(self, connection: Connection, payload_bytes: int) -> None:
         """Makes the daemon allocate already, so that the first checkpoint does not wait for it. The
         answer names the start that this process belongs to since it has restored."""
-        connection.ask(Register(-(-payload_bytes // _MIB) * _MIB), self._announced)
+        connection.ask(Register(-(-payload_bytes // MIB) * MIB), self._announced)
 
     def _announced(self, answer: ReplyBody) -> None:
         if isinstance(answer, Registered):

@@ -29,13 +29,13 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Skipped, Writing
 from pccheck_wire.parts import merge, spans, split
+from pccheck_wire.units import MIB
 
 OPEN_LIMIT_S = 120.0
 #: A restore waits while earlier checkpoints are written, as long as more of them is written;
 #: pccheckd reports every few seconds how much that is.
 STUCK_LIMIT_S = 120.0
 _READ_LIMIT_S = 60.0
-_MIB = 1 << 20
 _BUSY_PAUSE_S = 0.01
 _SLOWEST_BYTES_PER_S = 16 << 20
 #: How often the opened checkpoint may be replaced by newer ones before it was read.
@@ -163,8 +163,8 @@ def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
         assert isinstance(answer, Writing)
         written, total = answer.total_bytes - answer.left_bytes, answer.total_bytes
         how_far = (
-            f"pccheckd is still writing step {answer.step}: {written / _MIB:.0f} of "
-            f"{total / _MIB:.0f} MiB of {answer.checkpoints} checkpoints"
+            f"pccheckd is still writing step {answer.step}: {written / MIB:.0f} of "
+            f"{total / MIB:.0f} MiB of {answer.checkpoints} checkpoints"
         )
         if answer != before:
             before, progress_s = answer, time.monotonic()
