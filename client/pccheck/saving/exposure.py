@@ -232,7 +232,8 @@ class Exposure:
         choice = ("push", self._refused) if self._refused else ("pull", "")
         if choice != self._announced:
             self._announced = choice
-            self.connection.post(Chose(choice[0], _printable(choice[1])))
+            line = "".join(c if c.isprintable() else " " for c in choice[1])
+            self.connection.post(Chose(choice[0], line[:REASON_LENGTH_MAX]))
             LOG.info("GPU tensors go by %s%s", choice[0], f": {choice[1]}" if choice[1] else "")
         if self._refused and self._transfer == "pull":
             reason = self._refused  # tried again with the next checkpoint
@@ -284,8 +285,3 @@ def _messages(number: int, data: bytes) -> Iterator[Expose]:
         end = min(at + step, len(data))
         pieces = [data[i : min(i + PIECE_BYTES, end)] for i in range(at, end, PIECE_BYTES)]
         yield Expose(number, pieces, more=end < len(data))
-
-
-def _printable(text: str) -> str:
-    line = "".join(c if c.isprintable() else " " for c in text)
-    return line[:REASON_LENGTH_MAX]

@@ -290,9 +290,13 @@ def _gap(placed: list[Range], group: _Group) -> int:
     return gap if is_kept else 0
 
 
+def aligned(offset: int) -> int:
+    return -(-offset // EXTENT_ALIGN) * EXTENT_ALIGN
+
+
 def _place(layout: Layout, group: _Group, first_extent: int, shape: Shape, gap: int = 0) -> Range:
     """The next extent of the payload is the group's, `gap` bytes behind the one before."""
-    offset = -(-(layout.end + gap) // EXTENT_ALIGN) * EXTENT_ALIGN
+    offset = aligned(layout.end + gap)
     owner = shape.rank if shape.world_size and group.is_shared else -1
     _add_extent(layout, group, first_extent, offset, owner)
     layout.end = offset + group.nbytes

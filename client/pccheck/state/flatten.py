@@ -6,7 +6,7 @@ Nothing is copied here. What cannot be represented is refused by its path in the
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,6 @@ class Flattener:
             return self.shard(value, path)
         raise _unsupported(value, path)
 
-    def _items(self, container: Iterable[object], path: str, owner: object) -> list[Node]:
-        self._enter(owner, path)
-        nodes = [self.node(item, tree.join(path, index)) for index, item in enumerate(container)]
-        self._open.discard(id(owner))
-        return nodes
-
     def _enter(self, owner: object, path: str) -> None:
         if id(owner) in self._open:
             raise UnsupportedStateError(
@@ -74,7 +68,10 @@ class Flattener:
     def sequence(self, value: Any, path: str) -> Node:
         if set(map(type, value)) <= _KEY_TYPES:  # long lists of numbers: parameter ids, generators
             return tree.Sequence(_SEQUENCE_TAGS[type(value)], list(value))
-        return tree.Sequence(_SEQUENCE_TAGS[type(value)], self._items(value, path, value))
+        self._enter(value, path)
+        items = [self.node(item, tree.join(path, index)) for index, item in enumerate(value)]
+        self._open.discard(id(value))
+        return tree.Sequence(_SEQUENCE_TAGS[type(value)], items)
 
     def hashed(self, value: Any, path: str) -> Node:
         return tree.Sequence(
@@ -119,7 +116,7 @@ class Flattener:
         return node
 
     def shard(self, value: Any, path: str) -> Node:
-        """The local part of a DTensor, or of that what this rank stores."""
+        """The local part of a DTensor, or what this rank stores of that part."""
         if type(shards.LOCAL(value)) is not torch.Tensor:
             raise _unsupported(shards.LOCAL(value), path)
         part, offsets = shards.stored_part(value, shards.offsets_of(value, path), self._ranks)

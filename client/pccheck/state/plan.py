@@ -19,7 +19,7 @@ from pccheck_wire.errors import UnsupportedStateError
 
 from .changes import Reading, Tensors
 from .devices import HOST
-from .extents import EXTENT_ALIGN, IN_PLACE, DevicePart, Layout, Shape, View, lay_out
+from .extents import IN_PLACE, DevicePart, Layout, Shape, View, aligned, lay_out
 from .flatten import Flattener
 from .foreign import in_words
 from .gating import Gating
@@ -91,7 +91,7 @@ def plan_state(
 
 def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapshot:
     return Snapshot(
-        *layout.packed(inline=layout.inline), tree.encode(described), _aligned(layout.end),
+        *layout.packed(inline=layout.inline), tree.encode(described), aligned(layout.end),
         layout.owners, layout.device, in_place=_in_place(views, host=not layout.inline),
         frozen=layout.frozen,
     )  # fmt: skip
@@ -101,10 +101,6 @@ def _in_place(views: list[View], *, host: bool = True) -> list[Tensors]:
     """Those of the views, laid out already, that are read later; on GPUs only unless `host`."""
     found = [view for view in views if not view.volatile and (host or view.device != HOST)]
     return [Tensors(found)] if found else []
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // EXTENT_ALIGN) * EXTENT_ALIGN
 
 
 def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
@@ -276,7 +272,7 @@ class _FastPlan:
             step, metadata, True, extents, root, version=version, about=self._about
         )
         return Snapshot(
-            gated, volatile, data, _aligned(end), owners, self._device, in_place=in_place,
+            gated, volatile, data, aligned(end), owners, self._device, in_place=in_place,
             frozen=self._frozen,
         )  # fmt: skip
 

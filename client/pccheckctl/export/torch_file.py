@@ -16,7 +16,7 @@ import signal
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
     wanted = tree.extents_of(root)
     sizes = (content.extents[index].lead + content.extents[index].nbytes for index in wanted)
     place = output.target.parent
-    memory = rebuild.Memory(content.extents, wanted, storages(sum(map(_aligned, sizes)), place))
+    memory = rebuild.Memory(content.extents, wanted, storages(sizes, place))
     if wanted:
         reader.read_into(pack(memory.ranges))
     state = rebuild.state_of(memory, root)
@@ -105,11 +105,12 @@ def noted_step(path: Path) -> int:
     return step if type(step) is int and step >= 0 else 0
 
 
-def storages(total_bytes: int, beside: Path) -> Callable[[int], torch.UntypedStorage]:
-    """Makes the storages of a state: in memory, or, when it would take more than half of the
+def storages(sizes: Iterable[int], beside: Path) -> Callable[[int], torch.UntypedStorage]:
+    """Makes storages of these sizes: in memory, or, when they would take more than half of the
     memory, in a file without a name, which goes with the last of them. Raises StorageFullError."""
     import torch
 
+    total_bytes = sum(map(_aligned, sizes))
     if total_bytes <= available()[0] // 2:
         return lambda nbytes: torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryFile(dir=beside) as file:

@@ -27,7 +27,6 @@ from pccheckctl.export.torch_file import noted_step, storages
 from .found import Found
 from .torch_file import refused
 
-_ALIGN = 64  # of the storages
 #: What the metadata of a directory consists of.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -79,8 +78,7 @@ def _places(metadata: Metadata) -> dict[str, Any]:
     sizes = {
         name: math.prod(one.size) * one.properties.dtype.itemsize for name, one in tensors.items()
     }
-    total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
-    make = storages(total, Path(tempfile.gettempdir()))
+    make = storages(sizes.values(), Path(tempfile.gettempdir()))
     places: dict[str, Any] = dict.fromkeys(found)
     for name, one in tensors.items():
         made = torch.empty(0, dtype=one.properties.dtype)
