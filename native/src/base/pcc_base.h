@@ -73,6 +73,15 @@ static inline uint64_t pcc_ceil_div(uint64_t value, uint64_t divisor)
     return (value + divisor - 1) / divisor;
 }
 
+/* The length of the piece that begins at `at`, of a whole in pieces: the last one may be shorter.
+ */
+static inline uint64_t pcc_piece_bytes(uint64_t whole_bytes, uint64_t at, uint64_t piece_bytes)
+{
+    const uint64_t left = whole_bytes - at;
+
+    return left < piece_bytes ? left : piece_bytes;
+}
+
 uint64_t pcc_now_ns(void);  /* CLOCK_MONOTONIC */
 uint64_t pcc_wall_ns(void); /* CLOCK_REALTIME, for display only */
 

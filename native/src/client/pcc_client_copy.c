@@ -68,9 +68,8 @@ CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t 
 /* What the next chunk is made of. */
 static struct pcc_part part_next(const struct pcc_client *client, const struct pcc_job *job)
 {
-    const uint64_t chunk_bytes = client->view.geometry.chunk_bytes;
-    const uint64_t left = job->payload_bytes - job->filled_bytes;
-    struct pcc_part part = {.length_bytes = left < chunk_bytes ? left : chunk_bytes,
+    struct pcc_part part = {.length_bytes = pcc_piece_bytes(job->payload_bytes, job->filled_bytes,
+                                                            client->view.geometry.chunk_bytes),
                             .device = PCC_HOST};
 
     for (uint64_t i = job->cursor; i < job->source_count; i++) {
@@ -83,14 +82,6 @@ static struct pcc_part part_next(const struct pcc_client *client, const struct p
         part.pieces++;
     }
     return part;
-}
-
-static uint64_t block_end(const struct pcc_client *client, uint64_t block, uint64_t length_bytes)
-{
-    const uint64_t left = length_bytes - block;
-
-    return block +
-           (left < client->view.geometry.block_bytes ? left : client->view.geometry.block_bytes);
 }
 
 static void pad(uint8_t *bytes, uint64_t length_bytes)
@@ -139,15 +130,16 @@ static void fill_block(void *context, uint64_t block)
     struct filling *filling = context;
     const struct pcc_client *client = filling->client;
     const struct pcc_job *job = filling->job;
-    const uint64_t start = block * client->view.geometry.block_bytes;
-    const uint64_t end = block_end(client, start, filling->length_bytes);
+    const uint64_t block_bytes = client->view.geometry.block_bytes;
+    const uint64_t start = block * block_bytes;
+    const uint64_t end = start + pcc_piece_bytes(filling->length_bytes, start, block_bytes);
     uint64_t cursor = source_from(job, filling->offset_bytes + start);
     uint8_t *out = filling->bytes;
     struct pcc_hash hash;
 
     pcc_hash_start(&hash);
     for (uint64_t at = start; at < end; at += PIECE_BYTES) {
-        const uint64_t count = end - at < PIECE_BYTES ? end - at : PIECE_BYTES;
+        const uint64_t count = pcc_piece_bytes(end, at, PIECE_BYTES);
         /* Relaxed: who sets it then waits for `busy` under the lock. */
         if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
             atomic_load_explicit(&client->stop, memory_order_relaxed) || pcc_client_ended(client)) {
@@ -329,6 +321,7 @@ static void part_done(struct pcc_client *client, struct pcc_job *job, const stru
 static int finish_one(struct pcc_client *client)
 {
     const uint32_t chunk = pcc_client_list_take(client, &client->landed);
+    const uint64_t block_bytes = client->view.geometry.block_bytes;
     bool whole = true;
 
     if (chunk == PCC_NO_CHUNK)
@@ -336,12 +329,11 @@ static int finish_one(struct pcc_client *client)
     const struct pcc_flight *flight = &client->flights[chunk];
     struct pcc_job *job = flight->job;
     uint8_t *bytes = client->chunk_at[chunk];
-    for (uint64_t block = 0; block < flight->length_bytes;
-         block += client->view.geometry.block_bytes) {
+    for (uint64_t at = 0; at < flight->length_bytes; at += block_bytes) {
         if (atomic_load_explicit(&job->stop, memory_order_relaxed))
             break;
-        pcc_page_checksums(&client->view, chunk)[block / client->view.geometry.block_bytes] =
-            pcc_hash_bytes(bytes + block, block_end(client, block, flight->length_bytes) - block);
+        pcc_page_checksums(&client->view, chunk)[at / block_bytes] =
+            pcc_hash_bytes(bytes + at, pcc_piece_bytes(flight->length_bytes, at, block_bytes));
     }
     pad(bytes, flight->length_bytes);
     (void)pthread_mutex_lock(&client->lock);

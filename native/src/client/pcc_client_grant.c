@@ -24,9 +24,9 @@ static void piece_populate(void *context, uint64_t piece)
 {
     const struct mapping *mapping = context;
     const uint64_t at = piece * PIECE_BYTES;
-    const uint64_t left = mapping->length_bytes - at;
 
-    (void)madvise(mapping->bytes + at, left < PIECE_BYTES ? left : PIECE_BYTES, MADV_POPULATE_READ);
+    (void)madvise(mapping->bytes + at, pcc_piece_bytes(mapping->length_bytes, at, PIECE_BYTES),
+                  MADV_POPULATE_READ);
 }
 
 static void page_table_make(struct pcc_client *client, void *bytes, uint64_t length_bytes)

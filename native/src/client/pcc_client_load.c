@@ -217,8 +217,8 @@ static void scatter_block(void *context, uint64_t block)
     struct scattering *scattering = context;
     const struct pcc_message *message = scattering->message;
     const uint64_t block_bytes = scattering->client->view.geometry.block_bytes;
-    const uint64_t start = block * block_bytes, left = message->length_bytes - start;
-    const uint64_t length_bytes = left < block_bytes ? left : block_bytes;
+    const uint64_t start = block * block_bytes;
+    const uint64_t length_bytes = pcc_piece_bytes(message->length_bytes, start, block_bytes);
     const uint64_t offset_bytes = message->offset_bytes + start;
 
     if (block_intact(scattering, block, length_bytes))

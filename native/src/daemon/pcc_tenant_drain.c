@@ -161,10 +161,8 @@ static struct pcc_tenant_save *piece_of(struct pcc_tenant *tenant,
     if (save == NULL || save->copied)
         return NULL;
     const uint64_t offset = message->offset_bytes;
-    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes)
-        return NULL;
-    const uint64_t left = save->payload_bytes - offset;
-    if (message->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
+    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes ||
+        message->length_bytes != pcc_piece_bytes(save->payload_bytes, offset, chunk_bytes))
         return NULL;
     const uint64_t part = offset / chunk_bytes;
     return (save->seen[part / 64] >> (part % 64) & 1u) == 0 ? save : NULL;

@@ -122,9 +122,9 @@ static void chunks_claim(struct pcc_tenant *tenant, const struct pcc_tenant_save
         const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, save->kept_place, i));
         if (index < 0)
             continue; /* in its slot only */
-        const uint64_t left = save->payload_bytes - i * chunk_bytes;
-        pcc_tenant_chunk_fill(tenant, save, (uint32_t)index, i * chunk_bytes,
-                              (uint32_t)(left < chunk_bytes ? left : chunk_bytes));
+        const uint64_t at = i * chunk_bytes;
+        pcc_tenant_chunk_fill(tenant, save, (uint32_t)index, at,
+                              (uint32_t)pcc_piece_bytes(save->payload_bytes, at, chunk_bytes));
     }
 }
 
@@ -279,14 +279,12 @@ static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     int error = 0;
 
     if (pcc_save_was_referred(saved, position)) { /* compared by a writer */
-        const uint64_t offset = (uint64_t)position * tenant->spec.chunk_bytes;
-        const uint64_t left = save->payload_bytes - offset;
-        const struct pcc_chunk piece = {
-            .payload_offset_bytes = offset,
-            .length_bytes =
-                (uint32_t)(left < tenant->spec.chunk_bytes ? left : tenant->spec.chunk_bytes),
-            .index = UINT32_MAX,
-            .checksums = pcc_save_kept_checksums(saved, position)};
+        const uint64_t at = (uint64_t)position * tenant->spec.chunk_bytes;
+        const struct pcc_chunk piece = {.payload_offset_bytes = at,
+                                        .length_bytes = (uint32_t)pcc_piece_bytes(
+                                            save->payload_bytes, at, tenant->spec.chunk_bytes),
+                                        .index = UINT32_MAX,
+                                        .checksums = pcc_save_kept_checksums(saved, position)};
         save->referred++;
         return pcc_save_chunk(saved, &piece);
     }

@@ -142,8 +142,8 @@ static bool send_cached(struct pcc_tenant *tenant, const struct piece *piece)
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
     const uint64_t sequence = tenant->load.cached_as;
     const uint64_t at = piece->offset_bytes / chunk_bytes * chunk_bytes;
-    const uint64_t left = pcc_load_entry(tenant->load.load)->payload_bytes - at;
-    const uint64_t length = left < chunk_bytes ? left : chunk_bytes;
+    const uint64_t length =
+        pcc_piece_bytes(pcc_load_entry(tenant->load.load)->payload_bytes, at, chunk_bytes);
     int64_t found = cached_find(tenant, sequence, at, length);
 
     if (found < 0 && sequence != 0) { /* what was never copied is perhaps cached of the base */

@@ -295,15 +295,6 @@ void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t
     manifest_digest(manifest, manifest_bytes, entry->manifest_digest);
 }
 
-static uint64_t block_length(uint64_t payload_bytes, uint32_t block_bytes, uint64_t block)
-{
-    const uint64_t start = block * block_bytes;
-
-    return start >= payload_bytes
-               ? 0
-               : (payload_bytes - start < block_bytes ? payload_bytes - start : block_bytes);
-}
-
 /* Only blocks that the base has, as long there, and a whole piece of what is read at once. */
 static bool bitmap_is_sound(const uint64_t *bitmap, const struct pcc_slot_entry *entry,
                             const struct pcc_slot_entry *base, uint32_t block_bytes)
@@ -312,9 +303,11 @@ static bool bitmap_is_sound(const uint64_t *bitmap, const struct pcc_slot_entry 
     const uint64_t together = pcc_placing_bytes(block_bytes) / block_bytes;
 
     for (uint64_t block = 0; block < blocks; block++) {
+        const uint64_t at = block * block_bytes;
         const bool referred = pcc_bitmap_has(bitmap, block);
-        if (referred && block_length(base->payload_bytes, block_bytes, block) !=
-                            block_length(entry->payload_bytes, block_bytes, block))
+        if (referred && (at >= base->payload_bytes ||
+                         pcc_piece_bytes(base->payload_bytes, at, block_bytes) !=
+                             pcc_piece_bytes(entry->payload_bytes, at, block_bytes)))
             return false;
         if (block % together != 0 && referred != pcc_bitmap_has(bitmap, block - 1))
             return false;
@@ -347,24 +340,20 @@ int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, u
                : -PCC_E_DAMAGED;
 }
 
-static uint64_t block_checksum(const uint8_t *bytes, uint64_t left_bytes, uint32_t block_bytes)
-{
-    return pcc_hash_bytes(bytes, left_bytes < block_bytes ? left_bytes : block_bytes);
-}
-
 void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
                         uint64_t *out)
 {
     for (uint64_t at = 0; at < length_bytes; at += block_bytes)
-        *out++ = block_checksum((const uint8_t *)bytes + at, length_bytes - at, block_bytes);
+        *out++ = pcc_hash_bytes((const uint8_t *)bytes + at,
+                                pcc_piece_bytes(length_bytes, at, block_bytes));
 }
 
 bool pcc_checksums_match(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
                          const uint64_t *expected)
 {
     for (uint64_t at = 0; at < length_bytes; at += block_bytes)
-        if (block_checksum((const uint8_t *)bytes + at, length_bytes - at, block_bytes) !=
-            *expected++)
+        if (pcc_hash_bytes((const uint8_t *)bytes + at,
+                           pcc_piece_bytes(length_bytes, at, block_bytes)) != *expected++)
             return false;
     return true;
 }

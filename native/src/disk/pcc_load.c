@@ -234,10 +234,9 @@ static void stream_fail(struct stream *stream, int result)
 
 static int stream_chunk(struct stream *stream, uint8_t *buffer, uint64_t chunk)
 {
-    const uint64_t payload = stream->load->held.entry.payload_bytes;
     const uint64_t offset = chunk * stream->chunk_bytes;
-    const uint64_t left = payload - offset;
-    const uint64_t length = left < stream->chunk_bytes ? left : stream->chunk_bytes;
+    const uint64_t length =
+        pcc_piece_bytes(stream->load->held.entry.payload_bytes, offset, stream->chunk_bytes);
     const int result = pcc_load_chunk(stream->load, buffer, offset, length);
 
     if (result != 0 || stream->sink == NULL)

@@ -147,10 +147,8 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
     int result = -EINVAL;
 
     PCC_ASSERT((uintptr_t)chunk->bytes % PCC_IO_ALIGN == 0);
-    if (offset % chunk_bytes != 0 || offset >= payload_bytes)
-        return -EINVAL;
-    const uint64_t left = payload_bytes - offset;
-    if (chunk->length_bytes != (left < chunk_bytes ? left : chunk_bytes))
+    if (offset % chunk_bytes != 0 || offset >= payload_bytes ||
+        chunk->length_bytes != pcc_piece_bytes(payload_bytes, offset, chunk_bytes))
         return -EINVAL;
     const uint32_t position = (uint32_t)(offset / chunk_bytes);
     pcc_save_lock(save);

@@ -85,13 +85,6 @@ void pcc_saver_forget_known(struct pcc_saver *saver)
 
 /* -- which blocks of a save are -- */
 
-static uint64_t length_of(uint64_t payload_bytes, uint32_t block_bytes, uint64_t block)
-{
-    const uint64_t left = payload_bytes - block * block_bytes;
-
-    return left < block_bytes ? left : block_bytes;
-}
-
 /* All blocks of the save between two offsets, whose checksums are in its manifest. */
 static bool is_known(const struct pcc_save *save, const struct pcc_known *known, uint64_t at_bytes,
                      uint64_t end_bytes)
@@ -101,10 +94,10 @@ static bool is_known(const struct pcc_save *save, const struct pcc_known *known,
         (const uint64_t *)(const void *)(save->manifest + sizeof(struct pcc_manifest_header));
 
     for (uint64_t block = at_bytes / block_bytes; block * block_bytes < end_bytes; block++) {
-        if (block * block_bytes >= known->payload_bytes ||
-            checksums[block] != known->checksums[block] ||
-            length_of(known->payload_bytes, block_bytes, block) !=
-                length_of(save->request.payload_bytes, block_bytes, block))
+        const uint64_t at = block * block_bytes;
+        if (at >= known->payload_bytes || checksums[block] != known->checksums[block] ||
+            pcc_piece_bytes(known->payload_bytes, at, block_bytes) !=
+                pcc_piece_bytes(save->request.payload_bytes, at, block_bytes))
             return false;
     }
     return true;
@@ -166,8 +159,7 @@ int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_o
 
     *lost_out = false;
     for (uint64_t at = 0; result == 0 && at < length_bytes; at += RESCUE_BYTES) {
-        const uint64_t left = length_bytes - at;
-        const uint64_t count = left < RESCUE_BYTES ? left : RESCUE_BYTES;
+        const uint64_t count = pcc_piece_bytes(length_bytes, at, RESCUE_BYTES);
         const uint64_t room = pcc_align_up(count, PCC_IO_ALIGN);
         result = pcc_io_read_all(pcc_volume_io(saver->volume), bytes, room, from + at);
         for (uint64_t i = 0, next; result == 0 && i < count; i = next) {
@@ -197,6 +189,6 @@ uint64_t pcc_save_referred_bytes(const struct pcc_save *save)
     const uint64_t *bitmap = pcc_manifest_bitmap(save->manifest, payload_bytes, block_bytes);
     for (uint64_t block = 0; block * block_bytes < payload_bytes; block++)
         if (pcc_bitmap_has(bitmap, block))
-            referred += length_of(payload_bytes, block_bytes, block);
+            referred += pcc_piece_bytes(payload_bytes, block * block_bytes, block_bytes);
     return referred;
 }

@@ -23,10 +23,9 @@ static void *write_chunks(void *argument)
             atomic_fetch_add_explicit(&measure->next, measure->chunk_bytes, memory_order_relaxed);
         if (at >= measure->length_bytes)
             return NULL;
-        const uint64_t left = measure->length_bytes - at;
         const int error =
             pcc_io_write_all(measure->io, measure->bytes,
-                             left < measure->chunk_bytes ? left : measure->chunk_bytes, at);
+                             pcc_piece_bytes(measure->length_bytes, at, measure->chunk_bytes), at);
         if (error != 0) /* any of several: read when all threads have ended */
             atomic_store_explicit(&measure->error, error, memory_order_relaxed);
     }
