@@ -29,7 +29,7 @@ static void test_page(void)
     CHECK(pcc_page_plan(65536, 4096, 8, &geometry) == 0);
     CHECK(geometry.ring_capacity == 256 && geometry.blocks_per_chunk == 16); /* and offers */
 
-    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, &fd, &bytes) == 0);
+    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, -1, &fd, &bytes) == 0);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &client) == -PCC_E_BAD_PEER); /* zeros */
     pcc_page_make(bytes, &geometry, 5, &daemon);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &client) == 0);
@@ -52,7 +52,7 @@ static void test_rings(void)
     void *bytes;
 
     CHECK(pcc_page_plan(65536, 4096, 8, &geometry) == 0);
-    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, &fd, &bytes) == 0);
+    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, -1, &fd, &bytes) == 0);
     pcc_page_make(bytes, &geometry, 5, &consumer);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &producer) == 0);
     CHECK(pcc_ring_pop(&consumer.to_daemon, &message) == 0);

@@ -90,8 +90,10 @@ static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
     return 0;
 }
 
-static int memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, int *fd_out,
-                      void **bytes_out)
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, int *fd_out,
+                   void **bytes_out)
 {
     void *bytes = NULL;
 
@@ -107,8 +109,8 @@ static int memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node
         goto fail;
     pcc_numa_prefer(bytes, length_bytes, numa_node);
     error = populate(fd, bytes, length_bytes);
-    /* Nobody can pull the pages away from under a mapping: a truncated one kills its user. */
-    if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    /* A memfd that shrank would kill the process that has it mapped. */
+    if (error == 0 && fcntl(fd, F_ADD_SEALS, SEALS) != 0)
         error = -errno;
     if (error != 0)
         goto fail_mapped;
@@ -123,14 +125,7 @@ fail:
     return error;
 }
 
-int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out, void **bytes_out)
-{
-    return memfd_make(name, length_bytes, -1, fd_out, bytes_out);
-}
-
 /* -- the descriptor store -- */
-
-#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
 static void name_make(char name[PCC_STORE_NAME_MAX + 1], const char *label, const char *kind,
                       uint64_t id)
@@ -219,7 +214,7 @@ int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_nod
     int error = budget_take(pool, length_bytes);
     if (error != 0)
         return error;
-    error = memfd_make("pccheck-segment", length_bytes, numa_node, &fd, &bytes);
+    error = pcc_memfd_make("pccheck-segment", length_bytes, numa_node, &fd, &bytes);
     if (error != 0) {
         budget_return(pool, length_bytes);
         return error;
@@ -306,7 +301,7 @@ int pcc_pool_state_make(struct pcc_pool *pool, const char *label, uint64_t lengt
     *id_out = 0;
     if (pool->store == NULL || label[0] == '\0')
         return 0;
-    const int error = memfd_make("pccheck-state", length_bytes, -1, &fd, &bytes);
+    const int error = pcc_memfd_make("pccheck-state", length_bytes, PCC_NUMA_ANYWHERE, &fd, &bytes);
     if (error != 0)
         return error;
     *id_out = keep(pool, fd, label, "state");

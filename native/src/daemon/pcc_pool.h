@@ -62,8 +62,8 @@ void pcc_pool_return(struct pcc_pool *pool, const char *label, struct pcc_segmen
 void pcc_pool_retire(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
 /* A lost GPU may still write to it: stays mapped and counted until the process ends. */
 void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
-/* A sealed memfd of our making outside the budget: the session page. */
-PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out,
-                                  void **bytes_out);
+/* A sealed memfd of our making, outside the budget, with pages of that NUMA node. */
+PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node,
+                                  int *fd_out, void **bytes_out);
 
 #endif

@@ -215,7 +215,8 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
         return -errno;
     const int trainer_fd = pcc_process_watch(pid);
     struct pcc_process trainer = pcc_process_open(tenant->gpus != NULL ? pid : 0);
-    int error = pcc_memfd_make("pccheck-page", tenant->geometry.page_bytes, &page_fd, &bytes);
+    int error = pcc_memfd_make("pccheck-page", tenant->geometry.page_bytes, PCC_NUMA_ANYWHERE,
+                               &page_fd, &bytes);
     if (error != 0)
         goto fail;
     atomic_store_explicit(&tenant->trainer_node, pcc_numa_of_process(pid), memory_order_relaxed);
