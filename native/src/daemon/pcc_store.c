@@ -71,25 +71,30 @@ void pcc_store_close(struct pcc_store *store)
     free(store);
 }
 
-static int message_send(const struct pcc_store *store, const char *text, int fd)
+int pcc_packet_send(int socket_fd, const void *bytes, size_t length, int fd, int flags)
 {
-    struct iovec part = {.iov_base = (void *)(uintptr_t)text, .iov_len = strlen(text)};
+    struct iovec part = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = length};
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
         struct cmsghdr align;
     } control = {.bytes = {0}};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    struct msghdr packet = {.msg_iov = &part, .msg_iovlen = 1};
 
     if (fd >= 0) {
-        message.msg_control = control.bytes;
-        message.msg_controllen = sizeof(control.bytes);
-        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        packet.msg_control = control.bytes;
+        packet.msg_controllen = sizeof(control.bytes);
+        struct cmsghdr *header = CMSG_FIRSTHDR(&packet);
         header->cmsg_level = SOL_SOCKET;
         header->cmsg_type = SCM_RIGHTS;
         header->cmsg_len = CMSG_LEN(sizeof(int));
         memcpy(CMSG_DATA(header), &fd, sizeof(int));
     }
-    return sendmsg(store->socket_fd, &message, MSG_NOSIGNAL) < 0 ? -errno : 0;
+    return sendmsg(socket_fd, &packet, flags | MSG_NOSIGNAL) < 0 ? -errno : 0;
+}
+
+static int message_send(const struct pcc_store *store, const char *text, int fd)
+{
+    return pcc_packet_send(store->socket_fd, text, strlen(text), fd, 0);
 }
 
 /* The manager closes its end of the pipe once it has dealt with all that came before. */

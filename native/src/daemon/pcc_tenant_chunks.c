@@ -1,7 +1,6 @@
 /* Who holds which chunk: choosing, granting, taking back. Everything here runs under the tenant's
  * lock. What may be filled again is in three lists, so that a chunk is chosen in a few steps
  * however large the table is: 512 GiB are 32,768 chunks of 16 MiB. */
-#include <string.h>
 #include <sys/socket.h>
 
 #include "base/pcc_futex.h"
@@ -207,7 +206,7 @@ int pcc_tenant_push(struct pcc_tenant *tenant, const struct pcc_message *message
 static bool grant_send(struct pcc_tenant *tenant, uint32_t index)
 {
     const struct pcc_segment *memory = &tenant->segments[index].memory;
-    struct pcc_grant grant = {
+    const struct pcc_grant grant = {
         .magic = PCC_GRANT_MAGIC,
         .kind = PCC_GRANT_ADD,
         .segment = tenant->segments[index].number,
@@ -215,26 +214,9 @@ static bool grant_send(struct pcc_tenant *tenant, uint32_t index)
         .chunk_count = memory->chunk_count,
         .bytes = memory->length_bytes,
     };
-    struct iovec part = {.iov_base = &grant, .iov_len = sizeof(grant)};
-    union {
-        char bytes[CMSG_SPACE(sizeof(int))];
-        struct cmsghdr align;
-    } control = {.bytes = {0}};
-    struct msghdr packet = {
-        .msg_iov = &part,
-        .msg_iovlen = 1,
-        .msg_control = control.bytes,
-        .msg_controllen = sizeof(control.bytes),
-    };
-    struct cmsghdr *header = CMSG_FIRSTHDR(&packet);
 
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &memory->fd, sizeof(int));
-    /* A client that does not read its socket gets no memory; nobody waits for it. */
-    return sendmsg(tenant->socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) ==
-           (ssize_t)sizeof(grant);
+    /* A client that does not read its socket gets no memory: the daemon does not wait for it. */
+    return pcc_packet_send(tenant->socket_fd, &grant, sizeof(grant), memory->fd, MSG_DONTWAIT) == 0;
 }
 
 void pcc_tenant_grant_segments(struct pcc_tenant *tenant)
