@@ -15,15 +15,19 @@ bool pcc_client_tell(struct pcc_client *client, const struct pcc_message *messag
     return true;
 }
 
-static bool take_free(struct pcc_client *client, uint32_t chunk)
+/* A chunk that the daemon names. Its segment was sent before the message, but the socket was read
+ * before that. */
+static bool is_granted(struct pcc_client *client, uint32_t chunk)
 {
     if (chunk >= client->view.geometry.chunk_capacity)
         return false;
-    /* Its segment was sent before the message, but the socket was read before that. */
-    if (client->chunk_at[chunk] == NULL &&
-        (!pcc_client_take_grants(client) || client->chunk_at[chunk] == NULL))
-        return false;
-    if (client->held[chunk])
+    return client->chunk_at[chunk] != NULL ||
+           (pcc_client_take_grants(client) && client->chunk_at[chunk] != NULL);
+}
+
+static bool take_free(struct pcc_client *client, uint32_t chunk)
+{
+    if (!is_granted(client, chunk) || client->held[chunk])
         return false;
     client->held[chunk] = true;
     client->free_chunks[client->free_count++] = chunk;
@@ -38,10 +42,8 @@ static bool take_message(struct pcc_client *client, const struct pcc_message *me
     case PCC_MSG_FREE:
         return take_free(client, message->chunk);
     case PCC_MSG_DATA:
-        if (message->chunk >= client->view.geometry.chunk_capacity ||
+        if (!is_granted(client, message->chunk) ||
             message->length_bytes > client->view.geometry.chunk_bytes ||
-            (client->chunk_at[message->chunk] == NULL &&
-             (!pcc_client_take_grants(client) || client->chunk_at[message->chunk] == NULL)) ||
             client->held[message->chunk] || client->flights[message->chunk].loading)
             return false;
         return !pcc_client_take_data(client, message, &answer.result) ||

@@ -4,14 +4,9 @@
 #include "disk/pcc_pace.h"
 #include "disk/pcc_save_private.h"
 
-static bool on_disk(const struct pcc_kept_piece *piece)
+static bool has(const struct pcc_kept_piece *piece, uint32_t flag)
 {
-    return (atomic_load_explicit(&piece->flags, memory_order_acquire) & PCC_KEPT_WRITTEN) != 0;
-}
-
-static bool in_base(const struct pcc_kept_piece *piece)
-{
-    return (atomic_load_explicit(&piece->flags, memory_order_acquire) & PCC_KEPT_REFERRED) != 0;
+    return (atomic_load_explicit(&piece->flags, memory_order_acquire) & flag) != 0;
 }
 
 static bool in_dram(const struct pcc_kept_piece *piece)
@@ -26,11 +21,11 @@ static bool is_whole(const struct pcc_kept *kept, uint32_t place, uint32_t piece
     *needs_slot_out = *needs_base_out = false;
     for (uint32_t i = 0; i < piece_count; i++) {
         const struct pcc_kept_piece *piece = pcc_kept_piece(kept, place, i);
-        if (in_base(piece)) {
+        if (has(piece, PCC_KEPT_REFERRED)) {
             *needs_base_out = true;
             continue;
         }
-        if (!in_dram(piece) && !on_disk(piece))
+        if (!in_dram(piece) && !has(piece, PCC_KEPT_WRITTEN))
             return false;
         *needs_slot_out = *needs_slot_out || !in_dram(piece);
     }
@@ -141,7 +136,8 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
 
 bool pcc_save_was_referred(const struct pcc_save *save, uint32_t position)
 {
-    return in_base(pcc_kept_piece(save->lane->saver->spec.kept, save->kept_place, position));
+    return has(pcc_kept_piece(save->lane->saver->spec.kept, save->kept_place, position),
+               PCC_KEPT_REFERRED);
 }
 
 const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t position)
@@ -149,9 +145,7 @@ const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t po
     const struct pcc_kept_piece *piece =
         pcc_kept_piece(save->lane->saver->spec.kept, save->kept_place, position);
 
-    return (atomic_load_explicit(&piece->flags, memory_order_acquire) & PCC_KEPT_HASHED) != 0
-               ? pcc_save_checksums(save, position)
-               : NULL;
+    return has(piece, PCC_KEPT_HASHED) ? pcc_save_checksums(save, position) : NULL;
 }
 
 bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void *bytes,

@@ -90,8 +90,7 @@ static bool is_known(const struct pcc_save *save, const struct pcc_known *known,
                      uint64_t end_bytes)
 {
     const uint32_t block_bytes = save->lane->saver->geometry.block_bytes;
-    const uint64_t *checksums =
-        (const uint64_t *)(const void *)(save->manifest + sizeof(struct pcc_manifest_header));
+    const uint64_t *checksums = pcc_save_checksums(save, 0);
 
     for (uint64_t block = at_bytes / block_bytes; block * block_bytes < end_bytes; block++) {
         const uint64_t at = block * block_bytes;
