@@ -349,9 +349,7 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
 static PyObject *channel_cached(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(sequence, number);
-    bool cached;
-    PCC_PY_CALL(struct pcc_tenant, channel, cached = pcc_tenant_cached(channel, sequence));
-    return PyBool_FromLong(cached);
+    PCC_PY_RETURN_BOOL(struct pcc_tenant, channel, pcc_tenant_cached(channel, sequence));
 }
 
 /* -- its checkpoints --------------------------------------------------------------------------- */

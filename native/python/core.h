@@ -123,6 +123,13 @@ static inline void pcc_py_left(PyObject **entered)
         PCC_PY_CALL(type, handle, done_code = (expression));                                       \
         return pcc_py_done(self, done_code);                                                       \
     } while (0)
+/* The same for a question: returns True or False. */
+#define PCC_PY_RETURN_BOOL(type, handle, expression)                                               \
+    do {                                                                                           \
+        bool answer;                                                                               \
+        PCC_PY_CALL(type, handle, answer = (expression));                                          \
+        return PyBool_FromLong(answer);                                                            \
+    } while (0)
 
 /* -- errors: the one place where a code becomes an exception ----------------------------------- */
 

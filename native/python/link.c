@@ -136,9 +136,7 @@ static PyObject *link_confirm(PyObject *self, PyObject *number)
 static PyObject *link_abandon(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    bool won;
-    PCC_PY_CALL(struct pcc_client, link, won = pcc_client_abandon(link, snapshot));
-    return PyBool_FromLong(won);
+    PCC_PY_RETURN_BOOL(struct pcc_client, link, pcc_client_abandon(link, snapshot));
 }
 
 /* -- waits, each made of slices ---------------------------------------------------------------- */
@@ -387,9 +385,7 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 static PyObject *link_reached(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    bool reached;
-    PCC_PY_CALL(struct pcc_client, link, reached = pcc_client_reached(link, snapshot));
-    return PyBool_FromLong(reached);
+    PCC_PY_RETURN_BOOL(struct pcc_client, link, pcc_client_reached(link, snapshot));
 }
 
 static PyObject *link_capturing(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -432,9 +428,7 @@ static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *link_exposure_holds(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    bool holds;
-    PCC_PY_CALL(struct pcc_client, link, holds = pcc_client_exposure_holds(link));
-    return PyBool_FromLong(holds);
+    PCC_PY_RETURN_BOOL(struct pcc_client, link, pcc_client_exposure_holds(link));
 }
 
 /* -- the type ---------------------------------------------------------------------------------- */

@@ -218,9 +218,7 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
 
 static PyObject *volume_has_expendable(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    bool found;
-    PCC_PY_CALL(struct pcc_volume, volume, found = pcc_volume_has_expendable(volume));
-    return PyBool_FromLong(found);
+    PCC_PY_RETURN_BOOL(struct pcc_volume, volume, pcc_volume_has_expendable(volume));
 }
 
 /* -- verified reads of one checkpoint ---------------------------------------------------------- */
