@@ -160,22 +160,34 @@ static inline void renew(struct fixture *f, const struct settings *settings)
     grow(f, settings->memory_bytes, settings->segment_bytes);
 }
 
+static inline void volume_make(const char *path, uint64_t payload_capacity, uint64_t next_sequence)
+{
+    const struct pcc_volume_spec spec = {.payload_capacity_bytes = payload_capacity,
+                                         .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
+                                         .slot_count = 4,
+                                         .keep = 1,
+                                         .block_bytes = BLOCK,
+                                         .world_size = 1,
+                                         .job = "test",
+                                         .next_sequence = next_sequence};
+
+    CHECK(pcc_volume_create(path, &spec, true) == 0);
+}
+
+static inline struct pcc_tenant_spec tenant_spec(const char *label)
+{
+    return (struct pcc_tenant_spec){.id = 7,
+                                    .chunk_bytes = CHUNK,
+                                    .block_bytes = BLOCK,
+                                    .chunk_capacity = 256,
+                                    .lanes = 3,
+                                    .writers_per_lane = 2,
+                                    .label = label};
+}
+
 static inline void fixture_open(struct fixture *f, const struct settings *settings)
 {
-    const struct pcc_volume_spec volume = {.payload_capacity_bytes = settings->payload_capacity,
-                                           .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
-                                           .slot_count = 4,
-                                           .keep = 1,
-                                           .block_bytes = BLOCK,
-                                           .world_size = 1,
-                                           .job = "test",
-                                           .next_sequence = 1};
-    const struct pcc_tenant_spec tenant = {.id = 7,
-                                           .chunk_bytes = CHUNK,
-                                           .block_bytes = BLOCK,
-                                           .chunk_capacity = 256,
-                                           .lanes = 3,
-                                           .writers_per_lane = 2};
+    const struct pcc_tenant_spec tenant = tenant_spec(NULL);
     const char *base = getenv("TMPDIR");
 
     memset(f, 0, sizeof(*f));
@@ -183,7 +195,7 @@ static inline void fixture_open(struct fixture *f, const struct settings *settin
                    base != NULL && strlen(base) < 32 ? base : "/tmp");
     CHECK(mkdtemp(f->directory) != NULL);
     (void)snprintf(f->path, sizeof(f->path), "%s/volume", f->directory);
-    CHECK(pcc_volume_create(f->path, &volume, true) == 0);
+    volume_make(f->path, settings->payload_capacity, 1);
     CHECK(volume_open(f->path, true, settings->bytes_per_second, &f->volume) == 0);
     CHECK(pcc_pool_open(settings->memory_bytes, &f->pool) == 0);
     CHECK(pcc_events_open(1024, &f->events) == 0);

@@ -54,13 +54,7 @@ struct trial {
 
 static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
 {
-    const struct pcc_tenant_spec spec = {.id = 7,
-                                         .chunk_bytes = CHUNK,
-                                         .block_bytes = BLOCK,
-                                         .chunk_capacity = 256,
-                                         .lanes = 3,
-                                         .writers_per_lane = 2,
-                                         .label = LABEL};
+    const struct pcc_tenant_spec spec = tenant_spec(LABEL);
     struct pcc_store *store;
 
     f->frozen_bytes = trial->frozen_bytes;
@@ -232,19 +226,11 @@ static void daemon_between(struct fixture *f, const struct trial *trial, uint64_
 static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *going_on_out)
 {
     struct fixture f = {0};
-    const struct pcc_volume_spec volume = {.payload_capacity_bytes = trial->payload_bytes,
-                                           .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
-                                           .slot_count = 4,
-                                           .keep = 1,
-                                           .block_bytes = BLOCK,
-                                           .world_size = 1,
-                                           .job = "test",
-                                           .next_sequence = 1};
     int ends[2], status;
     uint8_t told, copied = 0;
 
     (void)snprintf(f.path, sizeof(f.path), "%s.volume", manager.address);
-    CHECK(pcc_volume_create(f.path, &volume, true) == 0);
+    volume_make(f.path, trial->payload_bytes, 1);
     CHECK(pipe(ends) == 0);
     const pid_t child = fork();
     CHECK(child >= 0);

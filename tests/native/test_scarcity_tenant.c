@@ -103,30 +103,15 @@ static void disconnect(struct fixture *f)
     ends_close(f);
 }
 
-static void volume_make(struct fixture *f, const char *name, uint64_t capacity, uint64_t next)
+static void volume_named(struct fixture *f, const char *name, uint64_t capacity, uint64_t next)
 {
-    const struct pcc_volume_spec spec = {.payload_capacity_bytes = capacity,
-                                         .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
-                                         .slot_count = 4,
-                                         .keep = 1,
-                                         .block_bytes = BLOCK,
-                                         .world_size = 1,
-                                         .job = "test",
-                                         .next_sequence = next};
-
     (void)snprintf(f->path, sizeof(f->path), "%.60s/%s", directory, name);
-    CHECK(pcc_volume_create(f->path, &spec, true) == 0);
+    volume_make(f->path, capacity, next);
 }
 
 static bool daemon_open(struct fixture *f, bool keeps, uint64_t bytes_per_second)
 {
-    const struct pcc_tenant_spec spec = {.id = 7,
-                                         .chunk_bytes = CHUNK,
-                                         .block_bytes = BLOCK,
-                                         .chunk_capacity = 256,
-                                         .lanes = 3,
-                                         .writers_per_lane = 2,
-                                         .label = keeps ? LABEL : NULL};
+    const struct pcc_tenant_spec spec = tenant_spec(keeps ? LABEL : NULL);
     struct pcc_store *store;
 
     if (volume_open(f->path, true, bytes_per_second, &f->volume) != 0 ||
@@ -251,9 +236,9 @@ static void session_live(struct fixture *f)
 /* Two volumes, made while all is well. */
 static void volumes_make(struct fixture *f, char larger[80])
 {
-    volume_make(f, "larger", 2 * PAYLOAD, 20);
+    volume_named(f, "larger", 2 * PAYLOAD, 20);
     memcpy(larger, f->path, sizeof(f->path));
-    volume_make(f, "volume", PAYLOAD, 1);
+    volume_named(f, "volume", PAYLOAD, 1);
     durable = 0;
 }
 

@@ -101,13 +101,7 @@ static struct pcc_io *sick_open(const char *path, struct sick_io *self)
 
 static void daemon_open(struct fixture *f, uint64_t memory_bytes)
 {
-    const struct pcc_tenant_spec spec = {.id = 7,
-                                         .chunk_bytes = CHUNK,
-                                         .block_bytes = BLOCK,
-                                         .chunk_capacity = 256,
-                                         .lanes = 3,
-                                         .writers_per_lane = 2,
-                                         .label = LABEL};
+    const struct pcc_tenant_spec spec = tenant_spec(LABEL);
     struct pcc_store *store;
 
     CHECK(pcc_pool_open(memory_bytes, &f->pool) == 0);
@@ -173,14 +167,6 @@ static void *settle_run(void *argument)
 
 static void test_its_save_ends(void)
 {
-    const struct pcc_volume_spec volume = {.payload_capacity_bytes = PAYLOAD,
-                                           .record_stride_bytes = PCC_RECORD_STRIDE_MIN,
-                                           .slot_count = 4,
-                                           .keep = 1,
-                                           .block_bytes = BLOCK,
-                                           .world_size = 1,
-                                           .job = "test",
-                                           .next_sequence = 1};
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     struct pcc_tenant_holding holding;
     struct fixture f = {0};
@@ -191,7 +177,7 @@ static void test_its_save_ends(void)
     int status;
 
     (void)snprintf(f.path, sizeof(f.path), "%s.volume", manager.address);
-    CHECK(pcc_volume_create(f.path, &volume, true) == 0);
+    volume_make(f.path, PAYLOAD, 1);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0)
