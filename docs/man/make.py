@@ -39,7 +39,7 @@ pccheckctl drop gpt \\-\\-dry\\-run
 _SIGNALS = """\
 .TP
 SIGTERM, SIGINT
-Stop: nobody may connect any more, what is copied becomes durable (see
+Stop: no process may connect any more, what is copied becomes durable (see
 \\fB\\-\\-drain\\-limit\\fR), then the end. The second one ends at once.
 .TP
 SIGHUP

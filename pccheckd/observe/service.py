@@ -76,7 +76,7 @@ class Observing:
         LOG.info("metrics at %s/metrics; /healthz and /readyz beside them", here)
         if not place.is_local:
             LOG.warning(
-                "everybody who reaches %s can read the metrics, which name the jobs of all users",
+                "any process that reaches %s can read the metrics, which name every user's jobs",
                 here,
             )  # fmt: skip
 

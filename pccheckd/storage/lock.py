@@ -68,7 +68,7 @@ def require_ours(place: Path) -> None:
         )
     if found.st_mode & stat.S_IWOTH:
         LOG.warning(
-            "%s is writable for everybody, so any user could replace the checkpoints: chmod o-w, "
+            "every user may write to %s, so any user could replace the checkpoints: chmod o-w, "
             "or use a directory in it", place,
         )  # fmt: skip
 

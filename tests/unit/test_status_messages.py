@@ -282,7 +282,7 @@ DOCTOR: dict[
     "socket": (
         open_socket,
         (
-            "everybody may write to DIR",
+            "every user may write to DIR",
             "any user can replace the daemon's socket with another one",
             "chmod 0750 DIR",
         ),

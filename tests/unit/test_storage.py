@@ -131,15 +131,15 @@ def test_a_directory_of_a_stranger_is_refused(tmp_path: Path) -> None:
         storage.check(config)
 
 
-def test_a_directory_that_everybody_writes_to_is_told_of(
+def test_a_directory_that_every_user_may_write_to_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config(tmp_path, tmp_path / "a.sock", allow_any_filesystem=True)
     storage.check(config)
-    assert "writable for everybody" not in caplog.text
+    assert "every user may write" not in caplog.text
     tmp_path.chmod(0o1777)
     storage.check(config)
-    assert "writable for everybody" in caplog.text
+    assert "every user may write" in caplog.text
 
 
 def test_a_lock_of_a_stranger_says_nothing_on_the_terminal(tmp_path: Path) -> None:

@@ -97,12 +97,12 @@ def socket_access(socket: Path) -> Iterator[Finding]:
         return
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         yield warning(
-            "socket", f"everybody may write to {directory}",
+            "socket", f"every user may write to {directory}",
             costs="any user can replace the daemon's socket with another one",
             mend=f"chmod 0750 {directory}", promise="apart",
         )  # fmt: skip
     else:
-        yield ok("socket", f"not everybody may write to {directory}")
+        yield ok("socket", f"not every user can replace the socket in {directory}")
 
 
 def environment(answer: Answer) -> Iterator[Finding]:

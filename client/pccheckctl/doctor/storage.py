@@ -74,7 +74,7 @@ def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
         )  # fmt: skip
     elif found.st_mode & 0o002 and not found.st_mode & 0o1000:
         yield warning(
-            "storage", f"everybody may write to {place}",
+            "storage", f"every user may write to {place}",
             costs="any user can replace the directory of a job with another one",
             mend=f"chmod o-w {place}", promise="apart",
         )  # fmt: skip
