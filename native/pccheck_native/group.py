@@ -72,7 +72,7 @@ class Rank(NamedTuple):
 
 
 Ranks = Mapping[int, Rank]
-NOBODY = Rank()
+EMPTY = Rank()
 
 
 class Agreement(NamedTuple):
@@ -129,7 +129,7 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
         )
     }
     for rank in short:
-        held = {one.sequence for one in ranks.get(rank, NOBODY).held}
+        held = {one.sequence for one in ranks.get(rank, EMPTY).held}
         for number in sorted(held & (lacking.keys() - given_up)):
             if any(known.asked is None or known.asked >= number for _, known in lacking[number]):
                 given_up.add(number)
@@ -148,7 +148,7 @@ def _lacking(ranks: Ranks, number: int, size: int) -> list[tuple[int, Rank]]:
         and not any(one.sequence == number and one.usable for one in known.held)
     ]
     if size > 1 and sum(rank < size for rank in ranks) < size:  # some were never here
-        found.append((size - 1, NOBODY))
+        found.append((size - 1, EMPTY))
     return found
 
 
@@ -157,7 +157,7 @@ def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> l
     what is in flight will."""
     waits = [
         one.sequence
-        for one in ranks.get(rank, NOBODY).held
+        for one in ranks.get(rank, EMPTY).held
         if one.sequence > agreement.newest and one.sequence not in agreement.given_up
     ]
     return [
@@ -208,7 +208,7 @@ def pins(ranks: Ranks, rank: int, incarnation: int, *, after: int, slots: int) -
     run, which did not restore either, had to leave alone on all ranks: it is worth more than the
     few steps since. Small volumes have room for one pin.
     """
-    mine = {one for one in ranks.get(rank, NOBODY).held if one.usable}
+    mine = {one for one in ranks.get(rank, EMPTY).held if one.usable}
     shared = [one for one in common(ranks) if one in mine] or sorted(mine, reverse=True)
     before = [one for one in shared if one.incarnation < incarnation and one.sequence > after]
     if not before:
@@ -222,7 +222,7 @@ def _is_pinned(ranks: Ranks, rank: int, one: Held) -> bool:
     """On all ranks that saved it: the ranks must choose alike, and of a start that was not complete
     only some have pinned."""
     whose = range(one.world_size) if one.world_size > 1 else (rank,)
-    return all(one.sequence in ranks.get(other, NOBODY).pinned for other in whose)
+    return all(one.sequence in ranks.get(other, EMPTY).pinned for other in whose)
 
 
 def choose(
@@ -240,7 +240,7 @@ def choose(
     """
     if not any(known.held for known in ranks.values()):
         return None
-    mine = ranks.get(rank, NOBODY).held
+    mine = ranks.get(rank, EMPTY).held
     shared = [one for one in common(ranks) if step in (None, one.step)]
     if not shared:
         return _nothing_common(ranks, range(max(world_size, _saved_by(ranks))), step)
@@ -272,7 +272,7 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
     """Names what is missing, with numbers."""
     parts = []
     for rank in wanted[:8]:
-        found = sorted(ranks.get(rank, NOBODY).held, reverse=True)
+        found = sorted(ranks.get(rank, EMPTY).held, reverse=True)
         steps = ", ".join(
             f"{one.step}{'' if one.usable else ' (damaged or unreadable)'}" for one in found[:8]
         )

@@ -180,7 +180,7 @@ class LinkedError(OSError):
 def list_links(
     storage: str | os.PathLike[str], *, uid: int | None = None, job: str | None = None
 ) -> list[VolumeFile]:
-    """Symbolic links where `list_volumes` finds nothing: somebody moved volumes to another disk.
+    """Symbolic links where `list_volumes` finds nothing: volumes were moved to another disk.
     Rank and generation are 0, and the job is "", where the link says nothing of them."""
     root, found = Path(storage), list[VolumeFile]()
     for owner in _entries(root, None if uid is None else str(uid)):
@@ -236,7 +236,7 @@ def files_in_place(
 
 
 def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
-    """Files of volumes whose making was interrupted: nobody's, while no daemon runs."""
+    """Files of volumes whose making was interrupted, unless a daemon runs and makes them now."""
     return sorted(
         Path(entry.path)
         for _, _, entry in _files(storage, None, None)

@@ -201,7 +201,7 @@ static PyObject *channel_unbind(PyObject *self, PyObject *volume)
     const uint64_t before =
         counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
     struct pcc_volume *handle = pcc_py_lease(volume)->handle;
-    if (handle != NULL) /* a closed volume is nobody's any more */
+    if (handle != NULL) /* a closed volume is not bound any more */
         PCC_PY_UNLOCKED(result = pcc_tenant_unbind(channel, handle));
     if (result == 0)
         forget(channel_of(self), volume, before);

@@ -43,7 +43,7 @@ void *pcc_py_enter(PyObject *self)
     return lease->handle;
 }
 
-/* Closes the C object once it is unwanted and nobody uses it. A forked child only forgets it: the
+/* Closes the C object once it is unwanted and has no user. A forked child only forgets it: the
  * threads that closing would join, and the memory it would unmap, are its parent's. */
 static void settle(PyObject *self)
 {

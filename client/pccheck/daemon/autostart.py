@@ -203,7 +203,7 @@ class PrivateDaemon:
                 held.enter_context(self._locked())
             pid = int((self.socket.resolve().parent / "pid").read_text())
             with attach.observe(self.socket, version=VERSION, timeout_s=_PROBE_LIMIT_S) as seen:
-                ends = seen.welcome.pid == pid and _nobody_else(seen)
+                ends = seen.welcome.pid == pid and _is_unused(seen)
             if ends:
                 os.kill(pid, signal.SIGTERM)
                 # Under the lock: a client that starts now waits, and then starts another daemon.
@@ -218,7 +218,7 @@ def _answers(socket: Path) -> bool:
     return True
 
 
-def _nobody_else(seen: attach.Attachment) -> bool:
+def _is_unused(seen: attach.Attachment) -> bool:
     """Whether no client is connected; a session that was just closed may still be listed."""
     deadline = time.monotonic() + _HANG_UP_LIMIT_S
     while True:

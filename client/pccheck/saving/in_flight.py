@@ -339,7 +339,7 @@ class InFlight:
         self._reason = self._reason or _LOST
 
     def describe_later(self) -> None:
-        """The reason arrives with a later answer, and nobody waits for it. Call this until the
+        """The reason arrives with a later answer, and is not waited for. Call this until the
         reason is known."""
         connection, now_s = self._connection, time.monotonic()
         waits = self._asked_s is not None and now_s < self._asked_s + _ASK_AGAIN_S

@@ -29,8 +29,8 @@ static bool field_read(const char *text, int field, uint64_t *out)
     return true;
 }
 
-/* An address space that somebody else looks at just now is still there for a moment after its
- * process has left it, so that the maps alone would not do. */
+/* While another process looks at an address space, it is still there for a moment after its own
+ * process has left it: the maps alone would not do. */
 static bool is_ending(int stat_fd)
 {
     char text[1024];

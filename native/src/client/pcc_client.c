@@ -13,8 +13,8 @@
 #include "base/pcc_thread.h"
 #include "client/pcc_client_private.h"
 
-/* Who abandons waits that long for copies that a GPU makes. It is safe to continue after that:
- * nobody will vouch for what they read, and their chunks are not used before they are done. */
+/* How long abandoning waits for copies that a GPU makes. It is safe to continue after that: what
+ * they read is in no checkpoint, and their chunks are not used before they are done. */
 #define ABANDON_PATIENCE_NS 10000000000ull
 #define GPU_PATIENCE_NS 60000000000ull
 #define CLOSE_PATIENCE_NS 10000000000ull
@@ -127,7 +127,7 @@ void pcc_client_close(struct pcc_client *client)
     pcc_bell_ring(&client->view.page->client_bell);
     (void)pthread_join(client->thread, NULL);
     /* Words stay as they are: what was handed over whole may still become a checkpoint. But a
-     * stream that waits for the daemon must not wait on when nobody watches over it any more. */
+     * stream that waits for the daemon must not wait on when no thread keeps its deadline. */
     (void)pthread_mutex_lock(&client->lock);
     atomic_store_explicit(&client->dead, true, memory_order_release); /* pairs with the waits */
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {

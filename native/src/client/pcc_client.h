@@ -113,7 +113,7 @@ PCC_MUST_CHECK int pcc_client_hold(struct pcc_client *client, uint64_t snapshot,
 bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                            uint64_t until_ns);
 /* False while one of the streams that were marked for the snapshot is still on its way there, busy
- * with what the trainer enqueued before: nobody is to blame but its own length. */
+ * with what the trainer enqueued before, which may just take long. */
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);
 /* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
 PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream,

@@ -48,7 +48,7 @@ static bool segment_map(struct pcc_client *client, const struct pcc_grant *grant
 
     for (uint32_t i = 0; fits && i < grant->chunk_count; i++)
         fits = client->chunk_at[grant->first_chunk + i] == NULL;
-    /* Sealed: no one can take the pages away from under us. */
+    /* Sealed: the pages cannot be taken away from under us. */
     fits = fits && fstat(fd, &status) == 0 && status.st_size >= 0 &&
            (uint64_t)status.st_size >= bytes && (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
     void *mapped = NULL;

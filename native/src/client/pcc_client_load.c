@@ -266,7 +266,7 @@ static void load_begun(struct pcc_client *client, struct pcc_client_device *devi
     (void)pthread_mutex_unlock(&client->lock);
 }
 
-/* The copies of the first chunk in the list are done, or nobody asks for them any more. */
+/* The copies of the first chunk in the list are done, or are not asked for any more. */
 static uint32_t load_done(struct pcc_client *client, struct pcc_client_device *device, int error)
 {
     const uint32_t chunk = pcc_client_list_take(client, &device->loading);

@@ -56,7 +56,7 @@ static bool held_back(struct pcc_client *client, struct pcc_job *job)
 }
 
 /* With lock held: true when a stream that `held` names has come to the snapshot. Before that it is
- * busy with work of the trainer's, however far ahead the CPU may be, and waits for nobody. */
+ * busy with work of the trainer's, however far ahead the CPU may be, and does not wait. */
 static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
@@ -295,7 +295,7 @@ static enum hold_way hold_await(struct pcc_client *client, uint64_t snapshot, ui
 }
 
 /* The deadline is the thread's to keep; before the wait is enqueued, so that there is no moment at
- * which nobody would let the stream go. */
+ * which the stream waits without a deadline. */
 static void hold_arm(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                      uint64_t deadline_ns)
 {

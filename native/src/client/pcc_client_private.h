@@ -257,7 +257,7 @@ static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_
 }
 
 /* -- pcc_client.c -- */
-/* With the lock held and the job not busy: its memory goes, nobody reads its sources any more. */
+/* With the lock held and the job not busy: its memory goes, and no source is read. */
 void pcc_client_job_end(struct pcc_job *job);
 /* With the lock held: the word to ABANDONED, `error` is why. True when this call did it. */
 bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int error);
@@ -346,7 +346,7 @@ PCC_MUST_CHECK int pcc_client_gpu_await(struct pcc_client *client, struct pcc_cl
                                         CUevent event, bool is_thread);
 /* The client's thread: until no stream waits for the daemon, at most until the last deadline. */
 void pcc_client_await_unarmed(struct pcc_client *client);
-/* Nobody else uses the client any more. */
+/* No other thread uses the client any more. */
 void pcc_client_devices_close(struct pcc_client *client);
 
 /* -- pcc_client_staging.c -- */

@@ -117,7 +117,7 @@ static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, ui
                                         job->filled_bytes, part->length_bytes, device);
     /* Also after a copy that was refused: the ones before it are under way. */
     const CUresult recorded = cuda->event_record(client->flights[chunk].event, device->copy);
-    if (recorded != CUDA_SUCCESS) { /* nobody can tell when they end */
+    if (recorded != CUDA_SUCCESS) { /* when they end cannot be known */
         (void)cuda->event_destroy(client->flights[chunk].event);
         client->flights[chunk].event = NULL;
     }
@@ -189,7 +189,7 @@ static void landed(struct pcc_client *client, struct pcc_client_device *device, 
     (void)pthread_mutex_lock(&client->lock);
     job->flying--;
     if (error != 0) {
-        /* Whether the GPU still writes to it nobody knows: the chunk is not used again. */
+        /* Perhaps the GPU still writes to it: the chunk is not used again. */
         job->flights--;
         if (pcc_client_job_abandon(client, job, error))
             pcc_bell_ring(&client->view.page->daemon_bell);

@@ -5,7 +5,7 @@
  * touched once, here, and never punched or truncated. Any thread; making a segment blocks while its
  * pages are touched.
  *
- * With a descriptor store, whatever is made with a label is put there before anybody uses it, and
+ * With a descriptor store, whatever is made with a label is put there before it is used, and
  * removed when it is destroyed: `LABEL-segment-ID`, `LABEL-state-ID`, ID in 16 hexadecimal digits
  * that are never given out again. */
 #ifndef PCC_POOL_H

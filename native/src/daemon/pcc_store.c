@@ -16,7 +16,7 @@
 struct pcc_store {
     pthread_mutex_t lock; /* the counts only: messages may pass each other */
     int socket_fd;
-    bool silent; /* it did not answer once: nobody waits for it again */
+    bool silent; /* the manager did not answer once: it is not waited for again */
     struct pcc_store_usage usage;
 };
 

@@ -197,7 +197,7 @@ int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volume *volume)
     return error;
 }
 
-/* With the lock held: nobody has any segment. */
+/* With the lock held: no client has any segment. */
 static void grants_forget(struct pcc_tenant *tenant)
 {
     for (uint32_t i = 0; i < tenant->segment_count; i++)

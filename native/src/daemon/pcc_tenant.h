@@ -6,8 +6,8 @@
  * (written; re-used oldest first) -> FREE; loads borrow FREE or CACHED chunks (LENT). The drain
  * thread, one per attached session, is the only consumer of to_daemon; everything the client says
  * is checked against this table. A chunk that a client still had to fill when its session ended is
- * LEFT, unless it has closed or its process has ended: that process may write to it at any time, so
- * that nobody gets it again, and its segment goes back to the kernel.
+ * LEFT, unless it has closed or its process has ended: that process may write to it at any time.
+ * A LEFT chunk is never used again, and its segment goes back to the kernel.
  *
  * Pull: chunks of a payload's device part are filled by the GPU's copier (pcc_gpus.h) out of memory
  * that the trainer exposed, without passing through the client (pcc_tenant_pull.c).
@@ -113,7 +113,7 @@ PCC_MUST_CHECK int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_vo
                                         int fd, uint64_t id, struct pcc_kept_outcome *outcomes,
                                         uint32_t *count_out);
 /* Checks what was adopted against its checksums, oldest first, and hands it to the savers; a save
- * with a chunk that somebody has changed ends FAILED, "copy", DAMAGED. Blocks. */
+ * with a chunk that was changed meanwhile ends FAILED, "copy", DAMAGED. Blocks. */
 void pcc_tenant_settle(struct pcc_tenant *tenant);
 
 /* A trainer connected: a fresh page. page_fd_out is the caller's to send and close. Segments are
@@ -139,7 +139,7 @@ struct pcc_tenant_holding {
 /* Takes segments back, the last ones first, until at most `bytes` are left, with a trainer or
  * without, and never below two chunks; and from the first one on that has LEFT chunks, once no save
  * is in flight or nothing else is there. Does what can be done now: their chunks are not filled
- * again, the client is asked, and what nobody uses goes. Called again and again until
+ * again, the client is asked, and unused segments go. Called again and again until
  * `lasting_bytes` is all there is; until then nothing grows. What was begun is not taken back.
  * Waits for a grow, and blocks for the unmapping. */
 void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_tenant_holding *out);

@@ -143,7 +143,7 @@ int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *sav
     return complete ? copy_complete(tenant, save) : 0;
 }
 
-/* Out of the page before anybody looks at them: they may change at any time. */
+/* Out of the page before they are looked at: there they may change at any time. */
 static void checksums_take(struct pcc_tenant *tenant, const struct pcc_message *message,
                            const uint64_t *checksums)
 {

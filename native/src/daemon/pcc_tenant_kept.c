@@ -38,8 +38,8 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
     binding->kept_id = 0;
 }
 
-/* With growing held. Nobody knows which chunks a client of the daemon before had to fill, and may
- * still write to. What belongs to a copied save it had not. */
+/* With growing held. It is not known which chunks a client of the daemon before had to fill, and
+ * may still write to. What belongs to a copied save is none of these. */
 static int adopted_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *segment)
 {
     const uint32_t first = tenant->chunk_count;

@@ -143,7 +143,7 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
         atomic_store_explicit(&tenant->numa_node, PCC_NUMA_ANYWHERE, memory_order_relaxed);
     }
     pcc_tenant_unlock(tenant);
-    /* Nobody finds them any more, and `growing` keeps new ones away while they are unmapped. */
+    /* They are in no list any more, and `growing` keeps new ones away while they are unmapped. */
     for (uint32_t i = 0; i < count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
     if (!busy)
@@ -308,7 +308,7 @@ int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
 void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
 {
     if (pthread_mutex_trylock(&tenant->control) != 0)
-        return; /* somebody attaches or exposes */
+        return; /* a session attaches or exposes */
     pcc_tenant_lock(tenant);
     const bool rests =
         tenant->pull.maps == 0 && pcc_now_ns() - tenant->pull.mapped_ns >= unmapped_ns;
@@ -498,7 +498,7 @@ void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_ten
     pcc_tenant_chunks_retire(tenant);
     tell(tenant);
     while (last_leaves(tenant, &gone)) {
-        pcc_tenant_unlock(tenant); /* nobody finds it any more, and `growing` keeps others out */
+        pcc_tenant_unlock(tenant); /* it is in no list any more; `growing` keeps others out */
         pcc_tenant_segment_return(tenant, &gone);
         pcc_tenant_lock(tenant);
     }

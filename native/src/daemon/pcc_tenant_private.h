@@ -121,7 +121,7 @@ struct pcc_tenant_pull {
     pthread_cond_t part_ended;
     struct pcc_process trainer;    /* of the attached session; fixed until its parts have ended */
     struct pcc_tenant_map *map;    /* exposed last; NULL = none */
-    struct pcc_tenant_map *unused; /* nobody holds them: to be closed without the lock */
+    struct pcc_tenant_map *unused; /* without a holder: to be closed without the lock */
     struct pcc_tenant_part *parts; /* that copiers have */
     struct pcc_gpu *pinner;        /* guarded by growing: new segments are pinned for it; held */
     uint64_t limit_ns;             /* how long a GPU may take to end what is under way */
@@ -328,7 +328,7 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
 /* -- pcc_tenant_expose.c -- */
 /* With the lock held: one holder less. */
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
-/* Without locks: closes what nobody holds. */
+/* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);
 
 /* -- pcc_tenant_pull.c; with the lock held, but for end -- */

@@ -317,14 +317,14 @@ static void map_leave(struct pcc_tenant_map *map)
     if (map->left_behind)
         return;
     map->left_behind = true;
-    map->holders++; /* so that nobody closes it */
+    map->holders++; /* so that it is never closed */
     (void)pthread_mutex_lock(&left_behind.lock);
     map->next = left_behind.first;
     left_behind.first = map;
     (void)pthread_mutex_unlock(&left_behind.lock);
 }
 
-/* With the lock held: the GPU has not ended its copies in time, and nobody waits for it any more.
+/* With the lock held: the GPU has not ended its copies in time, and is not waited for any more.
  * Its chunks and its mappings are never freed. */
 static void part_orphan(struct pcc_tenant *tenant, struct pcc_tenant_part *part)
 {

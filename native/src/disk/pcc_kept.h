@@ -19,7 +19,7 @@
  *            bit is set lie in the base's slot instead
  *   referred the bits of all its blocks, then PCC_KEPT_REFERRED all of it lies in the base's slot,
  *            whatever `slot` is; it never was in DRAM
- *   re-used  segment = 0, before anybody may write the memory  it lies in `slot` only
+ *   re-used  segment = 0, before the memory may be written     it lies in `slot` only
  *   moved    every PCC_KEPT_WRITTEN cleared, then slot, then base_sequence
  *                                                  (all pieces are in DRAM or referred then)
  *   copied   commit = sequence, after every chunk was handed over and after the word of the

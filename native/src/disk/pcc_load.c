@@ -221,7 +221,7 @@ struct stream {
     pcc_load_sink sink;
     void *context;
     _Atomic uint64_t next_chunk;
-    _Atomic int result; /* the first failure stops everybody */
+    _Atomic int result; /* the first failure stops all threads */
 };
 
 static void stream_fail(struct stream *stream, int result)

@@ -30,7 +30,7 @@ void pcc_pace_step_queued(uint32_t uid);
 void pcc_pace_step_done(uint32_t uid, uint64_t written_bytes);
 
 enum pcc_pace {
-    PCC_PACE_FREE, /* nobody else saves: read as you like */
+    PCC_PACE_FREE, /* no other user saves: read at any time */
     PCC_PACE_TURN, /* read one piece, then leave */
     PCC_PACE_WAIT
 };

@@ -126,8 +126,8 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
         pcc_kept_moved(kept, place, slot, pieces);
     pcc_kept_base(kept, place, has_base ? base.entry.sequence : 0);
     save_fill(save, found, tag, slot, has_base ? &base : NULL);
-    /* From the first record on, or a run that follows and has not read it could recycle it before
-     * anybody can say so (P7). */
+    /* From the first record on. Otherwise a run that follows and has not read it could recycle it
+     * (P7). */
     save->entry.flags = PCC_SLOT_PROTECTED;
     save->adopted = true;
     *out = save;

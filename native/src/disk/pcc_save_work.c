@@ -419,7 +419,7 @@ static void publish(struct pcc_save *save)
     if (result == 0 && published == PCC_PUBLISHED && save->has_base && !save->base_lost)
         pcc_volume_judge_base(saver->volume, &save->base, save->request.frozen_bytes,
                               pcc_save_referred_bytes(save));
-    /* The slot is the table's now, or free again, or, after a record that failed, nobody's: the
+    /* The slot is the table's now, or free again. After a record that failed it is neither: the
      * media may name it, and the volume is stopped. */
     save->has_slot = false;
     if (result != 0) {

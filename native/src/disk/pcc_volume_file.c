@@ -116,7 +116,7 @@ int pcc_volume_create(const char *path, const struct pcc_volume_spec *spec, bool
     }
     result = sync_directory(path);
     if (result != 0)
-        (void)unlink(path); /* nobody has used it; a second try must not meet it */
+        (void)unlink(path); /* it is not used yet; a second try must not meet it */
     return result;
 }
 

@@ -149,7 +149,6 @@ int pcc_cuda_code(CUresult result);
 #define PCC_CUDA_WORDS_BYTES 96
 void pcc_cuda_describe(CUresult result, char *out, size_t out_bytes);
 
-/* Runs what follows in the device's primary context; always in pairs, on one thread. */
 struct pcc_gpu_device { /* one GPU as this process sees it */
     const struct pcc_cuda *cuda;
     CUdevice device;
@@ -163,6 +162,7 @@ struct pcc_gpu_device { /* one GPU as this process sees it */
 PCC_MUST_CHECK int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out);
 PCC_MUST_CHECK int pcc_gpu_device_find(const CUuuid *uuid, struct pcc_gpu_device *out);
 void pcc_gpu_device_close(struct pcc_gpu_device *device);
+/* What comes between these two runs in the device's primary context; both on one thread. */
 PCC_MUST_CHECK int pcc_gpu_enter(const struct pcc_gpu_device *device);
 void pcc_gpu_leave(const struct pcc_gpu_device *device);
 

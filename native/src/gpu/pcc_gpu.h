@@ -42,7 +42,7 @@ enum pcc_gpu_verdict { PCC_GPU_NOTHING_NOW, PCC_GPU_PIECE, PCC_GPU_NO_MORE };
 struct pcc_gpu_calls { /* by the copier, one at a time per GPU; they take the tenant's lock */
     /* What to copy next. A chunk that was begun is finished or closed with an empty last piece. */
     enum pcc_gpu_verdict (*next)(struct pcc_gpu_job *job, struct pcc_gpu_piece *out);
-    /* The copies of a chunk have ended. -PCC_E_DEVICE_LOST: nobody knows whether they have, and the
+    /* The copies of a chunk have ended. -PCC_E_DEVICE_LOST: whether they have is not known, and the
      * memory must never be used again. After an error there is no `next`. */
     void (*done)(struct pcc_gpu_job *job, uint32_t token, int error);
     /* The GPU is lost: no `next` any more; a chunk that was begun is in the state named above. */
@@ -110,8 +110,8 @@ struct pcc_gpu {
 /* -- pcc_gpus.c; any thread -- */
 #define PCC_GPU_LANDING_BYTES 4096u
 
-/* The GPU with that UUID, readied when nobody else uses it: context, streams, copier. The caller is
- * a user of it from now on. -ENODEV, -EBUSY (it admits one process only), -PCC_E_DEVICE_LOST,
+/* The GPU with that UUID, readied for its first user: context, streams, copier. The caller is a
+ * user of it from now on. -ENODEV, -EBUSY (it admits one process only), -PCC_E_DEVICE_LOST,
  * -PCC_E_DEVICE, -ENOMEM. */
 PCC_MUST_CHECK int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16],
                                 struct pcc_gpu **out);

@@ -258,7 +258,7 @@ void pcc_gpu_put(struct pcc_gpu *gpu)
     (void)pthread_mutex_unlock(&gpu->lock);
 }
 
-/* With `making` held, without which nobody becomes its first user. */
+/* With `making` held, without which it gets no first user. */
 static bool is_unused(struct pcc_gpu *gpu, uint64_t unused_ns)
 {
     (void)pthread_mutex_lock(&gpu->lock);

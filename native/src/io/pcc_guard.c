@@ -28,7 +28,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context)
 {
     struct guard *guard = current;
 
-    /* A fault, not a signal that somebody sent. */
+    /* A fault, not a signal that a process sent. */
     if (info->si_code > 0 && is_ours(guard, (uintptr_t)info->si_addr)) {
         current = NULL;
         siglongjmp(guard->out, 1);

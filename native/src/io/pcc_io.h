@@ -70,7 +70,7 @@ PCC_MUST_CHECK int pcc_io_open(int fd, const struct pcc_io_options *options, str
 PCC_MUST_CHECK int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second,
                                         struct pcc_io **out);
 /* Another limit, at once: for transfers that wait, too. Only for what pcc_io_open or
- * pcc_io_throttle_open gave. Waits for nobody. */
+ * pcc_io_throttle_open gave. Does not wait. */
 void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second);
 uint64_t pcc_io_limit_of(struct pcc_io *io);
 

@@ -4,8 +4,8 @@
  * What a crash may leave, and the crash tests enumerate: of the stores of a write that has not
  * returned, any part, in units of 8 bytes and in any order. A write that has returned is durable,
  * because the thread that stored has passed the fence before it returns: a fence orders the stores
- * of its own processor only, so that one in flush(), on whatever thread, would vouch for nobody
- * else's. MAP_SYNC keeps the file's own blocks durable before a page of them can be stored to.
+ * of its own processor only, so that one in flush() would not make other threads' stores durable.
+ * MAP_SYNC keeps the file's own blocks durable before a page of them can be stored to.
  *
  * Without DAX (`anywhere`, for tests) the same stores go to the page cache and msync makes them
  * durable: then all that pcc_io_mmap.c says holds. */

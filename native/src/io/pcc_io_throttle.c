@@ -16,7 +16,7 @@ struct throttle_io {
     struct pcc_io io; /* first member */
     struct pcc_io_ops ops;
     struct pcc_io *inner;
-    _Atomic uint64_t bytes_per_second; /* written under the lock; 0: nobody waits */
+    _Atomic uint64_t bytes_per_second; /* written under the lock; 0: no limit */
 
     pthread_mutex_t lock;
     pthread_cond_t changed; /* the rate */

@@ -2,7 +2,7 @@
  *
  * A ring has one producer and one consumer. Each side keeps its own index in private memory and
  * only publishes it; the other side's index is read once per call and checked against the capacity,
- * and a message is copied out once before anybody looks at it. Nothing blocks or allocates. */
+ * and only a copy of a message is looked at. Nothing blocks or allocates. */
 #ifndef PCC_RING_H
 #define PCC_RING_H
 
