@@ -241,8 +241,8 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
     else if (before != 0 &&
              (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ || job->flights > 0 ||
               pcc_client_open_word(client, before) ||
-              pcc_client_word(client, before) == pcc_word(before, PCC_WORD_VOUCHING) ||
-              (pcc_client_word(client, before) == pcc_word(before, PCC_WORD_COPIED) &&
+              pcc_page_word(&client->view, before) == pcc_word(before, PCC_WORD_VOUCHING) ||
+              (pcc_page_word(&client->view, before) == pcc_word(before, PCC_WORD_COPIED) &&
                !final(outcome_of(client, before)))))
         error = -EBUSY;
     if (error == 0) {
@@ -282,7 +282,7 @@ static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
     } else if (what == PCC_WAIT_HOST_READ) {
         reached = host_read(job);
     } else {
-        const uint64_t word = pcc_client_word(client, snapshot);
+        const uint64_t word = pcc_page_word(&client->view, snapshot);
         reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||
                   word == pcc_word(snapshot, PCC_WORD_REFUSED) ||
                   (word == pcc_word(snapshot, PCC_WORD_COPIED) &&
@@ -356,7 +356,7 @@ bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
     (void)pthread_mutex_lock(&client->lock);
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
     if (job->snapshot == snapshot &&
-        (pcc_client_word(client, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
+        (pcc_page_word(&client->view, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
          state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED || job->provisional ||
          !pcc_client_pulled_read(client, job)))
         won = pcc_client_job_abandon(client, job, 0);
@@ -383,7 +383,7 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
 
     (void)pthread_mutex_lock(&client->lock);
     if (job->snapshot == snapshot && snapshot != 0) {
-        const uint64_t word = pcc_client_word(client, snapshot);
+        const uint64_t word = pcc_page_word(&client->view, snapshot);
         out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
         if (out->word == PCC_WORD_VOUCHING) /* not announced yet */
             out->word = PCC_WORD_COPYING;

@@ -192,7 +192,7 @@ static struct pcc_job *job_next(struct pcc_client *client, enum pcc_turn *turn_o
             pcc_client_release_streams(client, job);
             pcc_client_job_end(job);
             pcc_bell_ring(&client->view.page->client_bell);
-        } else if (pcc_client_word(client, job->snapshot) ==
+        } else if (pcc_page_word(&client->view, job->snapshot) ==
                        pcc_word(job->snapshot, PCC_WORD_COPYING) &&
                    (best == NULL || job->snapshot < best->snapshot)) {
             const enum pcc_turn turn = pcc_client_turn(client, job, &offer);

@@ -218,13 +218,6 @@ struct pcc_client {
     struct pcc_crew crew;                /* moves host memory with the thread */
 };
 
-static inline uint64_t pcc_client_word(const struct pcc_client *client, uint64_t snapshot)
-{
-    /* Acquire pairs with the daemon's moves. */
-    return atomic_load_explicit(&pcc_page_snapshot(&client->view, snapshot)->word,
-                                memory_order_acquire);
-}
-
 /* The daemon has ended the session: chunks are not ours any more. */
 static inline bool pcc_client_ended(const struct pcc_client *client)
 {
@@ -250,7 +243,7 @@ static inline void pcc_client_leave(struct pcc_client *client)
 /* True while the word of `snapshot` can still become COPIED. */
 static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_t snapshot)
 {
-    const uint64_t word = pcc_client_word(client, snapshot);
+    const uint64_t word = pcc_page_word(&client->view, snapshot);
 
     return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
            word == pcc_word(snapshot, PCC_WORD_COPYING);

@@ -39,9 +39,7 @@ struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t
 /* 0 when the word of `snapshot` says REQUESTED. */
 static int requested(const struct pcc_tenant *tenant, uint64_t snapshot)
 {
-    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
-    /* Acquire pairs with the client's release of the word. */
-    const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+    const uint64_t word = pcc_page_word(&tenant->view, snapshot);
 
     if (word == pcc_word(snapshot, PCC_WORD_ABANDONED))
         return -PCC_E_ABORTED;
@@ -149,7 +147,7 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
     pcc_tenant_lock(tenant);
     if (tenant->attached) {
         struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
-        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+        const uint64_t word = pcc_page_word(&tenant->view, snapshot);
         if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
             word == pcc_word(snapshot, PCC_WORD_COPYING)) {
             /* The outcome first: whoever sees REFUSED finds the reason. */
@@ -175,8 +173,7 @@ uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots)
 
     pcc_tenant_lock(tenant);
     for (uint64_t i = 0; tenant->attached && i < PCC_SNAPSHOTS; i++) {
-        const struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, i);
-        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+        const uint64_t word = pcc_page_word(&tenant->view, i);
         const uint64_t snapshot = word >> 8;
         if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) && snapshot % PCC_SNAPSHOTS == i)
             snapshots[count++] = snapshot;
@@ -219,8 +216,7 @@ void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
 
-    if (atomic_load_explicit(&entry->word, memory_order_acquire) ==
-        pcc_word(snapshot, PCC_WORD_COPYING)) {
+    if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING)) {
         /* The outcome first: whoever sees REFUSED finds the reason. */
         pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);

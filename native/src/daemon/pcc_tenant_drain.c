@@ -86,8 +86,7 @@ static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
 
     if (!pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_VOUCHING)) {
-        /* Acquire pairs with the client's move to ABANDONED. */
-        const uint64_t word = atomic_load_explicit(&entry->word, memory_order_acquire);
+        const uint64_t word = pcc_page_word(&tenant->view, save->snapshot);
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return word == pcc_word(save->snapshot, PCC_WORD_ABANDONED) ? 0 : -PCC_E_BAD_PEER;
     }
@@ -282,10 +281,8 @@ static void abort_abandoned(struct pcc_tenant *tenant)
         struct pcc_tenant_save *save = &tenant->saves[i];
         if (save->save == NULL || save->copied || save->aborted || save->session != tenant->session)
             continue;
-        struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
-        /* Acquire pairs with the client's move to ABANDONED. Any other word that is not COPYING
-         * was overwritten; it ends the same way. */
-        if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
+        /* ABANDONED; or the word was overwritten, and it ends the same way. */
+        if (pcc_page_word(&tenant->view, save->snapshot) !=
             pcc_word(save->snapshot, PCC_WORD_COPYING))
             pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     }

@@ -49,9 +49,7 @@ static enum pcc_gpu_verdict may_go_on(struct pcc_tenant_part *part)
         return PCC_GPU_NO_MORE;
     if (!tenant->attached || tenant->broken)
         return PCC_GPU_NOTHING_NOW; /* detach gives it up */
-    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
-    /* Acquire pairs with the client's move to ABANDONED. */
-    if (atomic_load_explicit(&entry->word, memory_order_acquire) !=
+    if (pcc_page_word(&tenant->view, save->snapshot) !=
         pcc_word(save->snapshot, PCC_WORD_COPYING)) {
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return PCC_GPU_NO_MORE;

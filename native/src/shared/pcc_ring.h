@@ -57,6 +57,12 @@ static inline struct pcc_snapshot *pcc_page_snapshot(const struct pcc_page_view 
     return &view->page->snapshots[snapshot % PCC_SNAPSHOTS];
 }
 
+/* The word of a snapshot. Acquire pairs with the other side's moves. */
+static inline uint64_t pcc_page_word(const struct pcc_page_view *view, uint64_t snapshot)
+{
+    return atomic_load_explicit(&pcc_page_snapshot(view, snapshot)->word, memory_order_acquire);
+}
+
 /* A chunk's row of the checksum table. */
 static inline uint64_t *pcc_page_checksums(const struct pcc_page_view *view, uint32_t chunk)
 {
