@@ -82,13 +82,13 @@ def _daemon(registry: Registry, health: Health, warnings: int) -> Iterator[Famil
 
 
 def _gpus(found: list[_core.GpuInfo]) -> Iterator[Family]:
-    for name, text, field in (
-        ("copied_bytes", "Copied from this GPU", "copied_bytes"),
-        ("copies", "Copies from this GPU", "copies"),
-        ("failures", "Copies that failed", "failures"),
-        ("lost", "1 when lost to the daemon", "lost"),
+    for name, text in (
+        ("copied_bytes", "Copied from this GPU"),
+        ("copies", "Copies from this GPU"),
+        ("failures", "Copies that failed"),
+        ("lost", "1 when lost to the daemon"),
     ):
-        samples = [((gpu_uuid(gpu.uuid), gpu.name), getattr(gpu, field)) for gpu in found]
+        samples = [((gpu_uuid(gpu.uuid), gpu.name), getattr(gpu, name)) for gpu in found]
         yield Family(f"gpu_{name}", text, list(samples), ("gpu", "name"), name != "lost")
 
 
