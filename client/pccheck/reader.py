@@ -117,6 +117,7 @@ class Reader:
         lacking = [rank for rank in range(best.world_size) if rank not in best.ranks]
         why = f"damaged on ranks {damaged}" if damaged else f"missing on ranks {lacking}"
         return NoCheckpointError(
-            f"job {self.job!r} has no {what} that every rank has whole: step {best.step} is {why}",
+            f"job {self.job!r} has no {what} that is complete on every rank: "
+            f"step {best.step} is {why}",
             hint=f"see: pccheckctl list {self.job}",
         )

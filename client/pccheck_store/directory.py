@@ -197,7 +197,7 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
         return denied(item.file.path)
     if item.code_name == "LINK":
         return PccheckError(
-            item.reason, hint=f"{layout.LINKED_HINT}; its job gets no checkpoints before"
+            item.reason, hint=f"{layout.LINKED_HINT}; its job gets no checkpoints until then"
         )
     kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
     return (kind or PccheckError)(

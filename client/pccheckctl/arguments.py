@@ -51,7 +51,7 @@ def _positive_size(text: str) -> int:
 def _number(text: str) -> int:
     """A step, a rank or a sequence number."""
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 

@@ -63,7 +63,7 @@ def test_other_classes_are_neither_stored_nor_made() -> None:
     stored = Objects([argparse.Namespace], "").plain({"a": [argparse.Namespace(x=1)]}, "state")
     with pytest.raises(StateMismatchError, match=r"state\.a\.0 was an object of argparse.Names"):
         Objects([Stage], "name it").made(stored, "state")
-    with pytest.raises(StateMismatchError, match="7 is no value of Stage"):
+    with pytest.raises(StateMismatchError, match="7 is not a value of Stage"):
         Objects([Stage], "").made({OBJECT: f"{__name__}.Stage", "state": 7}, "state")
 
 

@@ -331,7 +331,7 @@ DOCTOR: dict[
     "other bytes": (
         reading(False),
         (
-            "the disk returned other data than was written",
+            "the disk returned data that differs from what was written",
             "checkpoints are damaged while they are written",
             "do not use this disk; see dmesg",
         ),

@@ -280,12 +280,12 @@ def _runtime_root() -> Path:
     except OSError as error:
         raise PccheckError(
             f"cannot make the directory {root}: {error.strerror}",
-            hint="set XDG_RUNTIME_DIR to a directory of yours of mode 0700",
+            hint="set XDG_RUNTIME_DIR to your own directory with mode 0700",
         ) from error
     owner = root.lstat()
     if owner.st_uid != os.getuid() or (owner.st_mode & 0o077 and not given):
         raise PccheckError(
             f"{root} belongs to another user, or other users can read it",
-            hint="remove it, or set XDG_RUNTIME_DIR to a directory of mode 0700",
+            hint="remove it, or set XDG_RUNTIME_DIR to a directory with mode 0700",
         )
     return root

@@ -43,7 +43,7 @@ class Objects:
         def described(item: Any, where: str) -> object:
             if isinstance(item, dict) and OBJECT in item:
                 raise UnsupportedStateError(
-                    f"{where}: the key {OBJECT!r} marks objects", hint="use another key"
+                    f"{where}: the key {OBJECT!r} is reserved for objects", hint="use another key"
                 )
             name = _name(type(item))
             if name not in self._classes:
@@ -98,7 +98,7 @@ def _member(cls: type[Enum], value: object, path: str) -> Enum:
     try:
         return cls(value)
     except ValueError as error:
-        raise StateMismatchError(f"{path}: {value!r} is no value of {cls.__name__}") from error
+        raise StateMismatchError(f"{path}: {value!r} is not a value of {cls.__name__}") from error
 
 
 def _name(cls: type) -> str:

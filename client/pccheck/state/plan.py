@@ -117,7 +117,7 @@ def _state_of(name: str, thing: Any) -> object:
     except Exception as error:  # the user's code must not end training
         raise UnsupportedStateError(
             f"{name}: its state_dict() fails: {in_words(error)}",
-            hint="mend that state_dict(); until then checkpoints fail",
+            hint="correct that state_dict(); until then checkpoints fail",
         ) from error
 
 

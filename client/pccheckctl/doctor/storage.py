@@ -116,7 +116,7 @@ def _judged(same: bool, seconds: list[float]) -> Finding:
     """`seconds` of the flushes, ascending."""
     if not same:
         return problem(
-            "disk", "the disk returned other data than was written",
+            "disk", "the disk returned data that differs from what was written",
             costs="checkpoints are damaged while they are written",
             mend="do not use this disk; see dmesg",
         )  # fmt: skip

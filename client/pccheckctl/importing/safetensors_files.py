@@ -65,7 +65,7 @@ def _indexed(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         index = json.loads(path.read_bytes())
         names, metadata = index["weight_map"], index.get("metadata") or {}
         if not isinstance(names, dict) or not isinstance(metadata, dict):
-            raise TypeError("weight_map or metadata is no object")
+            raise TypeError("weight_map or metadata is not an object")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"it is not an index: {error}") from error
     files: dict[str, _File] = {}
@@ -102,7 +102,7 @@ class _File:
             self.metadata: dict[str, Any] = header.pop("__metadata__", None) or {}
             self.entries: dict[str, Any] = header
             if not isinstance(self.metadata, dict):
-                raise TypeError("its metadata is no object")
+                raise TypeError("its metadata is not an object")
         except (ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise _damaged(path, str(error)) from error
         self._base, self._end = 8 + length, size

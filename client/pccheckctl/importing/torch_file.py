@@ -42,7 +42,7 @@ def refused(path: Path, error: Exception) -> PccheckError:
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None:
         return PccheckError(
-            f"{path} is not a file of torch.save: what it begins with is no pickle of tensors",
+            f"{path} is not a file of torch.save: it does not begin with a pickle of tensors",
             hint="name a file of torch.save, or its format with --format",
         )
     return UnsupportedStateError(
