@@ -218,7 +218,7 @@ class Begin(Message):
     #: often steps have gone back so far, and how many consecutive calls before named this step.
     branch: int = 0
     repeat: int = 0
-    #: So many bytes of the payload are of tensors that do not train. Unless 0, the checkpoint may
+    #: The bytes of the payload that are of tensors that do not train. Unless 0, the checkpoint may
     #: refer to an earlier one, whose slot is then kept; checksums decide what is written again.
     frozen_bytes: int = 0
     #: If there is such an earlier one, whole chunks of the payload before this byte are offered by

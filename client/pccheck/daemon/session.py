@@ -169,7 +169,7 @@ class Session:
             )
 
     def saves_alone(self, world_size: int) -> bool:
-        """Whether a checkpoint of a start with so many ranks is complete on this rank."""
+        """Whether a checkpoint of a start of `world_size` ranks is complete on this rank."""
         return world_size == 1 or self._solo
 
     def announce(self, connection: Connection, payload_bytes: int) -> None:

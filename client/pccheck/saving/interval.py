@@ -23,7 +23,7 @@ from .in_flight import FINAL, InFlight
 WARM_STEPS = 5  # before the first checkpoint; the very first step is not counted
 GUESS = 10  # steps, while nothing is known
 SHRINKS = 0.8  # the interval becomes shorter when at most this part of it was enough,
-IN_A_ROW = 3  # at so many checkpoints
+IN_A_ROW = 3  # at this many checkpoints
 _STEPS_KEPT, _CHECKPOINTS_KEPT = 64, 5
 _SAVED = (CheckpointState.DURABLE, CheckpointState.GLOBAL)
 

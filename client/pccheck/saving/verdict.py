@@ -115,7 +115,7 @@ class LateVerdicts:
         self._runs = False
 
     def add(self, verdict: Verdict, nbytes: int) -> None:
-        """Adds a verdict on tensors of so many bytes."""
+        """Adds a verdict on tensors of `nbytes` bytes."""
         with self._lock:
             self._waiting.put((verdict, nbytes))
             if self._runs:

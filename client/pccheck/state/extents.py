@@ -68,7 +68,7 @@ class Shape(NamedTuple):
     chunk_bytes: int = 1 << 20  # of the session's page
     aside: bool = False  # snapshot="device": what is gated is staged, too, beside training
     rank: int = 0
-    world_size: int = 0  # of replicated state: shared views are divided among so many ranks
+    world_size: int = 0  # of replicated state: shared views are divided among this many ranks
 
 
 IN_PLACE = Shape()

@@ -101,7 +101,7 @@ def measure(
             return nbytes / measure_engine(fd, "pwrite", nbytes, chunk, threads)
 
         def within(rate: float, limit_s: float, most: int) -> int:
-            """Bytes, in whole chunks, that take about so long."""
+            """Bytes, in whole chunks, that take about `limit_s`."""
             return max(chunk, min(int(rate * limit_s), most) // chunk * chunk)
 
         probed = writes(2, within(PROBE_BYTES, 1, size))

@@ -1,7 +1,7 @@
 /* Where memory lies: the machine's NUMA nodes, which CPUs are near which, and threads that run near
  * the memory they work on.
  *
- * Only speed depends on it: what cannot be read, or the kernel refuses, is let be. On a machine
+ * Only speed depends on it: what cannot be read, or the kernel refuses, is left out. On a machine
  * with one node the kernel is asked nothing. A node is named by the kernel's number for it; -1 is
  * anywhere. Any thread. */
 #ifndef PCC_NUMA_H

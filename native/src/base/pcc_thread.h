@@ -26,8 +26,8 @@ PCC_MUST_CHECK static inline int pcc_thread_start(pthread_t *out, void *(*run)(v
 }
 
 #define PCC_THREADS_MAX 64u
-/* `run` so many times at once (none counts as one), once of them in the caller; returns when all
- * have. A thread that cannot be started is one less. */
+/* Calls `run` on `count` threads at once (0 counts as 1), of which the caller is one; returns when
+ * all calls have. A thread that cannot be started is left out. */
 static inline void pcc_threads_run(uint32_t count, void *(*run)(void *), void *argument,
                                    const char *name)
 {

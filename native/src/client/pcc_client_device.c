@@ -33,7 +33,7 @@ int pcc_client_gpu_enter(struct pcc_client_device *device, int *mode_out)
 
     if (error != 0)
         return error;
-    /* A graph that any other thread records is spoilt by half of the driver's calls else. */
+    /* Otherwise half of the driver's calls would break a graph that another thread records. */
     *mode_out = CU_STREAM_CAPTURE_MODE_RELAXED;
     if (device->gpu.cuda->capture_mode(mode_out) != CUDA_SUCCESS)
         *mode_out = -1;

@@ -190,7 +190,7 @@ struct pcc_client {
     _Atomic bool armed; /* some job has `held`; written under the lock */
     struct pcc_client_load load;
 
-    /* A GPU whose copies could run and that finishes none for so long is taken for dead. */
+    /* A GPU that finishes no copy for this long, although its copies could run, counts as dead. */
     _Atomic uint64_t patience_ns;
     uint64_t close_patience_ns;   /* how long close waits for one; or a test's */
     _Atomic uint64_t ahead_bytes; /* PCC_CUDA_AHEAD_BYTES, or a test's */

@@ -57,7 +57,7 @@ struct pcc_events;
 PCC_MUST_CHECK int pcc_events_open(uint32_t capacity, struct pcc_events **out);
 void pcc_events_close(struct pcc_events *events);
 int pcc_events_fd(const struct pcc_events *events);
-/* Room for so many more at a time, so that putting them needs no memory; or -ENOMEM. */
+/* Makes room for `count` more at a time, so that putting them needs no memory; or -ENOMEM. */
 PCC_MUST_CHECK int pcc_events_reserve(struct pcc_events *events, uint32_t count);
 void pcc_events_unreserve(struct pcc_events *events, uint32_t count);
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
@@ -145,7 +145,7 @@ struct pcc_tenant_holding {
 void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_tenant_holding *out);
 /* Detached and idle only: gives every segment back; -EBUSY otherwise. */
 PCC_MUST_CHECK int pcc_tenant_release_memory(struct pcc_tenant *tenant);
-/* Unpins the segments when no GPU memory has been mapped here for so long, so that the GPU they
+/* Unpins the segments when no GPU memory was mapped here for `unmapped_ns`, so that the GPU they
  * were pinned for can be given back (pcc_gpus_rest). What is exposed next pins them again. Blocks.
  */
 void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);

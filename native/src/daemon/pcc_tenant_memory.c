@@ -90,7 +90,7 @@ int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted
     int error = 0;
 
     (void)pthread_mutex_lock(&tenant->growing);
-    /* Who changes the table of segments holds `growing`. */
+    /* The table of segments changes only under `growing`. */
     uint64_t have = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
     /* What retires leaves from the end of the table first. */
     while (have < bytes && tenant->lasting_count == tenant->segment_count) {

@@ -7,7 +7,7 @@
  * wrote. So a user reads at most one byte for two that others write, and one piece a step; between
  * two steps at most PCC_PACE_TURNS_MAX pieces. Should no step end, because a disk hangs or is
  * throttled, a piece is read every PCC_PACE_LIMIT_NS all the same: no user can keep another from
- * reading. Who saves waits for nothing here but a short lock.
+ * reading. A save waits for nothing here but a short lock.
  *
  * Users are distinguished by uid % PCC_PACE_USERS. Any thread; enter blocks, the rest does not. */
 #ifndef PCC_PACE_H
@@ -25,7 +25,7 @@
 /* A checkpoint of this user is on its way, or not any more. */
 void pcc_pace_save_begins(uint32_t uid);
 void pcc_pace_save_ends(uint32_t uid);
-/* A step of it waits for a writer; it was done, and wrote so much. */
+/* A step of such a checkpoint waits for a writer; the step is done, and wrote `written_bytes`. */
 void pcc_pace_step_queued(uint32_t uid);
 void pcc_pace_step_done(uint32_t uid, uint64_t written_bytes);
 

@@ -226,7 +226,7 @@ int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out)
     return 0;
 }
 
-/* Who has a context there keeps all others out. */
+/* A process with a context there keeps all others out. */
 static bool is_exclusive(const struct pcc_cuda *cuda, CUdevice device)
 {
     int mode = CU_COMPUTEMODE_DEFAULT;

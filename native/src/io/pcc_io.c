@@ -1,7 +1,7 @@
 #include "io/pcc_io.h"
 
-/* So many attempts in a row may move nothing before it counts as an error: an interrupted or short
- * transfer goes on, a device that never moves does not hang us. */
+/* After this many attempts in a row without progress a transfer has failed: an interrupted or short
+ * transfer goes on, and a device that never moves does not hang the caller. */
 #define TRIES_WITHOUT_PROGRESS 64u
 
 enum transfer { WRITE, WRITE_DURABLE, READ };

@@ -18,7 +18,7 @@ PCC_MUST_CHECK int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io 
 PCC_MUST_CHECK int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere,
                                      struct pcc_io **out);
 
-/* In what the engines on a shared mapping of the file differ. */
+/* What differs between the engines on a shared mapping of the file. */
 struct pcc_mapping {
     const char *name;
     pcc_guard_copy_function *copy;

@@ -1,5 +1,5 @@
-/* A storage engine that lets no more than so many bytes per second through to another one. It is
- * there under every volume, since the limit may change while transfers wait in its line.
+/* A storage engine that limits the bytes per second of another one. Every volume has it, since the
+ * limit may change while transfers wait in its line.
  *
  * The line is counted in bytes, not in time: each transfer takes a place at its end, and may go on
  * when the bucket, which fills at the rate of the moment, has come that far. */
