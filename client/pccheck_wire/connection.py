@@ -41,6 +41,8 @@ class Connection:
             require_trusted(self.socket, path)
         except BaseException as error:
             self.socket.close()
+            if _says_why(error):
+                raise
             raise self._error(error, timeout_s) from error
 
     def exchange(
@@ -62,6 +64,8 @@ class Connection:
                 if not number or answer.get("number") in (0, number):
                     return answer, descriptors
         except (OSError, ProtocolError) as error:
+            if _says_why(error):
+                raise
             raise self._error(error, timeout_s) from error
 
     def close(self) -> None:
@@ -94,23 +98,27 @@ class Connection:
             raise
         return plain, list(descriptors)
 
-    def _error(self, error: BaseException, timeout_s: float) -> BaseException:
-        if isinstance(error, ProtocolError) and error.message.startswith("$"):
+    def _error(self, error: BaseException, timeout_s: float) -> PccheckError:
+        if isinstance(error, ProtocolError):
             return ProtocolError(
                 f"{self.path} does not speak the protocol of a pccheckd ({error.message})"
             )
-        if isinstance(error, PccheckError):
-            return error
         if isinstance(error, TimeoutError):
             return WaitTimeoutError(
                 f"the daemon at {self.path} did not answer within {timeout_s:g} s",
                 hint="see its log: it may be stopped or overloaded",
             )
-        if isinstance(error, OSError):
-            return DaemonUnreachableError(
-                f"the daemon at {self.path} closed the connection: {error}", hint=START_HINT
-            )
-        return error
+        return DaemonUnreachableError(
+            f"the daemon at {self.path} closed the connection: {error}", hint=START_HINT
+        )
+
+
+def _says_why(error: BaseException) -> bool:
+    """Whether users get it as it is. It is then not raised `from` itself: that would keep it, and
+    with it the frames of all callers and what is in them, until Python collects cycles."""
+    if isinstance(error, ProtocolError) and error.message.startswith("$"):
+        return False
+    return isinstance(error, PccheckError) or not isinstance(error, OSError)
 
 
 def raise_failure(answer: dict[str, object]) -> None:

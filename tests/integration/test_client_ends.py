@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -54,6 +55,34 @@ def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
     train()
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as again:
         assert again.recover().step == 2
+
+
+def test_a_client_that_started_its_daemon_is_closed_when_it_goes_out_of_scope(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, and not when Python collects cycles: connects that failed while the daemon started
+    hold no frame of the caller."""
+    with Daemon() as place:  # never started: its directories are used
+        runtime = place.root / "r"
+        runtime.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+
+        def train() -> int:
+            client = PCcheckClient(job="job", autostart=True, storage=place.storage)
+            client.checkpoint([1])
+            (pid_file,) = runtime.rglob("pid")
+            return os.pidfd_open(int(pid_file.read_text()))
+
+        gc.disable()
+        try:
+            daemon = train()
+            try:
+                assert select.select([daemon], [], [], 5)[0], "the client is not closed"
+            finally:
+                os.close(daemon)
+        finally:
+            gc.enable()
+            gc.collect()
 
 
 def test_a_client_that_is_garbage_does_not_hang(start_daemon: Callable[..., Daemon]) -> None:
