@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -192,6 +193,46 @@ def test_a_private_daemon_ends_with_the_last_client(monkeypatch: pytest.MonkeyPa
             try:
                 assert select.select([daemon], [], [], 30)[0], "the private daemon lives on"
             finally:
+                os.close(daemon)
+
+
+FORKED = """
+import os, sys
+from pccheck import PCcheckClient
+client = PCcheckClient(job="parent", autostart=True, storage=sys.argv[1])
+(came, come), (went, go) = os.pipe(), os.pipe()
+if child := os.fork():
+    os.close(come), os.close(went)
+    assert os.read(came, 1) == b"x"
+    client.close()  # the child's client is still open
+    os.close(go)
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os.close(go)
+    with PCcheckClient(job="child", autostart=True, storage=sys.argv[1], on_error="raise"):
+        os.write(come, b"x")
+        os.read(went, 1)
+    os._exit(0)
+"""
+
+
+def test_a_private_daemon_ends_with_the_last_client_of_a_forked_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The child has a copy of its parent's client, which is none of its own."""
+    with Daemon() as place:  # never started: its directories are used
+        runtime = place.root / "r"
+        runtime.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        command = [sys.executable, "-W", "ignore", "-c", FORKED, str(place.storage)]
+        subprocess.run(command, check=True, timeout=60)
+        (pid_file,) = runtime.rglob("pid")
+        with contextlib.suppress(ProcessLookupError):
+            daemon = os.pidfd_open(int(pid_file.read_text()))
+            try:
+                assert select.select([daemon], [], [], 10)[0], "the private daemon lives on"
+            finally:
+                signal.pidfd_send_signal(daemon, signal.SIGKILL)
                 os.close(daemon)
 
 

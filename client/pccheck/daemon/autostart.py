@@ -50,6 +50,8 @@ _AGAIN_S = 10.0
 _OF_THE_RANK = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 #: One for each open client.
 _OF_THIS_PROCESS: weakref.WeakSet[PrivateDaemon] = weakref.WeakSet()
+#: A forked child has none of them: they would keep it from ending the daemon with its own last one.
+os.register_at_fork(after_in_child=lambda: _OF_THIS_PROCESS.clear())
 
 
 class PrivateDaemon:
