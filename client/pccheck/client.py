@@ -31,7 +31,7 @@ from .job.agreement import Agreement
 from .job.naming import identify
 from .job.steps import steps_of
 from .job.stop import Stop
-from .options import Options, check_path, check_seconds, check_step
+from .options import Options, check_flag, check_path, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.reading import Found, RestoreResult
 from .saving.exposure import NoStagingError
@@ -124,6 +124,9 @@ class PCcheckClient:
             transfer, snapshot, gate, on_busy, on_error, stall_limit_s, slowdown
         )
         identity = identify(job, rank, world_size)
+        fresh, solo = check_flag("fresh", fresh), check_flag("solo", solo)
+        replicated = check_flag("replicated", replicated)
+        autostart = check_flag("autostart", autostart)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         if solo and replicated:
@@ -713,6 +716,7 @@ class PCcheckClient:
         """
         if self._inert():
             return
+        done = check_flag("done", done)
         if self._closed:
             if done and not self._done:
                 self._finish()

@@ -64,6 +64,17 @@ def check_path(name: str, value: Any) -> Path | None:
     return Path(value) if value else None
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """True or False by value: 1 and NumPy's True count, "no" does not. Raises UsageError."""
+    try:
+        found = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # several elements
+        found = None
+    if isinstance(found, int) and found in (0, 1):
+        return bool(found)
+    raise UsageError(f"{name}={value!r} is not a bool", hint=f"{name}=True, or leave it out")
+
+
 def check_seconds(name: str, value: Any) -> float:
     """Raises UsageError."""
     try:

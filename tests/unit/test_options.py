@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pccheck import PCcheckClient
-from pccheck.options import Options
+from pccheck.options import Options, check_flag
 from pccheck.state.metadata import metadata_node
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError, UsageError
@@ -88,3 +88,16 @@ def test_a_stall_limit_is_a_number_of_seconds(wrong: float) -> None:
 def test_what_is_no_path_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=5 is not a path"):
         PCcheckClient("x", autostart=True, **{name: 5})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fresh", "solo", "replicated", "autostart"])
+@pytest.mark.parametrize("wrong", ["yes", None, 2, 1.0, np.ones(2, bool)])
+def test_what_is_no_bool_is_refused(name: str, wrong: object) -> None:
+    with pytest.raises(UsageError, match=f"{name}=.* is not a bool"):
+        PCcheckClient("x", **{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", [True, 1, np.True_, np.int64(1), torch.tensor(True)])
+def test_a_flag_counts_by_its_value(flag: object) -> None:
+    """A comparison of NumPy's numbers is no bool of Python, and the daemon refuses it."""
+    assert check_flag("done", flag) is True and check_flag("done", 1 - int(flag)) is False  # type: ignore[call-overload]
