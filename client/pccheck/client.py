@@ -213,6 +213,7 @@ class PCcheckClient:
 
     def attach(
         self,
+        /,
         *,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,

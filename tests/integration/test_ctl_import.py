@@ -97,6 +97,18 @@ def saved(daemon: Daemon, job: str, things: Things, step: int) -> dict[str, Any]
     return state
 
 
+def test_a_part_may_have_any_name(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+    """Also that of the first parameter of a method."""
+    daemon, path = start_daemon(), tmp_path / "in.pt"
+    torch.save({"self": {"w": torch.ones(3)}}, path)
+    assert online(ctl, daemon, "import", "job", path).code == 0
+    mine = {"w": torch.zeros(3)}
+    with PCcheckClient("job", 0, 1, socket=daemon.socket) as client:
+        client.attach(self=mine)
+        assert client.restore()
+    assert mine["w"].tolist() == [1, 1, 1]
+
+
 def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
     """Every dtype, an optimizer with moments, generators, tied tensors and values: in all formats,
     through the daemon, and from the directory."""
