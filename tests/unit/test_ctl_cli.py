@@ -214,3 +214,12 @@ def test_a_job_name_that_is_no_text_is_no_traceback(monkeypatch: pytest.MonkeyPa
 def test_output_is_a_file_and_not_stdout() -> None:
     with pytest.raises(UsageError, match="does not write to stdout"):
         Output(Path("-"), force=False)
+
+
+def test_an_output_does_not_take_the_place_of_a_device(tmp_path: Path) -> None:
+    """`--output /dev/null --force` by root: every process of the machine then wrote into a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for target in (pipe, Path(os.devnull)):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            Output(target, force=True)

@@ -43,6 +43,9 @@ class Output:
             raise UsageError("--output - does not write to stdout", hint="name a file")
         if target.name in ("", "..") or (target.is_dir() and not directory):
             raise UsageError(f"{target} is a directory", hint="name a file in it")
+        if target.exists() and not directory and not target.is_file():
+            # A rename would put a file in the place of /dev/null, for every process of the machine.
+            raise UsageError(f"{target} is not a regular file", hint="name a file")
         if target.exists() and directory and not _holds(target, directory):
             raise UsageError(
                 f"{target} exists, and is not what --format {directory} writes: it is not replaced",
