@@ -144,6 +144,7 @@ class PCcheckClient:
             self._steps.fresh()
         self._took_one = False  # this client has taken a snapshot
         self._done = False
+        self._flushed = False  # flush() has waited since the last checkpoint()
         self._warner = Warner()
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)
@@ -328,6 +329,7 @@ class PCcheckClient:
             return Checkpoint(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
         with self._lock:
             self._require_open()
+            self._flushed = False
             number = self._numbered(state, step)
             self._steps.called(number)
             try:
@@ -635,11 +637,15 @@ class PCcheckClient:
             deadline_s = self._drain_limit_s()
         with self._calling():
             self._require_open()
-            return self._saver.flush(check_seconds("deadline_s", deadline_s))
+            found = self._saver.flush(check_seconds("deadline_s", deadline_s))
+            self._flushed = True
+            return found
 
     def _drain_limit_s(self) -> float:
         left_s = self._stop.left_s()
-        return DRAIN_LIMIT_S if left_s is None else min(DRAIN_LIMIT_S, max(left_s, LATE_LIMIT_S))
+        if left_s is None:
+            return DRAIN_LIMIT_S
+        return min(DRAIN_LIMIT_S, max(left_s, 0 if self._flushed else LATE_LIMIT_S))
 
     def stop_on(self, *signals: int, deadline_s: float = STOP_LIMIT_S) -> None:
         """From now on these signals (`signal.SIGTERM`, say) do not end the process, but make
@@ -730,9 +736,10 @@ class PCcheckClient:
             try:
                 if self._stop.left_s() is None:
                     self._saver.gate(on_cpu=True)
-                self._saver.drain(self._drain_limit_s())
+                drained = self._saver.drain(self._drain_limit_s())
                 saved = self._newest_saved()
-                self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
+                if drained or done:  # the answer comes when all is saved
+                    self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
             except PccheckError as error:
                 if self._options.raises:
                     raise

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pccheck import CheckpointState, PCcheckClient, PccheckWarning, UsageError
+from pccheck import (
+    CheckpointState,
+    PCcheckClient,
+    PccheckWarning,
+    UsageError,
+    WaitTimeoutError,
+)
 from tests.support.daemon import Daemon
 from tests.support.endtraining import TRAININGS, EndTrainer
 from tests.support.torchrun import torchrun
@@ -188,6 +194,28 @@ def test_after_a_signal_nothing_waits_for_long(start_daemon: Start) -> None:
     found = client.flush()
     assert found is not None and found.step == 1
     with pytest.warns(
-        PccheckWarning, match="step 2 is .* after 5 s, and close\\(\\) waits no longer"
+        PccheckWarning, match="step 2 is .* and lost: close\\(\\) waits for it no longer"
     ):
         client.close()
+
+
+def test_what_is_copied_at_the_deadline_has_not_failed(start_daemon: Start) -> None:
+    """flush() has waited until then, so close() does not wait again."""
+    daemon = start_daemon("--max-bandwidth", "128KiB")
+    client = PCcheckClient("job", socket=daemon.socket)
+    attached(client)
+    client.stop_on(signal.SIGUSR1, deadline_s=0.5)
+    handle = client.checkpoint(step=1)
+    handle.wait_copied(60)
+    signal.raise_signal(signal.SIGUSR1)
+    assert client.flush() is None
+    with pytest.warns(PccheckWarning) as told:
+        client.close()
+    (warning,) = told
+    assert "step 1 is copied, and pccheckd is still writing it" in str(warning.message)
+    assert CheckpointState.COPIED <= handle.state < CheckpointState.DURABLE
+    with pytest.raises(WaitTimeoutError):
+        handle.wait_durable(0)
+    with PCcheckClient("job", socket=daemon.socket) as again:
+        attached(again)
+        assert again.restore().step == 1

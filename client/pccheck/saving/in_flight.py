@@ -116,6 +116,10 @@ class InFlight:
             self.reported |= reported
             self._connection = None
 
+    def hand_over(self) -> None:
+        """The client closes, and its daemon has all of it: it stays as far as it has come."""
+        self.end(self.state, "")
+
     @property
     def state(self) -> CheckpointState:
         if self.verdict is not None:

@@ -346,23 +346,39 @@ class Saver:
             self._collect_ended()
         return self._newest
 
-    def drain(self, limit_s: float) -> None:
-        """Waits until everything in flight is durable, superseded or has failed."""
+    def drain(self, limit_s: float) -> bool:
+        """Waits until everything in flight is durable, superseded or has failed. Returns whether
+        all of it has. What is copied is then the daemon's, and has not failed."""
         self._raises, self._ends = False, True  # there is no next call to raise in
         self.flush(limit_s, everywhere=False)
-        late = next((item for item in self._unfinished if item.state not in FINAL), None)
+        late = [item for item in self._unfinished if item.state not in FINAL]
+        copied = [item for item in late if item.state >= CheckpointState.COPIED]
         self._gate.give_up()
-        if late is not None:
-            self._warner.once(
-                "drain",
-                f"checkpoint of step {late.step} is {late.state} after {limit_s:.3g} s, and "
-                "close() waits no longer. The daemon makes durable what is copied; the rest is "
-                "lost (see: pccheckctl status)",
-            )
+        self._warn_of_late([item for item in late if item not in copied], copied)
+        for item in copied:
+            item.hand_over()
         if self._session.current() is not None and self._unexplained:
             for checkpoint in self._unexplained:
                 _ = checkpoint.reason
             self._explain()
+        return not late
+
+    def _warn_of_late(self, lost: list[InFlight], copied: list[InFlight]) -> None:
+        told = []
+        if lost:
+            told.append(
+                f"checkpoint of step {lost[-1].step} is {lost[-1].state} and lost: close() waits "
+                "for it no longer (see: pccheckctl status)"
+            )
+        if copied:
+            step = copied[-1].step
+            told.append(
+                f"checkpoint of step {step} is copied, and pccheckd is still writing it to the "
+                "disk: close() waits for it no longer. pccheckd does not need this process any "
+                f"more. A restart resumes from step {step} if pccheckd keeps running"
+            )
+        if told:
+            self._warner.once("drain", ". ".join(told))
 
 
 def _too_many() -> CheckpointFailedError:
