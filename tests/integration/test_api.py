@@ -286,6 +286,36 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
             client.checkpoint(step=2)
 
 
+@pytest.mark.parametrize(
+    "attached",
+    [
+        lambda model: {"model": model.state_dict()},
+        lambda model: {"state": dict(model.named_parameters())},
+        lambda model: {"state": {"epoch": 3, "model": model.state_dict()}},
+    ],
+)
+def test_a_dict_of_a_models_tensors_is_put_back_into_the_model(
+    connect: Connect, attached: Callable[[torch.nn.Module], dict[str, Any]]
+) -> None:
+    """As users of torch.save write it."""
+    saved, model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with connect() as client:
+        client.attach(**attached(saved))
+        client.checkpoint(step=1).wait_durable(30)
+    with connect() as client:
+        client.attach(**attached(model))
+        assert client.restore().step == 1
+    assert torch.equal(model.weight, saved.weight) and torch.equal(model.bias, saved.bias)
+
+
+def test_the_state_dict_of_an_optimizer_is_refused(connect: Connect) -> None:
+    state = kit()["optimizer"].state_dict()
+    client = connect()
+    for given, path in ({"optimizer": state}, "optimizer"), ({"all": {"o": state}}, "all.o"):
+        with pytest.raises(UsageError, match=rf"attach\({path}=.*an optimizer's state_dict"):
+            client.attach(**given)
+
+
 def test_options_that_the_optimizer_does_not_have_are_refused(connect: Connect) -> None:
     client, things = connect(), kit()
     things["optimizer"].param_groups[0]["scale"] = 3

@@ -96,3 +96,15 @@ def test_what_has_no_state_is_refused() -> None:
             one("thing", thing)
     with pytest.raises(UsageError, match="rng"):
         one("rng", OPTIMIZER)
+
+
+def test_values_go_into_the_tensors_that_fit() -> None:
+    fits, other, wide = torch.zeros(2), torch.zeros(3), torch.zeros(1).expand(2)
+    inner = {"fits": fits, "gone": 1}
+    values = {"inner": inner, "other": other, "wide": wide, "value": 1}
+    new = {"inner": {"fits": torch.ones(2)}, "other": torch.ones(2), "wide": torch.ones(2)}
+    Values(values).load_state_dict({**new, "value": 2})
+    assert values["inner"] is inner and inner["fits"] is fits and "gone" not in inner
+    assert fits.tolist() == [1, 1] and other.tolist() == [0, 0, 0]
+    assert values["other"] is new["other"] and values["wide"] is new["wide"]
+    assert values["value"] == 2

@@ -24,7 +24,8 @@ class Stateful(Protocol):
 
 class Values:
     """An attached dict of plain values and tensors: `restore()` puts its items back into the same
-    dict."""
+    dict, and into its tensors where they have the saved shape and dtype: these may be a module's
+    parameters, as in what `state_dict()` returned."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self.values = values
@@ -33,8 +34,29 @@ class Values:
         return dict(self.values)
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
-        self.values.clear()
-        self.values.update(state)
+        _put_back(self.values, state)
+
+
+def _put_back(values: dict[Any, Any], state: dict[Any, Any]) -> None:
+    restored = {key: _restored(values.get(key), value) for key, value in state.items()}
+    values.clear()
+    values.update(restored)
+
+
+def _restored(old: Any, new: Any) -> Any:
+    """`new`, in the tensor or dict that has its place."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        _put_back(old, new)
+        return old
+    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.is_meta:
+        return new
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return new
+    try:
+        with torch.no_grad():
+            return old.copy_(new)
+    except RuntimeError:  # expanded, or made in inference mode
+        return new
 
 
 def checked(things: Mapping[str, object]) -> dict[str, Any]:
@@ -83,7 +105,23 @@ def _checked(name: str, thing: object) -> object:
             hint=_hint(thing),
         )
     _try(name, thing)
+    if isinstance(thing, Values):
+        _refuse_optimizer_state(name, thing.values)
     return thing
+
+
+def _refuse_optimizer_state(path: str, values: dict[Any, Any]) -> None:
+    """Raises UsageError. The dict is made by each call of state_dict(): what it has is not what the
+    optimizer has later, and what is put back into it reaches no optimizer."""
+    if values.keys() == {"state", "param_groups"}:
+        raise UsageError(
+            f"attach({path}=...): this dict is what an optimizer's state_dict() returned, so "
+            "restore() could not put its values back into the optimizer",
+            hint="attach the optimizer itself: attach(optimizer=optimizer)",
+        )
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _refuse_optimizer_state(f"{path}.{key}", value)
 
 
 def _hint(thing: object) -> str:
