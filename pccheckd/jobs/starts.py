@@ -215,6 +215,8 @@ class Starts:
         start = self.current
         if start is None or not start.has_place(rank, launch, world_size):
             return None
+        if not start.is_live:
+            return None  # what its members have saved is of a launch that has ended
         if start.rejoined and (found is None or found >= start.incarnation):
             return None  # another process of this rank has taken part in it
         return start

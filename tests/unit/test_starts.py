@@ -491,3 +491,14 @@ def test_every_order_of_events(
         frontier = following
     print(len(seen))
     assert len(seen) >= 6000
+
+
+def test_a_rank_does_not_join_those_that_saved_and_have_all_ended() -> None:
+    """A launch was killed when one of its ranks had saved, and another had not connected yet: what
+    the next launch saves is no part of the same checkpoint."""
+    starts = Starts()
+    first = Process(1)
+    first.joins(starts)
+    assert first.asks(starts) == 1
+    first.leaves(starts)
+    assert Process(0).joins(starts) == 2
