@@ -63,7 +63,8 @@ def _checked(chosen: Config, *, as_json: bool) -> int:
     for warning in (*config.unknown_variables(os.environ), *config.warnings(chosen)):
         print(f"pccheckd: warning: {warning}", file=sys.stderr)
     try:
-        storage.check(chosen)
+        if chosen.storage.exists() or not chosen.storage.parent.is_dir():  # else it is created
+            storage.check(chosen)
     except PccheckError as error:
         print(
             f"pccheckd: warning: pccheckd would not start on this machine: {error}", file=sys.stderr

@@ -187,7 +187,10 @@ class PCcheckClient:
             if self._options.raises:
                 raise
             if self._session.error is None:
-                self._warner.once("daemon", f"training continues WITHOUT checkpoints: {error}")
+                self._warner.once(
+                    "daemon",
+                    f"training continues WITHOUT checkpoints, and restore() raises: {error}",
+                )
             else:
                 self._session.warn_disconnected(private=self._private is not None)
 
@@ -313,7 +316,7 @@ class PCcheckClient:
         current stream, and in the stream of an attached optimizer's last step.
 
         Args:
-            step: the training step that was just made, recorded with the checkpoint; needed for
+            step: the training step that has just ended, recorded with the checkpoint; needed for
                 attached state. For a `state` the default is one more than the last step; 1 for the
                 first.
             metadata: what a logger gets: numbers, text, dicts, lists; by value. pccheckctl shows
@@ -359,7 +362,7 @@ class PCcheckClient:
         if step is None and state is None and self._planner.attached:
             raise UsageError(
                 "checkpoint() of attached state needs step=",
-                hint="call checkpoint(step=step) with the number of the training step just made: "
+                hint="call checkpoint(step=step) with the number of the step that has just ended: "
                 "restore() returns it, and the loop continues with the next step",
             )
         if isinstance(state, (bool, int, float, complex, str, bytes)):

@@ -58,7 +58,7 @@ def pages() -> dict[str, str]:
     described = frozenset(option.flag for option in OPTIONS)
     return {
         "pccheckctl.1": _page(
-            control, 1, "asks a checkpoint daemon, reads and cares for its volumes",
+            control, 1, "queries a checkpoint daemon; inspects and manages its volumes",
             "[\\fIOPTION\\fR ...] \\fICOMMAND\\fR ...",
             (
                 ("OPTIONS", _options(control)),

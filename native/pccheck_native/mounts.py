@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
-_IN_MEMORY = "keeps files in memory, which a power loss erases"
+_IN_MEMORY = "keeps its files in memory, and a power loss erases them"
 _NETWORK = "is a network file system: a flush there does not prove that data is on a disk"
 _COPY_ON_WRITE = "copies on write: an overwrite may find no space"
 _LAYERED = "is a layer over another, unknown file system"

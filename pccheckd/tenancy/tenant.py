@@ -93,7 +93,8 @@ class Tenant:
                 raise RefusedError(
                     f"{self.key} is already served for pid {self.owner.pid}; this is pid "
                     f"{owner.pid}",
-                    hint="end that process, or name this job: PCCHECK_JOB, or job="
+                    hint="if that process is left over from an earlier start, end it; give this "
+                    "run its own name (PCCHECK_JOB, or job=) only if both are to train"
                     if self.owner.pid != owner.pid
                     else "this process has an earlier client: close() it",
                 )

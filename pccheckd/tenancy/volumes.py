@@ -474,4 +474,4 @@ class VolumeSet:
             f"pccheckctl drop {job.job} ({size_text(job.bytes)}{', finished' if job.done else ''})"
             for job in others[:count]
         )
-        return f"make room by dropping jobs that have ended: {named}"
+        return f"make room by dropping jobs whose checkpoints you do not need any more: {named}"

@@ -149,13 +149,18 @@ def test_tune_by_measuring(ctl: Ctl, tmp_path: Path) -> None:
 def test_tune_by_what_the_daemon_has_seen(
     ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
 ) -> None:
-    words = ("tune", "--checkpoint", "1GiB", "--step-time", "1s")
-    ran = ask(*words)
+    far = ("tune", "--checkpoint", "1GiB", "--step-time", "1s")
+    ran = ask(*far)
     assert (ran.code, "fewer than 3 checkpoints" in ran.err) == (1, True)  # a daemon answers: no 12
     trainer = start_trainer(daemon)
     for _ in range(4):
         trainer.step()
         trainer.wait_durable(trainer.checkpoint())
+    ran = ask(*far)
+    assert (ran.code, "of about that size" in ran.err) == (1, True)
+    (rank,) = json.loads(ask("status", "--json").out)["ranks"]
+    size_bytes = rank["checkpoints"][-1]["payload_bytes"]
+    words = ("tune", "--checkpoint", str(size_bytes), "--step-time", "1s")
     ran = ask(*words)
     assert ran.code == 0, ran.err
     assert "the daemon's last" in ran.out

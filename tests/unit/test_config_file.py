@@ -23,7 +23,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def load(file: Path, text: str, *, flags: dict[str, str] | None = None, **environ: str) -> Config:
-    file.write_text(f'storage = "/srv/x"\nsocket = "/run/x/a.sock"\ndram = "256MiB"\n{text}')
+    file.write_text(f'storage = "/srv/x/y"\nsocket = "/run/x/a.sock"\ndram = "256MiB"\n{text}')
     return Sources({"config": str(file), **(flags or {})}, environ).load()
 
 
@@ -102,7 +102,7 @@ def test_check_config_says_what_would_be_used(
     assert f"the configuration is valid; file: {file}" in told.out
     assert any(line.split() == ["slots", "6", str(file)] for line in told.out.splitlines())
     assert any(line.split() == ["writers", "2", "default"] for line in told.out.splitlines())
-    assert "would not start on this machine: the storage directory /srv/x" in told.err
+    assert "would not start on this machine: the storage directory /srv/x/y" in told.err
     assert cli.main(["--config", str(file), "--check-config", "--keep", "9"]) == 2
     assert "--keep must be less than --slots (got 9 and 6)" in capsys.readouterr().err
 

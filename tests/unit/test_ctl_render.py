@@ -198,6 +198,6 @@ def test_live_jobs_come_first_and_of_the_others_the_newest_few() -> None:
     first = next(at for at, line in enumerate(lines) if line.startswith("job "))
     assert lines[first + 1].startswith("live")
     assert lines[first + 2].startswith("ended-19")
-    assert "12 ranks more" in lines[-1] and "--all" in lines[-1]
+    assert "12 more ranks" in lines[-1] and "--all" in lines[-1]
     assert "ended-0" in status.as_text(document, now_s=30, every=True)
     assert "ended-0" in status.as_text({"ranks": ranks}, now_s=30)  # without a daemon all are

@@ -493,7 +493,7 @@ WORDS: dict[str, str] = {
     ),
     "no step": (
         "checkpoint() of attached state needs step= (call checkpoint(step=step) with the "
-        "number of the training step just made: restore() returns it, and the loop continues "
+        "number of the step that has just ended: restore() returns it, and the loop continues "
         "with the next step)"
     ),
     "step as state": (
@@ -541,8 +541,8 @@ WORDS: dict[str, str] = {
     ),
     "failed": (
         "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; a "
-        "restart resumes from the newest durable checkpoint. Further failures with this reason "
-        "are only counted (see: pccheckctl status)"
+        "restart resumes from the newest durable checkpoint, if there is one. Further failures "
+        "with this reason are only counted (see: pccheckctl status)"
     ),
     "last ones failed": (
         "PCcheck: 2 checkpoints failed since step 4, up to step 6: no space left in /data. The "

@@ -178,8 +178,9 @@ class PrivateDaemon:
         while time.monotonic() < deadline and process.poll() is None:
             if _answers(self.socket):
                 LOG.warning(
-                    "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends with "
-                    "this container or job step, and what is not durable is then lost",
+                    "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends "
+                    "after its last trainer. If this container or job step ends before, what is "
+                    "not on the disk yet is lost",
                     process.pid, self.socket, log,
                 )  # fmt: skip
                 # It outlives this process: without a return code Popen warns at exit.

@@ -122,7 +122,7 @@ class Session:
         why = str(self.error or "no daemon")
         then = "The client connects as soon as a pccheckd runs there; until then restore() raises"
         if self.error is not None and not isinstance(self.error, DaemonUnreachableError):
-            then = "Later calls of checkpoint() try to connect again"
+            then = "Later calls of checkpoint() try to connect again; until then restore() raises"
         elif self.error is not None and private:
             why, then = self.error.message, "The client starts its private daemon again"
         self._warner.once(

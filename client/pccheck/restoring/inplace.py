@@ -39,6 +39,10 @@ _OTHER_OPTIMIZER = (
     "attach an optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
     "the attached one"
 )
+_OTHER_GROUPS = (
+    "make the same groups before restore() (add_param_group), or leave the optimizer out: "
+    'restore(only=["model"])'
+)
 #: What schedulers of torch write into the groups, and may not have written yet.
 _BY_SCHEDULERS = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -457,7 +461,7 @@ def _numbered(
         raise StateMismatchError(
             f"{name}.param_groups: {len(saved)} in the checkpoint, "
             f"{len(optimizer.param_groups)} attached",
-            hint=_OTHER_OPTIMIZER,
+            hint=_OTHER_GROUPS,
         )
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         ids = group.get("params")
@@ -466,7 +470,7 @@ def _numbered(
             raise StateMismatchError(
                 f"{name}.param_groups.{index}.params: {count} in the checkpoint, "
                 f"{len(live['params'])} attached",
-                hint=_OTHER_OPTIMIZER,
+                hint=_OTHER_GROUPS,
             )
         numbers.update(zip(map(tree.plain, ids.items), live["params"], strict=True))
     return numbers

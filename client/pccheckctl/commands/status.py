@@ -70,8 +70,8 @@ def as_text(document: Document, *, now_s: float | None = None, every: bool = Fal
     shown = _shown(ranks, every=every or not served)
     blocks.append(_ranks(shown, now_s, served=served) if ranks else "no jobs")
     if len(shown) < len(ranks):
-        hidden = render.plural(len(ranks) - len(shown), "rank")
-        blocks[-1] += f"\n{hidden} more without a trainer: pccheckctl status --all"
+        hidden = render.plural(len(ranks) - len(shown), "more rank")
+        blocks[-1] += f"\n{hidden} without a trainer: pccheckctl status --all"
     blocks.append(_transfers(rows(document, "sessions")))
     blocks.append(_in_flight(ranks))
     blocks.append("\n".join(f"note: {notice}" for notice in texts(document, "notices")))
@@ -124,17 +124,17 @@ def _scrub(scrub: Document, now_s: float) -> list[str]:
     if state == "off":
         doing = "off: nothing looks for damage (see --scrub-rate, --scrub-interval)"
     elif state == "waiting":
-        doing = f"next in {render.duration(number(scrub, 'next_s') or 0)}"
+        doing = f"next check of all checkpoints in {render.duration(number(scrub, 'next_s') or 0)}"
     else:
         doing = f"{100 * (number(scrub, 'progress') or 0):.0f} % read"
         doing += ", waiting for saves" if state == "paused" else ""
-    last = "not finished yet"
+    last = "none has finished yet"
     if ended:
         checked = render.plural(whole(scrub, "checked"), "checkpoint")
         last = f"last finished {render.age(now_s - ended / 1e9)}, {checked} read"
     bad, lost = whole(scrub, "damaged"), whole(scrub, "unreadable")
     found = f", {bad} DAMAGED" * bool(bad) + f", {lost} UNREADABLE" * bool(lost)
-    return [f"check    {doing}; {last}{found}"]
+    return [f"scrub    {doing}; {last}{found}"]
 
 
 def _gpu(gpu: Document) -> str:

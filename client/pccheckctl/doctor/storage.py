@@ -148,7 +148,7 @@ def room(place: Path, slots: int) -> Iterator[Finding]:
         yield warning(
             "room", f"{free}; the largest volume takes {render.size(largest)}",
             costs="a job of that size cannot start, or grow: its checkpoints would fail",
-            mend="pccheckctl drop JOB for jobs that have ended, a larger disk, or fewer --slots",
+            mend="pccheckctl drop JOB for jobs no longer needed, a larger disk, or fewer --slots",
             promise="durable",
         )  # fmt: skip
     else:

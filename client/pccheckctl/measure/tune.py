@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -219,8 +220,8 @@ def rates_of(arguments: argparse.Namespace) -> Rates:
     found = seen(status, arguments.checkpoint, copy, copy_given=bool(arguments.copy_bandwidth))
     if found is None:
         raise PccheckError(
-            f"the daemon has made fewer than {HISTORY_MIN} checkpoints durable since it started: "
-            "too few for an estimate",
+            f"since the daemon started, fewer than {HISTORY_MIN} checkpoints of about that size "
+            "have become durable: too few for an estimate",
             hint="measure the disk: --storage DIR; or give its bandwidth: --bandwidth 2GiB",
             retryable=True,
         )
@@ -237,14 +238,14 @@ def measured(place: Path, copy: float, *, quiet: bool) -> Rates:
 
 
 def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bool) -> Rates | None:
-    """From the daemon's recent checkpoints, those nearest in size; None when there are too few."""
+    """From the daemon's recent checkpoints of about that size; None when there are too few."""
     found = [
         (whole(one, "payload_bytes"), one)
         for rank in rows(status, "ranks")
         for one in rows(rank, "checkpoints")
         if text(one, "state") in ("durable", "global")
         and _between(one, "first_write", "written") > 0
-        and whole(one, "payload_bytes")
+        and 1 / FAR <= whole(one, "payload_bytes") / checkpoint_bytes <= FAR
     ]
     found.sort(key=lambda sized: abs(math.log(sized[0] / checkpoint_bytes)))
     near = found[: max(HISTORY_MIN, len(found) // 2)]
@@ -257,12 +258,10 @@ def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bo
         nbytes / taken for nbytes, one in near if (taken := _between(one, "begin", "sealed")) > 0
     ]
     middle = round(median(nbytes for nbytes, _ in near))
-    ratio = max(middle, checkpoint_bytes) / min(middle, checkpoint_bytes)
-    far = "; far from yours: --storage measures" if ratio > FAR else ""
     return Rates(
         writing, writing, flush, whole(part(status, "daemon"), "writers", WRITERS_DEFAULT),
         median(copying) if copying and not copy_given else copy,
-        f"the daemon's last {len(near)} checkpoints, of about {render.size(middle)}{far}",
+        f"the daemon's last {len(near)} checkpoints, of about {render.size(middle)}",
     )  # fmt: skip
 
 
@@ -361,6 +360,8 @@ def as_text(rates: Rates, given: Given, advice: Advice) -> str:
             f"about 1 + M/m = {1 + advice.dram_bytes / m:.2f} checkpoints are in flight, not "
             f"{advice.in_flight}; {size(2 * m)} would be enough",
         ]
+    if advice.dram_bytes > (ram_bytes := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        lines += ["", f"note: this machine has {size(ram_bytes)} of RAM: give --dram SIZE"]
     if given.slowdown == 1 and advice.stall_s > 0:
         lines += ["", "note: every interval slows training down: a copy takes longer than a step"]
     return "\n".join(lines)

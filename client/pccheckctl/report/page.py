@@ -141,7 +141,7 @@ def _timelines(saves: Saves) -> str:
     part = saves._replace(items=[one for items in shown for one in items])
     span = part.span_ns
     drawn = "".join(_timeline(items, span, saves.now_ns) for items in shown)
-    more = f"<p>{render.plural(left, 'rank')} more without a timeline here</p>" if left else ""
+    more = f"<p>{render.plural(left, 'more rank')} without a timeline here</p>" if left else ""
     begin, end = "0 s", render.brief((span[1] - span[0]) / 1e9)
     return f'{drawn}<div class="axis"><span>{begin}</span><span>{end}</span></div>{more}'
 
