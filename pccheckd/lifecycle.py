@@ -134,7 +134,8 @@ async def _serve(
         sessions.draining = True
         if not await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s)):
             unfinished = sum(len(tenant.ledger.live()) for tenant in registry.tenants())
-            LOG.error("stopped with %d checkpoints that are not durable", unfinished)
+            if unfinished:
+                LOG.error("stopped with %d checkpoints that are not durable", unfinished)
             for one in (work, parts):  # the caller ends the process: nothing more is waited for
                 one.pop_all()
             return False

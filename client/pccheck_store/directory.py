@@ -249,7 +249,8 @@ def any_of_job(found: catalog.Catalog, job: str) -> dict[int, list[catalog.Check
 
 def none_of(job: str, storage: str | Path) -> PccheckError:
     return NoCheckpointError(
-        f"there is no checkpoint of job {job!r} in {storage}", hint="see: pccheckctl list"
+        f"there is no durable checkpoint of job {job!r} in {storage}",
+        hint="what exists: pccheckctl list; what is being saved: pccheckctl status",
     )
 
 

@@ -527,7 +527,8 @@ WORDS: dict[str, str] = {
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "
         "outside of an attached optimizer's step. From now on checkpoint() returns only after "
-        "reading the whole state. To keep training meanwhile, call gate() before such a change"
+        "reading the whole state. To keep training meanwhile, call gate() before such a change, "
+        "or attach the optimizer that makes it"
     ),
     "CUDA graph": (
         "PCcheck: an attached optimizer made a step while a CUDA graph was recorded, and "
@@ -592,7 +593,7 @@ WORDS: dict[str, str] = {
     ),
     "another command": (
         "step 7 of job 'train' was saved N days ago by another command, train.py --lr 1 (pid "
-        "12 on node1, in /work), and this process is ME. Both runs have only the script's name, "
+        "12 on node1, in /work), and this process is ME. This run has only the script's name, "
         "so nothing is restored (to continue from that checkpoint, set PCCHECK_JOB=train or "
         "job='train'; to start a separate run, use another job name)"
     ),

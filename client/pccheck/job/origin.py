@@ -97,7 +97,7 @@ def require_same(job: str, step: int, wall_ns: int, made_by: Origin) -> None:
         return
     raise UsageError(
         f"step {step} of job {job!r} was saved {age(wall_ns)} by another command, {made_by}, and "
-        f"this process is {mine}. Both runs have only the script's name, so nothing is restored",
+        f"this process is {mine}. This run has only the script's name, so nothing is restored",
         hint=f"to continue from that checkpoint, set PCCHECK_JOB={job} or job={job!r}; to start a "
         "separate run, use another job name",
     )

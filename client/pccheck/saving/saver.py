@@ -305,7 +305,7 @@ class Saver:
                 f"checkpoint of step {step} failed: {moved.path} was changed while it was read, "
                 f"outside of an attached optimizer's step. From now on checkpoint() returns only "
                 f"after reading {what}. To keep training meanwhile, call gate() before such a "
-                "change"
+                "change, or attach the optimizer that makes it"
             )
             if self._raises:
                 self._to_raise.append(CheckpointFailedError(text))
