@@ -58,7 +58,7 @@ def test_doctor_and_the_log_name_misspelt_variables(
         Daemon, "environment", lambda self: plain(self) | {"PCCHECK_MAX_BANDWITH": "1GiB"}
     )
     daemon = start_daemon("--allow-any-filesystem")
-    assert "did you mean PCCHECK_MAX_BANDWIDTH?" in daemon.log.read_text()
+    daemon.logs("did you mean PCCHECK_MAX_BANDWIDTH?")
     monkeypatch.setenv("PCCHECK_JOBB", "gpt")
     ran = ctl(None, "--socket", daemon.socket, "doctor", "--json")
     told = [one for one in ran.json["findings"] if one["check"] == "environment"]

@@ -99,7 +99,7 @@ def test_pwrite_stands_in_and_says_why(
     told = status_of(daemon)["daemon"]
     assert (told["engine"], told["engine_wanted"]) == ("pwrite", "pmem")
     assert told["engine_reason"].startswith("pmem: no persistent memory")
-    assert "engine pwrite instead of pmem: no persistent memory" in daemon.log.read_text()
+    daemon.logs("engine pwrite instead of pmem: no persistent memory")
 
 
 def _settled(trainer: object) -> None:

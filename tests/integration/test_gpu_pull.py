@@ -33,7 +33,7 @@ def test_a_checkpoint_is_pulled_and_comes_back(start_node: Start) -> None:
     assert document["gpus"][0]["copied_bytes"] > 0
     mapped = document["sessions"][0]["mappings"]
     assert mapped > 0
-    assert f": {mapped} allocations of GPU memory (" in node.daemon.log.read_text()
+    node.daemon.logs(f": {mapped} allocations of GPU memory (")
     assert trainer.recover() == {
         "found": True, "step": 5, "sequence": 5, "source": "dram", "skipped": [], "wrong": "",
     }  # fmt: skip

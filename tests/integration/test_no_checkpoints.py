@@ -36,8 +36,8 @@ def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer
     assert ranks["big"]["counters"]["failed"] >= 2  # the last one is told with the next
     assert "takes" in ranks["big"]["refused"]["message"]
     assert ranks["fits"]["refused"] is None
-    assert "job 'big' rank 0 of uid" in daemon.log.read_text()
-    assert "checkpoints are NOT saved" in daemon.log.read_text()
+    daemon.logs("job 'big' rank 0 of uid")
+    daemon.logs("checkpoints are NOT saved")
 
 
 def test_a_hint_names_jobs_only_if_they_make_room(

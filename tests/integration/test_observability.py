@@ -214,8 +214,7 @@ def test_a_failure_is_counted_by_stage(start_daemon: Start, start_trainer: Train
     trainer.step()
     handle = trainer.checkpoint()
     until(lambda: trainer.state(handle) == "failed")
-    log = daemon.log.read_text()
-    assert "step 2 failed: publish: EIO; check the disk and the kernel's log" in log
+    daemon.logs("step 2 failed: publish: EIO; check the disk and the kernel's log")
     _, text = get(f"{base(daemon)}/metrics")
     (line,) = re.findall(r"(?m)^pccheck_failures_total\{(.*)\} 1\.0$", text)
     assert 'error="EIO"' in line and 'stage="publish"' in line
@@ -242,7 +241,7 @@ def test_rot_is_found_in_the_background(start_daemon: Start, tmp_path: Path) -> 
     until(lambda: "scrub_passes_total 0" not in get(f"{base(daemon)}/metrics")[1])
     found = scrub()
     assert found["daemon"]["state"] == "degraded"  # type: ignore[index]
-    assert "is damaged near byte 0 of" in daemon.log.read_text()
+    daemon.logs("is damaged near byte 0 of")
     _, text = get(f"{base(daemon)}/metrics")
     assert re.search(r'pccheck_scrub_checkpoints_total\{result="damaged"\} 1\.0', text)
     assert re.search(r"pccheck_damaged_checkpoints\{.*\} 1\.0", text)

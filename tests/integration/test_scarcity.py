@@ -109,7 +109,7 @@ def test_the_default_dram_is_a_quarter_of_the_cgroups_limit(group: Path) -> None
     with Grouped("--chunk", "1MiB") as daemon:
         daemon.group = group
         daemon.start()
-        assert "DRAM 0.12 GiB" in daemon.log.read_text()  # 128 MiB
+        daemon.logs("DRAM 0.12 GiB")  # 128 MiB
         assert daemon.stop() == 0
         daemon.start("--dram", "1GiB")
         log = daemon.log.read_text()

@@ -208,7 +208,7 @@ def test_the_sessions_of_one_user_do_not_hold_all_memory(start_daemon: Start) ->
                 assert rank.restore()[1] == payload_of(2, 3 * MIB)
         attacker.stdin.close()
         assert int(attacker.stdout.readline()) > 0
-    assert "uid 12345" in daemon.log.read_text()
+    daemon.logs("uid 12345")
 
 
 def _registers(rank: Rank, size: int) -> bool:

@@ -68,7 +68,7 @@ def test_a_read_error_falls_to_the_one_before_and_leaves_no_flag(
     assert (done["step"], done["skipped"]) == (1, [2])
     assert trainer.check(1) == ""
     trainer.kill()
-    assert "checkpoint 2 could not be read" in daemon.log.read_text()
+    daemon.logs("checkpoint 2 could not be read")
     assert flagged(daemon.storage) == []
     again = start_trainer(daemon)  # the disk has come to its senses
     done = again.restore()
@@ -209,7 +209,7 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
     assert flagged(damaged.storage) == [3]
     assert result(*served) == (0, "ok")
     assert flagged(damaged.storage) == []
-    assert "checkpoint 3 is readable and intact again" in damaged.log.read_text()
+    damaged.logs("checkpoint 3 is readable and intact again")
     assert status(damaged)["warnings"] == []
     damaged.kill()
     damaged.start()

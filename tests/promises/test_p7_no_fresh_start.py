@@ -147,7 +147,7 @@ def test_a_link_in_place_of_a_job_is_no_empty_job(
     link.rename(elsewhere)
     link.symlink_to(elsewhere if there else "/mnt/not-mounted")
     daemon.start()
-    assert f"{link} is a symbolic link" in daemon.log.read_text()
+    daemon.logs(f"{link} is a symbolic link")
     trainer = start_trainer(daemon)
     with pytest.raises(RemoteError, match=f"RefusedError.*{link} is a symbolic link"):
         trainer.restore()

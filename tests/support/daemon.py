@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 READY_LIMIT_S = 30.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
@@ -107,6 +107,11 @@ class Daemon:
                     if self.process.poll() is not None:
                         break
         raise AssertionError(f"pccheckd did not get ready:\n{self.log.read_text()}")
+
+    def logs(self, text: str) -> None:
+        """Waits until the log has the text: a thread writes the log, after the page of the session
+        and answers have changed."""
+        until(lambda: text in self.log.read_text(), self.log.read_text)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal; after SIGKILL the process is gone on return."""
