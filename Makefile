@@ -125,7 +125,7 @@ resume-check: $(READY) ## three loss curves, one of a killed run, for fp32, bf16
 	$(PLOTS)
 	$(BIN)/python -m bench.resume_check
 
-bench: $(READY) ## the figures of docs/performance.md without the paper's, 40 minutes; results go to bench/results/
+bench: $(READY) ## the figures of docs/performance.md without the paper's; results go to bench/results/
 	$(BIN)/python -m bench.persist
 	$(BIN)/python -m bench.core
 	$(BIN)/python -m bench.call_overhead

@@ -50,8 +50,8 @@ def build(directory: Path, name: str) -> Path:
 
 
 def copy_seconds(program: Path, size_bytes: int) -> tuple[float, float]:
-    """Of `checkedcopy`: copy and checksum in one pass by all CPUs; CPU time of memcpy and then a
-    checksum pass."""
+    """Of `checkedcopy`: copy and checksum in one pass by all CPUs; memcpy and then a checksum pass
+    by one."""
     words = [str(program), str(size_bytes)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     together, apart = map(float, done.stdout.split())

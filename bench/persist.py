@@ -40,7 +40,7 @@ class Runs:
         self.contenders: dict[str, list[dict[str, float]]] = defaultdict(list)
         self.limit: dict[str, list[float]] = defaultdict(list)
         self.limit_bytes = 0
-        self.copy_s: list[float] = []  # CPU of memcpy and a checksum pass
+        self.copy_s: list[float] = []  # memcpy and a checksum pass, by one CPU
 
     def spread(self, name: str, key: str) -> Spread:
         return Spread.of([run[key] for run in self.contenders[name]])

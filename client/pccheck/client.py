@@ -144,7 +144,7 @@ class PCcheckClient:
             self._steps.fresh()
         self._took_one = False  # this client has taken a snapshot
         self._done = False
-        self._flushed = False  # flush() has waited since the last checkpoint()
+        self._flushed = False  # after the signal, and since the last checkpoint()
         self._warner = Warner()
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)
@@ -641,7 +641,7 @@ class PCcheckClient:
         with self._calling():
             self._require_open()
             found = self._saver.flush(check_seconds("deadline_s", deadline_s))
-            self._flushed = True
+            self._flushed = self._stop.left_s() is not None
             return found
 
     def _drain_limit_s(self) -> float:

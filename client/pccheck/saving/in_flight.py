@@ -118,7 +118,9 @@ class InFlight:
 
     def hand_over(self) -> None:
         """The client closes, and its daemon has all of it: it stays as far as it has come."""
-        self.end(self.state, "")
+        state = self.state
+        if state not in FINAL:
+            self.end(state, "")
 
     @property
     def state(self) -> CheckpointState:

@@ -375,7 +375,7 @@ class Saver:
             told.append(
                 f"checkpoint of step {step} is copied, and pccheckd is still writing it to the "
                 "disk: close() waits for it no longer. pccheckd does not need this process any "
-                f"more. A restart resumes from step {step} if pccheckd keeps running"
+                f"more. A restart can resume from step {step} if pccheckd keeps running"
             )
         if told:
             self._warner.once("drain", ". ".join(told))

@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pccheck_native import _core, layout
+from pccheck_native import _core, cgroups, layout
 from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
 from pccheckctl.output import render
@@ -360,8 +359,9 @@ def as_text(rates: Rates, given: Given, advice: Advice) -> str:
             f"about 1 + M/m = {1 + advice.dram_bytes / m:.2f} checkpoints are in flight, not "
             f"{advice.in_flight}; {size(2 * m)} would be enough",
         ]
-    if advice.dram_bytes > (ram_bytes := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-        lines += ["", f"note: this machine has {size(ram_bytes)} of RAM: give --dram SIZE"]
+    memory_bytes, bound = cgroups.memory_bytes()
+    if advice.dram_bytes > memory_bytes:
+        lines += ["", f"note: the DRAM exceeds {bound}, {size(memory_bytes)}: give --dram SIZE"]
     if given.slowdown == 1 and advice.stall_s > 0:
         lines += ["", "note: every interval slows training down: a copy takes longer than a step"]
     return "\n".join(lines)
