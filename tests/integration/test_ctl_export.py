@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pccheck_store.whole import WholeReader
+from pccheck_wire.errors import StorageFullError
 from pccheckctl.export import command, torch_file
 from pccheckctl.output import files
 from tests.support.ctl import Ctl
@@ -240,6 +241,19 @@ def test_a_full_disk_is_told_as_such(
     assert ran.code == 1
     assert ran.json["error"]["code"] == "STORAGE_FULL"
     assert [entry.name for entry in disk.iterdir()] == ["filler"]
+
+
+def test_what_does_not_fit_takes_no_space_from_others(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 allocates all that is left before it refuses."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda _fd, _at, nbytes: asked.append(nbytes))
+    with (disk / "file").open("wb") as file:
+        with pytest.raises(StorageFullError, match=r"no space for 1\.00 GiB"):
+            files.reserve(file.fileno(), 1 << 30, disk)
+        files.reserve(file.fileno(), 1 << 20, disk)
+    assert asked == [1 << 20]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -123,10 +123,12 @@ def reserve(descriptor: int, nbytes: int, where: Path) -> None:
     if nbytes == 0:
         return
     try:
+        disk = os.fstatvfs(descriptor)
+        if nbytes > disk.f_bavail * disk.f_frsize:  # trying would fill it for all others meanwhile
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, nbytes)
-    except (OSError, OverflowError) as error:
-        number = error.errno if isinstance(error, OSError) else errno.EFBIG
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageFullError(
                 f"{where} has no space for {size_text(nbytes)}",
                 hint="choose another directory, or free space",
