@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        source = ", memfd" if self.memory == "memfd" else ""
+        source = "" if self.memory == "buffers" else f", {self.memory}"
         return f"{self.engine} {self.block_bytes // MIB} MiB x {self.depth}{source}"
 
 

@@ -1,13 +1,13 @@
 /* The plain C direct writer and reader that the benches hold as the limit beside fio.
  *
- *   rawwrite write|read FILE BYTES THREADS BUFFER_BYTES buffers|memfd|copied
+ *   rawwrite write|read FILE BYTES THREADS BUFFER_BYTES buffers|whole|memfd|copied
  *
  * FILE exists and is BYTES long (a multiple of BUFFER_BYTES). THREADS threads take buffers of the
  * file in turn with O_DIRECT; a write ends with one fdatasync. `buffers`: each thread re-uses one
- * buffer, as fio does; `memfd`: the bytes come from (go to) a memfd of 4 KiB pages as large as the
- * file, as a checkpoint's do; `copied`: a thread also copies what it has read to its place in
- * memory as large as the file, as a restore does. Memory is touched before the clock starts. Prints
- * the seconds. */
+ * buffer, as fio does, and small ones stay in the cache; `whole`: the bytes come from (go to)
+ * memory as large as the file, as a checkpoint's do; `memfd`: such memory is a memfd of 4 KiB
+ * pages; `copied`: a thread also copies what it has read to its place in memory as large as the
+ * file, as a restore does. Memory is touched before the clock starts. Prints the seconds. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -100,7 +100,7 @@ int main(int count, char **words)
 {
     if (count != 7) {
         fputs("usage: rawwrite write|read FILE BYTES THREADS BUFFER_BYTES "
-              "buffers|memfd|copied\n",
+              "buffers|whole|memfd|copied\n",
               stderr);
         return 2;
     }
@@ -113,8 +113,9 @@ int main(int count, char **words)
     job.fd = open(words[2], O_RDWR | O_DIRECT);
     if (job.fd < 0)
         die(words[2]);
-    if (strcmp(words[6], "memfd") == 0)
-        job.whole = memory(job.bytes, 1);
+    int in_memfd = strcmp(words[6], "memfd") == 0;
+    if (in_memfd || strcmp(words[6], "whole") == 0)
+        job.whole = memory(job.bytes, in_memfd);
     if (strcmp(words[6], "copied") == 0)
         job.target = memory(job.bytes, 0);
     uint8_t *buffers[THREADS_MAX] = {0};
