@@ -6,9 +6,8 @@
 `bench.persist` measures whole checkpoints, whose copy shares the cores with the writes. Here the
 chunks are full before the clock starts (bench/savecore.c). In every round the core saves once with
 each engine and each setting of the limit overwrites its file once. The limit writes the same small
-buffers again and again, which stay in the cache; `whole` writes memory as large as the file, as a
-checkpoint has to, and tells how much of the difference that is. Writes
-bench/results/core-DATE.{json,md}.
+buffers again and again. A checkpoint is as large as its file: the row `whole`, which is no limit,
+shows the plain program with memory of that size. Writes bench/results/core-DATE.{json,md}.
 """
 
 from __future__ import annotations

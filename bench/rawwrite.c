@@ -4,10 +4,10 @@
  *
  * FILE exists and is BYTES long (a multiple of BUFFER_BYTES). THREADS threads take buffers of the
  * file in turn with O_DIRECT; a write ends with one fdatasync. `buffers`: each thread re-uses one
- * buffer, as fio does, and small ones stay in the cache; `whole`: the bytes come from (go to)
- * memory as large as the file, as a checkpoint's do; `memfd`: such memory is a memfd of 4 KiB
- * pages; `copied`: a thread also copies what it has read to its place in memory as large as the
- * file, as a restore does. Memory is touched before the clock starts. Prints the seconds. */
+ * buffer, as fio does; `whole`: the bytes come from (go to) memory as large as the file, as a
+ * checkpoint's do; `memfd`: such memory is a memfd of 4 KiB pages; `copied`: a thread also copies
+ * what it has read to its place in memory as large as the file, as a restore does. Memory is
+ * touched before the clock starts. Prints the seconds. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

@@ -123,8 +123,8 @@ def reserve(descriptor: int, nbytes: int, where: Path) -> None:
     if nbytes == 0:
         return
     try:
-        disk = os.fstatvfs(descriptor)
-        if nbytes > disk.f_bavail * disk.f_frsize:  # trying would fill it for all others meanwhile
+        # ext4 allocates all that is left before it refuses, and others' writes fail meanwhile.
+        if nbytes > shutil.disk_usage(descriptor).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
