@@ -106,9 +106,13 @@ def tensor_geometry(api: object, tensors: list[Any]) -> bytes:
 def same_geometry(api: object, tensors: list[Any], then: bytes) -> bool:
     """Whether tensor_geometry() would return `then`; False when in doubt."""
 
-def same_items(dicts: list[dict[Any, Any]], then: tuple[object, ...]) -> bool:
-    """Whether the dicts hold exactly these objects: per dict its keys and values in turn, then the
-    dict itself. By identity: a "no" may mean equal objects."""
+def counts(getter: object, tensors: list[Any]) -> bytes:
+    """The integer that the descriptor `getter` of a class gives for each tensor, as int64 in the
+    machine's byte order: `[getter.__get__(tensor) for tensor in tensors]`, three times faster."""
+
+def same_items(holders: list[dict[Any, Any]] | list[list[Any]], then: tuple[object, ...]) -> bool:
+    """Whether dicts or lists hold exactly these objects: each one's keys and values in turn, or its
+    items, then the dict or list itself. By identity: a "no" may mean equal objects."""
 
 def same_values(
     dicts: list[dict[Any, Any]], keys: tuple[object, ...], then: tuple[object, ...]

@@ -7,7 +7,6 @@
 #include "core.h"
 
 #include <stddef.h>
-#include <string.h>
 
 #define CAPSULE_NAME "dlpack_exchange_api"
 #define DIMENSIONS_MAX 64
@@ -42,15 +41,15 @@ _Static_assert(sizeof(struct dl_tensor) == 48 && sizeof(void *) == 8, "the ABI o
 
 /* -- geometry -- */
 
-struct geometry { /* packed without gaps, so that memory comparison is comparison */
+struct geometry { /* whole words without gaps, so that comparing words is comparison */
     uint64_t address;
-    int32_t device_type, device_id;
-    int32_t dimension_count;
-    uint32_t type;
+    uint64_t device;                   /* type and number */
+    uint64_t dimensions_type;          /* how many, and of which type */
     int64_t sizes[2 * DIMENSIONS_MAX]; /* shape, then strides */
 };
 
-#define HEAD_BYTES offsetof(struct geometry, sizes)
+#define WORD_BYTES ((Py_ssize_t)sizeof(uint64_t))
+#define HEAD_WORDS ((Py_ssize_t)offsetof(struct geometry, sizes) / WORD_BYTES)
 
 static const struct dl_exchange *exchange_of(PyObject *capsule)
 {
@@ -62,7 +61,7 @@ static const struct dl_exchange *exchange_of(PyObject *capsule)
     return api;
 }
 
-/* The bytes used of *out; -1 with an exception. *near_out is some address in the memory that was
+/* The words used of *out; -1 with an exception. *near_out is some address in the memory that was
  * looked at: mostly, shapes lie inside of their tensors. */
 static Py_ssize_t geometry_of(const struct dl_exchange *api, PyObject *tensor, struct geometry *out,
                               uint64_t *near_out)
@@ -77,18 +76,16 @@ static Py_ssize_t geometry_of(const struct dl_exchange *api, PyObject *tensor, s
         PyErr_SetString(PyExc_ValueError, "a tensor of too many dimensions");
         return -1;
     }
-    const size_t part_bytes = (size_t)seen.dimension_count * sizeof(int64_t);
     *near_out = (uintptr_t)seen.shape;
     out->address = (uintptr_t)seen.data + seen.offset_bytes;
-    out->device_type = seen.device_type;
-    out->device_id = seen.device_id;
-    out->dimension_count = seen.dimension_count;
-    out->type = (uint32_t)seen.type.code << 24 | (uint32_t)seen.type.bits << 16 | seen.type.lanes;
-    if (part_bytes > 0) {
-        memcpy(out->sizes, seen.shape, part_bytes);
-        memcpy(out->sizes + seen.dimension_count, seen.strides, part_bytes);
+    out->device = (uint64_t)(uint32_t)seen.device_type << 32 | (uint32_t)seen.device_id;
+    out->dimensions_type = (uint64_t)seen.dimension_count << 32 | (uint32_t)seen.type.code << 24 |
+                           (uint32_t)seen.type.bits << 16 | seen.type.lanes;
+    for (int32_t i = 0; i < seen.dimension_count; i++) {
+        out->sizes[i] = seen.shape[i];
+        out->sizes[seen.dimension_count + i] = seen.strides[i];
     }
-    return (Py_ssize_t)(HEAD_BYTES + 2 * part_bytes);
+    return HEAD_WORDS + 2 * seen.dimension_count;
 }
 
 PyObject *pcc_py_tensor_geometry(PyObject *Py_UNUSED(module), PyObject *args)
@@ -108,7 +105,8 @@ PyObject *pcc_py_tensor_geometry(PyObject *Py_UNUSED(module), PyObject *args)
         uint64_t *place = (uint64_t *)(void *)PyBytes_AsString(near) + i;
         const Py_ssize_t used = geometry_of(api, PyList_GetItem(tensors, i), &now, place);
         pcc_py_append(&packed,
-                      used < 0 ? NULL : PyBytes_FromStringAndSize((const char *)&now, used));
+                      used < 0 ? NULL
+                               : PyBytes_FromStringAndSize((const char *)&now, used * WORD_BYTES));
     }
     PyObject *empty PCC_PY_OWNED(pcc_py_drop) =
         packed != NULL ? PyBytes_FromStringAndSize(NULL, 0) : NULL;
@@ -126,19 +124,28 @@ static void ask_for(PyObject *tensors, const uint64_t *near, Py_ssize_t i)
     __builtin_prefetch((const void *)(inside + LINE_BYTES));
 }
 
-/* False also when it cannot tell: the caller then looks in another way. */
-static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, const char *then,
+/* A loop, because there are few words: a call of memcmp takes longer. */
+static bool same_words(const struct geometry *now, const uint64_t *then, Py_ssize_t count)
+{
+    const uint64_t *words = (const uint64_t *)(const void *)now;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (words[i] != then[i])
+            return false;
+    return true;
+}
+
+/* `left` words at `then`. False also when it cannot tell: the caller then looks in another way. */
+static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, const uint64_t *then,
                            Py_ssize_t left)
 {
     struct geometry now;
     uint64_t unused;
     const Py_ssize_t count = PyList_Size(tensors);
-    const uint64_t *near = (const uint64_t *)(const void *)then; /* bytes objects are aligned */
-    const Py_ssize_t near_bytes = count * (Py_ssize_t)sizeof(*near);
-    if (left < near_bytes)
+    const uint64_t *near = then;
+    if (left < count)
         return false;
-    then += near_bytes;
-    left -= near_bytes;
+    then += count;
+    left -= count;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             ask_for(tensors, near, i + AHEAD);
@@ -147,7 +154,7 @@ static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, con
             PyErr_Clear();
             return false;
         }
-        if (used > left || memcmp(&now, then, (size_t)used) != 0)
+        if (used > left || !same_words(&now, then, used))
             return false;
         then += used;
         left -= used;
@@ -163,8 +170,37 @@ PyObject *pcc_py_same_geometry(PyObject *Py_UNUSED(module), PyObject *args)
     const struct dl_exchange *api = exchange_of(capsule);
     if (api == NULL)
         return NULL;
-    return PyBool_FromLong(
-        geometry_holds(api, tensors, PyBytes_AsString(then), PyBytes_Size(then)));
+    const uint64_t *words = (const uint64_t *)(void *)PyBytes_AsString(then); /* aligned */
+    return PyBool_FromLong(geometry_holds(api, tensors, words, PyBytes_Size(then) / WORD_BYTES));
+}
+
+/* -- counts -- */
+
+PyObject *pcc_py_counts(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *getter, *tensors;
+    if (!PyArg_ParseTuple(args, "OO!:counts", &getter, &PyList_Type, &tensors))
+        return NULL;
+    /* The slot itself: Python would look the attribute up for each tensor. */
+    const descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(getter), Py_tp_descr_get);
+    if (get == NULL)
+        return PyErr_Format(PyExc_TypeError, "counts: not a descriptor");
+    const Py_ssize_t count = PyList_Size(tensors);
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
+    if (packed == NULL)
+        return NULL;
+    int64_t *place = (int64_t *)(void *)PyBytes_AsString(packed); /* aligned */
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *tensor = PyList_GetItem(tensors, i);
+        PyObject *value PCC_PY_OWNED(pcc_py_drop) =
+            tensor != NULL ? get(getter, tensor, (PyObject *)Py_TYPE(tensor)) : NULL;
+        place[i] = value != NULL ? PyLong_AsLongLong(value) : -1;
+        if (place[i] == -1 && PyErr_Occurred()) {
+            Py_DECREF(packed);
+            return NULL;
+        }
+    }
+    return packed;
 }
 
 /* -- identity -- */
@@ -175,23 +211,37 @@ static PyObject *next_of(PyObject *flat, Py_ssize_t *at)
     return *at < PyTuple_Size(flat) ? PyTuple_GetItem(flat, (*at)++) : NULL;
 }
 
+static bool dict_holds(PyObject *dict, PyObject *flat, Py_ssize_t *at)
+{
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &value))
+        if (next_of(flat, at) != key || next_of(flat, at) != value)
+            return false;
+    return true;
+}
+
+static bool list_holds(PyObject *list, PyObject *flat, Py_ssize_t *at)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+        if (next_of(flat, at) != PyList_GetItem(list, i))
+            return false;
+    return true;
+}
+
 PyObject *pcc_py_same_items(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *dicts, *flat, *key, *value;
+    PyObject *holders, *flat;
     Py_ssize_t at = 0;
-    if (!PyArg_ParseTuple(args, "O!O!:same_items", &PyList_Type, &dicts, &PyTuple_Type, &flat))
+    if (!PyArg_ParseTuple(args, "O!O!:same_items", &PyList_Type, &holders, &PyTuple_Type, &flat))
         return NULL;
-    for (Py_ssize_t i = 0; i < PyList_Size(dicts); i++) {
-        PyObject *dict = PyList_GetItem(dicts, i);
-        Py_ssize_t position = 0;
-        if (!PyDict_Check(dict)) {
-            PyErr_SetString(PyExc_TypeError, "same_items: not a dict");
-            return NULL;
-        }
-        while (PyDict_Next(dict, &position, &key, &value))
-            if (next_of(flat, &at) != key || next_of(flat, &at) != value)
-                Py_RETURN_FALSE;
-        if (next_of(flat, &at) != dict) /* so that no item moved from one dict to the next */
+    for (Py_ssize_t i = 0; i < PyList_Size(holders); i++) {
+        PyObject *holder = PyList_GetItem(holders, i);
+        const bool is_dict = PyDict_Check(holder);
+        if (!is_dict && !PyList_Check(holder))
+            return PyErr_Format(PyExc_TypeError, "same_items: neither a dict nor a list");
+        if (!(is_dict ? dict_holds : list_holds)(holder, flat, &at) ||
+            next_of(flat, &at) != holder) /* so that no item moved from one to the next */
             Py_RETURN_FALSE;
     }
     return PyBool_FromLong(at == PyTuple_Size(flat));

@@ -18,7 +18,13 @@ from pccheck import (
     PccheckError,
     PccheckWarning,
 )
-from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError, UsageError
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DeviceError,
+    RefusedError,
+    UsageError,
+    WaitTimeoutError,
+)
 from pccheck_wire.messages import Begin, Expose
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices
@@ -241,6 +247,21 @@ def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_the_daemon_was_not_told_of_counts_once(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_body: object) -> None:
+        raise WaitTimeoutError("the daemon accepts no more requests")
+
+    saver = kit.client._saver
+    with monkeypatch.context() as patch, pytest.warns(PccheckWarning, match="no more requests"):
+        patch.setattr(kit.connection, "post", full)
+        assert kit.checkpoint().state is CheckpointState.FAILED
+    assert kit.link.calls[-1] == ("abandon", 1) and saver.failures.count == 1
+    kit.checkpoint()  # notes how earlier ones ended
+    assert saver.failures.count == 1
 
 
 def test_no_checkpoint_while_a_graph_is_recorded(kit: Kit, fakes: FakeDevices) -> None:

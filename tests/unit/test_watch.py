@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pccheck.state.watch import GeometryWatch, _items
-from pccheck_native import same_geometry, same_items, same_values, tensor_geometry
+from pccheck_native import counts, same_geometry, same_items, same_values, tensor_geometry
 
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 exchange = pytest.mark.skipif(EXCHANGE is None, reason="torch is older than 2.10")
@@ -67,6 +67,35 @@ def test_what_is_not_a_dict_is_refused() -> None:
         same_values([1], ("a",), ())  # type: ignore[list-item]
     with pytest.raises(TypeError):
         same_values([{}], ([],), ())
+
+
+def test_lists_are_compared_by_their_items_and_by_their_identity() -> None:
+    one, other = object(), object()
+    first, second = [one, other], [one]
+    then = (one, other, first, one, second)
+    assert same_items([first, second], then)
+    assert not same_items([second, first], then)
+    assert not same_items([first, [one]], then)
+    second[0] = other
+    assert not same_items([first, second], then)
+
+
+def test_counts_are_those_of_each_tensor_and_errors_are_raised() -> None:
+    tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(())]
+    for tensor, times in zip(tensors, (0, 3, 300), strict=True):
+        for _ in range(times):
+            tensor.data.add_(1) if tensor.requires_grad else tensor.add_(1)
+    tensors[1].detach().zero_()
+    descriptor = vars(torch._C.TensorBase)["_version"]
+    found = memoryview(counts(descriptor, tensors)).cast("q").tolist()
+    assert found == [tensor._version for tensor in tensors] and found[2] == 300
+    assert counts(descriptor, []) == b""
+    with pytest.raises(TypeError):
+        counts(descriptor, ["x"])
+    with pytest.raises(TypeError):
+        counts(7, tensors)
+    with torch.inference_mode(), pytest.raises(RuntimeError):  # torch does not count there
+        counts(descriptor, [torch.ones(2)])
 
 
 @exchange

@@ -100,7 +100,7 @@ class InFlight:
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: the daemon pulls its device part, and has not yet
         self.reported = False  #: the user knows why it failed
-        self._settled = False  # its entry in the page belongs to another snapshot now
+        self._settled = False  # its entry in the page says no more about it
 
     @classmethod
     def ended(cls, step: int, state: CheckpointState, reason: str) -> InFlight:
@@ -240,15 +240,14 @@ class InFlight:
             deadline_ns = time.monotonic_ns() + int(min(timeout, _LONGEST_S) * 1e9)
         if self.verdict is not None:
             self.verdict.wait(deadline_ns)
-        connection = self._connection
+        connection, state = self._connection, self.state
         if connection is not None and (
-            self.state not in FINAL
-            or (what == "wait_global" and self._state is CheckpointState.DURABLE)
+            state not in FINAL or (what == "wait_global" and state is CheckpointState.DURABLE)
         ):
             wait: Callable[[int, int], bool] = getattr(connection.link, what)
             with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
                 wait(self.snapshot, deadline_ns)
-        _ = self.state
+            _ = self.state
 
     def settle(self) -> None:
         """Call it before the entry in the page is used again, or the link is closed."""
@@ -267,6 +266,8 @@ class InFlight:
         with self._lock:
             if self._connection is connection:  # else it was ended meanwhile
                 self._note(now, alive)
+                if self._state is CheckpointState.DURABLE and connection.saves_alone:
+                    self._settled = True
 
     def _note(self, now: LinkState | None, alive: bool) -> None:
         """Takes over what the page has of it, and whether its daemon lived then."""

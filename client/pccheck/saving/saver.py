@@ -102,55 +102,62 @@ class Saver:
         """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
         `wait` asks, or when that failed; without `wait` at once, and the gate holds the next update
         back. Raises NoStagingError before anything has begun."""
-        part, wait = snapshot.device, snapshot.wait
+        wait = snapshot.wait
         handover = self._prepare(connection, snapshot)
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
         self._free_entry(number)
         checkpoint = InFlight(step, connection, number)
+        begin = Begin(
+            number,
+            step,
+            snapshot.payload_bytes,
+            snapshot.tree_offset,
+            len(snapshot.tree),
+            self._options.on_busy,
+            handover.map if handover else 0,
+            *self._gate.held.take(),
+            branch=steps.branch,
+            repeat=steps.repeat,
+            frozen_bytes=snapshot.worth_a_base,
+            offered_bytes=snapshot.offered,
+            interval=interval,
+        )
         _request(connection, number)
         try:
-            connection.post(
-                Begin(
-                    number,
-                    step,
-                    snapshot.payload_bytes,
-                    snapshot.tree_offset,
-                    len(snapshot.tree),
-                    self._options.on_busy,
-                    handover.map if handover else 0,
-                    *self._gate.held.take(),
-                    branch=steps.branch,
-                    repeat=steps.repeat,
-                    frozen_bytes=snapshot.worth_a_base,
-                    offered_bytes=snapshot.offered,
-                    interval=interval,
-                )
-            )
             _submit(connection.link, number, snapshot, handover, inline=not wait)
-            self._recent[number % SNAPSHOTS] = checkpoint
-            self._unfinished.append(checkpoint)
-            checkpoint.pulled = bool(handover and handover.map)
+            self._keep(checkpoint, connection, snapshot, handover)
+            connection.post(begin)  # comes last: the daemon that it wakes may take this core
             if wait:
                 self._wait(checkpoint, connection, wait)
-            else:
-                host = bool(snapshot.ranges)
-                self._expect_verdict(checkpoint, connection, snapshot)
-                self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=part)
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             abandon(checkpoint, connection, self._stall_limit_s)
+            if isinstance(error, Exception) and checkpoint in self._unfinished:
+                self._unfinished.remove(checkpoint)  # the caller counts this failure
             if isinstance(error, NativeError):
                 raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
             raise
         return checkpoint
 
-    def _expect_verdict(
-        self, checkpoint: InFlight, connection: Connection, snapshot: Snapshot
+    def _keep(
+        self,
+        checkpoint: InFlight,
+        connection: Connection,
+        snapshot: Snapshot,
+        handover: Handover | None,
     ) -> None:
+        """From now on its end is noted, and without `wait` the gate holds updates back."""
+        self._recent[checkpoint.snapshot % SNAPSHOTS] = checkpoint
+        self._unfinished.append(checkpoint)
+        checkpoint.pulled = bool(handover and handover.map)
+        if snapshot.wait:
+            return
         if snapshot.reading is not None:
             verdict = Verdict(checkpoint, connection, snapshot.reading, self._note_moved)
             checkpoint.verdict = verdict
             self._late.add(verdict, snapshot.payload_bytes)
+        host = bool(snapshot.ranges)
+        self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=snapshot.device)
 
     def _note_moved(self, step: int, moved: Moved) -> None:
         """Any thread."""

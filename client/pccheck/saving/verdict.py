@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from pccheck.daemon.connection import Connection
@@ -49,7 +50,7 @@ class Verdict:
         on_moved: Callable[[int, Moved], None],
     ) -> None:
         self.checkpoint = checkpoint
-        self.given = threading.Event()
+        self.given = False
         self._connection, self._link = connection, connection.link
         self._reading = reading
         self._on_moved = on_moved
@@ -60,7 +61,7 @@ class Verdict:
         """Call it when everything was read, or changes are held back from now on, and no operation
         that changes tensors runs."""
         with self._lock:
-            if self.given.is_set():
+            if self.given:
                 return
             moved = self._reading.moved()
             with contextlib.suppress(ValueError, OSError):  # closed
@@ -75,11 +76,11 @@ class Verdict:
                     )
             self._reading = _NOTHING  # a handle that is kept keeps no tensors
             # Before the caller returns: what it changes later does not concern this snapshot.
-            self.given.set()
+            self.given = True
 
     def give_if_read(self) -> None:
         """In a call of the client: gives the verdict if everything was read."""
-        if threading.get_ident() == self._thread and not self.given.is_set():
+        if threading.get_ident() == self._thread and not self.given:
             now = entry_of(self._connection, self.checkpoint.snapshot)
             if now is None or now.source_read:
                 self.give()
@@ -87,7 +88,7 @@ class Verdict:
     def wait(self, deadline_ns: int) -> None:
         """Waits until the verdict is possible, and gives it. Only the training thread does so: it
         changes nothing meanwhile."""
-        if threading.get_ident() == self._thread and not self.given.is_set():
+        if threading.get_ident() == self._thread and not self.given:
             with contextlib.suppress(ValueError, OSError):
                 self._link.wait_read(self.checkpoint.snapshot, deadline_ns)
             self.give_if_read()
@@ -100,8 +101,9 @@ class Verdict:
             limit_s = min(_LATE_LIMIT_S, _OPERATION_S + nbytes / _OPERATION_BYTES_PER_S)
             # In many short waits: a stopped process runs no operation, either.
             for _ in range(int(limit_s / _TICK_S)):
-                if self._reading.moved() is not None or self.given.wait(_TICK_S):
+                if self.given or self._reading.moved() is not None:
                     break
+                time.sleep(_TICK_S)
             self.give()
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from torch import Tensor
 
+from pccheck_native import counts
+
 from .extents import View
 
-_COUNT = attrgetter("_version")
+_COUNT = next(vars(cls)["_version"] for cls in Tensor.__mro__ if "_version" in vars(cls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,17 @@ class Tensors:
         self._tensors: list[Tensor] = [tensor for tensor, _ in read]
         self._views = [view for _, view in read]
 
-    def counts(self) -> list[int]:
+    def counts(self) -> bytes:
         """How often each was changed in place."""
-        return list(map(_COUNT, self._tensors))
+        return counts(_COUNT, self._tensors)
 
-    def moved(self, then: list[int]) -> Moved | None:
+    def moved(self, then: bytes) -> Moved | None:
         """The first tensor whose count has changed."""
         now = self.counts()
         if now == then:
             return None
-        at = next(i for i, count in enumerate(now) if count != then[i])
+        both = zip(memoryview(now).cast("q"), memoryview(then).cast("q"), strict=True)
+        at = next(i for i, (new, old) in enumerate(both) if new != old)
         return Moved(self._views[at].path, self._views[at].loose)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -31,14 +30,11 @@ _HOOKS = operator.itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _SKIPPED = operator.itemgetter("_non_persistent_buffers_set")
 _PART_KEYS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PARTS = operator.itemgetter(*_PART_KEYS)
-
-
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(operator.is_, now, then))
+_PARAMS = operator.itemgetter("params")
 
 
 def _items(dicts: list[dict[Any, Any]]) -> tuple[object, ...]:
-    """What `same_items` compares with."""
+    """What `same_items` compares dicts with."""
     return tuple(chain.from_iterable([*chain.from_iterable(dict.items(d)), d] for d in dicts))
 
 
@@ -160,8 +156,8 @@ class OptimizerWatch:
         self._groups_items: tuple[object, ...] | None = None  # None: may change inside
         self._state: bytes | None = None  # encoded once extents are known
         self._encoded: bytes | None = None
-        self._members = list(chain.from_iterable(_members(optimizer)))
-        self._counts = list(map(len, _members(optimizer)))
+        members = map(_PARAMS, optimizer.param_groups)
+        self._members = tuple(chain.from_iterable([*some, some] for some in members))
         entries: list[dict[str, Any]] = list(optimizer.state.values())
         self._dicts: list[dict[Any, Any]] = [optimizer.state, *entries]
         self._items = _items(self._dicts)
@@ -199,12 +195,10 @@ class OptimizerWatch:
 
     def holds(self) -> bool:
         optimizer = self._optimizer
-        groups = list(_members(optimizer))
         return (
             optimizer.state is self._dicts[0]
             and same_items(self._dicts, self._items)
-            and list(map(len, groups)) == self._counts
-            and _same(list(chain.from_iterable(groups)), self._members)
+            and same_items(list(map(_PARAMS, optimizer.param_groups)), self._members)
             and not optimizer._optimizer_state_dict_pre_hooks
             and not optimizer._optimizer_state_dict_post_hooks
         )
@@ -237,10 +231,6 @@ class OptimizerWatch:
 
 _CONSTANTS = (int, float, bool, str, type(None))
 _LEAVES = (Tensor, torch.nn.Parameter, *_CONSTANTS)
-
-
-def _members(optimizer: torch.optim.Optimizer) -> Iterable[list[Tensor]]:
-    return map(operator.itemgetter("params"), optimizer.param_groups)
 
 
 def _is_constant(group: dict[str, Any]) -> bool:
