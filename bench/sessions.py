@@ -4,9 +4,15 @@
                              [--directory DIR]
 
 Each session is a trainer process with a job of its own. The trainer saves as fast as the daemon
-lets it, with two checkpoints in flight. In every round all of them run for some seconds; the best
-direct overwrite of fio or of a plain C program is measured just before. Bytes count when
-their checkpoint is durable. Writes bench/results/sessions-DATE.{json,md}.
+lets it, with two checkpoints in flight. In every round all of them run for some seconds. Bytes
+count when their checkpoint is durable.
+
+The limit is a direct overwrite by fio or by a plain C program, whichever is faster in the round.
+Just before the sessions, the best settings write in turn, together for as many seconds as the
+sessions. A setting's rate is that of all its writes: the fastest of many short writes would be a
+peak, which nothing keeps up for seconds.
+
+Writes bench/results/sessions-DATE.{json,md}.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +33,7 @@ import torch
 
 from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
-from bench.fio import Limit, require_fio
+from bench.fio import Limit, Setting, require_fio
 from pccheck import PCcheckClient
 from pccheck.saving.in_flight import Checkpoint
 from tests.support.daemon import Daemon
@@ -103,6 +110,16 @@ def one_round(board: memoryview, sessions: int, seconds: float) -> tuple[list[in
     return [b - a for a, b in zip(before, after, strict=True)], ended - began
 
 
+def best_rate(limit: Limit, settings: list[Setting], seconds: float) -> float:
+    """Bytes a second of the setting that was fastest in these seconds."""
+    took: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for setting in settings:
+            took[setting].append(limit.seconds(setting, write=True))
+    return limit.size_bytes / min(map(statistics.fmean, took.values()))
+
+
 def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict[str, list[float]]:
     """Bytes a second together and of the limit, and the ratio of the fastest session to the
     slowest, one of each per round."""
@@ -120,9 +137,8 @@ def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict
         wait_all(board, sessions, WARM)
         for number in range(options.rounds):
             common.settle()
-            fastest = min(limit.seconds(setting, write=True) for setting in settings)
+            found["limit"].append(best_rate(limit, settings, options.seconds))
             counts, seconds = one_round(board, sessions, options.seconds)
-            found["limit"].append(limit.size_bytes / fastest)
             found["together"].append(sum(counts) * size_bytes / seconds)
             found["ratio"].append(max(counts) / max(1, min(counts)))
             print(f"  round {number + 1}: {counts}", file=sys.stderr, flush=True)
