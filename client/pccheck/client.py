@@ -297,7 +297,7 @@ class PCcheckClient:
             then = "" if self._options.gate == "manual" else "checkpoint() waits from now on; "
             self._warner.once(
                 "graph",
-                f"{what} while a CUDA graph was recorded, and replays do not repeat that: "
+                f"{what} while a CUDA graph was recorded. A replay does not repeat the call: "
                 f"{then}{hint}",
             )
         with self._calling():  # also waits for another thread's checkpoint()

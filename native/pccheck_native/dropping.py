@@ -146,8 +146,8 @@ def drop(paths: Sequence[Path]) -> None:
 
 
 def clear(storage: str | os.PathLike[str]) -> int:
-    """Removes what was dropped and could not be removed then; how many files. Beside a drop in
-    progress it does what that is about to do. Raises OSError when there is still one left."""
+    """Removes what was dropped and could not be removed then; how many files. During a
+    drop it removes files that the drop would remove next. Raises OSError when one is still left."""
     left = [path for path in layout.list_temporary(storage) if path.name.endswith(_DROPPED)]
     for directory in dict.fromkeys(path.parent for path in left):
         _remove(directory, [path for path in left if path.parent == directory])

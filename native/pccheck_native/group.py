@@ -10,7 +10,7 @@ enough: a step may be saved twice, and by two runs. A checkpoint is *common* whe
 world that saved it holds it, with equal step and incarnation.
 
 **The floor.** A rank recycles nothing at or above the oldest of the `keep` newest common
-checkpoints, unless the group gives it up. So no death, of whatever and whenever, loses the newest
+checkpoints, unless the group gives it up. So the death of any process at any time leaves the newest
 common checkpoint: the record that drops a checkpoint is made after a newer one had become common,
 and what is common stays common until then.
 

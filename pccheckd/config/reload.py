@@ -99,7 +99,7 @@ def apply(config: Config, fresh: Config) -> None:
                 if option.field in pending
             ),
         )
-    # Who sends the signal waits for this line.
+    # The sender of the signal (systemd, a test) waits for this line.
     LOG.info("reload: %s", ", ".join(changed) or "nothing changed", extra={"always": True})
 
 

@@ -2,8 +2,8 @@
 
 The loop itself calls only what takes no lock that is held over I/O: of a channel `refuse`,
 `requested`, `set_outcome`, `usage`; of a volume `set_group`, `limit`, `has_expendable`, `spare`; of
-the pool and the GPUs the usage. All else goes through `call` and its kin; the integration tests
-enforce this (tests/support/loopcheck.py)."""
+the pool and the GPUs the usage. All else goes through `call`, `grow` or
+`open_channel`; the integration tests enforce this (tests/support/loopcheck.py)."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ and its answers back, and understands neither.
     python -P -m pccheckd.front.program VERSION UID GID LISTENER SOCKET REQUEST_BYTES_MAX
 
 A peer that reaches an ipc endpoint can make libzmq abort, or fill its memory: accept() asserts on
-EMFILE, and the limits on sizes and on messages do not bound how many frames one message has. So all
-of that ends here: the limits below kill this process, the daemon starts another, and no other user
-notices. Imports little, since there is one per user; holds no lock, file or memory of the daemon;
-ends with the daemon."""
+EMFILE, and the limits on sizes and on messages do not bound how many frames one message has. So
+the damage stays here: the limits below kill this process, the daemon starts another, and no other
+user notices. Imports little, since there is one per user; holds no lock, file or memory of the
+daemon; ends with the daemon."""
 
 from __future__ import annotations
 

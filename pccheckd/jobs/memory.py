@@ -199,8 +199,9 @@ class Memory(Background):
             if claim.share_bytes or not port.granted_bytes or port in self._ending:
                 continue
             LOG.warning(
-                "%s: session ended: DRAM is less than two chunks for each of %d sessions, and its "
-                "user has the most sessions or exceeds --max-dram-per-user. The client reconnects "
+                "%s: session ended: the DRAM is too small for two chunks for each of %d sessions. "
+                "This user has the most sessions, or exceeds --max-dram-per-user. The client "
+                "reconnects "
                 "when memory is free; raise --dram or lower --chunk",
                 claim.who, len(self._claims),
             )  # fmt: skip

@@ -122,9 +122,8 @@ def _require_room(tenant: Tenant, sequence: int) -> None:
     if len(wanted | bases) > slots - beside:
         shared = f", and {len(bases)} for their unchanged tensors" if bases else ""
         raise RefusedError(
-            f"{tenant.key}: {slots} slots have room for {max(0, slots - beside - len(bases))} "
-            f"pinned checkpoints, since {beside} are needed for new ones{shared}; pinned steps: "
-            f"{steps}",
+            f"{tenant.key}: {max(0, slots - beside - len(bases))} of {slots} slots can hold pinned "
+            f"checkpoints: {beside} are needed for new ones{shared}; pinned steps: {steps}",
             hint="unpin one, or start pccheckd with more --slots, which new jobs and "
             "larger states get",
         )

@@ -9,8 +9,8 @@ A start is open until every rank has joined it. A new process takes a free place
 if that is open and one of its processes lives, or the place of a process that has ended without
 asking for a checkpoint; otherwise a new start begins. A process that has asked for checkpoints in
 an older start is *fenced*: it gets no more of them until it restores, which makes it a member of
-the newest start, or begins a new one if all processes of the newest have ended. One that has asked
-for none moves along by itself.
+the newest start, or begins a new one if all processes of the newest have ended. A process that
+has asked for no checkpoint joins the newest start without a restore.
 
 A daemon that is restarted does not know which ranks had joined a start. But a rank registers before
 it asks, and its volume names the start then. So a rank whose volume named only earlier starts when

@@ -62,8 +62,8 @@ def require_ours(place: Path) -> None:
     found = place.stat()
     if found.st_uid not in (0, os.geteuid()):
         raise NoStoreError(
-            f"the storage directory {place} belongs to uid {found.st_uid}, who could replace the "
-            "checkpoints in it",
+            f"the storage directory {place} belongs to uid {found.st_uid}, and that user could "
+            "replace the checkpoints in the directory",
             hint=f"give it to the user that runs pccheckd: chown {os.geteuid()} {place}",
         )
     if found.st_mode & stat.S_IWOTH:

@@ -24,11 +24,11 @@ _COPY_FAILED = {
     "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
     "DEVICE_LOST": DEVICE_LOST,
     "DAMAGED": (
-        "its memory changed after it was copied, before a new pccheckd could write it",
-        "look for a process that writes where it should not",
+        "its copy in memory changed before a new pccheckd had written it",
+        "look for a process that writes into pccheckd's memory",
     ),
     "BAD_HANDLE": (
-        "the trainer no longer shares the GPU memory that it was to be read from",
+        "the trainer no longer shares the GPU memory of this checkpoint",
         "the next checkpoint shares the memory again",
     ),
 }  # fmt: skip

@@ -286,7 +286,7 @@ class Scrubber(Background):
             tenant.retention.not_read(found.sequence)
 
     async def _flagged(self, key: Key, found: catalog.Checkpoint) -> None:
-        """Known to be damaged, and reported before. Whole again, it loses the flag."""
+        """Known to be damaged, and reported before. If all of it can be read, it loses the flag."""
         _, tenant = await self._registry.existing(key)
         item, reports = _item(tenant, found.volume_path), tenant.retention.reports
         if item is None:

@@ -57,7 +57,7 @@ def test_a_pin_takes_no_slot_that_the_next_checkpoint_needs(start_daemon: Start)
         client.pin(1)
         client.pin(2)
         save(client, 3)
-        with pytest.raises(RefusedError, match=r"5 slots have room for 2.*pinned steps: 2, 1"):
+        with pytest.raises(RefusedError, match=r"2 of 5 slots can hold.*pinned steps: 2, 1"):
             client.pin(3)
         save(client, *range(4, 9))
         assert steps(client)[2:] == [(2, True), (1, True)]

@@ -387,8 +387,8 @@ def words(kit: Kit, call: Callable[[Kit], object], capsys: pytest.CaptureFixture
 WORDS: dict[str, str] = {
     "no daemon": (
         "PCcheck: training continues WITHOUT checkpoints: no daemon listens at DIR/none "
-        "(start it with: pccheckd --storage DIR). The client connects as soon as a pccheckd "
-        "runs there; until then restore() raises."
+        "(start it with: pccheckd --storage DIR). The client connects when a pccheckd runs "
+        "there. Before that, restore() raises."
     ),
     "no daemon, raised": ("no daemon listens at DIR/none (start it with: pccheckd --storage DIR)"),
     "silent daemon": (
@@ -531,8 +531,8 @@ WORDS: dict[str, str] = {
         "or attach the optimizer that makes it"
     ),
     "CUDA graph": (
-        "PCcheck: an attached optimizer made a step while a CUDA graph was recorded, and "
-        "replays do not repeat that: checkpoint() waits from now on; to keep training "
+        "PCcheck: an attached optimizer made a step while a CUDA graph was recorded. A replay "
+        "does not repeat the call: checkpoint() waits from now on; to keep training "
         'meanwhile, use gate="manual" and call gate() before every replay()'
     ),
     "stalled": (

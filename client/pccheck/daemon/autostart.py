@@ -77,8 +77,8 @@ class PrivateDaemon:
         except OSError as error:  # no space for its log, no process, a path of another user
             raise PccheckError(
                 f"cannot start a private pccheckd: {error}",
-                hint="free what is missing, or choose other directories with storage= and "
-                "XDG_RUNTIME_DIR",
+                hint="free disk space, memory or processes, or choose other directories with "
+                "storage= and XDG_RUNTIME_DIR",
             ) from error
 
     def _ensure(self) -> None:

@@ -120,7 +120,7 @@ class Session:
     def warn_disconnected(self, *, private: bool) -> None:
         """Warns once why there is no connection. `private`: the client starts the daemon itself."""
         why = str(self.error or "no daemon")
-        then = "The client connects as soon as a pccheckd runs there; until then restore() raises"
+        then = "The client connects when a pccheckd runs there. Before that, restore() raises"
         if self.error is not None and not isinstance(self.error, DaemonUnreachableError):
             then = "Later calls of checkpoint() try to connect again; until then restore() raises"
         elif self.error is not None and private:

@@ -374,15 +374,15 @@ class Saver:
         told = []
         if lost:
             told.append(
-                f"checkpoint of step {lost[-1].step} is {lost[-1].state} and lost: close() waits "
-                "for it no longer (see: pccheckctl status)"
+                f"checkpoint of step {lost[-1].step} is lost (state: {lost[-1].state}): close() "
+                "stopped waiting (see: pccheckctl status)"
             )
         if copied:
             step = copied[-1].step
             told.append(
                 f"checkpoint of step {step} is copied, and pccheckd is still writing it to the "
-                "disk: close() waits for it no longer. pccheckd does not need this process any "
-                f"more. A restart can resume from step {step} if pccheckd keeps running"
+                "disk: close() stopped waiting, and this process may end. A restart can resume "
+                f"from step {step} if pccheckd keeps running"
             )
         if told:
             self._warner.once("drain", ". ".join(told))

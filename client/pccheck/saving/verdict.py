@@ -71,7 +71,8 @@ class Verdict:
                     self._on_moved(self.checkpoint.step, moved)
                     self.checkpoint.end(
                         CheckpointState.FAILED,
-                        f"abandoned: {moved.path} was changed while it was read, without gate()",
+                        f"abandoned: {moved.path} was changed while it was copied, without a call "
+                        "of gate() before the change",
                         reported=True,
                     )
             self._reading = _NOTHING  # a handle that is kept keeps no tensors

@@ -55,9 +55,9 @@ class Snapshot:
 
     @property
     def worth_a_base(self) -> int:
-        """`frozen`, or 0 when to write it again costs less than the slot that an earlier checkpoint
-        takes which is referred to: for a small part of the payload, and for what a disk writes in
-        some hundredths of a second."""
+        """`frozen`, or 0 when writing these bytes again costs less than the slot of an earlier
+        checkpoint that is kept for them: for a small part of the payload, and for what a disk
+        writes in some hundredths of a second."""
         large = self.frozen >= FROZEN_MIN and 4 * self.frozen >= self.payload_bytes
         return self.frozen if large else 0
 

@@ -43,7 +43,8 @@ def _ask(arguments: argparse.Namespace) -> Document:
         if error.message != STORAGE_MISSING:
             raise  # a mistake in the file is one with or without a daemon
         raise DaemonUnreachableError(
-            f"{unreachable.message}, and from this shell none would start: {error.message}",
+            f"{unreachable.message}, and a pccheckd started from this shell would fail: "
+            f"{error.message}",
             hint=unreachable.hint,
         ) from error
     note(f"{unreachable.message}: showing what a pccheckd started from this shell would use")

@@ -84,7 +84,7 @@ def _head(document: Document, now_s: float) -> list[str]:
     if number(storage, "total_bytes") is not None:
         place += f", {_size(storage, 'free_bytes')} free of {_size(storage, 'total_bytes')}"
     if not daemon:
-        return ["daemon   not asked, or no answer; these values are from the volumes", place]
+        return ["daemon   not asked, or did not answer; these values are from the volumes", place]
     pinned = f", {_size(pool, 'pinned_bytes')} pinned for GPUs" * bool(whole(pool, "pinned_bytes"))
     reason = text(daemon, "engine_reason")
     return [
@@ -164,7 +164,7 @@ def _groups(groups: list[Document], now_s: float) -> str:
             render.duration(waits_s) if waits_s else "",
             f"{slowest}, not connected" if one.get("absent") else by,
         ))  # fmt: skip
-    headings = ("job", "ranks", "last step of all ranks", "age", "newer one waits", "slowest rank")
+    headings = ("job", "ranks", "last step of all ranks", "age", "next step waits", "slowest rank")
     return render.table(headings, lines)
 
 

@@ -35,5 +35,5 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return list(check())
     except Exception as error:
         why = f"the check failed ({type(error).__name__}: {error})"
-        costs = "doctor cannot tell whether this is all right"
+        costs = "doctor did not complete this check"
         return [warning(name, why, costs=costs, mend="check it by hand, and report this error")]

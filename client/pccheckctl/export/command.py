@@ -145,7 +145,10 @@ def choose(
     if common is not None and rank in common:
         return {rank: common[rank]}
     if not alone:
-        note(f"not all {world_size} ranks have this step here: do not mix it with other ranks")
+        note(
+            f"some of the {world_size} ranks do not have this step: do not combine this file with "
+            "files of other ranks"
+        )
     return {rank: _newest(usable, rank, arguments)}
 
 
