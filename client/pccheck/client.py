@@ -27,6 +27,7 @@ from pccheck_wire.messages import CheckpointState, Pin
 from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import Session
+from .garbage import no_collection
 from .job.agreement import Agreement
 from .job.naming import identify
 from .job.steps import steps_of
@@ -497,7 +498,7 @@ class PCcheckClient:
                 hint=f"attached are: {', '.join(sorted(self._planner.attached))}",
             )
         step = None if step is None else check_step(step)
-        with self._calling():
+        with self._calling(), no_collection():  # until all that was made for it is gone
             connection = self._connection()
             result, on_gpu, payload_bytes = self._recovery.restore(
                 connection, step, strict_optimizer=strict_optimizer, only=only
@@ -520,7 +521,7 @@ class PCcheckClient:
         `step` the call does not count: see `adopt`. Raises as `restore` does.
         """
         step = None if step is None else check_step(step)
-        with self._calling():
+        with self._calling(), no_collection():
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """For work that makes many objects and no cycles. The collector runs after every few hundred
-    new objects, and again and again looks at all there are: with some 10,000 tensors that takes
-    longer than the work."""
+    """For work that makes many objects and no cycles, until most of these are gone. The collector
+    runs after every few hundred new objects, and again and again looks at all there are: with some
+    10,000 tensors that takes longer than the work."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -108,6 +109,28 @@ def test_a_given_state(daemon: Daemon, connect: Connect, state: Any) -> None:
     assert same(client.recover(step=1).state, state)
     with pytest.raises(UsageError):
         client.checkpoint(state, step=-1)
+
+
+def test_the_garbage_collector_does_not_run_during_restore(
+    daemon: Daemon, connect: Connect
+) -> None:
+    """It would look at every object of the process, for what is gone soon anyway."""
+    model = torch.nn.ParameterList(torch.ones(4) for _ in range(3000))
+    client = connect(daemon)
+    client.attach(model=model)
+    client.checkpoint(step=1).wait_durable(60)
+    runs: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        runs.extend([info["generation"]] if phase == "start" else [])
+
+    gc.callbacks.append(note)
+    try:
+        restored = client.restore()
+    finally:
+        gc.callbacks.remove(note)
+    assert restored.step == 1 and gc.isenabled()
+    assert len(runs) <= 1  # at its end
 
 
 def test_without_a_gate_it_is_copied_on_return(daemon: Daemon, connect: Connect) -> None:

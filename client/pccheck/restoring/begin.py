@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
-from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.in_flight import Durable
@@ -72,11 +71,10 @@ class Recovery:
             opened = payload.opened
             self._require(opened, described)
             attached = self._planner.attached
-            with no_collection():
-                placement = Placement(
-                    described, attached, self._left(opened), payload.others,
-                    strict_optimizer=strict_optimizer, only=only,
-                )  # fmt: skip
+            placement = Placement(
+                described, attached, self._left(opened), payload.others,
+                strict_optimizer=strict_optimizer, only=only,
+            )  # fmt: skip
             before = self.torn
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from pccheck.daemon.connection import Connection, RequestLostError
-from pccheck.garbage import no_collection
 from pccheck.state.extents import Range, devices_of, pack
 from pccheck.warn import LOG
 from pccheck_native import NativeError
@@ -225,8 +224,7 @@ class Payload:
         buffer = torch.empty(part.tree_bytes, dtype=torch.uint8, device="cpu")
         target = pack([Range(buffer.data_ptr(), part.tree_offset, part.tree_bytes)])
         self._read(part, part.tree_offset, part.tree_bytes, target, b"")
-        with no_collection():
-            return tree.decode(buffer.numpy().tobytes(), part.tree_offset)
+        return tree.decode(buffer.numpy().tobytes(), part.tree_offset)
 
     def _read(
         self, part: Part, offset: int, length: int, ranges: bytes, device_ranges: bytes
