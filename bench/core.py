@@ -5,9 +5,12 @@
 
 `bench.persist` measures whole checkpoints, whose copy shares the cores with the writes. Here the
 chunks are full before the clock starts (bench/savecore.c). In every round the core saves once with
-each engine and each setting of the limit overwrites its file once. The limit writes the same small
-buffers again and again. A checkpoint is as large as its file: the row `whole`, which is no limit,
-shows the plain program with memory of that size. Writes bench/results/core-DATE.{json,md}.
+each engine and each setting of the limit overwrites its file once.
+
+The limit writes the same small buffers again and again. A checkpoint is as large as its file. So
+`kept` is the plain program with memory of that size: the same threads, the same buffers, but each
+is another part of memory that was filled before the first round, as the core's chunks were. No
+checkpoint is written faster than that program writes. Writes bench/results/core-DATE.{json,md}.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ LIMITS = (
     Setting("io_uring", 4 * MIB, 4),
     Setting("io_uring", 1 * MIB, 16),
 )
-WHOLE = Setting("rawwrite", 4 * MIB, 2, "whole")
+KEPT = Setting("rawwrite", 4 * MIB, 2, "kept")
 
 
 def build(directory: Path, name: str) -> Path:
@@ -60,22 +63,22 @@ def copy_seconds(program: Path, size_bytes: int) -> tuple[float, float]:
     return together, apart
 
 
-class Core:
-    """The C core on a volume of its own, with one engine; saves on command."""
+class Writer:
+    """A program that keeps its memory, and writes all of it on command: the C core on a volume of
+    its own, with one engine, or the plain program."""
 
-    def __init__(self, program: Path, directory: Path, size_bytes: int, rounds: int, engine: str):
-        self.name = f"core, {engine}"
+    def __init__(self, name: str, *words: object):
+        self.name = name
         self._process = subprocess.Popen(
-            [str(program), str(directory), str(size_bytes), str(rounds), engine],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._line()  # "ready": every slot was written once
+            list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._line()  # "ready": memory is full, and every slot was written once
 
     def _line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise BenchError(f"savecore ended early ({self.name})")
+            raise BenchError(f"the program ended early ({self.name})")
         return line
 
     def seconds(self) -> float:
@@ -93,22 +96,28 @@ class Core:
 def measure(
     size_bytes: int, rounds: int, engines: list[str], directory: Path
 ) -> dict[str, list[float]]:
-    """Seconds by contender: "core, ENGINE" and the settings of the limit."""
+    """Seconds by contender: "core, ENGINE", the plain program with kept memory, and the settings of
+    the limit."""
     file = directory / "limit.bin"
     common.lay_out(file, size_bytes)
-    limit = Limit(file, size_bytes, common.build_rawwrite(directory))
-    program = build(directory, "savecore")
-    cores = [Core(program, directory, size_bytes, rounds, engine) for engine in engines]
+    plain = common.build_rawwrite(directory)
+    limit = Limit(file, size_bytes, plain)
+    core = build(directory, "savecore")
+    writers = [
+        Writer(f"core, {engine}", core, directory, size_bytes, rounds, engine) for engine in engines
+    ]
+    kept = ("write", file, size_bytes, KEPT.depth, KEPT.block_bytes, KEPT.memory)
+    writers.append(Writer(KEPT.name, plain, *kept))
     runs: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for core in cores:
+        for writer in writers:
             common.settle()
-            runs.setdefault(core.name, []).append(core.seconds())
-        for setting in (*LIMITS, WHOLE):
+            runs.setdefault(writer.name, []).append(writer.seconds())
+        for setting in LIMITS:
             common.settle()
             runs.setdefault(setting.name, []).append(limit.seconds(setting, write=True))
-    for core in cores:
-        core.close()
+    for writer in writers:
+        writer.close()
     file.unlink()
     return runs
 
@@ -117,13 +126,13 @@ def table(size_bytes: int, runs: dict[str, list[float]]) -> list[str]:
     spreads = {name: Spread.of(seconds) for name, seconds in runs.items()}
     cores = {name: s for name, s in spreads.items() if name.startswith("core")}
     best = min((spreads[setting.name].median, setting.name) for setting in LIMITS)
-    whole = spreads[WHOLE.name].median
+    kept = spreads[KEPT.name].median
     rounds = max(s.runs for s in spreads.values())
     lines = [f"## {size_bytes / GIB:.2f} GiB, {rounds} rounds", ""]
-    lines += ["| | s, median [min-max] | GiB/s | best direct write / it | whole / it |"]
+    lines += ["| | s, median [min-max] | GiB/s | best direct write / it | kept / it |"]
     lines += ["|---|---|---|---|---|"]
     for name, spread in sorted(spreads.items(), key=lambda item: item[1].median):
-        ratios = f"**{best[0] / spread.median:.2f}** | {whole / spread.median:.2f}"
+        ratios = f"**{best[0] / spread.median:.2f}** | {kept / spread.median:.2f}"
         speed = size_bytes / GIB / spread.median
         row = f"| {name} | {spread.text()} | {speed:.2f} |"
         lines.append(f"{row} {ratios if name in cores else ' | '} |")
