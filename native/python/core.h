@@ -216,7 +216,7 @@ PyObject *pcc_py_cuda_driver(PyObject *module, PyObject *unused);
 
 PyObject *pcc_py_tensor_geometry(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_geometry(PyObject *module, PyObject *args);
-PyObject *pcc_py_counts(PyObject *module, PyObject *args);
+PyObject *pcc_py_integers(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_items(PyObject *module, PyObject *args);
 PyObject *pcc_py_same_values(PyObject *module, PyObject *args);
 

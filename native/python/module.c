@@ -104,7 +104,7 @@ static PyMethodDef functions[] = {
     {"cuda_driver", pcc_py_cuda_driver, METH_NOARGS, NULL},
     {"tensor_geometry", pcc_py_tensor_geometry, METH_VARARGS, NULL},
     {"same_geometry", pcc_py_same_geometry, METH_VARARGS, NULL},
-    {"counts", pcc_py_counts, METH_VARARGS, NULL},
+    {"integers", pcc_py_integers, METH_VARARGS, NULL},
     {"same_items", pcc_py_same_items, METH_VARARGS, NULL},
     {"same_values", pcc_py_same_values, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

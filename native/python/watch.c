@@ -174,17 +174,17 @@ PyObject *pcc_py_same_geometry(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(geometry_holds(api, tensors, words, PyBytes_Size(then) / WORD_BYTES));
 }
 
-/* -- counts -- */
+/* -- attributes -- */
 
-PyObject *pcc_py_counts(PyObject *Py_UNUSED(module), PyObject *args)
+PyObject *pcc_py_integers(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *getter, *tensors;
-    if (!PyArg_ParseTuple(args, "OO!:counts", &getter, &PyList_Type, &tensors))
+    if (!PyArg_ParseTuple(args, "OO!:integers", &getter, &PyList_Type, &tensors))
         return NULL;
     /* The slot itself: Python would look the attribute up for each tensor. */
     const descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(getter), Py_tp_descr_get);
     if (get == NULL)
-        return PyErr_Format(PyExc_TypeError, "counts: not a descriptor");
+        return PyErr_Format(PyExc_TypeError, "integers: not a descriptor");
     const Py_ssize_t count = PyList_Size(tensors);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
     if (packed == NULL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pccheck.state.watch import GeometryWatch, _items
-from pccheck_native import counts, same_geometry, same_items, same_values, tensor_geometry
+from pccheck_native import integers, same_geometry, same_items, same_values, tensor_geometry
 
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 exchange = pytest.mark.skipif(EXCHANGE is None, reason="torch is older than 2.10")
@@ -80,22 +80,22 @@ def test_lists_are_compared_by_their_items_and_by_their_identity() -> None:
     assert not same_items([first, second], then)
 
 
-def test_counts_are_those_of_each_tensor_and_errors_are_raised() -> None:
+def test_integers_are_those_of_each_tensor_and_errors_are_raised() -> None:
     tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(())]
     for tensor, times in zip(tensors, (0, 3, 300), strict=True):
         for _ in range(times):
             tensor.data.add_(1) if tensor.requires_grad else tensor.add_(1)
     tensors[1].detach().zero_()
     descriptor = vars(torch._C.TensorBase)["_version"]
-    found = memoryview(counts(descriptor, tensors)).cast("q").tolist()
+    found = memoryview(integers(descriptor, tensors)).cast("q").tolist()
     assert found == [tensor._version for tensor in tensors] and found[2] == 300
-    assert counts(descriptor, []) == b""
+    assert integers(descriptor, []) == b""
     with pytest.raises(TypeError):
-        counts(descriptor, ["x"])
+        integers(descriptor, ["x"])
     with pytest.raises(TypeError):
-        counts(7, tensors)
+        integers(7, tensors)
     with torch.inference_mode(), pytest.raises(RuntimeError):  # torch does not count there
-        counts(descriptor, [torch.ones(2)])
+        integers(descriptor, [torch.ones(2)])
 
 
 @exchange

@@ -4,16 +4,17 @@ torch counts the in-place changes of every tensor (`_version`), when the operati
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pccheck_native import counts
+from pccheck_native import integers
 
 from .extents import View
 
-_COUNT = next(vars(cls)["_version"] for cls in Tensor.__mro__ if "_version" in vars(cls))
+_COUNT = inspect.getattr_static(Tensor, "_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Tensors:
 
     def counts(self) -> bytes:
         """How often each was changed in place."""
-        return counts(_COUNT, self._tensors)
+        return integers(_COUNT, self._tensors)
 
     def moved(self, then: bytes) -> Moved | None:
         """The first tensor whose count has changed."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 
+from pccheck_native import integers
+
 from .extents import View
 from .shards import local
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD = inspect.getattr_static(torch.Tensor, "requires_grad")
 
 
 class Gating:
@@ -37,8 +39,8 @@ class Gating:
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
         holders = itertools.chain.from_iterable(map(modules_of, things))
         self._buffers = {_storage(b) for m in holders for b in m.buffers() if _plain(b)}
-        self._trained = [parameter for one in optimizers for parameter in _trained_by(one)]
-        updated = itertools.chain(self._trained, *map(_state_of, optimizers))
+        trained = [parameter for one in optimizers for parameter in _trained_by(one)]
+        updated = itertools.chain(trained, *map(_state_of, optimizers))
         self._gated = {_storage(tensor) for tensor in updated}
         frozen = [
             (name, parameter)
@@ -46,16 +48,15 @@ class Gating:
             for parameter in module.parameters()
             if not parameter.requires_grad and _plain(parameter)
         ]  # fmt: skip
-        self._frozen = [parameter for _, parameter in frozen]
         # Whatever is `loose`: it differs between ranks, which must divide what is frozen alike.
-        self._still = {_storage(parameter) for parameter in self._frozen}
+        self._still = {_storage(parameter) for _, parameter in frozen}
         self._frozen_in = {_storage(one): name for name, one in frozen if name not in loose}
+        self._parameters = [*trained, *(parameter for _, parameter in frozen)]
+        self._require_grad = integers(_REQUIRES_GRAD, self._parameters)
 
     def holds(self) -> bool:
         """False when a parameter was frozen or unfrozen since."""
-        return all(map(_REQUIRES_GRAD, self._trained)) and not any(
-            map(_REQUIRES_GRAD, self._frozen)
-        )
+        return integers(_REQUIRES_GRAD, self._parameters) == self._require_grad
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
         """Sets `volatile`, `loose`, `frozen` and `shared`; without `promised` the views may differ
