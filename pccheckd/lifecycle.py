@@ -44,6 +44,7 @@ from .upkeep.gpu_release import GpuRelease
 FILES_WANTED = 65536
 #: How long a thread that makes a document may keep the interpreter's lock; Python's is 5 ms.
 SWITCH_S = 0.0005
+LOOK_S = 0.05  # how often a private daemon that was asked to end looks for trainers
 
 
 def run(config: Config, sources: Sources) -> int:
@@ -98,7 +99,7 @@ async def _serve(
     expiry = Expiry(registry)
     reloader = Reloader(config, sources, notifier)
     reloader.then(registry.limit, observing.scrubber.wake, expiry.wake)
-    stop, hurry = _signals(reloader)
+    leave, stop, hurry = _signals(reloader, private=directory.is_private)
     # Parts stop in the reverse of this order; those in `work` within --drain-limit.
     async with contextlib.AsyncExitStack() as parts:
         engine.start()
@@ -128,7 +129,9 @@ async def _serve(
             await engine.call(os.getuid(), logs.flush)
             notifier.send("READY=1")
             async with supervisor:
+                leaving = asyncio.create_task(_leave(leave, stop, sessions))
                 await stop.wait()
+                leaving.cancel()
                 notifier.send("STOPPING=1")
         LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
         sessions.draining = True
@@ -157,18 +160,32 @@ async def _drained(
     return drain.done() and drain.exception() is None
 
 
-def _signals(reloader: Reloader) -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and by the second SIGTERM or SIGINT. SIGHUP goes to the reloader."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+async def _leave(leave: asyncio.Event, stop: asyncio.Event, sessions: Sessions) -> None:
+    """A job step is ended by SIGTERM to all its processes. The private daemon among them is still
+    needed for the trainers' last checkpoints."""
+    await leave.wait()
+    if sessions.trainers():
+        LOG.info("SIGTERM: pccheckd ends after its last trainer (at once: SIGINT)")
+    while sessions.trainers():
+        await asyncio.sleep(LOOK_S)
+    stop.set()
+
+
+def _signals(
+    reloader: Reloader, *, private: bool
+) -> tuple[asyncio.Event, asyncio.Event, asyncio.Event]:
+    """Leave, stop, hurry: the last two are set by the first and by the second SIGTERM or SIGINT,
+    but SIGTERM to a private daemon sets only the first. SIGHUP goes to the reloader."""
+    leave, stop, hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def arrived() -> None:
         (hurry if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, arrived)
+    loop.add_signal_handler(signal.SIGTERM, leave.set if private else arrived)
+    loop.add_signal_handler(signal.SIGINT, arrived)
     on_hangup(reloader.request, arrived)
-    return stop, hurry
+    return leave, stop, hurry
 
 
 @contextlib.contextmanager

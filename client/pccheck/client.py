@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import torch
 
 from pccheck_wire import tree
+from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import (
     CheckpointFailedError,
     NoStoreError,
@@ -160,15 +161,20 @@ class PCcheckClient:
         path = check_path("socket", socket)
         if autostart:
             self._private = private_daemon(check_path("storage", storage), path)
+        private = self._private
+
+        def where() -> str:  # without `self`: a client that nobody holds is closed at once
+            return socket_name(private.socket if private is not None else path)
+
         self._session = Session(
-            identity, self._private.socket if self._private else path,
-            fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
+            identity, where, fresh=fresh, solo=solo, stall_limit_s=stall_limit_s,
+            warner=self._warner,
         )  # fmt: skip
         self._saver = Saver(self._session, self._warner, self._options, self._planner.moved)
         self._recovery = Recovery(
             self._session, self._planner, self._steps, self._warner, replicated=replicated
         )
-        self.place = identity.job, identity.rank, str(self._session.path)
+        self.place = identity.job, identity.rank, where()
         for other in list(_CLIENTS):  # a notebook's cell is run again
             if other.place == self.place:
                 other.close()
@@ -329,7 +335,10 @@ class PCcheckClient:
         the storage or a GPU, of earlier checkpoints, too. Otherwise the handle has the reason.
         """
         if self._inert():
-            reason = "a client does nothing in a forked process"
+            if self._options.raises:
+                self._require_open()
+            reason = "this client belongs to the parent process, and saves nothing in a forked one"
+            self._warner.once("forked", f"{reason}: make a PCcheckClient in this process")
             return Checkpoint(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
         with self._lock:
             self._require_open()

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pccheck_native import catalog, group, layout
+from pccheck_native import catalog, group
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .directory import Storage, any_of_job
 from .documents import part, text
-from .observer import Observer
+from .observer import Observer, private_socket
 from .readers import Store
 from .remote import DaemonStore
 
@@ -84,11 +84,5 @@ def find_store(
                     hint=f"{error.hint}; or read the files without a daemon: storage=DIR",
                 ) from error
     directory = Storage(storage)
-    private = layout.noted_socket(directory.path)
-    if private is not None:
-        try:
-            Observer(str(private)).close()
-        except DaemonUnreachableError:  # it has ended
-            return directory
-        return DaemonStore(str(private), directory.path)
-    return directory
+    private = private_socket(directory.path)
+    return directory if private is None else DaemonStore(private, directory.path)

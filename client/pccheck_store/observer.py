@@ -14,10 +14,14 @@ import msgpack  # type: ignore[import-untyped]
 from pccheck_store import VERSION
 from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
 from pccheck_wire.connection import Connection, raise_failure
-from pccheck_wire.errors import PccheckError, ProtocolError
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError
 
 from .documents import Document, part, rows
 from .ranks import add_stored
+
+TYPE_CHECKING = False  # the import of `typing` takes a fifth of the time of `status`
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONNECT_LIMIT_S = 10.0
 REQUEST_LIMIT_S = 30.0
@@ -27,21 +31,38 @@ TRACE_S_MAX = 1e8  # what the daemon takes; it remembers less
 LISTING_LIMIT_S = 2.0  # of the list that completes `status`
 
 
-def hello() -> Document:
-    """The first packet of an observer."""
+def hello(*, storage: str = "") -> Document:
+    """The first packet of an observer. With any `storage` the answer names the directory."""
     about = {"protocol": PROTOCOL_VERSION, "version": VERSION, "pid": os.getpid()}
-    return {"t": "hello", "role": "observer", **about}
+    return {"t": "hello", "role": "observer", "storage": storage, **about}
+
+
+def private_socket(storage: Path) -> str | None:
+    """Where the private daemon that serves this directory listens, if there is one. A directory
+    that was copied or moved has the note of another one's daemon. Raises why that one refuses."""
+    from pccheck_native import layout  # most commands ask the daemon of the node
+
+    noted = layout.noted_socket(storage)
+    if noted is None:
+        return None
+    try:
+        with Observer(str(noted), storage="?") as observer:
+            return str(noted) if observer.serves == layout.number(storage) else None
+    except DaemonUnreachableError:  # it has ended
+        return None
 
 
 class Observer:
     """A connection to the daemon; close it, or use it as a context manager."""
 
-    def __init__(self, path: str | None = None, *, timeout_s: float = CONNECT_LIMIT_S) -> None:
+    def __init__(
+        self, path: str | None = None, *, timeout_s: float = CONNECT_LIMIT_S, storage: str = ""
+    ) -> None:
         """Connects and says hello. Raises DaemonUnreachableError, or why the daemon refuses."""
         self._connection = Connection(socket_name(path), timeout_s=timeout_s)
         self._number = 0
         try:
-            welcome, _ = self._connection.exchange(msgpack.packb(hello()), timeout_s)
+            welcome, _ = self._connection.exchange(msgpack.packb(hello(storage=storage)), timeout_s)
             raise_failure(welcome)
             token = welcome.get("token")
             if welcome.get("t") != "welcome" or not isinstance(token, bytes):
@@ -50,6 +71,7 @@ class Observer:
             self._connection.close()
             raise
         self._token = token
+        self.serves = welcome.get("storage")  #: with `storage`: layout.number of its directory
 
     def status(self, *, uid: int | None = None) -> Document:
         """The daemon's document, with the ranks that it has not loaded since it started."""

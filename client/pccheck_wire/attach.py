@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Self
 
-from . import codec
+from . import codec, peer
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, socket_name
 from .connection import Connection, raise_failure
 from .errors import ProtocolError, error_from_wire
@@ -35,6 +35,11 @@ class Attachment:
     @property
     def socket(self) -> socket.socket:
         return self._connection.socket
+
+    @property
+    def daemon_pid(self) -> int:
+        """As this process sees it; 0 in another PID namespace."""
+        return peer.pid_of(self.socket)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -102,7 +107,8 @@ def observe(
     *,
     version: str = "",
     timeout_s: float = CONNECT_LIMIT_S,
+    storage: str = "",
 ) -> Attachment:
     """An observer's session: requests only, no memory."""
-    hello = Hello(PROTOCOL_VERSION, Role.OBSERVER, version, os.getpid())
+    hello = Hello(PROTOCOL_VERSION, Role.OBSERVER, version, os.getpid(), storage=storage)
     return connect(hello, path, timeout_s=timeout_s)

@@ -113,7 +113,8 @@ class Hello(Message):
     process: bytes = b""
     #: The `Welcome.incarnation` of the previous session, if this is a reconnect; else 0.
     incarnation: int = 0
-    #: The `Welcome.storage` of the previous session: another directory has other checkpoints.
+    #: The `Welcome.storage` of the previous session: another directory has other checkpoints. An
+    #: observer's is any text if it wants to know which directory the daemon serves.
     storage: str = ""
     #: The sequence that the state was restored from; 0: no checkpoint existed, or `fresh`; None:
     #: not restored yet.
@@ -137,7 +138,9 @@ class Welcome(Message):
     #: How this daemon can take GPU tensors: "pull", or "push" and why.
     transfer: str = "push"
     transfer_reason: str = ""
-    storage: str = ""  # distinguishes storage directories, until the next boot
+    #: Distinguishes storage directories, until the next boot: layout.identity; for an observer that
+    #: asks layout.number, or "" while the directory is missing.
+    storage: str = ""
     #: The newest durable step of this volume, when it has one.
     newest_step: int | None = None
     #: The newest step of a run before that the peer has not restored, and that is kept for it, or

@@ -20,8 +20,7 @@ _CREDENTIALS = struct.Struct("iII")
 def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> None:
     """Raises RefusedError unless the other end runs as this process's uid, as root, as the uid in
     PCCHECK_DAEMON_UID, or as a uid to which root gave the socket's directory."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    _, uid, _ = _credentials(connection)
     mine = os.geteuid()
     if uid in (0, mine, named_uid()) or placed_by_root(path, uid):
         return
@@ -31,6 +30,18 @@ def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> 
         hint=f"if that daemon is trusted, set {VARIABLE}={uid}; else start your own, with its "
         "socket in a directory that only you can write to",
     )
+
+
+def pid_of(connection: socket.socket) -> int:
+    """The process that listens, by its number in this process's PID namespace; 0 when it has
+    none."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
 
 
 def named_uid() -> int | None:

@@ -2,6 +2,7 @@
 
     <storage>/.pccheckd.lock                          the daemon's flock
     <storage>/.pccheckd.socket                        where a private daemon listens
+    <storage>/.pccheckd.starting                      its clients' flock: who finds or starts it
     <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
     <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
 
@@ -11,6 +12,7 @@ from checked parts only, and links are never followed, so that nothing here leav
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -22,6 +24,8 @@ from typing import NamedTuple
 LOCK_NAME = ".pccheckd.lock"
 SOCKET_NAME = ".pccheckd.socket"
 _PATH_BYTES_MAX = 4096
+#: An attribute of the directory: its own number, and the identity that it has instead.
+_REPLACES = "user.pccheck.replaces"
 UID_MAX = 2**32 - 2  # (uid_t)-1 means "nobody in particular" to the kernel
 RANK_MAX = 65535
 GENERATION_MAX = 10**9 - 1
@@ -90,6 +94,31 @@ def noted_socket(storage: Path) -> Path | None:
         return None
     ours = mine and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
     return named if ours and named.is_absolute() else None
+
+
+def identity(storage: str | os.PathLike[str]) -> str:
+    """Differs for another directory that is mounted in its place. Stable until the next boot, which
+    ends every training process. An empty directory that a running daemon began to use in the place
+    of another one has the identity of that one, since its processes went on with it. Raises
+    OSError."""
+    own = number(storage)
+    with contextlib.suppress(OSError, ValueError):
+        itself, replaced = os.getxattr(storage, _REPLACES).decode("ascii").split()
+        if itself == own:  # else it is a copy
+            return replaced
+    return own
+
+
+def replace(storage: str | os.PathLike[str], replaced: str) -> None:
+    """Gives the directory the identity of another one."""
+    with contextlib.suppress(OSError):  # a file system without attributes
+        os.setxattr(storage, _REPLACES, f"{number(storage)} {replaced}".encode())
+
+
+def number(storage: str | os.PathLike[str]) -> str:
+    """Which directory it is, whatever its name. Raises OSError."""
+    found = os.stat(storage)  # noqa: PTH116
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def lock_path(storage: str | os.PathLike[str]) -> Path:

@@ -149,7 +149,7 @@ class Handlers:
             case Describe():
                 return self._describe(session, body)
             case Open():
-                return await recovery.open_checkpoint(session, body)
+                return await recovery.open_checkpoint(session, body, self._registry.engine)
             case Read():
                 await recovery.read(session, self._registry.memory, body)
             case Restored():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pccheck_native import catalog
+from pathlib import Path
+
+from pccheck_native import catalog, layout
 from pccheck_native.group import Held
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped, Writing
 from pccheckd.base.logs import LOG
+from pccheckd.core.engine import Engine
 from pccheckd.tenancy.leases import recycled
 from pccheckd.tenancy.tenant import Tenant
 
@@ -17,12 +20,13 @@ from .sessions import Session
 MAX_SEQUENCE = 2**63
 
 
-async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writing:
+async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opened | Empty | Writing:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
     one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
     when the choice depends on checkpoints that are still being written.
 
-    Raises NoCheckpointError when there are some but none is suitable.
+    Raises NoCheckpointError when there are some but none is suitable, RefusedError when they are of
+    another uid, in the directory of a private daemon.
     """
     job, tenant = _place(session)
     skipped: list[Skipped] = []
@@ -41,6 +45,8 @@ async def open_checkpoint(session: Session, body: Open) -> Opened | Empty | Writ
         if chosen is not None:
             _lease(session, job, tenant, chosen)
     if chosen is None:
+        if engine.directory is not None and engine.directory.is_private:
+            await engine.call(session.uid, _require_no_other, engine.directory.directory, session)
         return Empty(skipped)
     return Opened(
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
@@ -183,6 +189,20 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
         if isinstance(error, DamagedError):
             await tenant.retention.damaged(body.sequence)
         raise
+
+
+def _require_no_other(storage: Path, session: Session) -> None:
+    """A private daemon has one user. So the checkpoints of another uid are most probably those of
+    this user on another machine, or in a container."""
+    files = layout.files_in_place(storage, job=session.job_name)
+    others = sorted({file.uid for file in files} - {session.uid})
+    if others:
+        raise RefusedError(
+            f"{storage} has checkpoints of job {session.job_name!r}, but of uid {others[0]}, and "
+            f"this process is uid {session.uid}",
+            hint=f"run as uid {others[0]}; or export them (pccheckctl --storage {storage} export) "
+            "and import them; to begin anew use another job name, or fresh=True without restore()",
+        )
 
 
 def _place(session: Session) -> tuple[Job, Tenant]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pccheck_native import _core
+from pccheck_native import _core, layout
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
@@ -26,7 +26,6 @@ from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.gpus import Offer
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
-from pccheckd.storage import lock as storage
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
@@ -130,6 +129,10 @@ class Sessions:
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
+    def trainers(self) -> bool:
+        """Whether a trainer is connected."""
+        return any(session.role is Role.TRAINER for session in self._sessions.values())
+
     def room_bytes(self, session: Session) -> int:
         """The limit for a session's incomplete exposure: the sessions of a user share one limit."""
         others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
@@ -180,6 +183,9 @@ class Sessions:
                 attach = self._attach_trainer if hello.role is Role.TRAINER else self._attach_reader
                 self._sessions[session.number] = session
                 descriptors = await attach(session, hello, peer)
+            elif hello.storage and self.engine.directory is not None:
+                await self.engine.lacks_storage(peer.uid)
+                session.storage = self.engine.directory.number
             self._sessions[session.number] = session
         except BaseException:
             await self.end(session)
@@ -237,7 +243,7 @@ class Sessions:
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
         await tenant.look()
-        session.storage = await self.engine.call(session.uid, storage.identity, self.config.storage)
+        session.storage = await self.engine.call(session.uid, layout.identity, self.config.storage)
         await self._wait_for_predecessor(tenant, peer)
         await tenant.prepare()
         async with job.joining:  # other ranks wait meanwhile

@@ -31,7 +31,7 @@ class StorageDirectory:
         self._looking = threading.Lock()
         self._lock = self._taken()
         self._device = directory.stat().st_dev
-        self._identity = storage.identity(directory)
+        self._identity, self._number = layout.identity(directory), layout.number(directory)
         self.missing = ""  # why nothing can be stored, as of the last look
 
     def close(self) -> None:
@@ -50,6 +50,16 @@ class StorageDirectory:
             self.missing = why
             return why
 
+    @property
+    def number(self) -> str:
+        """layout.number; "" when the last check found no storage directory."""
+        return "" if self.missing else self._number
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the processes of one user have this daemon, which one of them started."""
+        return self._private_socket is not None
+
     def require(self) -> None:
         """Raises NoStoreError when the last check found no storage directory."""
         if self.missing:
@@ -60,6 +70,9 @@ class StorageDirectory:
         if self._private_socket is not None:
             with contextlib.suppress(OSError):  # a full disk: clients find no note
                 layout.note_socket(self.directory, self._private_socket)
+        else:
+            with contextlib.suppress(OSError):  # of a private daemon that was killed
+                layout.socket_note(self.directory).unlink()
         return lock
 
     def _why(self) -> str:
@@ -88,8 +101,9 @@ class StorageDirectory:
             return error.message
         with contextlib.suppress(OSError):
             if not layout.list_volumes(self.directory):
-                storage.replace(self.directory, self._identity)
-        self._identity = storage.identity(self.directory)
+                layout.replace(self.directory, self._identity)
+        self._identity = layout.identity(self.directory)
+        self._number = layout.number(self.directory)
         before, self._lock = self._lock, lock
         os.close(before)
         LOG.warning(

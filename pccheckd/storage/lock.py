@@ -15,9 +15,6 @@ from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 
-#: An attribute of the directory: its own number, and the identity that it has instead.
-_REPLACES = "user.pccheck.replaces"
-
 
 def check(config: Config, *, make: bool = False) -> None:
     """Raises NoStoreError that names the fix when `config.storage` cannot hold volumes. With `make`
@@ -99,29 +96,6 @@ def lock(path: Path, purpose: str) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
-
-
-def identity(place: Path) -> str:
-    """Differs for another directory that is mounted in its place. Stable until the next boot, which
-    ends every training process. An empty directory that a running daemon began to use in the place
-    of another one has the identity of that one, since its processes went on with it."""
-    own = _number(place)
-    with contextlib.suppress(OSError, ValueError):
-        itself, replaced = os.getxattr(place, _REPLACES).decode("ascii").split()
-        if itself == own:  # else it is a copy
-            return replaced
-    return own
-
-
-def replace(place: Path, replaced: str) -> None:
-    """Gives the directory the identity of another one."""
-    with contextlib.suppress(OSError):  # a file system without attributes
-        os.setxattr(place, _REPLACES, f"{_number(place)} {replaced}".encode())
-
-
-def _number(place: Path) -> str:
-    found = place.stat()
-    return f"{found.st_dev}:{found.st_ino}"
 
 
 def sweep(place: Path) -> int:

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import gc
-import json
 import multiprocessing
-import os
-import shutil
 import signal
-import subprocess
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +17,13 @@ from pccheck import (
     CheckpointState,
     DaemonUnreachableError,
     PCcheckClient,
-    PccheckError,
     PccheckWarning,
     StateMismatchError,
     UsageError,
     WaitTimeoutError,
 )
-from pccheck.daemon import autostart
 from pccheck.restoring import reading as restore
-from pccheck_native import layout
 from tests.support.daemon import Daemon
-from tests.support.programs import script
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
 from tests.unit.test_flatten import same
@@ -249,7 +237,8 @@ def test_waits_have_deadlines(start_daemon: Callable[..., Daemon], connect: Conn
 
 
 def _use_in_child(client: PCcheckClient, answers: Any) -> None:
-    handle = client.checkpoint([1])
+    with pytest.warns(PccheckWarning, match="saves nothing in a forked one: make a PCcheckClient"):
+        handle = client.checkpoint([1])
     client.gate()
     client.close()
     try:
@@ -339,163 +328,6 @@ def test_a_value_that_raises_fails_its_checkpoint_and_not_training(
     client.checkpoint(step=4).wait_durable(30)
 
 
-SCRIPT = """
-import torch
-from pccheck import PCcheckClient
-client = PCcheckClient(job="auto", autostart=True, storage={storage!r})
-done = client.recover()
-print(done.step, flush=True)
-client.checkpoint([torch.ones(1000)], step=done.step + 1).wait_durable(60)
-{end}
-"""
-
-
-def run(storage: Path, end: str, runtime: Path) -> list[str]:
-    """The step that SCRIPT finds."""
-    environment = {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": "3"}
-    with script(SCRIPT.format(storage=str(storage), end=end), environment=environment) as program:
-        said = program.finish()
-        assert program.returncode in (0, -9), said
-    assert "started a private" not in said or f"socket {runtime}/" in said
-    return list(filter(str.isdigit, said.splitlines()))
-
-
-def test_autostart(daemon: Daemon) -> None:
-    """A private daemon outlives a crash and ends with an orderly close."""
-    storage, runtime = daemon.root / "private", daemon.root / "r"
-    runtime.mkdir(mode=0o700)
-    kill = "import os; os.kill(os.getpid(), 9)"
-    assert run(storage, kill, runtime) == ["0"]
-    (pid_file,) = runtime.rglob("pid")
-    pid = int(pid_file.read_text())
-    os.kill(pid, 0)
-    # Ranks that come later have other GPUs.
-    assert b"CUDA_VISIBLE_DEVICES" not in Path(f"/proc/{pid}/environ").read_bytes()
-    assert run(storage, "", runtime) == ["1"]
-    assert pid == int(pid_file.read_text())
-    ended(pid)
-    assert run(storage, "client.close()", runtime) == ["2"]
-
-
-def test_autostart_begins_anew_when_its_directory_was_removed(daemon: Daemon) -> None:
-    """With the private daemon alive, and with the trainer alive, too."""
-    storage, runtime = daemon.root / "private", daemon.root / "r"
-    runtime.mkdir(mode=0o700)
-    assert run(storage, "import os; os.kill(os.getpid(), 9)", runtime) == ["0"]
-    shutil.rmtree(storage)
-    (pid_file,) = runtime.rglob("pid")
-    pid = int(pid_file.read_text())
-    end = f"import shutil; shutil.rmtree({str(storage)!r}); client.close()"
-    assert run(storage, end, runtime) == ["0"]
-    ended(pid)
-    assert run(storage, "client.close()", runtime) == ["0"]
-
-
-DIES_WHILE_IT_WAITS = """
-import os
-from pccheck import PCcheckClient
-from pccheck.daemon import autostart
-answers = autostart._answers
-autostart._answers = lambda socket: os._exit(0) if answers(socket) else False
-PCcheckClient(job="job", autostart=True, storage={storage!r})
-"""
-
-
-def test_autostart_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
-    """The daemon answers already, and the process that started it has not noticed yet."""
-    storage, runtime = daemon.root / "private", daemon.root / "r"
-    runtime.mkdir(mode=0o700)
-    text, environment = (
-        DIES_WHILE_IT_WAITS.format(storage=str(storage)),
-        {"XDG_RUNTIME_DIR": str(runtime)},
-    )
-    with script(text, environment=environment) as program:
-        assert program.wait(90) == 0
-    pid = int(Path(layout.lock_path(storage)).read_text())
-    assert _alive(pid)
-    try:
-        assert run(storage, "client.close()", runtime) == ["0"]
-        ended(pid)
-    finally:
-        if _alive(pid):
-            os.kill(pid, signal.SIGTERM)
-
-
-def ended(pid: int) -> None:
-    for _ in range(300):
-        if not _alive(pid):
-            return
-        select_sleep()
-    assert not _alive(pid)
-
-
-def select_sleep() -> None:
-    import select
-
-    select.select([], [], [], 0.1)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-
-
-def test_autostart_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> None:
-    storage = daemon.root / "private"
-    first, second = daemon.root / "r1", daemon.root / "r2"
-    first.mkdir(mode=0o700)
-    second.mkdir(mode=0o700)
-    kill = "import os; os.kill(os.getpid(), 9)"
-    assert run(storage, kill, first) == ["0"]
-    (pid_file,) = first.rglob("pid")
-    pid = int(pid_file.read_text())
-    assert run(storage, kill, second) == ["1"]
-    assert not list(second.rglob("pid")) and _alive(pid)  # no second daemon was started
-    ran = subprocess.run(
-        [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "--json", "status"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert json.loads(ran.stdout)["daemon"]["pid"] == pid, ran.stderr
-    assert run(storage, "client.close()", second) == ["2"]  # ends it, too
-    ended(pid)
-    assert not (storage / layout.SOCKET_NAME).exists()
-    assert run(storage, "client.close()", second) == ["3"]
-
-
-def test_the_daemon_of_autostart_sees_every_gpu_and_bounds_its_log(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    runtime = daemon.root / "r"
-    runtime.mkdir(mode=0o700)
-    run(daemon.root / "private", "import os; os.kill(os.getpid(), 9)", runtime)
-    (pid_file,) = runtime.rglob("pid")
-    pid = int(pid_file.read_text())
-    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    os.kill(pid, signal.SIGTERM)
-    assert not any(one.startswith(b"CUDA_VISIBLE_DEVICES=") for one in environ)
-    assert any(one.startswith(b"PCCHECKD_LOG_BYTES=") for one in environ)
-
-
-def test_autostart_says_who_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autostart, "_LOCK_LIMIT_S", 0.0)
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    with (tmp_path / ".pccheckd.starting").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(WaitTimeoutError, match="another process has held"):
-            PCcheckClient(job="x", autostart=True, storage=tmp_path, on_error="raise")
-
-
-def test_autostart_needs_a_parent_directory(tmp_path: Path) -> None:
-    with pytest.raises(PccheckError, match="storage directory"), warnings.catch_warnings():
-        PCcheckClient(
-            job="x", autostart=True, storage=tmp_path / "not" / "mounted", on_error="raise"
-        )
-
-
 def _killed_with_copied(daemon: Daemon, start_trainer: Callable[..., Trainer]) -> None:
     trainer = start_trainer(daemon, [3_000_000])
     for _ in range(5):
@@ -535,57 +367,3 @@ def test_restore_names_the_disk_when_what_is_being_written_stands_still(
         connect(daemon).recover()
     assert "nothing was written" in caught.value.message and "disk" in caught.value.hint
     daemon.kill()
-
-
-CLIENTS = """
-import torch
-from pccheck import PCcheckClient
-for number in range(6):
-    client = PCcheckClient(job=f"sweep-{{number}}", autostart=True, storage={storage!r})
-    handles = [client.checkpoint([torch.ones(1000)], step=step) for step in (1, 2)]
-    handles[-1].wait_durable(60)
-    client.close()
-    client.close(done=True)
-    print([handle.state.name for handle in handles if handle.state.name == "FAILED"])
-"""
-
-
-def test_clients_of_a_private_daemon_follow_each_other(daemon: Daemon) -> None:
-    """The next one comes while the daemon ends, since the one before was its last client."""
-    storage, runtime = daemon.root / "private", daemon.root / "r"
-    runtime.mkdir(mode=0o700)
-    text, environment = CLIENTS.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
-    with script(text, environment=environment) as program:
-        said = program.finish()
-        assert program.returncode == 0, said
-    assert said.splitlines().count("[]") == 6, said
-
-
-KILLED = """
-import os, signal, time
-import torch
-from pccheck import PCcheckClient
-client = PCcheckClient(job="auto", autostart=True, storage={storage!r})
-client.checkpoint([torch.ones(1000)], step=1).wait_durable(60)
-os.kill(client._session.require().welcome.pid, signal.SIGKILL)
-deadline, state = time.monotonic() + 100, ""
-while state not in ("durable", "global") and time.monotonic() < deadline:
-    handle = client.checkpoint([torch.ones(1000)], step=2)
-    handle.exception(60)
-    state = str(handle.state)
-    time.sleep(0.05)
-print(state)
-client.close()
-"""
-
-
-def test_a_private_daemon_that_was_killed_is_started_again(daemon: Daemon) -> None:
-    """Nobody but the trainer would: its next checkpoints find a new one, which ends with it."""
-    storage, runtime = daemon.root / "private", daemon.root / "r"
-    runtime.mkdir(mode=0o700)
-    text, environment = KILLED.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
-    with script(text, environment=environment) as program:
-        said = program.finish()
-        assert (program.returncode, said.splitlines()[-1]) == (0, "durable"), said
-    (pid_file,) = runtime.rglob("pid")
-    ended(int(pid_file.read_text()))

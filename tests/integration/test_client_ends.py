@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, UsageError
+from pccheck_native import layout
 from tests.support.daemon import Daemon
 
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
@@ -71,7 +72,7 @@ def test_a_client_that_started_its_daemon_is_closed_when_it_goes_out_of_scope(
         def train() -> int:
             client = PCcheckClient(job="job", autostart=True, storage=place.storage)
             client.checkpoint([1])
-            (pid_file,) = runtime.rglob("pid")
+            pid_file = layout.lock_path(place.storage)
             return os.pidfd_open(int(pid_file.read_text()))
 
         gc.disable()
@@ -187,7 +188,7 @@ def test_a_private_daemon_ends_with_the_last_client(monkeypatch: pytest.MonkeyPa
             client.checkpoint([step], step=step + 1).wait_durable(30)
             PCcheckClient(job="other", autostart=True, storage=place.storage).close()
             assert client.connected
-            (pid_file,) = runtime.rglob("pid")
+            pid_file = layout.lock_path(place.storage)
             daemon = os.pidfd_open(int(pid_file.read_text()))
             client.close()
             try:
@@ -226,7 +227,7 @@ def test_a_private_daemon_ends_with_the_last_client_of_a_forked_child(
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
         command = [sys.executable, "-W", "ignore", "-c", FORKED, str(place.storage)]
         subprocess.run(command, check=True, timeout=60)
-        (pid_file,) = runtime.rglob("pid")
+        pid_file = layout.lock_path(place.storage)
         with contextlib.suppress(ProcessLookupError):
             daemon = os.pidfd_open(int(pid_file.read_text()))
             try:

@@ -30,6 +30,7 @@ class Machine:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
         self.daemons: dict[Path, list[object]] = {}  # with the pids of their sessions
+        self.serves: dict[Path, str] = {}  # which directory, by layout.number
         self.started: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
         self.killed: list[tuple[int, int]] = []
@@ -40,7 +41,7 @@ class Machine:
         monkeypatch.setattr(module.attach, "observe", self._observe)
         monkeypatch.setattr(module.subprocess, "Popen", self._popen)
         monkeypatch.setattr(module.os, "kill", lambda pid, sign: self.killed.append((pid, sign)))
-        monkeypatch.setattr(module, "_await_end", lambda *_: None)
+        monkeypatch.setattr(module, "_await_end", lambda *_: True)
         monkeypatch.setattr(module, "_OF_THIS_PROCESS", set())
 
     def _observe(self, place: Path, **_: object) -> Any:
@@ -48,7 +49,7 @@ class Machine:
             raise DaemonUnreachableError("no daemon listens")
         sessions = [{"pid": pid} for pid in self.daemons[place.resolve()]]
         report = Report({"sessions": sessions})
-        return Answer(SimpleNamespace(pid=4711), report)
+        return Answer(SimpleNamespace(storage=self.serves[place.resolve()]), report)
 
     def _popen(self, command: list[str], **about: Any) -> Any:
         self.started.append(command)
@@ -56,15 +57,20 @@ class Machine:
         about["stdout"].write(self.words.encode())
         about["stdout"].flush()
         if self.ends is None:
-            self.daemons[Path(command[-1])] = []
+            self.serve(Path(command[-1]), Path(command[-3]))
         ends = self.ends
         return SimpleNamespace(pid=4711, poll=lambda: ends, terminate=lambda: None, returncode=None)
+
+    def serve(self, place: Path, storage: Path) -> None:
+        self.daemons[place], self.serves[place] = [], layout.number(storage)
 
     def daemon(self, name: str = "storage") -> PrivateDaemon:
         return PrivateDaemon(self.path / name)
 
 
 class Answer:
+    daemon_pid = 4711
+
     def __init__(self, welcome: Any, report: Report) -> None:
         self.welcome, self.report = welcome, report
 
@@ -93,7 +99,7 @@ def test_ranks_of_one_directory_share_a_daemon(machine: Machine) -> None:
     assert machine.started[0][-4:] == [
         "--storage", str(machine.path / "storage"), "--socket", str(first.socket)
     ]  # fmt: skip
-    assert stat.S_IMODE(first.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(first.socket.parent.stat().st_mode) == 0o700
 
 
 def test_it_serves_every_gpu_and_reads_no_file_of_the_service(
@@ -115,9 +121,9 @@ def test_one_that_was_started_elsewhere_is_found_by_its_note(
 ) -> None:
     """XDG_RUNTIME_DIR differs between a login and a batch job."""
     elsewhere = machine.path / "elsewhere.sock"
-    machine.daemons[elsewhere] = []
     daemon = machine.daemon()
     daemon.storage.mkdir()
+    machine.serve(elsewhere, daemon.storage)
     layout.socket_note(daemon.storage).write_text(str(elsewhere))
     monkeypatch.chdir(machine.path)  # the path of a socket has at most 107 bytes
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -176,32 +182,48 @@ def test_it_stays_while_another_client_of_this_process_is_open(machine: Machine)
     assert machine.killed == [(4711, signal.SIGTERM)]
 
 
-def test_a_daemon_that_it_did_not_start_is_not_ended(machine: Machine) -> None:
+def test_a_daemon_of_another_pid_namespace_is_not_ended(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number there is that of another process here."""
     daemon = machine.daemon()
     daemon.ensure()
-    (daemon.directory / "pid").write_text("99")
+    monkeypatch.setattr(Answer, "daemon_pid", 0)
     daemon.release()
     assert machine.killed == []
 
 
-def test_an_orphan_is_ended_before_another_one_starts(machine: Machine) -> None:
-    """Its socket was removed at a logout: it holds the lock, and nothing can connect to it."""
+def test_a_daemon_of_another_directory_is_neither_used_nor_replaced(machine: Machine) -> None:
+    """The path is another directory in another container, and both share XDG_RUNTIME_DIR."""
+    theirs, mine = machine.daemon(), machine.daemon()
+    theirs.ensure()
+    theirs.storage.rename(machine.path / "theirs")
+    mine.ensure()
+    assert mine.socket != theirs.socket and len(machine.started) == 2
+    again = machine.daemon()
+    again.ensure()
+    assert again.socket == mine.socket and len(machine.started) == 2
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_an_orphan_is_ended_before_another_one_starts(machine: Machine, holds: bool) -> None:
+    """Its socket was removed at a logout: it holds the lock, and nothing can connect to it. After
+    a reboot or in another PID namespace the number in the lock is of some other process."""
     daemon = machine.daemon()
     daemon.storage.mkdir()
     layout.socket_note(daemon.storage).write_text(str(machine.path / "removed.sock"))
-    for command, killed in ((["pccheckd", "--storage", "/elsewhere"], False),
-                            (["pccheckd", "--storage", str(daemon.storage)], True)):  # fmt: skip
-        script = "import sys; print(flush=True); sys.stdin.read()"
-        orphan = REAL([PYTHON, "-c", script, *command], stdin=subprocess.PIPE,
-                      stdout=subprocess.PIPE)  # fmt: skip
-        try:
-            assert orphan.stdout is not None and orphan.stdout.readline()
-            Path(layout.lock_path(daemon.storage)).write_text(str(orphan.pid))
-            machine.daemons.clear()
-            daemon.ensure()
-            assert machine.killed == ([(orphan.pid, signal.SIGTERM)] if killed else [])
-        finally:
-            orphan.communicate()
+    lock = Path(layout.lock_path(daemon.storage))
+    lock.touch()
+    script = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
+    place = lock if holds else __file__
+    orphan = REAL([PYTHON, "-c", script, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert orphan.stdout is not None and orphan.stdout.readline()
+        lock.write_text(str(orphan.pid))
+        daemon.ensure()
+        assert machine.killed == ([(orphan.pid, signal.SIGTERM)] if holds else [])
+    finally:
+        orphan.communicate()
 
 
 def test_a_killed_daemon_is_started_again_in_the_background(
@@ -263,7 +285,7 @@ def test_without_a_runtime_directory_of_its_own_it_takes_a_temporary_one(
         given.touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(given))
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert machine.daemon().directory.parent == tmp_path / f"pccheck-{os.getuid()}"
+    assert machine.daemon().socket.parent.parent == tmp_path / f"pccheck-{os.getuid()}"
 
 
 def test_a_runtime_directory_that_cannot_be_made_is_named(

@@ -88,7 +88,7 @@ def test_config_of_nobody_is_twelve(
     monkeypatch.setenv("PCCHECK_CONFIG", os.devnull)
     assert cli.main(["config", "show"]) == 12
     told = capsys.readouterr().err
-    assert "no daemon listens at" in told and "none would start: --storage is missing" in told
+    assert "no daemon listens at" in told and "would fail: --storage is missing" in told
     monkeypatch.setenv("PCCHECK_STORAGE", str(tmp_path))
     monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/nobody")
     assert cli.main(["config", "show"]) == 0

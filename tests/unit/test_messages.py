@@ -449,8 +449,8 @@ WORDS: dict[str, str] = {
         "leave autostart=True out to use the daemon there)"
     ),
     "storage without a parent": (
-        "cannot make the storage directory DIR/no/such: No such file or directory (choose a "
-        "directory on a local disk with storage=)"
+        "cannot make the storage directory DIR/no/such: No such file or directory (make "
+        "DIR/no first, or mount its disk; or choose a directory on a local disk with storage=)"
     ),
     "DataLoader": (
         "attach(loader=...): type DataLoader has no state_dict, load_state_dict (use "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from pccheck_wire.messages import Empty, Open, Opened, Read, Role, Writing
 from pccheckd.jobs import recovery
 from pccheckd.jobs.sessions import Session
 from tests.support.jobs import Ranks, kept
+
+ENGINE: Any = SimpleNamespace(directory=None)  # of no private daemon
 
 
 def session(ranks: Ranks, rank: int = 0, *, role: Role = Role.TRAINER) -> Session:
@@ -25,7 +28,7 @@ def session(ranks: Ranks, rank: int = 0, *, role: Role = Role.TRAINER) -> Sessio
 
 
 def opened(who: Session, **wanted: Any) -> Any:
-    return asyncio.run(recovery.open_checkpoint(who, Open(**wanted)))
+    return asyncio.run(recovery.open_checkpoint(who, Open(**wanted), ENGINE))
 
 
 def alone(*damaged: int) -> tuple[Ranks, Session]:

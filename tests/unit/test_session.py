@@ -93,8 +93,8 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemons]:
 
 def session(*, rank: int = 0, world: int = 1, fresh: bool = False, solo: bool = False) -> Session:
     return Session(
-        Identity("gpt", rank, world, world, ""), "/s", fresh=fresh, solo=solo, stall_limit_s=5.0,
-        warner=Warner(),
+        Identity("gpt", rank, world, world, ""), lambda: "/s", fresh=fresh, solo=solo,
+        stall_limit_s=5.0, warner=Warner(),
     )  # fmt: skip
 
 

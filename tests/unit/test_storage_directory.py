@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pccheck_native import layout
 from pccheckd.storage.directory import StorageDirectory
-from pccheckd.storage.lock import identity
 
 
 def test_a_directory_that_was_made_again_gets_the_note_of_a_private_daemon(tmp_path: Path) -> None:
@@ -48,19 +47,19 @@ def test_only_an_empty_directory_takes_the_place_of_the_one_that_was_removed(
     volume = layout.volume_path(filled, 7, "job", 0)
     volume.parent.mkdir(parents=True)
     volume.touch()
-    first, own = identity(storage), identity(filled)
+    first, own = layout.identity(storage), layout.identity(filled)
     directory = StorageDirectory(storage)
     try:
         storage.rename(tmp_path / "away")
         empty.rename(storage)
         assert not directory.look()
-        assert identity(storage) == first
+        assert layout.identity(storage) == first
         copy = tmp_path / "copy"
         shutil.copytree(storage, copy)  # with its attributes
-        assert identity(copy) != first
+        assert layout.identity(copy) != first
         storage.rename(tmp_path / "away2")
         filled.rename(storage)
         assert not directory.look()
-        assert identity(storage) == own
+        assert layout.identity(storage) == own
     finally:
         directory.close()

@@ -8,6 +8,7 @@ ends when its last client is closed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -55,14 +56,15 @@ os.register_at_fork(after_in_child=lambda: _OF_THIS_PROCESS.clear())
 
 
 class PrivateDaemon:
-    """The daemon of one storage directory. A note in that directory names its socket, which depends
-    on XDG_RUNTIME_DIR at its start; `socket` leads there."""
+    """The daemon of one storage directory, which listens at `socket`. A note in the directory names
+    that socket, which depends on XDG_RUNTIME_DIR at the daemon's start. Names do not tell which
+    directory a daemon serves: directories are moved, and copied with the note, and a path is
+    another directory in another container. So the daemon is asked."""
 
     def __init__(self, storage: str | os.PathLike[str]) -> None:
+        """Raises PccheckError."""
         self.storage = Path(storage).absolute()
-        digest = hashlib.sha256(os.fsencode(self.storage)).hexdigest()[:12]
-        self.directory = _runtime_root() / digest
-        self.socket = self.directory / "attach.sock"
+        self.socket = self._place()
         self._starting: threading.Thread | None = None
         self._again_s = 0.0  # time.monotonic() of the next try
         _OF_THIS_PROCESS.add(self)
@@ -87,17 +89,28 @@ class PrivateDaemon:
         except OSError as error:
             raise NoStoreError(
                 f"cannot make the storage directory {self.storage}: {error.strerror}",
-                hint="choose a directory on a local disk with storage=",
+                hint=f"make {self.storage.parent} first, or mount its disk; or choose a directory "
+                "on a local disk with storage=",
             ) from error
-        self.directory.mkdir(mode=0o700, exist_ok=True)
         with self._locked():
-            found = layout.noted_socket(self.storage)
-            if found is not None and found != self.socket and _answers(found):
-                self.socket.unlink(missing_ok=True)
-                self.socket.symlink_to(found)
-            elif not _answers(self.socket):
-                self._end_orphan()
-                self._start()
+            number = layout.number(self.storage)
+            noted = layout.noted_socket(self.storage)
+            mine = self._place(), self._place(number)  # XDG_RUNTIME_DIR may have gone meanwhile
+            serves = {socket: _serves(socket) for socket in (*([noted] if noted else []), *mine)}
+            for socket, served in serves.items():
+                if served == number:
+                    self.socket = socket
+                    return
+            self._end_unusable()
+            # At the first place another directory's daemon may listen.
+            self.socket = mine[0] if serves[mine[0]] is None else mine[1]
+            self._start()
+
+    def _place(self, number: str = "") -> Path:
+        """Where to listen: a place for the directory's name, or for the name and the directory."""
+        name = os.fsencode(self.storage) + number.encode()
+        digest = hashlib.sha256(name).hexdigest()[:12]
+        return _runtime_root() / digest / "attach.sock"
 
     def ensure_later(self) -> None:
         """The same in a thread of its own, after the daemon was killed: the next checkpoints use
@@ -126,14 +139,8 @@ class PrivateDaemon:
         WaitTimeoutError."""
         path = self.storage / ".pccheckd.starting"
         deadline = time.monotonic() + _LOCK_LIMIT_S
+        lock = _open_own(path)
         try:
-            lock = path.open("a")
-        except OSError as error:
-            raise NoStoreError(
-                f"cannot open {path}: {error.strerror}",
-                hint="choose a directory of your own with storage=",
-            ) from error
-        with lock:
             while True:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,25 +151,48 @@ class PrivateDaemon:
                         hint=f"see which process: fuser {path}",
                     )
                 time.sleep(_LOCK_STEP_S)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
+        finally:
+            os.close(lock)
 
-    def _end_orphan(self) -> None:
-        """Ends a private daemon whose socket was removed (XDG_RUNTIME_DIR, at a logout): it keeps
-        the storage directory locked, and nothing can connect to it. It drains first."""
-        if not layout.socket_note(self.storage).exists() or layout.noted_socket(self.storage):
+    def _end_unusable(self) -> None:
+        """Ends a private daemon that has the directory locked and is of no use: its socket was
+        removed (XDG_RUNTIME_DIR, at a logout), or the directory was moved. It drains first, and
+        stays while a trainer is connected. Raises PccheckError then."""
+        pid = self._holder()
+        if pid is None:
             return
+        os.kill(pid, signal.SIGTERM)
+        if not _await_end(pid, _END_LIMIT_S):
+            raise PccheckError(
+                f"a private pccheckd (pid {pid}) has {self.storage} for another training process, "
+                "or is still writing, and this process cannot connect to it",
+                hint="start both with the same XDG_RUNTIME_DIR and the same /tmp, or choose "
+                "another directory with storage=",
+            )
+
+    def _holder(self) -> int | None:
+        """The private daemon that has the directory locked, if this process can see it."""
+        if not layout.socket_note(self.storage).exists():
+            return None
         with contextlib.suppress(OSError, ValueError):
-            pid = int(Path(layout.lock_path(self.storage)).read_text())
+            lock = Path(layout.lock_path(self.storage))
+            pid, there = int(lock.read_text()), lock.stat()
             process = Path(f"/proc/{pid}")
-            command = (process / "cmdline").read_bytes().split(b"\0")
-            ours = process.stat().st_uid == os.geteuid() and b"pccheckd" in command
-            if ours and os.fsencode(self.storage) in command:
-                os.kill(pid, signal.SIGTERM)
-                _await_end(pid, START_LIMIT_S)
+            if process.stat().st_uid != os.geteuid():
+                return None
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if os.path.samestat(descriptor.stat(), there):
+                        return pid
+        return None
 
     def _start(self) -> None:
-        log = self.directory / "pccheckd.log"
-        self.socket.unlink(missing_ok=True)  # it may lead to a daemon that has ended
+        self.socket.parent.mkdir(mode=0o700, exist_ok=True)
+        log = self.socket.with_name("pccheckd.log")
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pccheckd", "--storage", str(self.storage),
@@ -171,12 +201,9 @@ class PrivateDaemon:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the trainer; it drains first
             )  # fmt: skip
-        # Before the wait: when this process is killed meanwhile, a later one still finds the
-        # private daemon, and ends it.
-        (self.directory / "pid").write_text(str(process.pid))
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and process.poll() is None:
-            if _answers(self.socket):
+            if _serves(self.socket) is not None:
                 LOG.warning(
                     "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends "
                     "after its last trainer. If this container or job step ends before, what is "
@@ -204,21 +231,43 @@ class PrivateDaemon:
             # When the directory was removed, no process looks for its daemon.
             if self.storage.is_dir():  # raises where another user's directory is in the way
                 held.enter_context(self._locked())
-            pid = int((self.socket.resolve().parent / "pid").read_text())
             with attach.observe(self.socket, version=VERSION, timeout_s=_PROBE_LIMIT_S) as seen:
-                ends = seen.welcome.pid == pid and _is_unused(seen)
+                pid = seen.daemon_pid
+                ends = pid and _is_unused(seen)
             if ends:
                 os.kill(pid, signal.SIGTERM)
                 # Under the lock: a client that starts now waits, and then starts another daemon.
                 _await_end(pid, _END_LIMIT_S)
 
 
-def _answers(socket: Path) -> bool:
+def _open_own(path: Path) -> int:
+    """A file that only this user can open, and so lock. Raises NoStoreError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        attach.observe(socket, version=VERSION, timeout_s=_PROBE_LIMIT_S).close()
+        file = os.open(path, flags, 0o600)
+        try:
+            if os.fstat(file).st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "it belongs to another user")
+            os.fchmod(file, 0o600)
+        except OSError:
+            os.close(file)
+            raise
+    except OSError as error:
+        raise NoStoreError(
+            f"cannot open {path}: {error.strerror}",
+            hint="choose a directory of your own with storage=",
+        ) from error
+    return file
+
+
+def _serves(socket: Path) -> str | None:
+    """layout.number of the directory that the daemon there serves, "" when that is missing; None
+    when no daemon answers."""
+    try:
+        with attach.observe(socket, version=VERSION, timeout_s=_PROBE_LIMIT_S, storage="?") as seen:
+            return seen.welcome.storage
     except DaemonUnreachableError:
-        return False
-    return True
+        return None
 
 
 def _is_unused(seen: attach.Attachment) -> bool:
@@ -235,13 +284,15 @@ def _is_unused(seen: attach.Attachment) -> bool:
         time.sleep(0.01)
 
 
-def _await_end(pid: int, limit_s: float) -> None:
-    with contextlib.suppress(OSError):
+def _await_end(pid: int, limit_s: float) -> bool:
+    try:
         process = os.pidfd_open(pid)
-        try:
-            select.select([process], [], [], limit_s)
-        finally:
-            os.close(process)
+    except OSError:  # it has ended
+        return True
+    try:
+        return bool(select.select([process], [], [], limit_s)[0])
+    finally:
+        os.close(process)
 
 
 def _is_other(pid: object) -> bool:

@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import zmq
 
@@ -15,7 +15,7 @@ from pccheck.job.naming import Identity
 from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
-from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, socket_name
+from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError, RefusedError
 from pccheck_wire.messages import Goodbye, Hello, Register, Registered, ReplyBody, Restored, Role
 from pccheck_wire.units import MIB
@@ -51,11 +51,12 @@ class Session:
     """Connects, connects again, registers. Used under the client's lock."""
 
     def __init__(
-        self, identity: Identity, path: str | Path | None, *, fresh: bool, solo: bool,
-        stall_limit_s: float, warner: Warner,
+        self, identity: Identity, where: Callable[[], str], *, fresh: bool,
+        solo: bool, stall_limit_s: float, warner: Warner,
     ) -> None:  # fmt: skip
+        """`where`: the socket of the daemon, asked for each connection."""
         self.identity = identity
-        self.path = Path(socket_name(path))
+        self._where = where
         self.error: PccheckError | None = None  #: why there is no connection
         self.uncounted = 0  #: failures that no daemon has counted
         self.incarnation = 0  #: of the last daemon's Welcome ...
@@ -102,7 +103,7 @@ class Session:
         try:
             _require_files()
             self._connection = Connection(
-                attach.connect(self._hello(), self.path, timeout_s=timeout_s),
+                attach.connect(self._hello(), self._where(), timeout_s=timeout_s),
                 saves_alone=self.saves_alone(self.identity.world_size),
             )
         except (PccheckError, OSError, zmq.ZMQError) as error:

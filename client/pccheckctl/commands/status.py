@@ -41,16 +41,19 @@ def _served(arguments: argparse.Namespace) -> Document | None:
 
     from pccheck_native import layout
 
-    socket = layout.noted_socket(Path(arguments.storage))
-    if socket is None:
+    storage = Path(arguments.storage)
+    if layout.noted_socket(storage) is None:  # the imports below take long
         return None
-    from pccheck_store.observer import Observer
+    from pccheck_store.observer import Observer, private_socket
     from pccheck_wire.errors import PccheckError
 
     try:
-        with Observer(str(socket)) as observer:
+        socket = private_socket(storage)
+        if socket is None:
+            return None
+        with Observer(socket) as observer:
             return observer.status(uid=arguments.uid)
-    except PccheckError:  # it was killed, or is another version: the files can be read
+    except (PccheckError, OSError):  # it was killed, or is another version: the files can be read
         return None
 
 

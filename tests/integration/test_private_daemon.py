@@ -1,0 +1,417 @@
+"""A private daemon (autostart=True): found, started, shared, and ended, by real processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pccheck import PCcheckClient, PccheckError, RefusedError, WaitTimeoutError
+from pccheck.daemon import autostart
+from pccheck.daemon.autostart import PrivateDaemon
+from pccheck_native import layout
+from pccheck_store.directory import Storage
+from pccheck_store.jobs import find_store
+from tests.support.daemon import Daemon
+from tests.support.programs import script
+
+MOUNTED = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+KILL = "import os; os.kill(os.getpid(), 9)"
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """Never started: its directories are used."""
+    with Daemon() as place:
+        (place.root / "r").mkdir(mode=0o700)
+        yield place
+
+
+def daemon_of(storage: Path) -> int:
+    """The pid of the directory's daemon, the last one if there is none now."""
+    return int(layout.lock_path(storage).read_text())
+
+
+SCRIPT = """
+import torch
+from pccheck import PCcheckClient
+client = PCcheckClient(job="auto", autostart=True, storage={storage!r})
+done = client.recover()
+print(done.step, flush=True)
+client.checkpoint([torch.ones(1000)], step=done.step + 1).wait_durable(60)
+{end}
+"""
+
+
+def run(storage: Path, end: str, runtime: Path) -> list[str]:
+    """The step that SCRIPT finds."""
+    environment = {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": "3"}
+    with script(SCRIPT.format(storage=str(storage), end=end), environment=environment) as program:
+        said = program.finish()
+        assert program.returncode in (0, -9), said
+    assert "started a private" not in said or f"socket {runtime}/" in said
+    return list(filter(str.isdigit, said.splitlines()))
+
+
+def test_autostart(daemon: Daemon) -> None:
+    """A private daemon outlives a crash and ends with an orderly close."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    kill = "import os; os.kill(os.getpid(), 9)"
+    assert run(storage, kill, runtime) == ["0"]
+    pid = daemon_of(storage)
+    os.kill(pid, 0)
+    # Ranks that come later have other GPUs.
+    assert b"CUDA_VISIBLE_DEVICES" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert run(storage, "", runtime) == ["1"]
+    assert pid == daemon_of(storage)
+    ended(pid)
+    assert run(storage, "client.close()", runtime) == ["2"]
+
+
+def test_begins_anew_when_its_directory_was_removed(daemon: Daemon) -> None:
+    """With the private daemon alive, and with the trainer alive, too."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    assert run(storage, "import os; os.kill(os.getpid(), 9)", runtime) == ["0"]
+    pid = daemon_of(storage)
+    shutil.rmtree(storage)
+    end = f"import shutil; shutil.rmtree({str(storage)!r}); client.close()"
+    assert run(storage, end, runtime) == ["0"]
+    ended(pid)
+    assert run(storage, "client.close()", runtime) == ["0"]
+
+
+DIES_WHILE_IT_WAITS = """
+import os
+from pccheck import PCcheckClient
+from pccheck.daemon import autostart
+from pccheck.daemon.autostart import PrivateDaemon
+serves = autostart._serves
+autostart._serves = lambda socket: serves(socket) if serves(socket) is None else os._exit(0)
+PCcheckClient(job="job", autostart=True, storage={storage!r})
+"""
+
+
+def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
+    """The daemon answers already, and the process that started it has not noticed yet."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    text, environment = (
+        DIES_WHILE_IT_WAITS.format(storage=str(storage)),
+        {"XDG_RUNTIME_DIR": str(runtime)},
+    )
+    with script(text, environment=environment) as program:
+        assert program.wait(90) == 0
+    pid = daemon_of(storage)
+    assert _alive(pid)
+    try:
+        assert run(storage, "client.close()", runtime) == ["0"]
+        ended(pid)
+    finally:
+        if _alive(pid):
+            os.kill(pid, signal.SIGTERM)
+
+
+def ended(pid: int) -> None:
+    for _ in range(300):
+        if not _alive(pid):
+            return
+        select_sleep()
+    assert not _alive(pid)
+
+
+def select_sleep() -> None:
+    select.select([], [], [], 0.1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> None:
+    storage = daemon.root / "private"
+    first, second = daemon.root / "r1", daemon.root / "r2"
+    first.mkdir(mode=0o700)
+    second.mkdir(mode=0o700)
+    kill = "import os; os.kill(os.getpid(), 9)"
+    assert run(storage, kill, first) == ["0"]
+    pid = daemon_of(storage)
+    assert run(storage, kill, second) == ["1"]
+    assert daemon_of(storage) == pid and _alive(pid)  # no second daemon was started
+    ran = subprocess.run(
+        [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "--json", "status"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(ran.stdout)["daemon"]["pid"] == pid, ran.stderr
+    assert run(storage, "client.close()", second) == ["2"]  # ends it, too
+    ended(pid)
+    assert not (storage / layout.SOCKET_NAME).exists()
+    assert run(storage, "client.close()", second) == ["3"]
+
+
+def test_the_daemon_of_autostart_sees_every_gpu_and_bounds_its_log(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    runtime = daemon.root / "r"
+    run(daemon.root / "private", "import os; os.kill(os.getpid(), 9)", runtime)
+    pid = daemon_of(daemon.root / "private")
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    os.kill(pid, signal.SIGTERM)
+    assert not any(one.startswith(b"CUDA_VISIBLE_DEVICES=") for one in environ)
+    assert any(one.startswith(b"PCCHECKD_LOG_BYTES=") for one in environ)
+
+
+def test_says_who_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autostart, "_LOCK_LIMIT_S", 0.0)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with (tmp_path / ".pccheckd.starting").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(WaitTimeoutError, match="another process has held"):
+            PCcheckClient(job="x", autostart=True, storage=tmp_path, on_error="raise")
+
+
+def test_needs_a_parent_directory(tmp_path: Path) -> None:
+    with pytest.raises(PccheckError, match="storage directory"), warnings.catch_warnings():
+        PCcheckClient(
+            job="x", autostart=True, storage=tmp_path / "not" / "mounted", on_error="raise"
+        )
+
+
+CLIENTS = """
+import torch
+from pccheck import PCcheckClient
+for number in range(6):
+    client = PCcheckClient(job=f"sweep-{{number}}", autostart=True, storage={storage!r})
+    handles = [client.checkpoint([torch.ones(1000)], step=step) for step in (1, 2)]
+    handles[-1].wait_durable(60)
+    client.close()
+    client.close(done=True)
+    print([handle.state.name for handle in handles if handle.state.name == "FAILED"])
+"""
+
+
+def test_clients_of_a_private_daemon_follow_each_other(daemon: Daemon) -> None:
+    """The next one comes while the daemon ends, since the one before was its last client."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    text, environment = CLIENTS.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
+    with script(text, environment=environment) as program:
+        said = program.finish()
+        assert program.returncode == 0, said
+    assert said.splitlines().count("[]") == 6, said
+
+
+KILLED = """
+import os, signal, time
+import torch
+from pccheck import PCcheckClient
+client = PCcheckClient(job="auto", autostart=True, storage={storage!r})
+client.checkpoint([torch.ones(1000)], step=1).wait_durable(60)
+os.kill(client._session.require().welcome.pid, signal.SIGKILL)
+deadline, state = time.monotonic() + 100, ""
+while state not in ("durable", "global") and time.monotonic() < deadline:
+    handle = client.checkpoint([torch.ones(1000)], step=2)
+    handle.exception(60)
+    state = str(handle.state)
+    time.sleep(0.05)
+print(state)
+client.close()
+"""
+
+
+def test_a_private_daemon_that_was_killed_is_started_again(daemon: Daemon) -> None:
+    """Nobody but the trainer would: its next checkpoints find a new one, which ends with it."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    text, environment = KILLED.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
+    with script(text, environment=environment) as program:
+        said = program.finish()
+        assert (program.returncode, said.splitlines()[-1]) == (0, "durable"), said
+    ended(daemon_of(storage))
+
+
+# -- whose daemon it is ----------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_directory_gets_a_daemon_of_its_own(daemon: Daemon) -> None:
+    """The copy has the note of the first directory's daemon, which lives."""
+    first, copy, runtime = daemon.root / "first", daemon.root / "copy", daemon.root / "r"
+    assert run(first, KILL, runtime) == ["0"]
+    shutil.copytree(first, copy)
+    assert layout.noted_socket(copy) == layout.noted_socket(first)
+    assert isinstance(find_store(copy, None), Storage)
+    assert not isinstance(find_store(first, None), Storage)
+    assert run(copy, KILL, runtime) == ["1"]
+    assert run(copy, "client.close()", runtime) == ["2"]
+    assert run(first, "client.close()", runtime) == ["1"]
+
+
+def test_a_directory_that_was_moved_gets_another_daemon(daemon: Daemon) -> None:
+    first, moved, runtime = daemon.root / "first", daemon.root / "moved", daemon.root / "r"
+    assert run(first, KILL, runtime) == ["0"]
+    before = daemon_of(first)
+    first.rename(moved)
+    assert run(moved, KILL, runtime) == ["1"]
+    assert not _alive(before) and daemon_of(moved) != before
+    assert run(moved, "client.close()", runtime) == ["2"]
+
+
+def test_one_path_in_two_containers_is_two_directories(daemon: Daemon) -> None:
+    """They share the runtime directory, and not what is mounted at the path."""
+    runtime, path = daemon.root / "r", daemon.root / "ckpt"
+    path.mkdir()
+    text = SCRIPT.format(storage=str(path), end=KILL)
+    found = []
+    for inside in ("one", "two", "one", "two"):
+        (daemon.root / inside).mkdir(exist_ok=True)
+        mount = f'mount --bind "{daemon.root / inside}" "{path}" && exec "$0" -c "$1"'
+        ran = subprocess.run(
+            [*MOUNTED, mount, sys.executable, text], capture_output=True, text=True, timeout=120,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(runtime)},
+        )  # fmt: skip
+        if ran.returncode != -signal.SIGKILL:
+            pytest.skip(f"no mount namespace here: {ran.stderr[-200:]}")
+        found.append(ran.stdout.split())
+    assert found == [["0"], ["0"], ["1"], ["1"]]
+    for inside in ("one", "two"):
+        os.kill(daemon_of(daemon.root / inside), signal.SIGTERM)
+
+
+def test_checkpoints_of_another_uid_are_not_passed_over(daemon: Daemon) -> None:
+    """A directory that was copied with chown, or is used by another uid in a container."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    assert run(storage, "client.close()", runtime) == ["0"]
+    (storage / str(os.getuid())).rename(storage / "12345")
+    with pytest.raises(RefusedError, match="of uid 12345"), private(storage, runtime) as client:
+        client.recover()
+
+
+# -- when it ends ----------------------------------------------------------------------------------
+
+STAYS = """
+import sys
+import torch
+from pccheck import PCcheckClient
+client = PCcheckClient(job="stays", autostart=True, storage=sys.argv[1], on_error="raise")
+for step, line in enumerate(sys.stdin, 1):
+    print(client.checkpoint([torch.ones(1000)], step=step).wait_durable(60).step, flush=True)
+"""
+
+
+def test_a_daemon_with_a_trainer_is_not_ended_by_a_process_that_cannot_connect(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs with a /tmp each use one directory."""
+    storage, runtime, other = daemon.root / "private", daemon.root / "r", daemon.root / "r2"
+    other.mkdir(mode=0o700)
+    monkeypatch.setattr(autostart, "_END_LIMIT_S", 0.5)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", STAYS, str(storage)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"XDG_RUNTIME_DIR": str(runtime)},
+    ) as trainer:  # fmt: skip
+        assert trainer.stdin is not None and trainer.stdout is not None
+        for step in (1, 2, 3):
+            print(file=trainer.stdin, flush=True)
+            assert trainer.stdout.readline() == f"{step}\n"
+            socket = layout.noted_socket(storage)
+            if socket is not None:
+                socket.unlink()  # from here on nothing can connect to it
+            else:
+                with pytest.raises(PccheckError, match="for another training process"):
+                    private(storage, other)
+        pid = daemon_of(storage)
+        assert _alive(pid)
+        trainer.stdin.close()
+        assert trainer.wait(60) == 0
+    ended(pid)
+
+
+PREEMPTED = """
+import os, signal, sys
+import torch
+from pccheck import PCcheckClient
+with PCcheckClient(job="auto", autostart=True, storage=sys.argv[1]) as client:
+    client.stop_on(signal.SIGTERM)
+    client.checkpoint([torch.ones(1000)], step=1).wait_durable(60)
+    os.kill(client._session.require().welcome.pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert client.should_stop()
+    client.checkpoint([torch.ones(1000)], step=2)
+    print("durable", client.flush().step)
+"""
+
+
+def test_sigterm_to_a_whole_job_step_loses_no_last_checkpoint(daemon: Daemon) -> None:
+    """It reaches the trainer and its private daemon at once."""
+    storage, environment = daemon.root / "private", {"XDG_RUNTIME_DIR": str(daemon.root / "r")}
+    with script(PREEMPTED, storage, environment=environment) as program:
+        said = program.finish()
+        assert program.returncode == 0 and "durable 2" in said, said
+    ended(daemon_of(storage))
+    assert run(storage, "client.close()", daemon.root / "r") == ["2"]
+
+
+def test_it_is_started_again_when_its_runtime_directory_has_gone(daemon: Daemon) -> None:
+    """A logout removes XDG_RUNTIME_DIR, and a user cannot make it again."""
+    storage, runtime, spare = daemon.root / "private", daemon.root / "r", daemon.root / "tmp"
+    spare.mkdir()
+    text = KILLED.replace(
+        "os.kill(", f"import shutil; shutil.rmtree({str(runtime)!r})\nos.kill(", 1
+    )
+    environment = {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(spare)}
+    with script(text.format(storage=str(storage)), environment=environment) as program:
+        said = program.finish()
+        assert (program.returncode, said.splitlines()[-1]) == (0, "durable"), said
+    ended(daemon_of(storage))
+
+
+# -- the lock under which it is found, started or ended --------------------------------------------
+
+
+def test_other_users_cannot_hold_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / ".pccheckd.starting"
+    lock.touch(0o644)
+    with PrivateDaemon(tmp_path)._locked():
+        assert lock.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".pccheckd.starting").symlink_to(tmp_path / "target")
+    with pytest.raises(PccheckError, match="cannot open"), PrivateDaemon(tmp_path)._locked():
+        pass
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of a DataLoader, while a thread of the client starts the daemon again."""
+    monkeypatch.setattr(autostart, "_LOCK_LIMIT_S", 0.0)
+    daemon = PrivateDaemon(tmp_path)
+    with daemon._locked():
+        child = os.fork()
+        if not child:
+            signal.pause()
+    try:
+        with daemon._locked():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def private(storage: Path, runtime: Path) -> PCcheckClient:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        return PCcheckClient(job="auto", autostart=True, storage=storage, on_error="raise")
