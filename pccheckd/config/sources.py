@@ -239,10 +239,7 @@ def _parse(option: Option, text: str, origin: Origin) -> object:
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
     if option.choices and text not in option.choices:
-        raise UsageError(
-            f"{where}: {text!r} is not one of {', '.join(option.choices)}",
-            hint=option.removed.get(text, ""),
-        )
+        raise UsageError(f"{where}: {text!r} is not one of {', '.join(option.choices)}")
     return value
 
 
