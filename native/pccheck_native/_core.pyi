@@ -47,7 +47,6 @@ class SlotEntry(NamedTuple):
     incarnation: int
     world_size: int
     payload_bytes: int
-    manifest_bytes: int
     tree_offset: int
     tree_bytes: int
     wall_ns: int
@@ -68,7 +67,6 @@ class VolumeInfo(NamedTuple):
     record_number: int
     next_sequence: int
     incarnation: int
-    created_wall_ns: int
     done: bool
     stopped: bool
     free_slots: int
